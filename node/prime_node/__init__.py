@@ -1,6 +1,6 @@
-"""Everything that acts: the roles, the ports that they stand on, and the adapters behind those ports.
+"""The roles, the ports that they depend on, and the adapters behind those ports.
 
-Imports only go down the floors that `tests/test_floors.py` holds; `prime_protocol` is the ground.
+Imports only go down the layers that `tests/test_floors.py` checks; `prime_protocol` is the lowest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m prime_node` is `prime-node`."""
+"""Entry point: `python -m prime_node` is `prime-node`."""
 
 from prime_node.cli.main import main
 

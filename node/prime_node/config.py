@@ -1,8 +1,8 @@
-"""Settings: defaults < TOML file < environment < command line. This module and observe.py alone read the environment.
+"""Settings: defaults < TOML file < environment < command line. Only this module and observe.py read the environment.
 
 One TOML file may configure every role; each reads its own table. `[worker] spool_bytes_max = 1000` in the file,
-`PRIME_WORKER_SPOOL_BYTES_MAX=1000` in the environment and `--set worker.spool_bytes_max=1000` on the command line are the
-same setting; nested names are joined by `__` in the environment and by `.` on the command line.
+`PRIME_WORKER_SPOOL_BYTES_MAX=1000` in the environment and `--set worker.spool_bytes_max=1000` on the command line are
+the same setting. Nested names are joined by `__` in the environment and by `.` on the command line.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["SandboxSettings", "Settings", "SettingsConfigDict", "check_sections"
 
 
 class SandboxSettings(BaseModel):
-    """How a role that works for others confines itself: docs/sandbox.md."""
+    """Sandbox of a role that processes untrusted data: docs/sandbox.md."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     also_read: tuple[Path, ...] = ()
-    """Further files and folders that this process may read, for example a model that lies in your home."""
+    """Further files and folders that this process may read, for example a model in your home."""
     also_write: tuple[Path, ...] = ()
-    """Further folders that this process may write in. A hostile run could then change what is there."""
+    """Further folders that this process may write in. A hostile run could then change their content."""
     keep_environment: tuple[str, ...] = ()
-    """Environment variables that stay although their names look like secrets, for example HF_TOKEN."""
+    """Environment variables to keep although their names look like secrets, for example HF_TOKEN."""
     unsafe_no_namespaces: bool = False
-    """Share the system's own /tmp, /dev/shm and sockets, where an engine or a driver does not work in a file system of its own.
-    Landlock and the filter of system calls stay."""
+    """Share the system's own /tmp, /dev/shm and sockets, if an engine or a driver does not work in a private file
+    system. Landlock and the system call filter stay."""
     unsafe_off: bool = False
-    """Do not confine this process at all. A hostile run that finds one mistake in it can then read and change all files of this
-    user."""
+    """Run this process without any sandbox. A hostile run that finds one vulnerability in it can then read and change
+    all files of this user."""
 
 
 class Settings(BaseSettings):
@@ -57,7 +57,10 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, file: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Self:
-        """Merge the sources. `file` is a whole parsed TOML file; `overrides` come from the command line. Raises LocalError."""
+        """Merge the sources. Raises LocalError.
+
+        `file` is a whole parsed TOML file; `overrides` come from the command line.
+        """
         table = dict((file or {}).get(cls.section, {}))
         merged = _merge(_merge(table, EnvSettingsSource(cls)()), overrides or {})
         try:
@@ -67,7 +70,7 @@ class Settings(BaseSettings):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Raises LocalError with the place of the fault."""
+    """Parse a TOML file. Raises LocalError with the place of the error."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -77,14 +80,17 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_sections(file: Mapping[str, Any], known: set[str], *, path: Path) -> None:
-    """A misspelt table would otherwise be ignored. Raises LocalError."""
+    """Refuse unknown tables: a misspelt one would otherwise be ignored. Raises LocalError."""
     unknown = sorted(file.keys() - known)
     if unknown:
         raise LocalError(f"config {path}: unknown table [{unknown[0]}]; known are {', '.join(sorted(known))}")
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, dict[str, Any]]:
-    """`["worker.name=anna", "trainer.loss.type=aipo"]` as nested tables. Values are TOML where they parse, else text."""
+    """Parse `["worker.name=anna", "trainer.loss.type=aipo"]` into nested tables.
+
+    Values are TOML if they parse, else text.
+    """
     tables: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
@@ -106,7 +112,7 @@ def _toml_value(text: str) -> Any:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables are merged, everything else is replaced."""
+    """Merge tables recursively; replace everything else."""
     merged = dict(below)
     for name, value in above.items():
         old = merged.get(name)
@@ -131,7 +137,7 @@ def _said(fault: ErrorDetails, settings: type[Settings]) -> str:
 
 
 def _names(model: type[BaseModel], tables: list[str]) -> list[str]:
-    """Of the settings in a nested table; none where it may be of several kinds."""
+    """Return the names of the settings in a nested table; none if its type is ambiguous."""
     for table in tables:
         inner = model.model_fields[table].annotation if table in model.model_fields else None
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):

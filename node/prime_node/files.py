@@ -1,6 +1,6 @@
-"""Files that survive: written under another name, synced, renamed, the folder synced.
+"""Durable files: written under another name, synced, renamed, then the folder synced.
 
-After `write_durably` has returned, the file is there whole, even after kill -9 or a power cut; before, the old one is.
+After `write_durably` has returned, the file is complete, even after kill -9 or a power cut; before, the old one is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None) -> None:
-    """Create or replace a file. Unfinished files lie beside it as `*.partial`, or in `partial_folder`. Raises OSError."""
+    """Create or replace a file, durably. Raises OSError.
+
+    Unfinished files are in the same folder as `*.partial`, or in `partial_folder`.
+    """
     folder = partial_folder or path.parent
     partial = folder / f"{path.name[:100]}.{secrets.token_hex(4)}.partial"
     try:
@@ -27,10 +30,10 @@ def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Create or replace a file, whole for its readers, not durable: for what is only about now. Raises OSError."""
+    """Create or replace a file atomically but not durably, for content about the present only. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:  # never through a link that lies there
+    with partial.open("xb") as file:  # never through an existing link
         file.write(data)
     partial.replace(path)
 

@@ -1,4 +1,7 @@
-"""One process per folder: two coordinators on one store, or two workers on one spool, would destroy what the other has."""
+"""Lock for one process per folder.
+
+Two coordinators on one store, or two workers on one spool, would destroy each other's data.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from prime_protocol.errors import LocalError
 
 
 class FolderLock:
-    """Held until `release`, or until the process ends in whatever way."""
+    """A lock held until `release`, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises LocalError where another process holds it, or a link in it could lead elsewhere."""
+        """Lock the folder. Raises LocalError if another process holds it, or a link in it could lead elsewhere."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             refuse_links(folder)
@@ -33,7 +36,7 @@ class FolderLock:
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,8 +1,9 @@
-"""Files under names from outside, and in folders that somebody else may have filled.
+"""Files whose names come from outside, and files in folders that others may have filled.
 
-A name from outside becomes a file by `write_inside` and `read_inside` alone. They do not trust that it has been checked
-(prime_protocol/names.py): it must be one component of a path, the folder is opened first and is no symbolic link, the file is
-opened relative to it and is no symbolic link either. `open_regular` does the last for files whose names are our own.
+Only `write_inside` and `read_inside` turn a name from outside into a file. They do not trust the earlier check of the
+name (prime_protocol/names.py). It must be one component of a path. The folder is opened first and must not be a
+symbolic link; the file is opened relative to it and must not be one either. `open_regular` does the last step for files
+with names of our own.
 """
 
 from __future__ import annotations
@@ -20,24 +21,27 @@ from prime_protocol.names import file_name
 from prime_protocol.visible import printable
 
 LINKS_ALLOWED_IN = frozenset({"wandb"})
-"""Folders of services that make links themselves. Nothing of ours is read or written there."""
+"""Folders of services that create links themselves. Our code reads and writes nothing there."""
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
-"""What opening says of a link, a folder, and a pipe or socket at which nobody listens."""
+"""Errors of opening a link, a folder, or a pipe or socket without a listener."""
 
 
 class NotRegular(OSError):
-    """There is something of that name, and it is no file: a link, a folder, a pipe, a device."""
+    """The name exists and is not a regular file: a link, a folder, a pipe, a device."""
 
 
 def place(folder: Path, name: str) -> Path:
-    """`folder / name`, for a name that is made with something from outside; `/` parts folders. Raises PeerError for the name."""
+    """Return `folder / name`, for a name with parts from outside. Raises PeerError for the name.
+
+    `/` separates folders.
+    """
     return folder.joinpath(*map(file_name, name.split("/")))
 
 
 def write_inside(folder: Path, name: str, data: bytes) -> None:
-    """Create or replace, durably, the file of a name from outside. Raises PeerError for the name, OSError for the disk.
+    """Create or replace, durably, the file of a name from outside.
 
-    A link of that name is replaced and not followed.
+    A link of that name is replaced and not followed. Raises PeerError for the name, OSError for the disk.
     """
     with _opened(folder, name) as (directory, name):
         partial = f"{name[:100]}.{secrets.token_hex(4)}.partial"
@@ -56,9 +60,10 @@ def write_inside(folder: Path, name: str, data: bytes) -> None:
 
 
 def read_inside(folder: Path, name: str, *, bytes_max: int) -> bytes | None:
-    """The file of a name from outside; None where there is none, or one of another kind or above `bytes_max`.
+    """Return the content of the file of a name from outside.
 
-    Raises PeerError for the name, OSError for the disk.
+    None if there is none, or one of another kind or above `bytes_max`. Raises PeerError for the name, OSError for the
+    disk.
     """
     try:
         with _opened(folder, name) as (directory, name):
@@ -71,9 +76,9 @@ def read_inside(folder: Path, name: str, *, bytes_max: int) -> bytes | None:
 
 
 def open_regular(path: Path, flags: int, *, directory: int | None = None, mode: int = 0o644) -> int:
-    """A descriptor of a regular file; what else bears the name is neither followed nor waited for.
+    """Open a regular file and return its descriptor; follow no link and block on nothing else of that name.
 
-    Raises NotRegular, and OSError as os.open does. With O_CREAT the file is made where it is missing.
+    Raises NotRegular, and OSError as os.open does. With O_CREAT a missing file is created.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=directory)
@@ -88,16 +93,16 @@ def open_regular(path: Path, flags: int, *, directory: int | None = None, mode: 
 
 
 def read_regular(path: Path) -> bytes:
-    """All of a regular file. Raises NotRegular and OSError."""
+    """Return the content of a regular file. Raises NotRegular and OSError."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises LocalError where a symbolic link, a pipe, a socket or a device lies anywhere below `folder`.
+    """Refuse a folder with a symbolic link, a pipe, a socket or a device anywhere below it. Raises LocalError.
 
-    A role calls it before it touches its state: a folder that somebody else has packed may lead every later read, write and
-    deletion elsewhere. `folder` itself may be a link, for its owner has named it.
+    A role calls it before it touches its state: a folder prepared by another person may redirect every later read,
+    write and deletion. `folder` itself may be a link, since its owner has named it.
     """
     found = [folder]
     while found:
@@ -117,7 +122,10 @@ def refuse_links(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _opened(folder: Path, name: str) -> Iterator[tuple[int, str]]:
-    """A descriptor of the folder, and the name: one component of a path, by two checks that know nothing of each other."""
+    """Open the folder; yield its descriptor and the name.
+
+    Two independent checks make sure that the name is one component of a path.
+    """
     name = file_name(name)
     if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
         raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is no name of a file")

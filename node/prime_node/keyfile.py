@@ -1,7 +1,7 @@
-"""Key files: 64 hexadecimal digits, one line, mode 0600. Every role's private key is kept so.
+"""Key files: 64 hexadecimal digits, one line, mode 0600. Every role's private key has this format.
 
-Invariant: the file appears whole or not at all, and is never overwritten, because a lost key is a lost name
-and with it the credit that the name has earned.
+Invariant: the file appears complete or not at all, and is never overwritten, because a lost key is a lost identity with
+all the credit that it has earned.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def load_key(path: Path) -> SigningKey:
-    """The key in `path`. Raises LocalError where it is missing, not safe or not a key."""
+    """Return the key in `path`. Raises LocalError if it is missing, not safe or not a key."""
     try:
         return _load(path)
     except FileNotFoundError:
@@ -29,14 +29,14 @@ def load_key(path: Path) -> SigningKey:
 
 
 def create_key(path: Path) -> SigningKey:
-    """A new key in a new file. Raises LocalError where the file exists or cannot be written."""
+    """Create a new key in a new file. Raises LocalError if the file exists or cannot be written."""
     if path.exists():
         raise LocalError(f"key {path}: exists already, and is never overwritten")
     return load_or_create(path)
 
 
 def load_or_create(path: Path) -> SigningKey:
-    """The key in `path`; on first use a new one. Raises LocalError where the file is not safe or not a key."""
+    """Return the key in `path`, creating it on first use. Raises LocalError if the file is not safe or not a key."""
     try:
         return _load(path)
     except FileNotFoundError:
@@ -51,7 +51,10 @@ def load_or_create(path: Path) -> SigningKey:
 
 
 def keep_secret(path: Path, secret: bytes) -> bytes:
-    """The 32 bytes that `path` keeps; on first use these. Raises LocalError where the file is not safe or cannot be written."""
+    """Return the 32 bytes stored in `path`; on first use store `secret`.
+
+    Raises LocalError if the file is not safe or cannot be written.
+    """
     kept = read_secret(path)
     if kept is not None:
         return kept
@@ -63,7 +66,7 @@ def keep_secret(path: Path, secret: bytes) -> bytes:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """What `keep_secret` keeps in `path`, None where it keeps nothing yet. Raises LocalError where the file is not safe."""
+    """Return the secret stored by `keep_secret`, None if there is none. Raises LocalError if the file is not safe."""
     try:
         return _load(path).to_bytes()
     except FileNotFoundError:
@@ -71,7 +74,7 @@ def read_secret(path: Path) -> bytes | None:
 
 
 def _load(path: Path) -> SigningKey:
-    """Raises FileNotFoundError, or LocalError."""
+    """Return the key in `path`. Raises FileNotFoundError, or LocalError."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -96,7 +99,7 @@ def _load(path: Path) -> SigningKey:
 
 
 def _create(path: Path, key: SigningKey) -> None:
-    """Write a new key file. Where another process was faster, its file stands."""
+    """Write a new key file. If another process was faster, its file stays."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,7 +1,7 @@
 """Logging, metrics and progress: one place, one set of names.
 
-Metrics go to a JSONL file (one object per `record`, with the time) and, where prometheus-client is installed, to counters and
-gauges that `/metrics` shows. Names are the field's standard terms, with the unit last: `prime_step_seconds`.
+Metrics go to a JSONL file (one object per `record`, with the time) and, if prometheus-client is installed, to counters
+and gauges that `/metrics` shows. Names are the field's standard terms, with the unit last: `prime_step_seconds`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from prime_node.ports.metrics import Metric, MetricKind, Metrics
 from prime_protocol.visible import printable
 
 LINE_CHARS_MAX = 16_384
-"""Of one record, and of one line of a traceback."""
+"""Characters of one record, and of one line of a traceback."""
 
 
 def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, bytes_max: int = 16 * 2**20) -> None:
-    """One line a record: time, level, role, module, message. To standard error; or to a file, and one more of that size."""
+    """Configure logging, one line a record: time, level, role, module, message.
+
+    The output is standard error, or a file with one rotated file of the same size.
+    """
     handler: logging.Handler
     if file is None:
         handler = logging.StreamHandler(sys.stderr)
@@ -42,10 +45,13 @@ def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, b
 
 
 class OneLine(logging.Formatter):
-    """A record is one line without control characters, whatever words of strangers it holds; a traceback's lines are indented, so
-    none passes for a record."""
+    """A formatter that puts a record on one line without control characters, whatever untrusted text it holds.
+
+    Lines of a traceback are indented, so none looks like a record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Format a record as one line, followed by indented lines of its traceback."""
         record.message = printable(record.getMessage(), LINE_CHARS_MAX)
         record.asctime = self.formatTime(record)
         more = self.formatException(record.exc_info) if record.exc_info else ""
@@ -55,58 +61,65 @@ class OneLine(logging.Formatter):
 
 
 class Recorder(Protocol):
-    """Takes rows of numbers: a file, gauges, a service."""
+    """A sink of rows of metrics: a file, gauges, a service."""
 
     def record(self, **fields: Any) -> None:
-        """Example: record(step=3, reward=0.4)."""
+        """Record a row.
+
+        Example: record(step=3, reward=0.4).
+        """
         ...
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the sink. Idempotent."""
         ...
 
 
 class Recorders:
-    """Gives every row to each of several."""
+    """A recorder that passes every row to several."""
 
     def __init__(self, *recorders: Recorder) -> None:
         self._recorders = recorders
 
     def record(self, **fields: Any) -> None:
+        """Pass a row to each recorder."""
         for recorder in self._recorders:
             recorder.record(**fields)
 
     def close(self) -> None:
+        """Close each recorder."""
         for recorder in self._recorders:
             recorder.close()
 
 
 class Headlines:
-    """Logs rows as lines for whoever watches, the newest one every few seconds."""
+    """A recorder that logs rows as lines for the user, the newest one every few seconds."""
 
     def __init__(self, line_of: Callable[[Mapping[str, Any]], str], *, every_s: float = 5.0) -> None:
-        """`line_of`: empty for a row that is not to be told."""
+        """Set up the recorder. `line_of` returns an empty string for a row without a line."""
         self._line_of, self._every_s = line_of, every_s
         self._said_s = -math.inf
 
     def record(self, **fields: Any) -> None:
+        """Log the row's line, unless one was logged less than `every_s` seconds ago."""
         now_s = time.monotonic()
         if now_s - self._said_s >= self._every_s and (line := self._line_of(fields)):
             self._said_s = now_s
             logging.getLogger(__name__).info("%s", line)
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no row is buffered."""
 
 
 class BestEffort:
-    """Passes rows on to a file that its owner can do without: where that fails (a full disk), it says so once and goes on."""
+    """A recorder for a file that is not essential: if it fails (a full disk), it logs one error and goes on."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._failed = False
 
     def record(self, **fields: Any) -> None:
+        """Pass a row on; log the first failure and ignore it."""
         try:
             self._recorder.record(**fields)
         except OSError as error:
@@ -115,19 +128,20 @@ class BestEffort:
             self._failed = True
 
     def close(self) -> None:
+        """Close the recorder."""
         self._recorder.close()
 
 
 _LABELS = {"lag": "policies", "dropped": "reason", "refused": "reason", "wasted": "outcome"}
-"""What stands behind the slash of these names; of others it is an environment."""
+"""Label of these names' part after the slash; for other names it is the environment."""
 _WHOLE = ("fully_async/", "rollouter/", "trainer/")
-"""Names of verl's, whose slashes are no label."""
+"""Names of verl's, whose slashes separate no label."""
 
 
 class Gauges:
     """The newest row as gauges, one for each name: `loss` becomes prime_trainer_loss.
 
-    A name with a slash is one of several: `reward_mean/words` becomes
+    A name with a slash gets a label: `reward_mean/words` becomes
     prime_trainer_reward_mean_by_environment{environment="words"}, `lag/2` prime_trainer_lag_by_policies{policies="2"}.
     """
 
@@ -135,10 +149,10 @@ class Gauges:
         self._metrics = metrics
         self._prefix = prefix
         self._counted: set[str] = set()
-        """Fields that count something by a label: where a row counts others of their kind, they are 0."""
+        """Fields with a label that count something. They become 0 if a row counts other labels of their kind."""
 
     def record(self, **fields: Any) -> None:
-        """What is no number is left out."""
+        """Set the gauges of a row; ignore values that are not numbers."""
         counts = {field for field in fields if field.partition("/")[0] in _LABELS}
         kinds = {field.partition("/")[0] for field in counts}
         gone = {field: 0 for field in self._counted - counts if field.partition("/")[0] in kinds}
@@ -154,20 +168,26 @@ class Gauges:
             self._metrics.set(name, float(value), **labels)
 
     def close(self) -> None:
-        """Gauges are read until the process ends."""
+        """Do nothing: gauges are read until the process ends."""
 
 
 class JsonLines:
-    """Appends one JSON object a line. A crash loses at most the last line; a reader skips a broken one."""
+    """A file with one JSON object a line. A crash loses at most the last line; a reader skips a broken one."""
 
     def __init__(self, path: Path, *, bytes_max: int | None = None) -> None:
-        """Beyond `bytes_max` the file becomes PATH.1, in place of an older one, and a new one begins."""
+        """Open the file for appending.
+
+        Above `bytes_max` it is renamed to PATH.1, replacing an older one, and a new one begins.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._bytes_max = path, bytes_max
         self._file: TextIO = _appending(path)
 
     def record(self, **fields: Any) -> None:
-        """Example: record(step=3, reward=0.4)."""
+        """Append a row.
+
+        Example: record(step=3, reward=0.4).
+        """
         if self._bytes_max is not None and self._file.tell() >= self._bytes_max:
             self._file.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
@@ -177,16 +197,17 @@ class JsonLines:
         )
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def _appending(path: Path) -> TextIO:
-    """Not through a link: lines hold words of strangers, and somebody's shell may read what it leads to."""
+    """Open for appending, not through a link: lines hold untrusted text, and a shell may read the link's target."""
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8", buffering=1)
 
 
 class JsonLinesReader:
-    """Follows a JSONL file that somebody else appends to: each line is read once. A broken line is skipped."""
+    """Reader of a JSONL file to which another process appends: it reads each line once and skips broken ones."""
 
     def __init__(self, path: Path) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -194,7 +215,7 @@ class JsonLinesReader:
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines so far; none where there is no file."""
+        """Return all complete lines so far; none if there is no file."""
         if self._path.exists():
             with os.fdopen(open_regular(self._path, os.O_RDONLY), "rb") as file:
                 file.seek(self._offset)
@@ -210,5 +231,5 @@ class JsonLinesReader:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a JSONL file; none where there is no file."""
+    """Return all complete lines of a JSONL file; none if there is no file."""
     return JsonLinesReader(path).read()

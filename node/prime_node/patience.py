@@ -1,5 +1,7 @@
-"""Asking until there is an answer, with growing pauses, for days if it must be; ending a wait when something else happens; a
-switch that can be waited for; and which fault to report where several tasks fall together.
+"""Retries with growing pauses, cancellable waits, and a switch.
+
+Retry until there is an answer, for days if necessary; end a wait when something else happens; wait for a switch; and
+choose which error to report if several tasks fail together.
 """
 
 from __future__ import annotations
@@ -19,38 +21,39 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 30.0
 SAY_AGAIN_S = 30.0
-"""While the reason stays the same, it is logged this often."""
+"""Seconds between log lines while the reason stays the same."""
 
 
 class Switch:
-    """On or off, and both can be waited for. Off at first."""
+    """A switch, off at first. Both states can be awaited."""
 
     def __init__(self) -> None:
         self._on, self._off = asyncio.Event(), asyncio.Event()
         self._off.set()
 
     def turn(self, *, on: bool) -> None:
+        """Switch on or off and wake those that wait for it."""
         (self._on if on else self._off).set()
         (self._off if on else self._on).clear()
 
     async def on(self) -> None:
-        """Waits until it is on."""
+        """Wait until it is on."""
         await self._on.wait()
 
     async def off(self) -> None:
-        """Waits until it is off."""
+        """Wait until it is off."""
         await self._off.wait()
 
 
 class Backoff:
-    """Growing pauses with jitter, so that many do not come back in the same second."""
+    """Growing pauses with jitter, so that many clients do not retry in the same second."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._rng = rng or random.Random()
         self._pause_s = PAUSE_S_MIN
 
     def next_s(self, error: Exception) -> float:
-        """How long to wait after this failure; a peer that says for how long is heard, within PAUSE_S_MAX."""
+        """Return the pause after this failure. A peer may ask for a longer one, up to PAUSE_S_MAX."""
         pause_s = self._pause_s * self._rng.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         asked_s = error.retry_after_s if isinstance(error, PeerError) else None
@@ -58,9 +61,9 @@ class Backoff:
 
 
 async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clock: Clock) -> T:
-    """The answer of `call`, tried again with growing pauses while nobody answers or the answer says "later".
+    """Return the answer of `call`, retried with growing pauses while it is unreachable or transiently refused.
 
-    Any other PeerError is an answer and is raised. There is no deadline: the caller is cancelled where it should end.
+    Any other PeerError is raised. There is no deadline: the caller cancels it to end it.
     """
     backoff = Backoff()
     since_s = clock.monotonic_s()
@@ -74,7 +77,7 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
             pause_s, reason = backoff.next_s(error), str(error)
         else:
             if said_s is not None:
-                log.warning("%s: answered after %.0f s", what, clock.monotonic_s() - since_s)  # as loud as the trouble
+                log.warning("%s: answered after %.0f s", what, clock.monotonic_s() - since_s)  # as loud as the failures
             return answer
         now_s = clock.monotonic_s()
         if said_s is None or now_s - said_s >= SAY_AGAIN_S:
@@ -84,7 +87,7 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
 
 
 async def first_of(*waiting: Awaitable[object]) -> None:
-    """Until the first of them is done; the others are cancelled. Raises what the first one raised."""
+    """Wait until the first one is done, then cancel the others. Raises what the first one raised."""
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +98,10 @@ async def first_of(*waiting: Awaitable[object]) -> None:
 
 
 async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and `work` cancelled, where `interrupt` is done first. Raises what the first one raised."""
+    """Return the result of `work`; None, with `work` cancelled, if `interrupt` is done first.
+
+    Raises what the first one raised.
+    """
     doing, interrupted = asyncio.ensure_future(work), asyncio.ensure_future(interrupt)
     try:
         await asyncio.wait({doing, interrupted}, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +114,7 @@ async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, An
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
-    """The faults behind a task group's, in the order in which they fell; of any other error, itself."""
+    """Return the errors behind a task group's, in the order in which they occurred; for any other error, itself."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [cause for one in error.exceptions for cause in causes_of(one)]

@@ -1,7 +1,7 @@
-"""Folders for what lives no longer than the process that made them.
+"""Temporary folders that live no longer than their process.
 
-Invariant: a folder whose lock is free belongs to nobody. A process that is killed cannot clean up, but the system frees its
-locks, so whoever makes the next folder of a kind removes what dead processes have left of it.
+Invariant: a folder whose lock is free has no owner. A killed process cannot clean up, but the system frees its locks.
+So the process that creates the next folder of a kind removes what dead processes have left of it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 
 YOUNG_S = 60.0
-"""A folder that was changed so recently may be one whose maker has not come to lock it yet."""
+"""Age below which an unlocked folder is kept: its creator may not have locked it yet."""
 
 
 class Scratch:
-    """A new folder below the system's folder for temporary files; `close` removes it. Example: Scratch("environments").path."""
+    """A new folder in the system's temporary folder; `close` removes it. Example: Scratch("environments").path."""
 
     def __init__(self, kind: str) -> None:
         prefix = f"prime-{kind}-"
@@ -32,7 +32,7 @@ class Scratch:
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Remove the folder. Idempotent."""
         if self._descriptor >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._descriptor)
@@ -41,14 +41,14 @@ class Scratch:
 
 @functools.cache
 def process_folder(kind: str) -> Path:
-    """One for as long as this process lives."""
+    """Return this process's folder of a kind, removed at exit."""
     made = Scratch(kind)
     atexit.register(made.close)
     return made.path
 
 
 def _sweep(folder: Path, prefix: str) -> None:
-    """Remove our own user's folders of this kind that no process holds any more."""
+    """Remove this user's folders of this kind that no process holds any more."""
     for path in folder.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             found = path.lstat()

@@ -1,7 +1,7 @@
-"""What crosses the wire, and what must be true of it.
+"""The wire protocol: message types and the checks on them.
 
 Everything here takes bytes and returns values or raises: no I/O, no clock, no asyncio, no torch. `protocol/SPEC.md`
-says the same in words, precisely enough to write another implementation.
+specifies the same protocol precisely enough to write another implementation.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Policies that are low-rank adapters of a base model (LoRA, arXiv 2106.09685), and what they make of it.
+"""Policies that are low-rank adapters of a base model (LoRA, arXiv 2106.09685), and how they are merged.
 
     W' = round(W + alpha / rank * (B A))      A [rank, in], B [out, rank]; in float32, rounded to the type of W
 
-A policy's tensors are then A and B of every adapted layer alone, under the names of peft's files; the base is public, and the
-RunSpec pins it by its state root. What is computed with is W', by whatever engine: a policy is one set of weights, merged. SPEC,
+Such a policy's tensors are only A and B of every adapted layer, under the names of peft's files. The base is public,
+and the RunSpec pins it by its state root. Every engine computes with W': a policy is one set of merged weights. SPEC,
 section "Adapters".
 """
 
@@ -22,31 +22,31 @@ PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT = "base_model.model.", ".lora_A.weight", ".lo
 
 
 class AdapterSpec(WireModel):
-    """What the adapters are beside.
+    """Base model and shape of a run's adapters.
 
     Example: AdapterSpec(base="Qwen/Qwen3-0.6B", base_root="9f3c...", rank=16, alpha=32, targets=("q_proj", "v_proj")).
     """
 
     base: str = Field(min_length=1, max_length=512, pattern=VISIBLE)
-    """Where the base is to be had: a hub's model name. Whoever has it elsewhere says so himself."""
+    """Model name of the base on a hub. A participant that keeps it elsewhere configures its own path."""
     base_root: Digest
     """State root of the base's tensors, as its files hold them."""
     rank: int = Field(ge=1, le=65_536)
     """Rows of A, columns of B."""
     alpha: int = Field(ge=1, le=65_536)
-    """The product is scaled by alpha / rank."""
+    """Numerator of the scale: the product is scaled by alpha / rank."""
     targets: tuple[Name, ...] = Field(default=(), max_length=256)
-    """Names of the adapted linear layers; none are all but the head."""
+    """Names of the adapted linear layers; empty means all but the head."""
 
 
 class AdapterMismatch(ValueError):
-    """These adapters do not belong to this base."""
+    """Mismatch between adapters and their base."""
 
 
 def merged(base: Weights, adapters: Weights, spec: AdapterSpec) -> dict[str, WeightTensor]:
-    """The base's tensors, the adapted ones changed. Raises AdapterMismatch.
+    """Return the base's tensors with the adapters merged. Raises AdapterMismatch.
 
-    Every adapter must find its layer and its other half, with the shapes that the layer and the rank ask for.
+    Every adapter must have its layer and its other factor, with the shapes that the layer and the rank require.
     """
     layers = {_layer_of(name) for name in adapters}
     whole = dict(base)

@@ -1,9 +1,9 @@
-"""Which addresses may be told to whom, and dialled on whose word. SPEC.md, section "Addresses".
+"""Rules for which addresses a peer may pass on to which peer, and which it may dial. SPEC.md, section "Addresses".
 
-An address of the public internet leads to one machine from everywhere. Any other address leads to another machine in every
-network, so it is told only inside the place that it was heard in, and dialled only on the word of somebody in that place.
-Addresses that lead to services of a machine's own host (cloud metadata), to many machines, or to nobody are neither told nor
-dialled.
+A public address leads to the same machine from everywhere. Any other address leads to a different machine in every
+network. So a peer passes it on only inside the place where it was learned, and dials it only if a peer in that place
+named it. Some addresses lead to services of a machine's own host (cloud metadata), to many machines, or to none. They
+are never passed on or dialled.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 GLOBAL, LOOPBACK = "global", "loopback"
 ULA_PREFIX_BITS = 48
-"""One site has one /48 of the unique local addresses (RFC 4193)."""
+"""Prefix length of one site's unique local addresses (RFC 4193)."""
 
 NETWORK_BITS = {4: 24, 6: 48}
-"""What one owner of addresses usually has, by the version of IP."""
+"""Prefix length that one owner of addresses usually has, by IP version."""
 
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -32,34 +32,37 @@ _PLACES = tuple(
         *("198.18.0.0/15", "2001:2::/48"),  # measurements (RFC 2544, RFC 5180)
     )
 )
-"""Networks whose addresses mean something inside them alone."""
+"""Networks whose addresses are meaningful only inside them."""
 _UNICAST = ipaddress.ip_network("2000::/3")
-"""All of IPv6 that is given out: nothing outside leads anywhere on the public internet."""
+"""Allocated part of IPv6: no address outside leads anywhere on the public internet."""
 _ULA = ipaddress.ip_network("fc00::/7")
 _NOWHERE = tuple(
     ipaddress.ip_network(text)
     for text in (
         *("169.254.169.0/24", "169.254.170.0/24", "fd00:ec2::/32", "fd20:ce::/32"),  # metadata of AWS, Azure and Google
         *("100.100.100.200/32", "168.63.129.16/32", "192.0.0.0/24"),  # metadata of Alibaba, Azure and Oracle
-        *("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "192.88.99.0/24"),  # hold an address of IPv4
+        *("2002::/16", "64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "192.88.99.0/24"),  # contain an IPv4 address
     )
 )
-"""Networks to which no peer is sent, wherever it was heard."""
+"""Networks that no peer is directed to, wherever their addresses were learned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a TCP connection leads. Example: Endpoint("203.0.113.7", 4001)."""
+    """Destination of a TCP connection. Example: Endpoint("203.0.113.7", 4001)."""
 
     host: str
-    """An IP address in its canonical spelling."""
+    """IP address in its canonical form."""
     port: int
     relay: str = ""
-    """Key id of the relay that is reached there, where the address is a circuit's."""
+    """Key id of the relay at this endpoint, if the address is a circuit address."""
 
 
 def parse_ip(text: str) -> IPAddress | None:
-    """The address; IPv4 inside IPv6 (::ffff:1.2.3.4) is IPv4. None for anything else, zones (fe80::1%eth0) included."""
+    """Parse an IP address. Return None for anything else, including zones (fe80::1%eth0).
+
+    IPv4 inside IPv6 (::ffff:1.2.3.4) becomes IPv4.
+    """
     try:
         found = ipaddress.ip_address(text)
     except ValueError:
@@ -70,8 +73,10 @@ def parse_ip(text: str) -> IPAddress | None:
 
 
 def place_of(host: str) -> str | None:
-    """The network inside which an IP address means one machine: GLOBAL, LOOPBACK, or a network. None for an address that nobody
-    is sent to. Example: "192.168.0.0/16" of "192.168.1.7"."""
+    """Return the network inside which an IP address identifies one machine: GLOBAL, LOOPBACK, or a network.
+
+    None for an address that nobody is directed to. Example: "192.168.0.0/16" for "192.168.1.7".
+    """
     address = parse_ip(host)
     if address is None or any(address in network for network in _NOWHERE):
         return None
@@ -87,8 +92,11 @@ def place_of(host: str) -> str | None:
 
 
 def network_of(host: str) -> str:
-    """The network whose keys share one bound at a peer: /24 of IPv4, /48 of IPv6. An IPv4 address outside the public internet
-    counts alone, because one household has many of them. What is no address is one network."""
+    """Return the network whose keys share one limit at a peer: /24 of IPv4, /48 of IPv6.
+
+    A non-public IPv4 address counts alone, because one household has many of them. All invalid addresses count as one
+    network.
+    """
     address = parse_ip(host)
     if address is None:
         return "unknown"
@@ -98,8 +106,11 @@ def network_of(host: str) -> str:
 
 
 def may_be_named(host: str, *, between: Iterable[str]) -> bool:
-    """Whether an address leads to the same machine for all these hosts: the asker that it is told to, or the coordinator that
-    has told it. Whoever is on loopback shares a machine with us, and so all its networks."""
+    """Return whether an address leads to the same machine for all given hosts.
+
+    The hosts are the client that receives it, or the coordinator that reported it. A host on loopback shares this
+    machine, and therefore all its networks.
+    """
     place = place_of(host)
     if place is None or place == GLOBAL:
         return place == GLOBAL
@@ -107,7 +118,10 @@ def may_be_named(host: str, *, between: Iterable[str]) -> bool:
 
 
 def endpoint_of(address: str) -> Endpoint | None:
-    """Of an HTTP address or a TCP multiaddr, that of a circuit included. None for anything else: names (DNS) too."""
+    """Return the endpoint of an HTTP address or a TCP multiaddr, including circuit addresses.
+
+    None for anything else, including DNS names.
+    """
     if address.startswith("http://"):
         try:
             url = urlsplit(address)

@@ -1,4 +1,4 @@
-"""What a worker is asked to do: a lease over groups of completions, with the randomness of each one fixed in advance."""
+"""Leases: groups of completions that a worker is asked for, with each completion's randomness fixed in advance."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from prime_protocol.visible import VISIBLE
 Seed = Annotated[int, Field(ge=0, le=SEED_MAX)]
 Name = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=VISIBLE)]
 Text = Annotated[str, Field(max_length=limits.TEXT_CHARS_MAX, pattern=VISIBLE)]
-"""For a person."""
+"""Text for a person to read."""
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[tuple[TokenId, ...], Field(max_length=limits.TOKENS_MAX)]
 Step = Annotated[int, Field(ge=0, le=limits.STEP_MAX)]
-"""A training step or a policy version."""
+"""Training step or policy version."""
 Count = Annotated[int, Field(ge=0, le=limits.COUNT_MAX)]
-"""A number of things, bytes or milliseconds."""
+"""Number of things, bytes or milliseconds."""
 
 
 class Sampling(WireModel):
-    """How completions are sampled, the same for the whole run. Example: Sampling(temperature=1.0, completion_tokens_max=8)."""
+    """Sampling parameters of the whole run. Example: Sampling(temperature=1.0, completion_tokens_max=8)."""
 
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-    """Divides the logits before sampling and before the recorded logprobs are taken. 0 is greedy."""
+    """Divisor of the logits before sampling and before the recorded logprobs. 0 is greedy."""
     completion_tokens_max: int = Field(ge=1, le=limits.TOKENS_MAX)
-    """A completion ends here if no stop token came, the stop token included."""
+    """Length at which a completion ends without a stop token; a stop token counts."""
     stop_token_ids: tuple[TokenId, ...] = Field(max_length=64)
-    """A completion ends with the first of these; it is part of the completion."""
+    """Tokens that end a completion; the stop token is part of the completion."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, exclude_if=lambda top_p: top_p == 1.0)
-    """Tokens may be chosen where those more probable have less mass than this together. 1 lets all."""
+    """Nucleus limit: a token is allowed if the more probable ones together have less mass than this. 1 allows all."""
     top_k: int = Field(default=0, ge=0, le=2**24, exclude_if=lambda top_k: not top_k)
-    """Tokens may be chosen where fewer than this many are more probable. 0 lets all."""
+    """Rank limit: a token is allowed if fewer than this many are more probable. 0 allows all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda min_p: not min_p)
-    """Tokens may be chosen that have at least this share of the most probable one's probability. 0 lets all."""
+    """Relative limit: a token is allowed with at least this share of the most probable one's probability. 0 allows all."""
 
     @property
     def filters(self) -> tuple[float, int, float] | None:
-        """(top_p, top_k, min_p), or None where every token may be chosen. Greedy choice is never filtered."""
+        """Filters (top_p, top_k, min_p), or None if every token is allowed. Greedy choice is never filtered."""
         found = (self.top_p, self.top_k, self.min_p)
         return None if self.temperature == 0.0 or found == (1.0, 0, 0.0) else found
 
 
 HELD_OUT_START = 2**48
-"""Problem indices from here on are held-out ones: HELD_OUT_START + n is the environment's evaluation problem n."""
+"""First held-out problem index: HELD_OUT_START + n is the environment's evaluation problem n."""
 
 
 class Problem(WireModel):
@@ -58,32 +58,32 @@ class Problem(WireModel):
     environment: Name
     """Name of an environment of the RunSpec."""
     index: Count
-    """Number of the problem; the environment and the index together are the problem, for ever."""
+    """Number of the problem; environment and index identify it permanently."""
 
 
 class GroupAssignment(WireModel):
     """One prompt and the seeds of its G completions."""
 
     slot: Count
-    """The group's number in the run, counted from 0. Its step is slot // groups_per_step; beyond the last step it is a place of
-    an evaluation."""
+    """Number of the group in the run, counted from 0. Its step is slot // groups_per_step; beyond the last step it is a
+    place of an evaluation."""
     problem: Problem
     prompt_token_ids: TokenIds = Field(min_length=1)
-    """The prompt as the coordinator renders it. The worker feeds exactly this."""
+    """Prompt as the coordinator renders it. The worker feeds exactly this."""
     seeds: tuple[Seed, ...] = Field(min_length=1, max_length=limits.LEASE_ROLLOUTS_MAX)
     """One seed for each completion. Length G."""
 
 
 class Lease(WireModel):
-    """The coordinator's signed, time-limited promise of some groups to one worker."""
+    """Coordinator's signed, time-limited grant of some groups to one worker."""
 
     run: Digest
     lease_id: Digest
     worker: KeyId
     step: Step
-    """The step of these slots, slot // groups_per_step: the one that trains them, where batches are in order."""
+    """Step of these slots, slot // groups_per_step. With batches in order, it trains them."""
     policy_version: Step
-    """The policy to sample from: the one that the worker said it holds."""
+    """Policy to sample from: the policy that the worker reported."""
     policy_digest: Digest
     """Digest of that policy's manifest."""
     groups: tuple[GroupAssignment, ...] = Field(min_length=1, max_length=limits.LEASE_ROLLOUTS_MAX)
@@ -91,7 +91,7 @@ class Lease(WireModel):
     issued_at_ms: Count
     """Unix time by the coordinator's clock."""
     expires_at_ms: Count
-    """After this the groups go to somebody else."""
+    """Time after which the groups go to another worker."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -105,9 +105,10 @@ class Lease(WireModel):
 
     @property
     def is_evaluation(self) -> bool:
-        """True if it asks for held-out problems. A lease never mixes them with others."""
+        """Whether the lease asks for held-out problems. A lease never mixes them with others."""
         return self.groups[0].problem.index >= HELD_OUT_START
 
     @property
     def num_rollouts(self) -> int:
+        """Number of completions that the lease asks for."""
         return sum(len(group.seeds) for group in self.groups)

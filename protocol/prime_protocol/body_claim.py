@@ -1,8 +1,8 @@
-"""What a signer says of a request's body before the body is read. SPEC.md, section "HTTP".
+"""Signed claim about a request's body, checked before the body is read. SPEC.md, section "HTTP".
 
-A server must not hold a stranger's bytes in the share of those who take part. So a signed request travels in the header
-`Prime-Request`, where it needs no body. Whatever has a body announces it in the header `Prime-Body`: an envelope around a
-`BodyClaim`, which binds the signer to this endpoint, this length and these bytes.
+A server must not buffer a stranger's bytes in the space reserved for participants. So a signed request without a body
+travels in the header `Prime-Request`. A request with a body announces it in the header `Prime-Body`: an envelope around
+a `BodyClaim`, which binds the signer to this endpoint, this length and these bytes.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.messages import Epoch, Nonce
 
 REQUEST_HEADER = "Prime-Request"
-"""The header that holds a whole signed request: its envelope, as JSON text."""
+"""Header that holds a whole signed request: its envelope, as JSON text."""
 CLAIM_HEADER = "Prime-Body"
-"""The header that announces a body: the envelope of a BodyClaim, as JSON text."""
+"""Header that announces a body: the envelope of a BodyClaim, as JSON text."""
 
 
 class BodyClaim(WireModel):
-    """Sent before a body, by the body's sender (envelope type BODY_CLAIM)."""
+    """Claim that a sender makes before it sends a body (envelope type BODY_CLAIM)."""
 
     run: Digest
     action: Annotated[str, Field(pattern=r"^[a-z_]{1,32}$", max_length=32)]
-    """The endpoint: what follows /v1/ in its path."""
+    """Endpoint: the part of its path after /v1/."""
     nonce: Nonce
     issued_at_ms: Count
     epoch: Epoch = ""
-    """The server's, as in a stamped request."""
+    """Epoch of the server, as in a stamped request."""
     body_digest: Digest
     body_bytes: int = Field(ge=1, le=limits.COUNT_MAX)
 
 
 def claim_of(body: bytes, key: SigningKey, *, run: str, action: str, nonce: str, now_ms: int, epoch: str = "") -> str:
-    """The value of the header `Prime-Body` for a body."""
+    """Return the value of the header `Prime-Body` for a body."""
     claim = BodyClaim(
         run=run,
         action=action,
@@ -54,7 +54,7 @@ def claim_of(body: bytes, key: SigningKey, *, run: str, action: str, nonce: str,
 
 
 def open_claim(header: str) -> Envelope:
-    """The envelope in the header `Prime-Body`. Nothing is trusted yet. Raises PeerError."""
+    """Open the envelope in the header `Prime-Body`. Nothing is trusted yet. Raises PeerError."""
     data = header.encode("utf-8", "replace")
     if len(data) > limits.HEADER_ENVELOPE_BYTES_MAX:
         raise LimitExceeded("HEADER_ENVELOPE_BYTES_MAX", len(data), limits.HEADER_ENVELOPE_BYTES_MAX)
@@ -62,7 +62,7 @@ def open_claim(header: str) -> Envelope:
 
 
 def read_claim(envelope: Envelope, signer: str, *, action: str, body_bytes: int) -> BodyClaim:
-    """The claim, after its signature, its endpoint and its length have been checked. Raises PeerError."""
+    """Return the claim after checking its signature, endpoint and length. Raises PeerError."""
     claim = parse_json(envelope.verify(PayloadType.BODY_CLAIM, trusted=(signer,)), BodyClaim)
     if claim.action != action:
         raise PeerError(ErrorCode.MALFORMED, f"the header {CLAIM_HEADER} is for /v1/{claim.action}, not for this path")

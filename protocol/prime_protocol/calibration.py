@@ -1,10 +1,12 @@
-"""What honest engines do, measured: which statistics of a bundle may be how large before they speak against its worker.
+"""Calibration: how large a bundle's statistics may be before they count as evidence, measured on honest engines.
 
-Two engines that compute the same policy differ in the last bits, and how far depends on both: the one that sampled and the one
-that judges. So moments are kept for each pair of engine classes, `name/dtype/device`. `prime-node calibrate` measures them. The
-RunSpec holds the calibration itself: what a worker may be banned by is signed and pinned before anybody joins.
+Two engines that compute the same policy differ in the last bits. The difference depends on the sampling and
+on the judging engine. So there are moments for each pair of engine classes, `name/dtype/device`. `prime-node
+calibrate` measures them. The RunSpec contains the calibration: the basis of possible bans is signed and pinned before
+any worker joins.
 
-Invariant: a statistic has equally many lambdas in every pair, since a worker's evidence goes on when another validator judges it.
+Invariant: a statistic has the same number of lambdas in every pair, because a worker's evidence continues under another
+validator.
 """
 
 from __future__ import annotations
@@ -29,18 +31,18 @@ from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 NEED_NONE = frozenset({EXCESS_FLIPS, SHADING, SHADING_BY_REWARD, *REWARD_RANKS})
 """Statistics that hold for any engine."""
 NATS_ERROR_MAX = 1e-3
-"""Logarithms may differ in the last bits between machines."""
+"""Tolerance in nats: logarithms may differ in the last bits between machines."""
 
 
 class PairMoments(WireModel):
-    """What one engine's honest tokens do under another one's forward pass."""
+    """Behaviour of one engine's honest tokens under another engine's forward pass."""
 
     worker: Name
     """Class of the engine that samples."""
     validator: Name
     """Class of the engine that judges."""
     moments: dict[Name, Moments] = Field(min_length=1, max_length=STATISTICS_MAX)
-    """By statistic."""
+    """Moments by statistic."""
 
 
 class Calibration(WireModel):
@@ -48,11 +50,11 @@ class Calibration(WireModel):
 
     pairs: tuple[PairMoments, ...] = Field(min_length=1, max_length=CALIBRATION_PAIRS_MAX)
     hidden_size_max: Count = 0
-    """It was measured on a model of this width, ..."""
+    """Hidden size of the measured model."""
     num_layers_max: Count = 0
-    """... and of so many layers. A larger model makes larger errors: it needs a calibration of its own."""
+    """Number of layers of the measured model. A larger model makes larger errors and needs its own calibration."""
     note: Text = ""
-    """How and where it was measured."""
+    """Note on how and where it was measured."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -66,11 +68,11 @@ class Calibration(WireModel):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """Every statistic of any pair."""
+        """All statistics of all pairs."""
         return tuple(sorted({name for pair in self.pairs for name in pair.moments}))
 
     def without(self, statistics: Collection[str]) -> Calibration:
-        """The same for runs in which these never occur: each one more costs the others a little of what they see."""
+        """Return a copy for runs without these statistics. Each additional one slightly weakens the detection by the others."""
         kept = (
             {name: moments for name, moments in pair.moments.items() if name not in statistics} for pair in self.pairs
         )
@@ -82,13 +84,13 @@ class Calibration(WireModel):
         return self.model_copy(update={"pairs": pairs})
 
     def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
-        """Empty where the two classes are not known together."""
+        """Return the moments for a pair of classes; empty if the pair is unknown."""
         found = (pair.moments for pair in self.pairs if (pair.worker, pair.validator) == (worker, validator))
         return next(found, {})
 
 
 def speaks_for(evidence: BundleEvidence, *, evidence_max: float) -> bool:
-    """Whether the calibration knows both engines and the bundle by itself is no evidence of dishonesty, at any lambda."""
+    """Return whether the calibration knows both engines and the bundle alone is no evidence of dishonesty at any lambda."""
     limit = math.log(evidence_max)
     known = evidence.sums.keys() - NEED_NONE
     return bool(known) and all(log_e < limit for sums in evidence.sums.values() for log_e in sums.log_e)
@@ -97,17 +99,16 @@ def speaks_for(evidence: BundleEvidence, *, evidence_max: float) -> bool:
 def evidence_of(
     found: Mapping[str, npt.NDArray[np.floating]], calibration: Calibration, *, worker: str, validator: str
 ) -> BundleEvidence:
-    """Sum a bundle's statistics under the calibration of its two engines. A statistic that it does not know says nothing."""
+    """Sum a bundle's statistics under the calibration of its two engines. Statistics without moments are left out."""
     known = calibration.moments_of(worker=worker, validator=validator)
     sums = {name: sums_of(values, known[name]) for name, values in found.items() if name in known and len(values)}
     return BundleEvidence(worker=worker, validator=validator, sums=sums)
 
 
 def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> None:
-    """The sums are possible ones under the run's moments for its two engines: no token adds more than the cap, and the ranks are
-    those of the compared rewards, where they are told.
+    """Check that the sums are possible under the run's moments for the two engines. Raises PeerError(MALFORMED).
 
-    Raises PeerError(MALFORMED).
+    No token adds more than the cap, and the reward ranks match the compared rewards, if these are listed.
     """
     for name, sums in evidence.sums.items():
         moments = known.get(name)

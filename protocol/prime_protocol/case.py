@@ -1,10 +1,12 @@
-"""A case: everything that a ban rests on, as signed statements that anyone can check again. SPEC.md, section 22.
+"""Ban dossiers: everything that a ban rests on, as signed statements that anyone can check again. SPEC.md, section 22.
 
-A case is a file of envelopes, one a line: the RunSpec, the key rings, the coordinator's BanStatement, the lease of the bundle
-that decided, and the receipts that count, oldest first. The parcel of that bundle, signed by its worker, lies beside it.
+A dossier (case) is a file of envelopes, one per line: the RunSpec, the key rings, the coordinator's BanStatement, the
+lease of the deciding bundle, and the counted receipts, oldest first. The parcel of that bundle, signed by its worker,
+is a second file.
 
-What is proven: the ban follows from the receipts by the run's own rules, and each receipt is the coordinator's signed word, as
-the worker got it too. That a bundle's sums are right is the validators' word, until somebody who holds the policy repeats them.
+It proves that the ban follows from the receipts by the run's own rules. Each receipt is a statement that the
+coordinator signed and the worker got too. For the correctness of a bundle's sums it relies on the validators, until
+someone with the policy recomputes them.
 """
 
 from __future__ import annotations
@@ -24,29 +26,29 @@ from prime_protocol.verdict import BanKind, Receipt
 
 
 class BanStatement(WireModel):
-    """The coordinator's word that a worker is banned, and why (envelope type BAN)."""
+    """Coordinator's statement that a worker is banned, with the reason (envelope type BAN)."""
 
     run: Digest
     worker: KeyId
     kind: BanKind
     reason: Text
     bundle: Digest | None
-    """The bundle that decided it; null for the operator's word."""
+    """Bundle that decided; null for a decision of the operator."""
     step: Step
-    """The step that was in training."""
+    """Step that was in training."""
     at_ms: Count
     num_receipts: Count
-    """How many receipts it rests on."""
+    """Number of receipts that the ban rests on."""
 
 
 def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str, spec: RunSpec) -> None:
-    """Whether the receipts, whose signatures have been verified, carry the ban. Raises PeerError with what does not hold.
+    """Check that receipts with verified signatures justify the ban. Raises PeerError that says what does not hold.
 
     (1) statement and receipts are of this run and this worker, and no bundle occurs twice;
-    (2) there are as many as the statement says, and the last one is of the bundle that decided;
-    (3) hard: so many of them as `strikes_max` were refused for a reason that is a strike;
-    (4) statistical: they are numbered from 1 without a gap, their sums fold to what each of them says under the RunSpec's own
-        calibration, and in the end reach its `evidence_max`.
+    (2) their number is the stated one, and the last one is of the deciding bundle;
+    (3) hard: at least `strikes_max` of them were rejected for a reason that is a strike;
+    (4) statistical: they are numbered from 1 without gaps; their sums fold to the evidence that each of them states, under the
+        RunSpec's own calibration, and finally reach its `evidence_max`.
     """
     listed = list(receipts)
     bundles = {receipt.bundle for receipt in listed}

@@ -1,7 +1,8 @@
 """The chain of manifests: which publication may follow which.
 
-Each manifest names the digest of the one before it, so the head's digest fixes the whole history. `check_manifest` is one
-numbered list; whoever takes a manifest in (coordinator, worker, verifier) calls it and nothing else.
+Each manifest names the digest of the previous one, so the head's digest fixes the whole history. `check_manifest` is
+one numbered list of checks. Everything that accepts a manifest (coordinator, worker, verifier) calls it and nothing
+else.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from prime_protocol.run_spec import PinnedRun
 
 
 def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
-    """Everything that one manifest must satisfy by itself. Raises PeerError.
+    """Check everything that one manifest must satisfy by itself. Raises PeerError.
 
-    (1) it is of this run; (2) its policy version is within the run, it was made by the step before, and policy 0 alone has
-    neither a predecessor nor a batch; (3) it describes the run's model; (4) an anchor has no base, a delta has an older one,
-    and no two encodings have the same; (5) tensor names are unique, types known, sizes within the limits; (6) the tensor table
-    hashes to the state root; (7) indices and parts are within the limits. What an index says is checked when it is opened:
-    chunk_index.open_index.
+    (1) it is of this run; (2) its policy version is within the run, the step before made it, and only policy 0 has
+    neither predecessor nor batch; (3) it describes the run's model; (4) an anchor has no base, a delta has an older
+    one, and no two encodings have the same; (5) tensor names are unique, types known, sizes within the limits; (6) the
+    tensor table hashes to the state root; (7) indices and parts are within the limits. chunk_index.open_index checks
+    the contents of an index.
     """
     spec = run.spec
     here = f"manifest {manifest.policy_version}"
@@ -43,7 +44,7 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
 
 
 def check_link(manifest: Manifest, previous: SignedManifest | None) -> None:
-    """`manifest` directly follows `previous` (None: it is policy 0). Raises PeerError(CHAIN_BROKEN)."""
+    """Check that `manifest` directly follows `previous` (None: it is policy 0). Raises PeerError(CHAIN_BROKEN)."""
     here = f"manifest {manifest.policy_version}"
     if previous is None:
         if manifest.policy_version != 0 or manifest.previous is not None:
@@ -60,7 +61,10 @@ def check_link(manifest: Manifest, previous: SignedManifest | None) -> None:
 
 
 def check_not_a_fork(new: SignedManifest, known: SignedManifest) -> None:
-    """Two manifests of one version are the same one. Raises PeerError(FORK): keep both envelopes, they are evidence."""
+    """Check that two manifests of one version are the same one.
+
+    Raises PeerError(FORK): keep both envelopes, they are evidence.
+    """
     if new.manifest.policy_version == known.manifest.policy_version and new.digest != known.digest:
         raise PeerError(
             ErrorCode.FORK,

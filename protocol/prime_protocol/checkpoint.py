@@ -1,8 +1,8 @@
 """Weights <-> the index and parts of an encoding. Pure: bytes in, values out.
 
-`encode_checkpoint` is what a publisher does; `CheckpointDecoder` is what everybody else does: feed it chunks in any order,
-as they arrive, and take the weights when all have come. Nothing is decoded before its digest matched, and `finish` compares
-every resulting tensor with the manifest, so that a wrong base or a faulty decoder cannot pass.
+A publisher calls `encode_checkpoint`. A receiver feeds `CheckpointDecoder` chunks in any order as they arrive, and
+takes the weights once all have come. It decodes nothing before its digest has matched. `finish` compares every
+resulting tensor with the manifest, so that a wrong base or a faulty decoder is detected.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from prime_protocol.manifest import BasePolicy, CheckpointKind, Encoding, Manife
 from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, state_root, tensor_digests
 
 PART_BYTES = 16 * 2**20
-"""A part is closed once it holds this much: few enough requests, small enough to resume."""
+"""Size at which a part is closed: few enough requests, small enough to resume."""
 RUN_CHUNKS = 16
 """Neighbouring chunks that a thread decodes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedCheckpoint:
-    """One encoding: what a manifest says about it, and its bytes."""
+    """One encoding: its description in a manifest, and its bytes."""
 
     encoding: Encoding
     index: bytes
@@ -34,12 +34,12 @@ class EncodedCheckpoint:
 
     @property
     def blobs(self) -> tuple[bytes, ...]:
-        """In the order of `encoding.blobs`."""
+        """Index and parts in the order of `encoding.blobs`."""
         return (self.index, *self.parts)
 
 
 def tensor_table(weights: Weights, *, pool: Executor | None = None) -> tuple[TensorEntry, ...]:
-    """What a manifest says about tensors. A pool of threads hashes them side by side."""
+    """Return the tensor table of a manifest. A pool of threads hashes tensors in parallel."""
     return tuple(
         TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=digest)
         for (name, tensor), digest in zip(weights.items(), tensor_digests(weights.values(), pool), strict=True)
@@ -63,9 +63,10 @@ def encode_parts(
     part_bytes: int = PART_BYTES,
     pool: Executor | None = None,
 ) -> tuple[Encoding, bytes]:
-    """`encode_checkpoint` for any size: `keep` gets each part in order, and nothing of it is held here afterwards.
+    """Encode weights of any size like `encode_checkpoint`: `keep` gets each part in order, and this function holds none of them.
 
-    Returns what a manifest says, and the index. A pool of threads encodes chunks side by side; the bytes are the same.
+    Returns the manifest's description and the index. A pool of threads encodes chunks in parallel; the bytes are the
+    same.
     """
     old = None if base is None else base[1]
     tensors = ((tensor.data, None if old is None else old[name].data, tensor.dtype) for name, tensor in new.items())
@@ -80,7 +81,10 @@ def assemble(
     keep: Callable[[PartEntry, bytearray], object],
     part_bytes: int = PART_BYTES,
 ) -> tuple[Encoding, bytes]:
-    """`encode_parts` of (bytes, elements) of the chunks in order, wherever they were encoded, and wherever they were cut."""
+    """Assemble parts and an index from chunks in order, given as (bytes, elements).
+
+    The chunks may come from any encoder, with any cut.
+    """
     rows: list[tuple[int, int, str]] = []
     parts: list[PartEntry] = []
     part = bytearray()
@@ -112,7 +116,7 @@ def _entry(blob: bytes | bytearray) -> PartEntry:
 
 
 class CheckpointDecoder:
-    """Builds one policy's weights from the chunks of one encoding. Never touches `base`."""
+    """Decoder that builds one policy's weights from the chunks of one encoding. It never changes `base`."""
 
     def __init__(
         self,
@@ -125,12 +129,12 @@ class CheckpointDecoder:
         pool: Executor | None = None,
         allocate: Callable[[str, tuple[int, ...]], WeightTensor] = empty_like,
     ) -> None:
-        """`manifest` has passed chain.check_manifest and `index` was opened for it.
+        """Prepare to decode. `manifest` has passed chain.check_manifest and `index` was opened for it.
 
-        `base_root` is for a caller who has just decoded `base` himself: without it all of `base` is hashed first. A pool
-        of threads hashes tensors side by side, and decodes what `feed_part` gets; it must not be the pool that calls this.
-        `allocate` makes the tensors that are decoded into.
-        Raises PeerError(CHAIN_BROKEN) where `base` is not the encoding's base.
+        A caller that has just decoded `base` passes its `base_root`; otherwise all of `base` is hashed first. A pool of
+        threads hashes tensors in parallel and decodes the input of `feed_part`; it must not be the pool that calls
+        this. `allocate` makes the tensors to decode into. Raises PeerError(CHAIN_BROKEN) if `base` is not the
+        encoding's base.
         """
         self._manifest = manifest
         self._encoding = encoding
@@ -159,7 +163,7 @@ class CheckpointDecoder:
             pass
 
     def feed_chunks(self, numbers: range, data: bytes | memoryview) -> None:
-        """Decode neighbouring chunks of one part from the bytes of all of them. Twice is harmless. Raises PeerError."""
+        """Decode neighbouring chunks of one part from their joined bytes. Repeating this is harmless. Raises PeerError."""
         for run in self._runs(numbers, data):
             self._feed_run(run)
 
@@ -170,7 +174,7 @@ class CheckpointDecoder:
             yield numbers[run], chunks[run]
 
     def _feed_run(self, run: tuple[range, list[memoryview]]) -> None:
-        """Check each chunk's digest, then decode them all."""
+        """Check each chunk's digest, then decode all of them."""
         numbers, chunks = run
         for number, data in zip(numbers, chunks, strict=True):
             if digest_of(data) != self._index.digest(number):
@@ -185,7 +189,7 @@ class CheckpointDecoder:
         self._missing.difference_update(numbers)
 
     def finish(self) -> dict[str, WeightTensor]:
-        """The weights, after every tensor's digest was compared with the manifest. Raises PeerError."""
+        """Return the weights, after comparing every tensor's digest with the manifest. Raises PeerError."""
         if self._missing:
             raise PeerError(ErrorCode.CHAIN_BROKEN, f"{len(self._missing)} chunks are missing")
         digests = tensor_digests(self._weights.values(), self._pool)
@@ -199,7 +203,7 @@ class CheckpointDecoder:
 
 
 def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None, root: str | None) -> Weights:
-    """`base`, if it is the delta's base and has the same tensors. Raises PeerError(CHAIN_BROKEN)."""
+    """Return `base` if it is the delta's base and has the same tensors. Raises PeerError(CHAIN_BROKEN)."""
     if base is None or root != wanted.state_root:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN,
@@ -213,12 +217,12 @@ def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None, 
 
 
 def root_of_table(tensors: Iterable[TensorEntry]) -> str:
-    """The state root that belongs to a tensor table."""
+    """Compute the state root of a tensor table."""
     return state_root((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
 
 
 def check_root(manifest: Manifest) -> None:
-    """The tensor table hashes to the state root. Raises PeerError(CHAIN_BROKEN)."""
+    """Check that the tensor table hashes to the state root. Raises PeerError(CHAIN_BROKEN)."""
     if root_of_table(manifest.tensors) != manifest.state_root:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: tensor table and state root differ"

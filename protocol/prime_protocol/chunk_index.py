@@ -1,8 +1,8 @@
-"""The index of an encoding: which bytes of its parts are which elements of its tensors. SPEC.md, section "Index".
+"""The index of an encoding: maps bytes of its parts to elements of its tensors. SPEC.md, section "Index".
 
-A row says how long a chunk is, how many elements it decodes to, and its digest. Where a chunk lies follows from the rows
-before it: chunks fill the parts and cover the tensors in order. So a gap, an overlap or another order cannot even be said; what
-is left to check is that every part and every tensor ends where a chunk ends.
+A row gives a chunk's length, the number of elements that it decodes to, and its digest. Its place follows from the rows
+before it: chunks fill the parts and cover the tensors in order. So the format cannot express a gap, an overlap or
+another order. It remains to check that every part and every tensor ends where a chunk ends.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class ChunkEntry:
-    """A range of one part that decodes to a range of one tensor."""
+    """Range of one part that decodes to a range of one tensor."""
 
     part: int
     offset: int
     """First byte in the part."""
     size: int
     digest: str
-    """Of the compressed bytes."""
+    """Digest of the compressed bytes."""
     tensor: int
     start: int
     """First element."""
@@ -50,7 +50,7 @@ class ChunkEntry:
 
 @dataclass(frozen=True, slots=True)
 class ChunkIndex:
-    """A verified index. Chunks are numbered from 0 in their order."""
+    """Verified index. Chunks are numbered from 0 in their order."""
 
     rows: Array  # [C] of ROW
     parts: Array  # [C] number of the chunk's part
@@ -75,38 +75,39 @@ class ChunkIndex:
         )
 
     def digest(self, number: int) -> str:
-        """Of a chunk's bytes."""
+        """Return the digest of a chunk's bytes."""
         digest: bytes = self.rows["digest"][number].tobytes()
         return digest.hex()
 
     def places(self, numbers: range) -> list[tuple[int, int, int]]:
-        """(tensor, first element, elements) of neighbouring chunks."""
+        """Return (tensor, first element, elements) of neighbouring chunks."""
         these = slice(numbers.start, numbers.stop)
         columns = self.tensors[these], self.starts[these], self.rows["count"][these]
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def cut(self, numbers: range, data: bytes | memoryview) -> list[memoryview]:
-        """Neighbouring chunks of one part, out of the bytes of all of them."""
+        """Split the joined bytes of neighbouring chunks of one part."""
         view, ends = memoryview(data), [0, *accumulate(self.rows["size"][numbers.start : numbers.stop].tolist())]
         assert ends[-1] == len(view)
         return [view[start:end] for start, end in pairwise(ends)]
 
     def of_part(self, part: int) -> range:
-        """Numbers of the chunks that fill one part."""
+        """Return the numbers of the chunks that fill one part."""
         return range(int(self.first_of_part[part]), int(self.first_of_part[part + 1]))
 
 
 def pack_index(chunks: Iterable[tuple[int, int, str]]) -> bytes:
-    """(size, count, digest) of every chunk in order -> the index's bytes."""
+    """Pack (size, count, digest) of every chunk in order into the index's bytes."""
     rows = np.array([(size, count, bytes.fromhex(digest)) for size, count, digest in chunks], dtype=ROW)
     return MAGIC + len(rows).to_bytes(4, "little") + rows.tobytes()
 
 
 def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) -> ChunkIndex:
-    """The index of an encoding whose manifest has passed chain.check_manifest. Raises PeerError.
+    """Open the index of an encoding whose manifest has passed chain.check_manifest. Raises PeerError.
 
-    (1) it has the size and digest that the manifest names; (2) magic, and as many rows as it says; (3) no chunk is empty or
-    larger than the codec's; (4) every part, and the last chunk, ends where the other one ends; (5) so does every tensor.
+    (1) it has the size and digest that the manifest names; (2) magic, and as many rows as it declares; (3) no chunk is
+    empty or larger than the codec's; (4) every part ends where a chunk ends, and the last chunk ends the last part; (5)
+    the same for tensors.
     """
     if len(data) != encoding.index.size or digest_of(data) != encoding.index.digest:  # (1)
         raise PeerError(
@@ -127,7 +128,7 @@ def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) 
 
 
 def _places(lengths: Array, rooms: Sequence[int], what: str) -> tuple[Array, Array]:
-    """Each chunk's room and its place in it, when chunks fill rooms in order. Raises PeerError unless they fit exactly."""
+    """Return each chunk's room and its place in it, as chunks fill rooms in order. Raises PeerError unless they fit exactly."""
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     ends = np.cumsum(np.array(rooms, np.int64))
     room_end = int(ends[-1]) if len(ends) else 0

@@ -1,7 +1,8 @@
-"""Constraints that a model declares must be constraints that its validator applies. Checked when the class is made.
+"""Check that pydantic applies every constraint that a model declares, when the class is created.
 
-pydantic applies one constraint of a kind to a value. `X = Annotated[str, Field(pattern=A)]` and then `x: X = Field(pattern=B)`
-keeps A and drops B without a word (2.14), `x: Annotated[X, Field(pattern=B)]` drops A. Both spellings are errors here.
+pydantic applies one constraint of a kind to a value. `X = Annotated[str, Field(pattern=A)]` and then `x: X =
+Field(pattern=B)` keeps A and silently drops B (2.14); `x: Annotated[X, Field(pattern=B)]` drops A. Both spellings are
+errors here.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 KINDS = ("pattern", "min_length", "max_length", "ge", "gt", "le", "lt", "multiple_of")
-"""Names of constraints, in annotations as in the validator's schema."""
+"""Names of constraints, in annotations and in the validator's schema."""
 _OTHERS = frozenset({"model", "definition-ref", "literal", "enum"})
-"""Schemas that are no part of the field: what they hold is checked where it is declared."""
+"""Schemas outside the field: their constraints are checked where they are declared."""
 
 
 def refuse_dropped(model: type[BaseModel]) -> None:
-    """Raises TypeError where the validator of a complete model leaves out what a field declares."""
+    """Raise TypeError if the validator of a complete model omits a constraint that a field declares."""
     applied = {name: Counter(_applied(schema)) for name, schema in _fields(model.__pydantic_core_schema__).items()}
     for name, field in model.model_fields.items():
         if missing := Counter(declared(field)) - applied[name]:
@@ -32,7 +33,7 @@ def refuse_dropped(model: type[BaseModel]) -> None:
 
 
 def declared(field: FieldInfo) -> Iterator[tuple[str, Any]]:
-    """(kind, value) of each constraint in a field's annotation, items of containers included, and in its `Field`."""
+    """Yield (kind, value) of each constraint in a field's annotation, including items of containers, and in its `Field`."""
     yield from _of_metadata(field.metadata)
     yield from _of_annotation(field.annotation)
 
@@ -55,7 +56,7 @@ def _of_metadata(items: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _fields(schema: Any) -> dict[str, Any]:
-    """Field name -> its part of a model's schema, whatever the model's own validators are wrapped around it."""
+    """Map field names to their part of a model's schema, below any validators that wrap the model."""
     while schema["type"] != "model-fields":
         schema = schema["schema"]
     fields: dict[str, Any] = schema["fields"]

@@ -1,14 +1,16 @@
-"""Fingerprints of what cannot be said twice by chance: how copies and near-copies are found, across workers and steps.
+"""Fingerprints of text that does not occur twice by chance, to find copies and near-copies across workers and steps.
 
-Under seeds of their own two honest completions of one prompt may well agree, where the text is short or sure. So only windows
-of tokens count that the policy itself gives a probability of at most exp(-SURPRISE_NATS) = 1e-21 in their place: that another
-completion, with other seeds, holds a given text as such a window is at most that probable, in each place where it could begin.
+With different seeds, two honest completions of one prompt may still agree if the text is short or very likely. So only
+windows of tokens count to which the policy itself gives a probability of at most exp(-SURPRISE_NATS) = 1e-21 in their
+place. Another completion with other seeds contains a given such window with at most that probability, for each place
+where it could begin.
 
-Windows begin where the tokens say so (after four tokens whose hash is 0 mod ANCHOR_SHARE), so an insertion or a change hides
-only the windows that it touches. Of each length a completion gives its few smallest hashes, so parts are recognised.
+Windows begin where the content decides (after four tokens whose hash is 0 mod ANCHOR_SHARE), so an insertion or a
+change affects only the windows that it touches. A completion contributes its few smallest hashes per length, so partial
+copies are recognised.
 
-The same seed gives the same completion; so bundles for one slot are never compared. Neither is anything where sampling is greedy
-or filtered: then tokens are surer than their logprobs say.
+The same seed gives the same completion, so bundles for one slot are never compared. With greedy or filtered sampling
+nothing is compared: tokens are then more likely than their logprobs suggest.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ from prime_protocol.rollout import Rollouts
 
 SURPRISE_NATS = 48.0
 WINDOWS = (64, 256)
-"""Tokens. The longer one is for text that is surer."""
+"""Window lengths in tokens. The longer one is for likelier text."""
 KEPT = 2
-"""Fingerprints of each length and completion."""
+"""Fingerprints kept per length and completion."""
 ANCHOR_TOKENS = 4
 ANCHOR_SHARE = 16
 FINGERPRINT_CHARS = 24
 
 Fingerprints = tuple[tuple[int, str], ...]
-"""(index of the completion in its bundle, fingerprint)."""
+"""Pairs (index of the completion in its bundle, fingerprint)."""
 
 
 def fingerprints(rollouts: Rollouts, sampling: Sampling) -> Fingerprints:
-    """Of an accepted bundle, whose claimed logprobs are the policy's. Short or sure completions have none."""
+    """Return the fingerprints of an accepted bundle, whose claimed logprobs are the policy's.
+
+    Completions that are short or very likely have none.
+    """
     plain = Sampling(
         temperature=sampling.temperature,
         completion_tokens_max=sampling.completion_tokens_max,
@@ -52,7 +57,7 @@ def fingerprints(rollouts: Rollouts, sampling: Sampling) -> Fingerprints:
 
 
 def is_repetitive(marks: Fingerprints) -> bool:
-    """Two completions of one bundle hold the same window."""
+    """Return whether two completions of one bundle contain the same window."""
     owner: dict[str, int] = {}
     return any(owner.setdefault(mark, index) != index for index, mark in marks)
 
@@ -73,7 +78,7 @@ def _of_one(token_ids_T: npt.NDArray[np.int32], logprobs_T: npt.NDArray[np.float
 
 
 def _anchors(token_ids_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """Places whose four tokens before hash to 0: a polynomial in an odd number, its high bits."""
+    """Find the places after four tokens that hash to 0: the high bits of a polynomial in an odd number."""
     wide = token_ids_T.astype(np.uint64)
     hash_T = np.zeros(len(wide) - ANCHOR_TOKENS + 1, np.uint64)
     for place in range(ANCHOR_TOKENS):

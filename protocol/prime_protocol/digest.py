@@ -9,16 +9,16 @@ from blake3 import blake3
 from pydantic import StringConstraints
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-"""A pydantic type: `digest_of(b"")` is `af1349b9...`."""
+"""Pydantic type. `digest_of(b"")` is `af1349b9...`."""
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """The digest of some bytes."""
+    """Return the digest of some bytes."""
     return blake3(data).hexdigest()
 
 
 def digest_of_all(parts: Iterable[bytes]) -> str:
-    """The digest of some bytes that come one after the other."""
+    """Return the digest of concatenated bytes."""
     hasher = blake3()
     for part in parts:
         hasher.update(part)

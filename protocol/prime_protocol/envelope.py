@@ -1,12 +1,13 @@
 """DSSE envelopes: verified before they are parsed (https://github.com/secure-systems-lab/dsse, protocol.md v1.0.2).
 
-What is signed is PAE(type, payload) = "DSSEv1" SP len(type) SP type SP len(payload) SP payload, over the raw payload
-bytes. So no canonical JSON is needed: the bytes that were signed are the bytes that are parsed.
+The signed bytes are PAE(type, payload) = "DSSEv1" SP len(type) SP type SP len(payload) SP payload, over the raw payload
+bytes. The receiver parses exactly the bytes that were signed, so the protocol needs no canonical JSON.
 
-On the wire an envelope is JSON: {"payload": base64, "payloadType": "...", "signatures": [{"keyid": peer id, "sig": base64}]}.
+On the wire an envelope is JSON: {"payload": base64, "payloadType": "...", "signatures": [{"keyid": peer id, "sig":
+base64}]}.
 
-The path of every message: bytes -> Envelope (framing and size) -> verify (signature over raw bytes) -> payload bytes ->
-`parse_json` (schema, then bounds).
+Every message passes these stages: bytes -> Envelope (framing and size) -> verify (signature over raw bytes) -> payload
+bytes -> `parse_json` (schema, then bounds).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from prime_protocol.identity import PublicKey, SigningKey
 
 
 class PayloadType(StrEnum):
-    """The kinds of signed payload. The type is inside the signature, so no message can pass for another kind."""
+    """Kind of a signed payload. The signature covers the type, so no message can pass for another kind."""
 
     RUN_SPEC = "application/vnd.prime.run-spec+json"
     MANIFEST = "application/vnd.prime.manifest+json"
@@ -55,9 +56,9 @@ class PayloadType(StrEnum):
 
 
 class WireModel(BaseModel):
-    """Base of everything that crosses the wire: immutable, and an unknown field is an error.
+    """Base of every message on the wire: immutable; an unknown field is an error.
 
-    A class whose validator would not apply a constraint that a field declares is a TypeError when it is made.
+    Creating a subclass raises TypeError if its validator would drop a constraint that a field declares.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -72,24 +73,26 @@ Model = TypeVar("Model", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Signature:
+    """Signature of an envelope, with the id of the key that claims to have made it."""
+
     key_id: str
     signature: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A payload with its signatures, not verified yet. `payload` is not to be read before `verify` returned."""
+    """Payload with its signatures, not verified yet. Do not read `payload` before `verify` has returned."""
 
     payload_type: str
     payload: bytes
     signatures: tuple[Signature, ...]
 
     def verify(self, payload_type: PayloadType, *, trusted: Collection[str], threshold: int = 1) -> bytes:
-        """The payload, after `threshold` different keys of `trusted` (key ids) have been found to sign it.
+        """Return the payload once `threshold` different keys of `trusted` (key ids) are found to sign it.
 
-        Raises PeerError: WRONG_PAYLOAD_TYPE, or BAD_SIGNATURE where too few trusted keys signed. Signatures by keys
-        that are not trusted are ignored, as DSSE asks, and a key that signs twice counts once. Stricter than DSSE: a
-        signature that claims a trusted key and fails is an error even where enough others verify.
+        Raises PeerError: WRONG_PAYLOAD_TYPE, or BAD_SIGNATURE if too few trusted keys signed. As DSSE asks, signatures
+        by untrusted keys are ignored, and a key that signs twice counts once. This is stricter than DSSE: an invalid
+        signature that claims a trusted key is an error even if enough others verify.
         """
         if self.payload_type != payload_type:
             raise PeerError(ErrorCode.WRONG_PAYLOAD_TYPE, f"expected {payload_type}, got {self.payload_type[:100]}")
@@ -104,12 +107,13 @@ class Envelope:
         return self.payload
 
     def sole_signer(self) -> str:
-        """The key id that claims to have signed, where exactly one is allowed. Still unverified."""
+        """Return the key id that claims to have signed; exactly one is allowed. It is still unverified."""
         if len(self.signatures) != 1:
             raise PeerError(ErrorCode.BAD_SIGNATURE, f"exactly one signature expected, got {len(self.signatures)}")
         return self.signatures[0].key_id
 
     def to_bytes(self) -> bytes:
+        """Serialise to JSON, as on the wire."""
         return json.dumps(
             {
                 "payload": base64.b64encode(self.payload).decode(),
@@ -123,11 +127,12 @@ class Envelope:
 
     @property
     def digest(self) -> str:
-        """Digest of the payload. It names the signed statement, whoever else signs it too."""
+        """Digest of the payload. It identifies the signed statement, independent of its signers."""
         return digest_of(self.payload)
 
 
 def pre_authentication_encoding(payload_type: str, payload: bytes) -> bytes:
+    """Return the bytes that a signature covers (DSSE's PAE)."""
     kind = payload_type.encode()
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
 
@@ -141,9 +146,10 @@ def seal(payload: BaseModel | bytes, payload_type: PayloadType, *keys: SigningKe
 
 
 def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, unsigned: bool = False) -> Envelope:
-    """Framing and size only; nothing is trusted afterwards. Raises PeerError.
+    """Parse an envelope: framing and size only, so nothing is trusted afterwards. Raises PeerError.
 
-    `unsigned` allows what nobody has signed yet: a request that goes from one root key's machine to the next.
+    `unsigned` allows an envelope without signatures: a signing request that passes from one root key's machine to the
+    next.
     """
     if len(data) > bytes_max:
         raise LimitExceeded("envelope_bytes_max", len(data), bytes_max)
@@ -162,16 +168,16 @@ def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, un
 
 
 def load_json(data: bytes) -> Any:
-    """JSON as RFC 8259 and I-JSON (RFC 7493) mean it. Raises PeerError(MALFORMED or TOO_LARGE).
+    """Parse JSON strictly by RFC 8259 and I-JSON (RFC 7493). Raises PeerError(MALFORMED or TOO_LARGE).
 
-    UTF-8 without a byte order mark, no duplicate keys, no NaN, no number that overflows a float64, no lone surrogate, and
-    no deeper than JSON_DEPTH_MAX. Python's own parser lets all of these pass.
+    Requires UTF-8 without a byte order mark. Rejects duplicate keys, NaN, numbers that overflow a float64, lone
+    surrogates, and nesting deeper than JSON_DEPTH_MAX. Python's own parser accepts all of these.
     """
     _check_depth(data)
     try:
-        value = _DECODER.decode(data.decode())  # bytes would be searched for UTF-16 and UTF-32
+        value = _DECODER.decode(data.decode())  # Given bytes, the decoder would also try UTF-16 and UTF-32.
         if _SURROGATE_ESCAPE.search(data):
-            json.dumps(value, ensure_ascii=False).encode()  # raises for one that has no partner
+            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeError, integers of 4,300 digits
         reason = str(error).partition(";")[0][:200]
         raise PeerError(ErrorCode.MALFORMED, f"not valid JSON: {reason}") from None
@@ -179,8 +185,8 @@ def load_json(data: bytes) -> Any:
 
 
 def parse_json(payload: bytes, model: type[Model]) -> Model:
-    """A verified payload as a typed message. Raises PeerError with the first fault's place and nature."""
-    load_json(payload)  # pydantic's parser accepts duplicate keys; this one does not
+    """Parse a verified payload as a typed message. Raises PeerError with the location and kind of the first fault."""
+    load_json(payload)  # pydantic's parser accepts duplicate keys; load_json rejects them
     try:
         return model.model_validate_json(payload)
     except ValidationError as error:
@@ -202,7 +208,7 @@ def _signature(item: object) -> Signature:
 
 
 def _base64(value: object, name: str) -> bytes:
-    """Standard alphabet, padded, and the one encoding of its bytes: the unused last bits are zero."""
+    """Decode padded base64 of the standard alphabet. Reject other encodings of the same bytes: the unused last bits are zero."""
     if not isinstance(value, str):
         raise PeerError(ErrorCode.WRONG_TYPE, f"{name} is a base64 string")
     try:
@@ -237,7 +243,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_no_c
 
 
 def _check_depth(data: bytes) -> None:
-    """Bound the nesting before a recursive parser sees it."""
+    """Bound the nesting depth before a recursive parser reads the data."""
     if data.count(b"[") + data.count(b"{") <= limits.JSON_DEPTH_MAX:
         return
     steps = _STRING.sub(b"", data).translate(_BRACKET_STEPS, _NOT_BRACKETS)
@@ -246,7 +252,7 @@ def _check_depth(data: bytes) -> None:
         raise LimitExceeded("JSON_DEPTH_MAX", depth, limits.JSON_DEPTH_MAX)
 
 
-# The closing quote is optional: a string that is never closed would otherwise be scanned again from each of its quotes.
+# The closing quote is optional. Otherwise the regex would scan an unclosed string again from each of its quotes.
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _BRACKET_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")  # +1 and -1 as int8

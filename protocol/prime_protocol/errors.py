@@ -1,14 +1,14 @@
-"""Every error that the wire knows, in one place.
+"""All error types of the protocol.
 
-    PrimeError                      anything this project raises on purpose
+    PrimeError                      base of every error that this project raises on purpose
     |-- PeerError                   the other side is at fault: carries an ErrorCode, becomes an HTTP answer or a verdict
-    |   `-- LimitExceeded           ... by sending more than limits.py allows
-    `-- LocalError                  our own machine, disk or configuration is at fault; the message says what to do next
+    |   `-- LimitExceeded           the other side sent more than limits.py allows
+    `-- LocalError                  this machine, its disk or its configuration is at fault; the message says what to do
 
-A peer's fault never surfaces as another exception type: parsers turn every surprise into a PeerError. A bug
-(assertion, TypeError, ...) stays what it is, so that nobody mistakes it for a bad message.
+Parsers turn every fault of a peer into a PeerError, never another exception type. A bug (assertion, TypeError, ...)
+keeps its own type, so that nobody mistakes it for a bad message.
 
-A rollout that is well formed but not acceptable is no error: it gets a verdict (verdict.py).
+A rollout that is well formed but not acceptable is not an error: it gets a verdict (verdict.py).
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from prime_protocol.visible import printable
 
 
 class ErrorCode(StrEnum):
-    """The machine-readable half of an error answer. Members never change their meaning; SPEC.md lists them."""
+    """Machine-readable code of an error answer. Members never change their meaning; SPEC.md lists them."""
 
     MALFORMED = "malformed"
-    """The bytes are not what the endpoint expects: bad framing, bad JSON, bad tensor file."""
+    """Bytes that the endpoint cannot parse: bad framing, bad JSON or a bad tensor file."""
     UNKNOWN_FIELD = "unknown_field"
-    """A message carries a field that this version does not define."""
+    """Message with a field that this version does not define."""
     WRONG_TYPE = "wrong_type"
-    """A field is missing, has the wrong type or is out of its range."""
+    """Field that is missing, has the wrong type or is out of range."""
     TOO_LARGE = "too_large"
-    """A body, a count or a depth is over its limit."""
+    """Body, count or depth above its limit."""
     DECOMPRESSED_TOO_LARGE = "decompressed_too_large"
-    """A compressed body declares or yields more bytes than its limit."""
+    """Compressed body that declares or yields more bytes than its limit."""
     BAD_SIGNATURE = "bad_signature"
-    """The envelope's signature does not verify under the key that it names."""
+    """Envelope whose signature does not verify under the key that it names."""
     BAD_KEY = "bad_key"
-    """The public key is not usable: wrong length, or of low order."""
+    """Unusable public key: wrong length, or of low order."""
     WRONG_PAYLOAD_TYPE = "wrong_payload_type"
-    """A valid envelope of another kind than the endpoint takes."""
+    """Valid envelope of another payload type than the endpoint takes."""
     WRONG_RUN = "wrong_run"
-    """The message belongs to another run."""
+    """Message that belongs to another run."""
     WRONG_ROLE = "wrong_role"
-    """The key is valid but the RunSpec does not give it this role."""
+    """Valid key without this role in the RunSpec."""
     REVOKED = "revoked"
-    """The key had this role, and a key ring of the run's root has ended that."""
+    """Key that had this role until a key ring of the run's root removed it."""
     UNKNOWN_WORKER = "unknown_worker"
-    """The key never joined this run, or left it. Join again."""
+    """Key that never joined this run, or left it. Join again."""
     IN_USE = "in_use"
-    """The key takes part in another session: another machine uses it, or did until lately. Ask again later."""
+    """Key in use by another session: another machine uses it, or did until recently. Retry later."""
     BANNED = "banned"
-    """The key is banned from this run; the detail names the evidence."""
+    """Key banned from this run; the detail names the evidence."""
     NOT_INVITED = "not_invited"
-    """The run's operator takes listed or invited keys, and this is none. Ask him."""
+    """Key that the operator has neither listed nor invited, in a run that requires it. Ask the operator."""
     EXPIRED = "expired"
-    """The time stamp of a request, or of a statement of the newest policy, is too old or too far ahead. Check the clock."""
+    """Request, or statement about the newest policy, whose time stamp is too old or too far ahead. Check the clock."""
     REPLAYED = "replayed"
-    """The request's nonce was seen before."""
+    """Request whose nonce the server has seen before."""
     WRONG_EPOCH = "wrong_epoch"
-    """The request was signed for another epoch of the server; the answer names the present one. Sign it again."""
+    """Request signed for another epoch of the server; the answer names the current one. Sign it again."""
     LEASE_UNKNOWN = "lease_unknown"
-    """No such lease."""
+    """Unknown lease."""
     LEASE_FOREIGN = "lease_foreign"
-    """The lease belongs to another worker."""
+    """Lease of another worker."""
     DIGEST_MISMATCH = "digest_mismatch"
-    """The bytes do not have the digest that the signed header or the address names."""
+    """Bytes without the digest that the signed header or the address names."""
     CHAIN_BROKEN = "chain_broken"
-    """A manifest does not continue the chain: wrong predecessor, version, base or root."""
+    """Manifest that does not continue the chain: wrong predecessor, version, base or root."""
     FORK = "fork"
     """Two different signed manifests for one policy version. Keep both: they are evidence."""
     NOT_FOUND = "not_found"
-    """Nothing under this address."""
+    """Nothing stored under this address."""
     BAD_RANGE = "bad_range"
-    """The requested byte range does not exist."""
+    """Byte range that does not exist."""
     TOO_MANY_REQUESTS = "too_many_requests"
-    """Slow down; `retry_after_s` says for how long."""
+    """Rate limit reached; `retry_after_s` gives the waiting time."""
     UNAVAILABLE = "unavailable"
-    """The server is starting, stopping or busy. Try again later."""
+    """Server that is starting, stopping or busy. Try again later."""
     VERSION_UNSUPPORTED = "version_unsupported"
-    """The peer speaks a protocol version that this side does not; the detail names the supported ones."""
+    """Protocol version that this side does not support; the detail names the supported ones."""
     INTERNAL = "internal"
-    """A fault of the server. Nothing of its inside is shown."""
+    """Fault of the server. The answer reveals nothing about its internals."""
 
 
 HTTP_STATUS: dict[ErrorCode, int] = {
@@ -112,7 +112,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.VERSION_UNSUPPORTED: 426,
     ErrorCode.INTERNAL: 500,
 }
-"""One status per code; a test holds that none is missing."""
+"""HTTP status of each code; a test checks that none is missing."""
 _TRANSIENT = frozenset({ErrorCode.UNAVAILABLE, ErrorCode.TOO_MANY_REQUESTS, ErrorCode.INTERNAL, ErrorCode.WRONG_EPOCH})
 
 
@@ -121,31 +121,33 @@ class PrimeError(Exception):
 
 
 class PeerError(PrimeError):
-    """The other side sent something wrong. `detail` may be shown to that side: it never holds a secret.
+    """Error caused by the other side.
 
-    A detail may quote the other side, so it is made printable and short here: it goes to logs and terminals.
+    `detail` may be shown to that side, so it never holds a secret. It may quote the other side, and it goes to logs and
+    terminals. The constructor therefore makes it printable and short.
     """
 
     def __init__(self, code: ErrorCode, detail: str, *, retry_after_s: float | None = None, epoch: str = "") -> None:
         self.code = code
         self.epoch = epoch
-        """The server's present epoch, where the code is WRONG_EPOCH."""
+        """Current epoch of the server, if the code is WRONG_EPOCH."""
         self.detail = printable(detail)
         super().__init__(f"{code}: {self.detail}")
         self.retry_after_s = retry_after_s
 
     @property
     def http_status(self) -> int:
+        """HTTP status for the code."""
         return HTTP_STATUS[self.code]
 
     @property
     def is_transient(self) -> bool:
-        """True where the same request may succeed later without being changed."""
+        """Whether the same request, unchanged, may succeed later."""
         return self.code in _TRANSIENT
 
 
 class LimitExceeded(PeerError):
-    """A peer went over a limit of limits.py. Example: LimitExceeded("rollout_bytes_max", 70_000_000, 67_108_864)."""
+    """Peer exceeded a limit of limits.py. Example: LimitExceeded("rollout_bytes_max", 70_000_000, 67_108_864)."""
 
     def __init__(self, limit: str, value: int | None, maximum: int, *, code: ErrorCode = ErrorCode.TOO_LARGE) -> None:
         seen = "more" if value is None else str(value)
@@ -154,4 +156,4 @@ class LimitExceeded(PeerError):
 
 
 class LocalError(PrimeError):
-    """This machine cannot go on: a bad configuration, a full disk, a missing extra. Says what, where, what next."""
+    """Fault of this machine: a bad configuration, a full disk, a missing extra. The message says what, where and what to do."""

@@ -1,28 +1,31 @@
-"""Evidence against a worker: e-values that add up over its life and may be looked at after every bundle.
+"""Evidence against a worker: e-values that accumulate over its life and may be checked after every bundle.
 
-An e-value is a non-negative statistic whose mean is at most 1 for an honest worker. Evidence is a process M_0 = 1, M_1, M_2, ...
-made of them such that, by Ville's inequality, an honest worker's evidence ever reaches c with probability at most 1 / c, however
-long it works and however often one looks (Ville 1939; Ramdas et al., arXiv 2210.01948). A ban at 1e5 therefore hurts an honest
-worker with probability at most 1e-5 over its whole life.
+An e-value is a non-negative statistic whose mean is at most 1 for an honest worker. Evidence is a process M_0 = 1, M_1,
+M_2, ... made of them. By Ville's inequality an honest worker's evidence ever reaches c with probability at most 1 / c,
+however long it works and however often one looks (Ville 1939; Ramdas et al., arXiv 2210.01948). So a ban at 1e5 hits an
+honest worker with probability at most 1e-5 over its whole life.
 
-Of one statistic s of a token (the margin by which it is not the seed's choice, the error of its logprob, or the logarithm of a
-likelihood ratio, the only kind that may be below 0: verify.py), an honest token satisfies
-E[exp(lambda * min(s, cap)) | everything before] <= M0(lambda). That is what calibration measures, on honest data of the same
-kinds of engine, dtype and hardware, and it is the one assumption. Then each bundle multiplies the evidence by
+Let s be one statistic of a token: its margin against the seed's choice, the error of its logprob, or the logarithm of a
+likelihood ratio (verify.py). Only the last may be below 0. An honest token satisfies
+
+    E[exp(lambda * min(s, cap)) | everything before] <= M0(lambda)
+
+This is the only assumption. Calibration measures M0 on honest data of the same kinds of engine, dtype and hardware.
+Each bundle then multiplies the evidence by
 
     e(lambda) = product over its tokens of exp(lambda * min(s, cap)) / M0(lambda)
 
-Small changes are seen best at a large lambda, rare large errors at a small one, so evidence is a mixture over several. It is also
-a mixture over the bundle from which on a worker cheats: with the plain product, a year of honest work would have to be used up
-before a change is seen. Start t has the prior weight 1 / (t * (t + 1)), which sums to 1:
+A large lambda detects small changes best, a small one rare large errors, so evidence is a mixture over several. It is
+also a mixture over the bundle at which a worker starts to cheat: with the plain product, a change would have to use up
+a year of honest work before it is detected. Start t has the prior weight 1 / (t * (t + 1)), which sums to 1:
 
     A_t = (A_{t-1} + 1 / (t * (t + 1))) * e_t        M_t = A_t + 1 / (t + 1)
 
-so against somebody who begins to cheat at bundle t it takes log(t * (t + 1)) nats more, not a year's worth.
+so detecting a worker that starts to cheat at bundle t takes log(t * (t + 1)) more nats, not a year's worth.
 
-A validator sums each bundle's statistics under the run's calibration (calibration.py), the coordinator folds the sums, and a
-worker whose evidence reaches the run's `checks.evidence_max` is banned. The thresholds on single bundles (verify.py) stay beside
-it, for what is grossly wrong.
+A validator sums each bundle's statistics under the run's calibration (calibration.py) and the coordinator folds the
+sums. It bans a worker whose evidence reaches the run's `checks.evidence_max`. The thresholds on single bundles
+(verify.py) remain, for gross errors.
 
 Letters: T tokens, C completions.
 """
@@ -43,24 +46,24 @@ from prime_protocol.envelope import WireModel
 from prime_protocol.limits import COMPARED_REWARDS_MAX, COUNT_MAX, LAMBDAS_MAX, STATISTICS_MAX
 
 LOG_WEALTH_MAX = 1e6
-"""Nats. Beyond every threshold, and far from where sums of floats lose a nat."""
+"""Nats. Beyond every threshold, and far below the size at which sums of floats lose a nat."""
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Moments(WireModel):
-    """What honest tokens do in one statistic.
+    """Behaviour of honest tokens in one statistic.
 
     Example: Moments(cap=0.5, lambdas=(1.0, 10.0), log_moments=(0.001, 0.02), num_tokens=100_000).
     """
 
     cap: float = Field(gt=0.0, le=1e6)
-    """In the statistic's own unit; a larger value counts as this."""
+    """Maximum of the statistic, in its own unit; a larger value counts as this."""
     lambdas: tuple[Annotated[float, Field(gt=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
     log_moments: tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
-    """log M0(lambda), one for each lambda: an upper bound, since what is not known must not count against anybody."""
+    """log M0(lambda) for each lambda: an upper bound, since what is unknown must not count against anybody."""
     num_tokens: Count
-    """How many honest tokens it was measured on."""
+    """Number of honest tokens that were measured."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -71,7 +74,7 @@ class Moments(WireModel):
 
 @dataclass(frozen=True, slots=True)
 class Wealth:
-    """The evidence of one statistic against one worker. Begins as Wealth()."""
+    """Evidence of one statistic against one worker. The initial state is Wealth()."""
 
     num_bundles: int = 0
     log_wealth: tuple[float, ...] = ()
@@ -79,36 +82,39 @@ class Wealth:
 
 
 class Sums(WireModel):
-    """What a bundle's tokens say in one statistic. Example: Sums(num_tokens=512, log_e=(-0.3, -1.2))."""
+    """Contribution of a bundle's tokens to one statistic. Example: Sums(num_tokens=512, log_e=(-0.3, -1.2))."""
 
     num_tokens: Count
-    """How many values were summed."""
+    """Number of values in the sum."""
     log_e: tuple[Finite, ...] = Field(max_length=LAMBDAS_MAX)
     """Nats, log e(lambda) for each lambda of the calibration."""
 
 
 class ComparedRewards(WireModel):
-    """Of one group, but for what an environment could not give. Example: ComparedRewards(mine=(1.0, 0.0), trusted=(0.0,))."""
+    """Rewards of one group, without those that an environment could not give.
+
+    Example: ComparedRewards(mine=(1.0, 0.0), trusted=(0.0,)).
+    """
 
     mine: tuple[Finite, ...] = Field(max_length=COMPARED_REWARDS_MAX)
-    """The worker's."""
+    """Rewards of the worker."""
     trusted: tuple[Finite, ...] = Field(max_length=COMPARED_REWARDS_MAX)
-    """Those of the validator's own completions."""
+    """Rewards of the validator's own completions."""
 
 
 class BundleEvidence(WireModel):
-    """What a bundle says against its worker, by a validator's forward pass."""
+    """Evidence of a bundle against its worker, from a validator's forward pass."""
 
     worker: Name
     """Class of the engine that sampled, as the bundle's header claims it: `name/dtype/device`."""
     validator: Name
     """Class of the engine that judged."""
     sums: dict[Name, Sums] = Field(max_length=STATISTICS_MAX)
-    """By statistic. Empty: the run's calibration does not know these two classes together."""
+    """Sums by statistic. Empty: the run's calibration does not know this pair of classes."""
     compared: tuple[ComparedRewards, ...] = Field(
         default=(), max_length=COMPARED_REWARDS_MAX, exclude_if=lambda groups: not groups
     )
-    """What the reward ranks are made of, by group; left out where there are too many rewards to tell, or none."""
+    """Input of the reward ranks, by group; omitted if there are too many rewards to list, or none."""
 
     @model_validator(mode="after")
     def _is_bounded(self) -> Self:
@@ -118,10 +124,10 @@ class BundleEvidence(WireModel):
 
 
 class Weighed(BundleEvidence):
-    """The same with its place in the worker's life, so that whoever holds the receipts can add them up again."""
+    """Evidence of a bundle with its place in the worker's life, so that anyone with the receipts can add it up again."""
 
     number: int = Field(ge=1, le=COUNT_MAX)
-    """1 for the first bundle that was weighed since the worker began or was forgiven, then one more each time."""
+    """Number of the bundle among those weighed since the worker began or was forgiven, from 1."""
     log_evidence: Finite
     """Nats of evidence after this bundle."""
 
@@ -134,12 +140,13 @@ def calibrate_statistics(
     lengths: npt.NDArray[np.integer] | None = None,
     headroom: float = 1.0,
 ) -> Moments:
-    """Moments of honest values [T], with what a sample of that size cannot exclude added.
+    """Compute moments of honest values [T], including an allowance for what a sample of that size cannot exclude.
 
-    M0 = mean of exp(lambda * min(s, cap)) + 4 standard errors + 3 / T * exp(lambda * cap): the last term is the rule of three,
-    as if as many tokens as can have escaped the sample lay at the cap. Errors of one completion go together; where `lengths`
-    [C] says which tokens are one, M0 is also so large that a completion's e-value has a mean of at most 1, plus 4 standard
-    errors. `headroom` multiplies log M0: the policies of a run are not the one that was measured.
+    M0 = mean of exp(lambda * min(s, cap)) + 4 standard errors + 3 / T * exp(lambda * cap). The last term is the rule of
+    three: it puts as many tokens as can have escaped the sample at the cap. Errors within a completion are correlated.
+    If `lengths` [C] shows which tokens form one, M0 is also large enough that a completion's e-value has a mean of at
+    most 1, plus 4 standard errors. `headroom` multiplies log M0, because a run's policies differ
+    from the measured one.
     """
     values_T = np.minimum(honest.astype(np.float64), cap)
     assert len(values_T) > 1
@@ -162,7 +169,7 @@ def _upper_mean(values: npt.NDArray[np.float64]) -> float:
 def _log_moment_of_completions(
     exponents_T: npt.NDArray[np.float64], lengths_C: npt.NDArray[np.integer], most: float
 ) -> float:
-    """The smallest log M0, by halving [0, most], at which completions' e-values have a mean of at most 1."""
+    """Find the smallest log M0 at which completions' e-values have a mean of at most 1, by bisecting [0, most]."""
     sums_C = np.add.reduceat(exponents_T, np.cumsum(lengths_C) - lengths_C)
     low, high = 0.0, most
     while high - low > 1e-3 * high:
@@ -173,7 +180,7 @@ def _log_moment_of_completions(
 
 
 def sums_of(values: npt.NDArray[np.floating], moments: Moments) -> Sums:
-    """What a bundle's values [T] say. A value that is not a number counts as the cap; sums are rounded down, to 1e-6 nats."""
+    """Sum a bundle's values [T]. NaN counts as the cap; sums are rounded down, to 1e-6 nats."""
     values_T = np.minimum(np.nan_to_num(values.astype(np.float64), nan=moments.cap), moments.cap)
     total = float(values_T.sum())
     log_e = (
@@ -184,7 +191,7 @@ def sums_of(values: npt.NDArray[np.floating], moments: Moments) -> Sums:
 
 
 def updated(wealth: Wealth, sums: Sums) -> Wealth:
-    """After one more bundle. A run's calibration is fixed, so the number of lambdas is too."""
+    """Return the evidence after one more bundle. A run's calibration is fixed, so the number of lambdas is too."""
     assert len(wealth.log_wealth) in (0, len(sums.log_e))
     bundle = wealth.num_bundles + 1
     prior = -math.log(bundle) - math.log(bundle + 1)
@@ -194,18 +201,18 @@ def updated(wealth: Wealth, sums: Sums) -> Wealth:
 
 
 def folded(evidence: Mapping[str, Wealth], sums: Mapping[str, Sums], *, statistics: Iterable[str]) -> dict[str, Wealth]:
-    """A worker's evidence after one more bundle. `statistics`: all of the run's calibration; others are ignored.
+    """Return a worker's evidence after one more bundle. `statistics` is all of the run's calibration; others are ignored.
 
-    Statistics that a bundle does not have stay as they are. The set is fixed, so that the mean over it is an e-process.
+    Statistics that a bundle lacks stay unchanged. The set is fixed, so the mean over it is an e-process.
     """
     known = {name: evidence.get(name, Wealth()) for name in statistics}
     return {name: updated(wealth, sums[name]) if name in sums else wealth for name, wealth in known.items()}
 
 
 def log_evidence(wealth: Mapping[str, Wealth]) -> float:
-    """Nats of evidence in all statistics together: the log of the mean over statistics and lambdas of M_t. 0 to begin with.
+    """Return nats of evidence in all statistics: the log of the mean of M_t over statistics and lambdas. 0 at the start.
 
-    A mean of such processes is one again, so looking at several statistics costs their number's logarithm and nothing else.
+    A mean of e-processes is an e-process, so using several statistics costs only the logarithm of their number.
     """
     if not wealth:
         return 0.0

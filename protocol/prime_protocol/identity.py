@@ -1,9 +1,9 @@
-"""Ed25519 identities. A key's name is its libp2p peer id, so one name serves on HTTP, in files and between peers.
+"""Ed25519 identities, named by their libp2p peer ids on HTTP, in files and between peers.
 
 Peer id = base58btc(multihash identity of the protobuf {Type: Ed25519, Data: 32 bytes}), as the libp2p peer-id
-specification says. The public key can be read back out of it, so a signature needs no key lookup.
+specification defines. The id contains the public key, so verifying a signature needs no key lookup.
 
-Keys of low order are refused: under such a key a signature can verify for any message (Chalkias et al., "Taming the
+Keys of low order are rejected: under such a key a signature can verify for any message (Chalkias et al., "Taming the
 many EdDSAs", 2020; CCTV's ed25519vectors).
 """
 
@@ -27,7 +27,7 @@ _D = (-121665 * pow(121666, -1, _P)) % _P
 
 
 class PublicKey:
-    """A public key that has passed the checks. Hashable; equal when the bytes are."""
+    """Public key that has passed the checks. Hashable; equal if the bytes are equal."""
 
     __slots__ = ("_key", "key_id", "raw")
 
@@ -42,11 +42,11 @@ class PublicKey:
 
     @staticmethod
     def from_key_id(key_id: str) -> PublicKey:
-        """Read the key out of a peer id. Raises PeerError(BAD_KEY). Checking a key costs a millisecond, so keys are kept."""
+        """Read the key from a peer id. Raises PeerError(BAD_KEY). Keys are cached, because checking one takes a millisecond."""
         return _key_from_id(key_id)
 
     def verify(self, signature: bytes, message: bytes) -> None:
-        """Raises PeerError(BAD_SIGNATURE) unless `signature` is this key's over exactly `message`."""
+        """Raise PeerError(BAD_SIGNATURE) unless `signature` is this key's signature over exactly `message`."""
         try:
             self._key.verify(signature, message)
         except InvalidSignature:
@@ -63,7 +63,7 @@ class PublicKey:
 
 
 class SigningKey:
-    """A private key. Its bytes leave only through `to_bytes`, for the file that keeps it (mode 0600)."""
+    """Private key. Only `to_bytes` exports its bytes, for the key file (mode 0600)."""
 
     __slots__ = ("_key", "public")
 
@@ -77,12 +77,15 @@ class SigningKey:
 
     @property
     def key_id(self) -> str:
+        """Peer id of the public key."""
         return self.public.key_id
 
     def sign(self, message: bytes) -> bytes:
+        """Return the signature over `message`, 64 bytes."""
         return self._key.sign(message)
 
     def to_bytes(self) -> bytes:
+        """Return the 32 private bytes, for the key file only."""
         return self._key.private_bytes(
             serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
         )
@@ -110,7 +113,7 @@ def _valid_key_id(value: str) -> str:
 
 
 KeyId = Annotated[str, AfterValidator(_valid_key_id)]
-"""A pydantic type: the peer id of a usable key."""
+"""Pydantic type: the peer id of a usable key."""
 
 
 def _encode_base58(data: bytes) -> str:
@@ -134,7 +137,7 @@ def _decode_base58(text: str) -> bytes:
 
 
 def _is_weak(raw: bytes) -> bool:
-    """True for encodings that are no point, are not canonical, or are a point of order 1, 2, 4 or 8."""
+    """Return True for encodings that are no curve point, not canonical, or a point of order 1, 2, 4 or 8."""
     y = int.from_bytes(raw, "little") & (2**255 - 1)
     x_is_odd = raw[31] >> 7
     if y >= _P:
@@ -153,7 +156,7 @@ def _is_weak(raw: bytes) -> bool:
 
 
 def _double(x: int, y: int) -> tuple[int, int]:
-    """Twice a point of the twisted Edwards curve -x^2 + y^2 = 1 + d x^2 y^2, affine."""
+    """Double an affine point of the twisted Edwards curve -x^2 + y^2 = 1 + d x^2 y^2."""
     xx, yy, xy = x * x % _P, y * y % _P, x * y % _P
     dxy = _D * xx * yy % _P
     return 2 * xy * pow(1 + dxy, -1, _P) % _P, (yy + xx) * pow(1 - dxy, -1, _P) % _P

@@ -1,7 +1,7 @@
-"""Invitations: the run's word that somebody may bring some keys. Where a coordinator asks for them, a new key needs one to join.
+"""Invitations: signed permission to join with some keys. If a coordinator requires them, a new key needs one to join.
 
-A bearer token, signed by the root or by a coordinator: whoever has it may use it, for as many keys as it says. It names nobody,
-so it can be made before its user has a key. SPEC.md, section 23.
+An invitation is a bearer token, signed by the root or by a coordinator. Its holder may use it for as many keys as it
+states. It names no key, so the operator can issue it before its user has one. SPEC.md, section 23.
 """
 
 from __future__ import annotations
@@ -21,29 +21,31 @@ from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
 
 InviteText = Annotated[str, StringConstraints(max_length=limits.INVITE_CHARS_MAX)]
-"""An invitation's envelope in URL-safe base64, as it is passed on."""
+"""Envelope of an invitation in URL-safe base64, as users pass it on."""
 
 
 class Invite(WireModel):
-    """An invitation (envelope type INVITE)."""
+    """Invitation (envelope type INVITE)."""
 
     run: Digest
     invite: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-    """16 random bytes: its name."""
+    """Identifier: 16 random bytes."""
     keys_max: int = Field(ge=1, le=limits.COUNT_MAX)
-    """So many keys may come with it."""
+    """Number of keys that may join with it."""
     expires_at_ms: Count
-    """New keys may come until then."""
+    """Time until which new keys may join."""
 
 
 def invite_text(envelope: Envelope) -> str:
+    """Encode an invitation as the text that users pass on."""
     return base64.urlsafe_b64encode(envelope.to_bytes()).decode()
 
 
 def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
-    """Raises PeerError.
+    """Verify an invitation and parse it. Raises PeerError.
 
-    (1) size and framing; (2) a root or coordinator key of today signed it; (3) schema; (4) this run; (5) it has not expired.
+    (1) size and framing; (2) a current root or coordinator key signed it; (3) schema; (4) this run; (5) it has not
+    expired.
     """
     if len(text) > limits.INVITE_CHARS_MAX:  # (1)
         raise LimitExceeded("INVITE_CHARS_MAX", len(text), limits.INVITE_CHARS_MAX)

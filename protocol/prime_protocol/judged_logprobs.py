@@ -1,7 +1,7 @@
-"""The logprobs that a validator computed for a bundle: what the trainer uses in the place of the claimed ones.
+"""Logprobs that a validator computed for a bundle; the trainer uses them instead of the claimed ones.
 
-A parcel by a validator: its header (LogprobsHeader) names the bundle, its body is the T logprobs as float32, little endian, one
-after another in the bundle's order, 4 bytes a token. The bundle stays as its worker signed it.
+A parcel by a validator. Its header (LogprobsHeader) names the bundle. Its body is the T logprobs in the bundle's order,
+as little-endian float32, 4 bytes a token. The bundle itself stays as its worker signed it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from prime_protocol.parcel import ParcelHeader, open_parcel, pack_parcel
 
 
 class LogprobsHeader(ParcelHeader):
-    """The signed header (envelope type LOGPROBS)."""
+    """Signed header (envelope type LOGPROBS)."""
 
     run: Digest
     bundle: Digest
-    """Digest of the bundle that they are of."""
+    """Digest of the bundle that they belong to."""
     num_tokens: int = Field(ge=1, le=limits.COUNT_MAX)
 
 
 def pack_logprobs(logprobs_T: npt.NDArray[np.float32], *, run: str, bundle: str, key: SigningKey) -> bytes:
-    """The parcel of finite logprobs [T], nats."""
+    """Pack finite logprobs [T] in nats into a parcel."""
     body = np.minimum(logprobs_T, 0.0).astype("<f4").tobytes()
     header = LogprobsHeader(
         body_digest=digest_of(body), body_bytes=len(body), run=run, bundle=bundle, num_tokens=len(logprobs_T)
@@ -40,9 +40,9 @@ def pack_logprobs(logprobs_T: npt.NDArray[np.float32], *, run: str, bundle: str,
 def open_logprobs(
     parcel: bytes, *, run: str, keys: KeyChain, bytes_max: int, bundle: str | None = None, num_tokens: int | None = None
 ) -> tuple[LogprobsHeader, npt.NDArray[np.float32]]:
-    """The header and the logprobs [T], by any key that ever was a validator's. `bytes_max`: of the body.
+    """Return the header and the logprobs [T], signed by any current or former validator key. `bytes_max` limits the body.
 
-    `bundle`, `num_tokens`: what they must be of, where that is known. Raises PeerError.
+    `bundle` and `num_tokens` are the expected values, if known. Raises PeerError.
     """
     opened = open_parcel(parcel, body_bytes_max=bytes_max)
     header = parse_json(keys.verify_kept(opened.envelope, PayloadType.LOGPROBS, Role.VALIDATOR), LogprobsHeader)

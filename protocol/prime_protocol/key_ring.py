@@ -1,11 +1,12 @@
-"""Key rings: which keys may sign what, and who may change that. The root metadata of The Update Framework (TUF 1.0.33, 4.3, 5.3).
+"""Key rings: which keys may sign what, and how that may change. Root metadata of The Update Framework (TUF 1.0.33, 4.3, 5.3).
 
-The RunSpec's keys are version 0. Version n + 1 names the digest of version n, and is signed by a threshold of version n's root
-keys and by a threshold of its own. So whoever holds the join link can follow the chain from the RunSpec on, and whoever holds
+The RunSpec's keys are version 0. Version n + 1 names the digest of version n. A threshold of version n's root keys and
+a threshold of its own sign it. So anyone with the join link can follow the chain from the RunSpec, and an attacker with
 fewer root keys than the threshold can add nothing to it.
 
-A ring names the newest manifest of its day, by version and digest, and its trainer keys sign the ones after that. So the
-manifests of an outgoing key stay verifiable, and a thief of that key can write neither the future nor another history.
+A ring names the newest manifest of its time by version and digest, and its trainer keys sign the manifests after that.
+So the manifests of an outgoing key stay verifiable, and a thief of that key can sign neither future manifests nor
+another history.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Keys = Annotated[tuple[KeyId, ...], Field(min_length=1, max_length=limits.SIGNAT
 
 
 class Role(StrEnum):
-    """Whose keys a run names."""
+    """Role of a key in a run."""
 
     ROOT = "root"
     COORDINATOR = "coordinator"
@@ -36,20 +37,20 @@ class Role(StrEnum):
 
 
 class RoleKeys(WireModel):
-    """Who may sign what. Key ids, each role at least one; a key may have several roles."""
+    """Keys of each role, as key ids. Each role has at least one; a key may have several roles."""
 
     root: Keys
-    """Sign the RunSpec, all of them, and key rings, as many as the threshold says."""
+    """Signers of the RunSpec (all of them) and of key rings (as many as the threshold)."""
     coordinator: Keys
-    """Signs leases, receipts, batches and timestamps."""
+    """Signers of leases, receipts, batches and timestamps."""
     trainer: Keys
-    """Signs manifests."""
+    """Signers of manifests."""
     validator: Keys
-    """Signs verdicts."""
+    """Signers of verdicts."""
     root_threshold: int | None = Field(default=None, ge=1, le=limits.SIGNATURES_MAX)
-    """How many root keys must sign the next key ring; None: all of them."""
+    """Number of root keys that must sign the next key ring; None: all of them."""
     trainer_threshold: int = Field(default=1, ge=1, le=limits.SIGNATURES_MAX)
-    """How many trainer keys must sign a manifest."""
+    """Number of trainer keys that must sign a manifest."""
 
     @model_validator(mode="after")
     def _thresholds_can_be_met(self) -> Self:
@@ -59,79 +60,83 @@ class RoleKeys(WireModel):
         return self
 
     def of(self, role: Role) -> tuple[str, ...]:
+        """Return the keys of a role."""
         keys: tuple[str, ...] = getattr(self, role)
         return keys
 
     def threshold(self, role: Role) -> int:
-        """Signatures that a statement of the role needs."""
+        """Return the number of signatures that a statement of the role needs."""
         if role is Role.ROOT:
             return len(set(self.root)) if self.root_threshold is None else self.root_threshold
         return self.trainer_threshold if role is Role.TRAINER else 1
 
 
 class ChainPoint(WireModel):
-    """A place in the chain of manifests. Example: ChainPoint(policy_version=41, manifest="af13...")."""
+    """Place in the chain of manifests. Example: ChainPoint(policy_version=41, manifest="af13...")."""
 
     policy_version: Step
     manifest: Digest
 
 
 class KeyRing(WireModel):
-    """The keys of a run from some moment on (envelope type KEY_RING)."""
+    """Keys of a run from some moment on (envelope type KEY_RING)."""
 
     run: Digest
     version: int = Field(ge=1, le=limits.KEY_RINGS_MAX)
     previous: Digest
-    """Of the ring before; of the RunSpec for version 1."""
+    """Digest of the previous ring; of the RunSpec for version 1."""
     keys: RoleKeys
-    """All keys of all roles; one that is missing here has lost its role."""
+    """All keys of all roles. A key that is missing here has lost its role."""
     published: ChainPoint | None
-    """The newest manifest when the ring was made, None before the first. This ring's trainer keys sign the ones after it."""
+    """Newest manifest when the ring was made, None before the first. This ring's trainer keys sign the manifests after it."""
     created_at_ms: Count
     reason: Text = ""
 
 
 @dataclass(slots=True)
 class KeyChain:
-    """A run's rings as far as they are known, each verified. It only grows, and everything that verifies a signature asks it."""
+    """Chain of a run's known key rings, each verified. It only grows; every verification of a signature uses it."""
 
     run: str
     """Digest of the RunSpec."""
     first: RoleKeys
-    """The RunSpec's."""
+    """Keys of the RunSpec."""
     rings: list[tuple[KeyRing, Envelope]] = field(default_factory=list)
 
     @property
     def version(self) -> int:
+        """Version of the newest ring; 0 is the RunSpec."""
         return len(self.rings)
 
     @property
     def digest(self) -> str:
-        """Of the newest ring; of the RunSpec where there is none."""
+        """Digest of the newest ring; of the RunSpec if there is none."""
         return self.rings[-1][1].digest if self.rings else self.run
 
     @property
     def current(self) -> RoleKeys:
+        """Keys of the newest ring; those of the RunSpec if there is none."""
         return self.rings[-1][0].keys if self.rings else self.first
 
     @property
     def published(self) -> ChainPoint | None:
-        """The newest manifest that the root has named: no honest head is older."""
+        """Newest manifest that the root has named: no honest head is older."""
         return next((ring.published for ring, _ in reversed(self.rings) if ring.published is not None), None)
 
     def ever(self, role: Role) -> frozenset[str]:
-        """Every key that has or had the role."""
+        """Return every key that has or had the role."""
         return frozenset(self.first.of(role)).union(*(ring.keys.of(role) for ring, _ in self.rings))
 
     def is_revoked(self, key_id: str, role: Role) -> bool:
-        """It had the role, and has lost it."""
+        """Return whether the key had the role and has lost it."""
         return key_id in self.ever(role) and key_id not in self.current.of(role)
 
     def check(self, envelope: Envelope) -> KeyRing:
-        """The next ring, if it is one. Raises PeerError.
+        """Return the next ring, if the envelope holds it. Raises PeerError.
 
-        (1) size; (2) a threshold of the newest ring's root keys signed it; (3) schema, and this run; (4) it directly follows
-        the newest ring; (5) a threshold of its own root keys signed it; (6) its manifest is not older than the last ring's.
+        (1) size; (2) a threshold of the newest ring's root keys signed it; (3) schema and run; (4) it directly follows
+        the newest ring; (5) a threshold of its own root keys signed it; (6) its manifest is not older than the last
+        ring's.
         """
         if len(envelope.payload) > limits.KEY_RING_BYTES_MAX:  # (1)
             raise LimitExceeded("KEY_RING_BYTES_MAX", len(envelope.payload), limits.KEY_RING_BYTES_MAX)
@@ -158,7 +163,7 @@ class KeyChain:
         return ring
 
     def add(self, envelope: Envelope) -> KeyRing:
-        """Take the next ring in. Idempotent for the newest one. Raises PeerError."""
+        """Add the next ring. Idempotent for the newest one. Raises PeerError."""
         if self.rings and envelope.payload == self.rings[-1][1].payload:
             return self.rings[-1][0]
         ring = self.check(envelope)
@@ -166,16 +171,19 @@ class KeyChain:
         return ring
 
     def verify(self, envelope: Envelope, kind: PayloadType, role: Role) -> bytes:
-        """The payload, signed by the role's keys of today. Raises PeerError: REVOKED where they were its keys once."""
+        """Return the payload, signed by the role's current keys. Raises PeerError: REVOKED if its keys have lost the role."""
         return self._verify(envelope, kind, role, self.current)
 
     def verify_kept(self, envelope: Envelope, kind: PayloadType, role: Role) -> bytes:
-        """The payload of something that was verified when it came, and kept: any key that ever had the role. Raises PeerError."""
+        """Return a stored payload that was verified on arrival: any key that ever had the role may sign. Raises PeerError."""
         return envelope.verify(kind, trusted=self.ever(role))
 
     def verify_manifest(self, envelope: Envelope, here: ChainPoint) -> None:
-        """Signed by those who were to sign the policy at this place of the chain. Raises PeerError: FORK where the root has
-        named another manifest for this policy, REVOKED where the signer's time was over or had not begun."""
+        """Check that the trainer keys responsible for this place of the chain signed the policy.
+
+        Raises PeerError: FORK if the root has named another manifest for this policy, REVOKED if the signer had the
+        role at another time only.
+        """
         keys = self.first
         for ring, _ in self.rings:
             if ring.published is not None and here.policy_version <= ring.published.policy_version:

@@ -1,11 +1,11 @@
 """The ledger: every settled receipt of a run in one order that cannot be changed afterwards. SPEC.md, section 21.
 
-Each line holds the digest of the line before it, so the last digest stands for all of them. The coordinator signs that digest
-with the number of lines (a head). Whoever keeps a head can prove later that history was rewritten: a ledger that holds another
-line at that place, or another head of the same length, contradicts it.
+Each line holds the digest of the line before it, so the last digest fixes all of them. The coordinator signs that
+digest with the number of lines (a head). Anyone with a head can prove later that history was rewritten: a ledger with
+another line at that place, or another head of the same length, contradicts it.
 
-A line holds the receipt's payload byte for byte as its worker got it signed. So a worker finds his own receipts by digest, and
-one that is missing convicts the coordinator by its own signature. A bundle may have several lines: the last one counts.
+A line holds the receipt's payload byte for byte as signed. So a worker finds its own receipts by digest, and a missing
+receipt convicts the coordinator by its own signature. A bundle may have several lines: the last one counts.
 """
 
 from __future__ import annotations
@@ -29,47 +29,48 @@ class LedgerEntry(WireModel):
     """One line of the ledger."""
 
     index: Count
-    """0, 1, 2, ... without gap."""
+    """Number of the line: 0, 1, 2, ... without gaps."""
     previous: Digest
-    """Digest of the line before it; the run's before the first."""
+    """Digest of the previous line; for the first line, the run's digest."""
     receipt: Receipt
-    """Accepted or refused, as it was signed."""
+    """Receipt of an accepted or rejected bundle, as it was signed."""
 
 
 class LedgerHead(WireModel):
-    """How long the ledger is and what its last line is (envelope type LEDGER_HEAD)."""
+    """Length of the ledger and digest of its last line (envelope type LEDGER_HEAD)."""
 
     run: Digest
     num_entries: Count
     digest: Digest
-    """Of the last line; the run's where there is none."""
+    """Digest of the last line; the run's digest if there is none."""
     at_ms: Count
     secret: OpenSecret | None = Field(default=None, exclude_if=lambda secret: secret is None)
-    """The newest secret of the run's seed chain whose steps are over. Left out where there is none."""
+    """Newest secret of the run's seed chain whose steps are over. Omitted if there is none."""
 
 
 @dataclass(slots=True)
 class LedgerChain:
-    """Where a ledger has been written or read up to. Example: LedgerChain(run) before the first line."""
+    """Position up to which a ledger has been written or read. Example: LedgerChain(run) before the first line."""
 
     run: str
     num_entries: int = 0
     digest: str = ""
-    """Of the last line; the run's where there is none."""
+    """Digest of the last line; the run's digest if there is none."""
 
     def __post_init__(self) -> None:
         self.digest = self.digest or self.run
 
     def add(self, receipt: bytes) -> bytes:
-        """The next line, for the payload of a settled receipt."""
+        """Return the next line, for the payload of a settled receipt."""
         line = _head_of_line(self.num_entries, self.digest) + receipt + b"}"
         self.num_entries, self.digest = self.num_entries + 1, digest_of(line)
         return line
 
     def follow(self, line: bytes) -> tuple[Receipt, str]:
-        """The next line's receipt and the digest of its payload. Raises PeerError, and stays where it is then.
+        """Return the next line's receipt and the digest of its payload. Raises PeerError and does not advance then.
 
-        (1) size; (2) schema; (3) it is the next line; (4) its receipt is settled, of this run, and written as it was signed.
+        (1) size; (2) schema; (3) it is the next line; (4) its receipt is settled, of this run, and written as it was
+        signed.
         """
         if len(line) > limits.LEDGER_LINE_BYTES_MAX:  # (1)
             raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(line), limits.LEDGER_LINE_BYTES_MAX)
@@ -89,12 +90,12 @@ class LedgerChain:
         return entry.receipt, digest_of(receipt)
 
     def head(self, at_ms: int, secret: OpenSecret | None = None) -> LedgerHead:
-        """What the coordinator signs."""
+        """Return the head that the coordinator signs."""
         return LedgerHead(run=self.run, num_entries=self.num_entries, digest=self.digest, at_ms=at_ms, secret=secret)
 
 
 def open_ledger_head(envelope: Envelope, run: PinnedRun) -> LedgerHead:
-    """A head that a coordinator of the run signed, at whatever time: it binds them for ever. Raises PeerError."""
+    """Open a head that a coordinator of the run signed, at any time: it binds the run permanently. Raises PeerError."""
     if len(envelope.payload) > limits.LEDGER_LINE_BYTES_MAX:
         raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(envelope.payload), limits.LEDGER_LINE_BYTES_MAX)
     head = parse_json(run.keys.verify_kept(envelope, PayloadType.LEDGER_HEAD, Role.COORDINATOR), LedgerHead)

@@ -1,10 +1,10 @@
 """Manifests: the trainer's signed description of one published policy.
 
-A publication is a manifest and some blobs (files, objects in a bucket, ranges of a CDN). The manifest names every resulting
-tensor's digest, and one or more encodings: ways to those tensors, from nothing or from an older policy. An encoding is an index
-and some parts. A part holds chunks one after another; a chunk is a piece of one tensor that decodes alone; the index names each
-chunk's digest. So nothing has to be decoded before it has been checked, nothing is used before its result has been, and a
-receiver reads the index of the one way that it takes.
+A publication consists of a manifest and some blobs (files, objects in a bucket, ranges of a CDN). The manifest names
+the digest of every resulting tensor. It offers one or more encodings: update paths to those tensors, from nothing or
+from an older policy. An encoding has an index and some parts. A part holds consecutive chunks; a chunk is a piece of
+one tensor that decodes alone; the index names each chunk's digest. So a receiver checks everything before decoding it,
+checks the result before using it, and reads only the index of the update path that it takes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from prime_protocol.run_spec import PinnedRun
 
 
 class CheckpointKind(StrEnum):
-    """What an encoding needs beside itself."""
+    """Dependence of an encoding on other weights."""
 
     ANCHOR = "anchor"
-    """Nothing: it stands alone."""
+    """Encoding that needs nothing else."""
     DELTA = "delta"
-    """The weights of its base policy."""
+    """Encoding that needs the weights of its base policy."""
 
 
 class BasePolicy(WireModel):
-    """The policy that a delta is applied to."""
+    """Policy that a delta is applied to."""
 
     policy_version: Step
     state_root: Digest
@@ -46,7 +46,7 @@ class TensorEntry(WireModel):
     dtype: Name
     shape: tuple[Count, ...] = Field(max_length=limits.TENSOR_RANK_MAX)
     digest: Digest
-    """Of its raw little-endian bytes."""
+    """Digest of its raw little-endian bytes."""
 
 
 class PartEntry(WireModel):
@@ -57,35 +57,36 @@ class PartEntry(WireModel):
 
 
 class Encoding(WireModel):
-    """One way to the policy's weights. Parts may be shared with other encodings: they are named by digest."""
+    """One update path to the policy's weights. Encodings may share parts, because digests name them."""
 
     kind: CheckpointKind
     base: BasePolicy | None
-    """Set for a delta."""
+    """Base policy, for a delta only."""
     index: PartEntry
-    """The chunk table, a blob of its own: chunk_index.py."""
+    """Blob of the chunk table: chunk_index.py."""
     parts: tuple[PartEntry, ...] = Field(max_length=limits.CHUNKS_MAX)
 
     @property
     def blobs(self) -> tuple[PartEntry, ...]:
-        """Everything that a receiver downloads, the index first."""
+        """All blobs that a receiver downloads, the index first."""
         return (self.index, *self.parts)
 
     @property
     def sent_bytes(self) -> int:
+        """Total size of all blobs."""
         return sum(blob.size for blob in self.blobs)
 
     @property
     def base_version(self) -> int | None:
-        """None for an anchor. A manifest has at most one encoding for each value."""
+        """Version of the base, None for an anchor. A manifest has at most one encoding for each value."""
         return None if self.base is None else self.base.policy_version
 
 
 class Provenance(WireModel):
-    """What produced the policy."""
+    """Origin of the policy."""
 
     step: int = Field(ge=-1, le=limits.STEP_MAX)
-    """The training step: policy_version - 1. -1 for the initial policy."""
+    """Training step: policy_version - 1. -1 for the initial policy."""
     optimizer_steps: Count
     """Optimizer steps since the run's own training began, supervised ones included."""
     batch: Digest | None
@@ -101,9 +102,9 @@ class Manifest(WireModel):
     previous: Digest | None
     """Digest of the manifest of policy_version - 1; None for policy 0."""
     model_config_digest: Digest
-    """Of the run's config.json: these weights belong to this architecture."""
+    """Digest of the run's config.json: the architecture of these weights."""
     state_root: Digest
-    """weights.state_root over `tensors`."""
+    """Digest of all tensors: weights.state_root over `tensors`."""
     tensors: tuple[TensorEntry, ...] = Field(min_length=1, max_length=limits.CHUNKS_MAX)
     encodings: tuple[Encoding, ...] = Field(min_length=1, max_length=limits.ENCODINGS_MAX)
     produced_by: Provenance
@@ -111,17 +112,17 @@ class Manifest(WireModel):
 
     @property
     def blobs(self) -> tuple[PartEntry, ...]:
-        """Everything that must be there before the manifest is."""
+        """All blobs that must be available before the manifest is."""
         return tuple(blob for encoding in self.encodings for blob in encoding.blobs)
 
     def encoding(self, base_version: int | None) -> Encoding | None:
-        """The delta against that policy; None asks for the anchor."""
+        """Return the delta against that policy; None asks for the anchor."""
         return next((encoding for encoding in self.encodings if encoding.base_version == base_version), None)
 
 
 @dataclass(frozen=True, slots=True)
 class SignedManifest:
-    """A manifest whose signature was verified for a pinned run. Whether it continues the chain is chain.py's question."""
+    """Manifest whose signature was verified for a pinned run. chain.py checks whether it continues the chain."""
 
     manifest: Manifest
     digest: str
@@ -129,17 +130,21 @@ class SignedManifest:
 
     @property
     def point(self) -> ChainPoint:
-        """Its place in the chain."""
+        """Place of the manifest in the chain."""
         return ChainPoint(policy_version=self.manifest.policy_version, manifest=self.digest)
 
 
 def sign_manifest(manifest: Manifest, *keys: SigningKey) -> SignedManifest:
+    """Sign a manifest with one trainer key or several."""
     envelope = seal(manifest, PayloadType.MANIFEST, *keys)
     return SignedManifest(manifest, envelope.digest, envelope)
 
 
 def open_manifest(envelope: Envelope, run: PinnedRun) -> SignedManifest:
-    """Signature by a trainer of the run, then schema, then whether that trainer was to sign this policy. Raises PeerError."""
+    """Verify a manifest's envelope and parse it. Raises PeerError.
+
+    (1) a trainer key of the run signed it; (2) schema; (3) that key is responsible for this policy.
+    """
     payload = run.keys.verify_kept(envelope, PayloadType.MANIFEST, Role.TRAINER)
     manifest = parse_json(payload, Manifest)
     signed = SignedManifest(manifest, envelope.digest, envelope)

@@ -1,11 +1,11 @@
-"""What the coordinator is asked and what it answers. SPEC.md, section "HTTP".
+"""Requests to the coordinator and its answers. SPEC.md, section "HTTP".
 
-Every request body is a DSSE envelope of type REQUEST, signed by the asker; its payload is a `Stamped` request, told apart by
-its `action`. Run, time stamp and nonce are inside the signature, so a request can neither be replayed nor carried to
-another run. Answers come over the connection that the client opened; those that outlive it (leases, receipts, batches) are
-signed envelopes themselves.
+Every request body is a DSSE envelope of type REQUEST, signed by its sender. The payload is a `Stamped` request,
+distinguished by its `action`. The signature covers run, time stamp and nonce, so a request can be neither replayed nor
+used in another run. Answers come over the connection that the client opened. Those that outlive it (leases, receipts,
+batches) are signed envelopes.
 
-`wait_s` lets the server hold a request open until there is something to answer, so nobody has to poll fast.
+`wait_s` lets the server hold a request open until there is an answer, so clients need not poll fast.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from prime_protocol.verdict import Verdict
 
 
 def _is_default(value: object) -> bool:
-    """Fields that came after the first release are left out where they say nothing: then old signed bytes stay as they are."""
+    """Return True for the default. Optional fields are omitted then, so old signed bytes stay valid."""
     return not value
 
 
 def _is_unknown(value: object) -> bool:
-    """The same for a number of which 0 says something."""
+    """Return True for None. For numbers of which 0 means something."""
     return value is None
 
 
@@ -46,100 +46,100 @@ def _optional(*, max_length: int) -> Any:
 
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Epoch = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
-"""A time in which the server remembers every nonce. The empty text names none."""
+"""Period in which the server remembers every nonce. The empty text names none."""
 Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
-"""One process of one worker, by 16 random bytes. The empty text is a session too, that of releases before sessions."""
+"""Process of a worker, identified by 16 random bytes. The empty text is also a session: that of releases before sessions."""
 ClaimedMs = Annotated[int, Field(ge=0, le=limits.CLAIMED_MS_MAX)]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
 Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
-"""A policy version, or -1 before the first."""
+"""Policy version, or -1 before the first."""
 Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{24}$", max_length=24)]
 Rewards = Annotated[tuple[float, ...], Field(max_length=limits.LEASE_ROLLOUTS_MAX)]
 
 
 class JoinRequest(WireModel):
-    """A worker asks to take part. Joining again in the same session is allowed."""
+    """Request of a worker to take part. It may join again in the same session."""
 
     action: Literal["join"] = "join"
     name: Name
-    """What the contributor calls the machine. Shown to the operator; proves nothing."""
+    """Contributor's name for the machine. The operator sees it; it proves nothing."""
     software: Name
     """Version of the worker's software."""
     engine: EngineInfo
     rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
-    """Completions that this worker samples at once with profit."""
+    """Completions that this worker samples at once efficiently."""
     invite: InviteText = Field(default="", exclude_if=_is_default)
-    """An invitation, where the run asks new keys for one."""
+    """Invitation, if the run requires one for new keys."""
     hardware: Hardware | None = Field(default=None, exclude_if=_is_default)
-    """What the machine is, as it says itself."""
+    """Machine's own description of its hardware."""
     session: Session = Field(default="", exclude_if=_is_default)
-    """Chosen at the start of the process. While a key takes part in one session, no other is let in."""
+    """Random id chosen at the start of the process. While a key takes part in one session, the coordinator admits no other."""
 
 
 class WorkerState(StrEnum):
-    """What a worker says it is doing. For people; nothing is decided by it."""
+    """Activity that a worker reports. For display only; it decides nothing."""
 
     FETCHING = "fetching"
     """Downloading or verifying a policy."""
     GENERATING = "generating"
     IDLE = "idle"
-    """Has a policy, waits for a lease."""
+    """Holding a policy and waiting for a lease."""
     DRAINING = "draining"
-    """Takes no new lease and finishes what it has."""
+    """Finishing its leases; it takes no new ones."""
 
 
 class HeartbeatRequest(WireModel):
-    """A worker is alive. Four missed ones, and its leases go to others."""
+    """Sign of life of a worker. After four missed ones its leases go to other workers."""
 
     action: Literal["heartbeat"] = "heartbeat"
     state: WorkerState
     policy_version: Head
-    """The policy that its engine holds."""
+    """Policy that its engine holds."""
     bundles_spooled: int = Field(ge=0, le=limits.BUNDLES_SPOOLED_MAX)
-    """Bundles that wait on its disk to be uploaded."""
+    """Bundles on its disk that are not uploaded yet."""
     usable_after_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
-    """From the time stamp in that policy's manifest until the engine could use it, as the worker measured it."""
+    """Milliseconds from the time stamp in that policy's manifest until the engine could use it, as the worker measured them."""
     swap_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
-    """Of that, what its engine took to swap to it."""
+    """Part of `usable_after_ms` that the engine's swap took."""
     session: Session = Field(default="", exclude_if=_is_default)
 
 
 class LeaseRequest(WireModel):
-    """A worker asks for work."""
+    """Request of a worker for work."""
 
     action: Literal["lease"] = "lease"
     policy_version: Step
     policy_digest: Digest
-    """The manifest of the policy that it holds, verified by itself."""
+    """Digest of the manifest of the policy that the worker holds and has verified."""
     rollouts_max: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     holding: tuple[Digest, ...] | None = Field(default=None, max_length=1_024)
-    """Leases that it is still working on or has not uploaded yet. Others of its own lapse: it never got them, or lost them in
-    a crash. None says nothing about them."""
+    """Leases that it still works on or has not uploaded yet. Its other leases lapse: it never got them, or lost them in
+    a crash. None: no statement about them."""
     wait_s: WaitSeconds = 0.0
     speed: Speed | None = Field(default=None, exclude_if=_is_default)
-    """What it claims. Counts until its first bundle has come: then what was measured does."""
+    """Speed that the worker claims. It counts until the coordinator has measured the first bundle."""
     session: Session = Field(default="", exclude_if=_is_default)
 
 
 class ReturnLeaseRequest(WireModel):
-    """A worker hands back a lease that it will not finish."""
+    """Return of a lease that the worker will not finish."""
 
     action: Literal["return_lease"] = "return_lease"
     lease_id: Digest
     failed: bool = Field(default=False, exclude_if=_is_default)
-    """Its environment failed before it asked the model for anything. SPEC.md, section 8."""
+    """Whether the environment failed before its first request to the model. SPEC.md, section 8."""
     session: Session = Field(default="", exclude_if=_is_default)
 
 
 class LeaveRequest(WireModel):
-    """A worker goes. Its open leases are handed back."""
+    """Notice that a worker leaves. Its open leases go back."""
 
     action: Literal["leave"] = "leave"
     session: Session = Field(default="", exclude_if=_is_default)
 
 
 class ReceiptsRequest(WireModel):
-    """A worker asks what became of its bundles. Answered with a ReceiptList."""
+    """Request of a worker for the receipts of its bundles. The answer is a ReceiptList."""
 
     action: Literal["receipts"] = "receipts"
     after: Count = 0
@@ -147,38 +147,39 @@ class ReceiptsRequest(WireModel):
 
 
 class CheckRequest(WireModel):
-    """A validator asks for a bundle to judge."""
+    """Request of a validator for a bundle to check."""
 
     action: Literal["check"] = "check"
     policy_versions: tuple[Step, ...] = Field(max_length=1_024)
-    """Policies that it has at hand; bundles of these come first."""
+    """Policies that it has available; bundles of these come first."""
     wait_s: WaitSeconds = 0.0
     asks_left: bool = Field(default=False, exclude_if=_is_default)
-    """The answer is to say `left_ms`."""
+    """Whether the answer must contain `left_ms`."""
 
 
 class CheckResultRequest(WireModel):
-    """A validator's verdict on a bundle, with the rewards that it computed itself."""
+    """Verdict of a validator on a bundle, with the rewards that it computed itself."""
 
     action: Literal["check_result"] = "check_result"
     bundle: Digest
     verdict: Verdict
     rewards: Rewards
-    """One for each completion of an accepted bundle, in its order; empty where it was refused."""
+    """One reward per completion of an accepted bundle, in its order; empty if it was rejected."""
     num_tokens: Count = 0
-    """Completion tokens of an accepted bundle, as the validator counted them: what the worker is credited with."""
+    """Completion tokens of an accepted bundle, as the validator counted them. The worker's credit."""
     measured: dict[Name, float] = Field(default_factory=dict, max_length=64)
-    """The numbers behind the verdict, for the operator and for calibration."""
+    """Measured values behind the verdict, for the operator and for calibration."""
     versions: tuple[tuple[Step, Step], ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
-    """Of each group of an accepted bundle: the oldest policy of its tokens, and of its completions' last tokens. Empty where the
-    lease's own policy sampled them all."""
+    """Per group of an accepted bundle: the oldest policy of its tokens, and the oldest of its completions' last tokens.
+    Empty if the lease's own policy sampled all of them."""
     unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
     """Indices of completions that could not be scored; their rewards are 0."""
     evidence: BundleEvidence | None = Field(default=None, exclude_if=lambda value: value is None)
-    """What its tokens say against the worker, of accepted and of refused bundles; null where no forward pass was made, or the
-    run has no calibration."""
+    """Evidence of its tokens against the worker, for accepted and rejected bundles; null without a forward pass or if
+    the run has no calibration."""
     fingerprints: tuple[tuple[Count, Fingerprint], ...] = _optional(max_length=limits.FINGERPRINTS_MAX)
-    """Of an accepted bundle: a slot, and a window of a completion for it that nobody says twice by chance (copies.py)."""
+    """Pairs of an accepted bundle: a slot, and a window of one of its completions that does not occur twice by chance
+    (copies.py)."""
     logprobs: Digest | None = Field(default=None, exclude_if=_is_default)
     """Parcel of the validator's own logprobs, sent before (judged_logprobs.py)."""
 
@@ -190,46 +191,46 @@ class CheckResultRequest(WireModel):
 
 
 class BatchRequest(WireModel):
-    """The trainer asks for the groups of one step. Asking again for the same step gives the same batch."""
+    """Request of the trainer for the groups of one step. A repeated request for the same step gets the same batch."""
 
     action: Literal["batch"] = "batch"
     step: Step
     durable_step: Step
-    """The step that its own durable checkpoint would resume at; older batches need not be kept."""
+    """Step at which its own durable checkpoint would resume; older batches need not be kept."""
     wait_s: WaitSeconds = 0.0
     part: Count = Field(default=0, exclude_if=_is_default)
-    """Which batch of the step, below schedule.trigger_parameter_sync_step; they are asked for in order."""
+    """Number of the batch in the step, below schedule.trigger_parameter_sync_step; the trainer asks for them in order."""
     train_ms: Count | None = Field(default=None, exclude_if=lambda value: value is None)
-    """What training took in the newest step that the trainer has finished, waiting left out. For the metrics alone."""
+    """Training time of the newest step that the trainer has finished, without waiting. For metrics only."""
 
 
 class BundleRequest(WireModel):
-    """A validator or the trainer asks for the bytes of a bundle."""
+    """Request of a validator or the trainer for the bytes of a bundle."""
 
     action: Literal["bundle"] = "bundle"
     bundle: Digest
 
 
 class PeersRequest(WireModel):
-    """Somebody who follows the run asks for peers, and may offer himself as one. Answered with a PeersReply.
+    """Request of a follower of the run for peers; it may offer itself as one. The answer is a PeersReply.
 
-    His address is the one that the request comes from: nobody can announce somebody else's.
+    Its address is the source address of the request: nobody can announce another host's address.
     """
 
     action: Literal["peers"] = "peers"
     port: int | None = Field(default=None, ge=1, le=65_535)
-    """Where he serves over HTTP. None offers nothing there."""
+    """Port at which it serves over HTTP. None offers nothing there."""
     addresses: tuple[Multiaddr, ...] = Field(default=(), max_length=limits.PEER_ADDRESSES_MAX)
-    """Where he may be dialled over libp2p. Hints: the link proves the key."""
+    """Addresses at which others may dial it over libp2p. Hints only: the connection proves the key."""
     peers_max: int = Field(default=limits.PEERS_MAX, ge=0, le=limits.PEERS_MAX)
 
 
 class AdminRequest(WireModel):
-    """The operator, by the root or coordinator key."""
+    """Request of the operator, signed by the root or coordinator key."""
 
     action: Literal["ban", "unban", "drain"]
     worker: KeyId | None = None
-    """Needed to ban and to unban."""
+    """Worker to ban or unban; required for both."""
     reason: Text = ""
 
     @model_validator(mode="after")
@@ -257,63 +258,65 @@ Request = Annotated[
 
 
 class Stamped(WireModel):
-    """What is signed: a request, for which run, when, and once only."""
+    """Signed content of a request: run, nonce, time and the request itself."""
 
     run: Digest
     nonce: Nonce
-    """16 random bytes; a server refuses one that it has seen."""
+    """16 random bytes; a server rejects a nonce that it has seen."""
     issued_at_ms: Count
-    """Unix time by the asker's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
+    """Unix time by the sender's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
     epoch: Epoch = Field(default="", exclude_if=_is_default)
-    """The server's epoch that this request is for, as its last WRONG_EPOCH answer named it."""
+    """Epoch of the server that this request is for, from its last WRONG_EPOCH answer."""
     request: Request
 
 
 class JoinReply(WireModel):
-    """Welcome. The worker's limits are in the RunSpec, which it has already verified."""
+    """Answer to a JoinRequest. The worker's limits are in the RunSpec, which it has already verified."""
 
     step: Step
     head: Head
     """Newest published policy."""
     server_time_ms: Count
-    """So that a worker with a wrong clock learns by how much."""
+    """Server's clock, so that a worker can detect how far its own is off."""
     notice: Text = Field(default="", exclude_if=_is_default)
-    """For the contributor: what his machine lacks, and what follows from it."""
+    """Notice for the contributor: what the machine lacks, and the consequence."""
 
 
 class HeartbeatReply(WireModel):
+    """Answer to a HeartbeatRequest."""
+
     step: Step
     head: Head
     draining: bool = False
-    """The run is ending or the operator drains it: finish, upload, leave."""
+    """Whether the run is ending or the operator drains it. The worker then finishes, uploads and leaves."""
     notice: Text = ""
-    """For the contributor's screen: why nothing is leased, an upgrade hint, ..."""
+    """Notice for the contributor's screen: why nothing is leased, an upgrade hint, ..."""
 
 
 class PeersReply(WireModel):
-    """Envelopes as JSON texts, since they are shown to peers."""
+    """Answer to a PeersRequest. It holds envelopes as JSON texts, because their receiver shows them to peers."""
 
     peers: EnvelopeText
-    """A PeerList."""
+    """Envelope of a PeerList."""
     ticket: EnvelopeText = Field(default="", exclude_if=_is_default)
-    """A PeerTicket for the asker. Empty for one that does not take part: peers serve it as a stranger."""
+    """Envelope of a PeerTicket for the client. Empty if it does not take part: peers then serve it as a stranger."""
     reachable: bool | None = None
-    """Whether the coordinator could reach him at the offered port; None while that is not known, or nothing was offered."""
+    """Whether the coordinator could reach the offered port; None if this is unknown, or no port was offered."""
 
 
 class NotYet(WireModel):
-    """HTTP 202: nothing to hand out now. Says why, so that nobody waits without knowing for what."""
+    """Answer that there is nothing to hand out now (HTTP 202). It gives the reason for the wait."""
 
     reason: Text
     retry_after_s: float = Field(ge=0.0, le=limits.RETRY_AFTER_S_MAX)
 
 
 class UploadReply(WireModel):
-    """What became of an uploaded bundle so far. The same bundle again gets the same answer."""
+    """State of an uploaded bundle. The same bundle again gets the same answer."""
 
     bundle: Digest
     verdict: Verdict | None = None
-    """None while it waits for a validator; the final word comes as a receipt."""
+    """Verdict, or None until a validator has judged; the receipt holds the final one."""
 
 
 ReceiptText = Annotated[str, Field(max_length=limits.RECEIPT_CHARS_MAX)]
@@ -327,18 +330,18 @@ class ReceiptList(WireModel):
 
 
 class CheckTask(WireModel):
-    """A bundle to judge, with the lease that it answers."""
+    """Bundle to check, with the lease that it answers."""
 
     bundle: Digest
     lease: Lease
     deadline_ms: Count
-    """After this, by the coordinator's clock, the bundle goes to another validator."""
+    """Deadline by the coordinator's clock. After it the bundle goes to another validator."""
     newest_policy: Step | None = Field(default=None, exclude_if=lambda value: value is None)
-    """The newest policy that a token may be of, where the run lets completions span policies; null: the lease's."""
+    """Newest policy that a token may come from, if completions may span policies; null: the lease's policy only."""
     audit: bool = Field(default=True, exclude_if=bool)
-    """Make the forward pass. Where false, check the assignment and compute the rewards."""
+    """Whether to make the forward pass. If false, check the assignment and compute the rewards."""
     left_ms: Count | None = Field(default=None, exclude_if=lambda value: value is None)
-    """From the answer to the deadline, for validators whose clock differs; null where they do not ask."""
+    """Time from the answer to the deadline, for validators with another clock; null unless requested."""
 
 
 class BatchGroup(WireModel):
@@ -353,23 +356,23 @@ class BatchGroup(WireModel):
     first: Count
     """Index of the group's first completion in its bundle; the others follow."""
     rewards: Rewards
-    """By a validator. Length G."""
+    """Rewards by a validator. Length G."""
     unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
-    """Completions, counted inside the group, that could not be scored and are not trained on."""
+    """Completions, counted within the group, that could not be scored and are not trained on."""
     logprobs: Digest | None = Field(default=None, exclude_if=_is_default)
-    """Parcel with a validator's logprobs of the bundle, to be used in the place of the claimed ones; null: it was not audited."""
+    """Parcel with a validator's logprobs of the bundle, to use instead of the claimed ones; null if it was not audited."""
 
 
 class TrainBatch(WireModel):
-    """The coordinator's signed list of what one step, or a part of it, trains on (envelope type BATCH)."""
+    """Coordinator's signed list of the groups that one step, or a part of it, trains on (envelope type BATCH)."""
 
     run: Digest
     step: Step
     groups: tuple[BatchGroup, ...] = Field(max_length=limits.STEP_GROUPS_MAX)
     part: Count = Field(default=0, exclude_if=_is_default)
-    """Which batch of the step."""
+    """Number of the batch in the step."""
     previous: Digest | None = Field(default=None, exclude_if=_is_default)
-    """Digest of the batch before it in the same step, so that the last one's digest stands for all; null for the first."""
+    """Digest of the previous batch of the step, so the last one's digest fixes all of them; null for the first."""
 
 
 class BlobHeader(ParcelHeader):
@@ -379,14 +382,14 @@ class BlobHeader(ParcelHeader):
     issued_at_ms: Count
     """Unix time by the trainer's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
     epoch: Epoch = Field(default="", exclude_if=_is_default)
-    """As in a stamped request."""
+    """Epoch of the server, as in a stamped request."""
 
 
 class ErrorBody(WireModel):
-    """The body of every HTTP answer with a status of 400 or above."""
+    """Body of every HTTP answer with a status of 400 or above."""
 
     code: ErrorCode
     detail: str = Field(max_length=limits.DETAIL_CHARS_MAX)
     retry_after_s: float | None = Field(default=None, ge=0.0, le=limits.RETRY_AFTER_S_MAX)
     epoch: Epoch = Field(default="", exclude_if=_is_default)
-    """With WRONG_EPOCH: the server's present epoch."""
+    """Current epoch of the server, with WRONG_EPOCH."""

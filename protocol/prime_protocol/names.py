@@ -1,7 +1,7 @@
-"""Names from outside that become the names of files. SPEC.md, section "Names of files".
+"""Names from outside that become names of files. SPEC.md, section "Names of files".
 
-Nothing that a peer sends becomes a path but by `file_name`, and the files are opened by prime_node/files.py, which checks again,
-by other means, that a name is one component of a path.
+A name from a peer becomes a path only through `file_name`. prime_node/inside.py opens the files and checks again, by
+other means, that a name is one component of a path.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
-"""Letters, digits, `_`, `.` and `-` of ASCII; neither hidden, nor an option, nor a way to another folder."""
+"""Letters, digits, `_`, `.` and `-` of ASCII. Such a name is not hidden, not an option, and not a path to another folder."""
 MODEL_FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|jinja|txt|model|md)$"
-"""Kinds of files that are data. Code and pickles are none."""
+"""File types that hold data. Code and pickles are excluded."""
 _DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))})
-"""What Windows opens as a device in every folder, whatever stands behind the first dot."""
+"""Names that Windows opens as a device in every folder, whatever follows the first dot."""
 
 
 def file_name(name: str) -> str:
-    """`name` itself, if any system takes it as the name of one file in a folder. Raises PeerError(MALFORMED)."""
+    """Return `name` if every system accepts it as the name of one file in a folder. Raises PeerError(MALFORMED)."""
     if fault := _fault(name):
         raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is no name of a file: {fault}")
     return name
 
 
 def _fault(name: str) -> str:
-    """What is wrong with a name; empty where nothing is."""
+    """Return what is wrong with a name, or an empty text."""
     if not 1 <= len(name) <= limits.NAME_CHARS_MAX:
         return f"it has {len(name)} characters, 1 to {limits.NAME_CHARS_MAX} are allowed"
     if not re.fullmatch(FILE_NAME[1:-1], name):
@@ -43,7 +43,7 @@ def _fault(name: str) -> str:
 
 
 def _model_file_name(name: str) -> str:
-    """Raises ValueError, as pydantic wants it."""
+    """Raise ValueError for a bad name, as pydantic requires."""
     if fault := _fault(name):
         raise ValueError(fault)
     folded = name.lower()
@@ -57,4 +57,4 @@ ModelFileName = Annotated[
     Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=MODEL_FILE_NAME),
     AfterValidator(_model_file_name),
 ]
-"""The name of a file beside the weights."""
+"""Name of a file next to the weights."""

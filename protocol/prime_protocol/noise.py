@@ -1,12 +1,14 @@
 """Assigned randomness: the Gumbel noise that decides each token, as a function of (seed, position, token id).
 
 A worker must choose token = argmax over tokens of logits / temperature + gumbel(seed, position, token). Adding Gumbel
-noise and taking the argmax samples exactly from softmax(logits / temperature) (Gumbel 1954; Maddison et al., "A* Sampling",
-2014), so an honest worker samples as always. But the coordinator assigns the seed, so a validator can recompute the noise
-and see whether a token is *the* one that an honest worker gets (the idea is in DiFR, arXiv 2511.20621).
+noise and taking the argmax samples exactly from softmax(logits / temperature) (Gumbel 1954; Maddison et al., "A*
+Sampling", 2014), so an honest worker samples as usual. But the coordinator assigns the seed. So a validator can
+recompute the noise and check whether a token is *the* one that an honest worker gets (the idea is in DiFR, arXiv
+2511.20621).
 
-The hash is murmur3_x86_32 over four 32-bit words (seed low, seed high, position, token id) with hash seed 0. It is cheap
-on every kind of machine and needs no state. It is not cryptographic and need not be: the seed is secret until the lease.
+The hash is murmur3_x86_32 over four 32-bit words (seed low, seed high, position, token id) with hash seed 0. It is
+cheap on every kind of machine and needs no state. It is not cryptographic and need not be: the seed is secret until the
+lease.
 
     h       = murmur3_x86_32(seed & 0xffffffff, seed >> 32, position, token)
     u       = (h + 0.5) / 2**32                        in float64, so 0 < u < 1
@@ -24,23 +26,23 @@ import numpy as np
 import numpy.typing as npt
 
 SEED_MAX = 2**63 - 1
-"""Seeds are non-negative and fit a signed 64-bit integer, as JSON readers and tensor files want them."""
+"""Largest seed. Seeds are non-negative and fit a signed 64-bit integer, as JSON readers and tensor files require."""
 
 _U32 = np.uint32
 _MASK = 0xFFFFFFFF
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> npt.NDArray[np.float32]:
-    """Noise for each of B (seed, position) pairs over the whole vocabulary.
+    """Return float32 [B, V]: the noise of B (seed, position) pairs over the whole vocabulary.
 
-    Returns float32 [B, V]. Example: gumbel_noise([7], [0], 264) is the noise of the first token of the completion with seed 7.
+    Example: gumbel_noise([7], [0], 264) is the noise of the first token of the completion with seed 7.
     """
     prefixes = hash_prefixes(seeds, positions)
     return _to_gumbel(_finish(prefixes[:, None] ^ _token_words(vocab_size)[None, :]))
 
 
 def hash_prefixes(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """The hash state after the three words that all tokens of one position share, for each of B (seed, position) pairs."""
+    """Return the hash state after the three words shared by all tokens of a position, for B (seed, position) pairs."""
     seeds_B = np.array(seeds, dtype=np.uint64)
     positions_B = np.array(positions, dtype=np.uint64)
     assert seeds_B.shape == positions_B.shape
@@ -66,7 +68,7 @@ def _token_words(vocab_size: int) -> npt.NDArray[np.uint32]:
 def _finish(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     state = (state << _U32(13)) | (state >> _U32(19))
     state = state * _U32(5) + _U32(0xE6546B64)
-    state ^= _U32(16)  # bytes hashed
+    state ^= _U32(16)  # number of hashed bytes
     state ^= state >> _U32(16)
     state = state * _U32(0x85EBCA6B)
     state ^= state >> _U32(13)

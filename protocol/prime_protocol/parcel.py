@@ -1,4 +1,4 @@
-"""A parcel: a signed header in front of a raw body, so that bulk bytes need no base64.
+"""A parcel: a signed header in front of a raw body, so that large bodies need no base64.
 
     b"PRP1" | u32 big endian: bytes of the envelope | the DSSE envelope (JSON) of the header | the body to the end
 
@@ -19,44 +19,48 @@ from prime_protocol.identity import SigningKey
 
 MAGIC = b"PRP1"
 _PREFIX_BYTES = len(MAGIC) + 4
-# Base64 makes the envelope a third larger than its payload; the signatures and names come on top.
+# Base64 makes the envelope a third larger than its payload; signatures and names add to that.
 _ENVELOPE_BYTES_MAX = limits.PARCEL_HEADER_BYTES_MAX * 3 // 2 + 4_096
 PARCEL_OVERHEAD_BYTES_MAX = _PREFIX_BYTES + _ENVELOPE_BYTES_MAX
-"""What a parcel may weigh beyond its body."""
+"""Maximum size of a parcel beyond its body."""
 
 
 class ParcelHeader(WireModel):
-    """What every parcel's header says of its body."""
+    """Fields of every parcel's header that describe its body."""
 
     body_digest: Digest
     """Digest of the body as it is on the wire."""
     body_bytes: int = Field(ge=0, le=limits.COUNT_MAX)
-    """Its length."""
+    """Length of the body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """An opened parcel: framing and size have been checked, nothing else."""
+    """Opened parcel: framing and size have been checked, nothing else."""
 
     envelope: Envelope
     body: memoryview
 
     def check_body(self, header: ParcelHeader) -> memoryview:
-        """The body, if it is the one that the (verified) header names. Raises PeerError(DIGEST_MISMATCH)."""
+        """Return the body if the (verified) header names it. Raises PeerError(DIGEST_MISMATCH)."""
         if len(self.body) != header.body_bytes or digest_of(self.body) != header.body_digest:
             raise PeerError(ErrorCode.DIGEST_MISMATCH, "the parcel's body is not the one that its header signs")
         return self.body
 
 
 def pack_parcel(header: ParcelHeader, body: bytes, payload_type: PayloadType, key: SigningKey) -> bytes:
-    """Example: pack_parcel(BlobHeader(run=..., body_digest=digest_of(b), body_bytes=len(b), ...), b, PayloadType.BLOB, key)."""
+    """Sign a header and put it before its body.
+
+    Example: pack_parcel(BlobHeader(run=..., body_digest=digest_of(b), body_bytes=len(b), ...), b, PayloadType.BLOB,
+    key).
+    """
     assert header.body_bytes == len(body)
     envelope = seal(header, payload_type, key).to_bytes()
     return MAGIC + len(envelope).to_bytes(4, "big") + envelope + body
 
 
 def open_parcel(data: bytes, *, body_bytes_max: int) -> Parcel:
-    """Split a parcel. Raises PeerError."""
+    """Split a parcel into envelope and body. Raises PeerError."""
     view = memoryview(data)
     if len(view) < _PREFIX_BYTES or view[: len(MAGIC)] != MAGIC:
         raise PeerError(ErrorCode.MALFORMED, "not a parcel: it does not begin with PRP1")

@@ -1,6 +1,7 @@
-"""Requests and replies on a stream between two peers, and what names their run. SPEC.md, section "Between peers".
+"""Requests and replies on a stream between two peers, and the protocol names of their run. SPEC.md, section "Between peers".
 
-Whoever opens a stream asks on it; the other side answers on it, in any order. All numbers are big-endian.
+The peer that opens a stream sends requests on it; the other side replies on it, in any order. All numbers are
+big-endian.
 
     request   number u32 | bytes u32 | payload
     reply     number u32 | status u8 | bytes u32 | payload       status 0: the answer, 1: an ErrorBody
@@ -24,39 +25,44 @@ ANSWER, REFUSAL = 0, 1
 
 
 def stream_protocol(run: str, name: str) -> str:
-    """The libp2p protocol of a kind of request. Example: "/prime-node/<run digest>/pieces/1"."""
+    """Return the libp2p protocol for a kind of request. Example: "/prime-node/<run digest>/pieces/1"."""
     return f"/prime-node/{run}/{name}/1"
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyHeader:
+    """Header of a reply: the request's number, whether it was refused, and the size of the payload."""
+
     number: int
     refused: bool
     num_bytes: int
 
 
 def pack_request(number: int, payload: bytes) -> bytes:
+    """Frame a request."""
     return _REQUEST.pack(number, len(payload)) + payload
 
 
 def parse_request_header(header: bytes) -> tuple[int, int]:
-    """(number, bytes of the payload). Raises LimitExceeded."""
+    """Return (number, bytes of the payload). Raises LimitExceeded."""
     number, num_bytes = _REQUEST.unpack(header)
     return number, _bounded(num_bytes)
 
 
 def pack_answer(number: int, payload: bytes) -> bytes:
+    """Frame the answer to a request."""
     return _REPLY.pack(number, ANSWER, len(payload)) + payload
 
 
 def pack_refusal(number: int, error: PeerError) -> bytes:
+    """Frame an error as the reply to a request."""
     body = ErrorBody(code=error.code, detail=error.detail, retry_after_s=error.retry_after_s)
     payload = body.model_dump_json().encode()
     return _REPLY.pack(number, REFUSAL, len(payload)) + payload
 
 
 def parse_reply_header(header: bytes) -> ReplyHeader:
-    """Raises PeerError(MALFORMED) or LimitExceeded."""
+    """Parse the header of a reply. Raises PeerError(MALFORMED) or LimitExceeded."""
     number, status, num_bytes = _REPLY.unpack(header)
     if status not in (ANSWER, REFUSAL):
         raise PeerError(ErrorCode.MALFORMED, f"a reply has status 0 or 1, got {status}")
@@ -64,7 +70,7 @@ def parse_reply_header(header: bytes) -> ReplyHeader:
 
 
 def parse_refusal(payload: bytes) -> PeerError:
-    """What the other side said no with. Raises PeerError where even that makes no sense."""
+    """Return the error that the other side replied with. Raises PeerError if it cannot be parsed."""
     body = parse_json(payload, ErrorBody)
     return PeerError(body.code, body.detail, retry_after_s=body.retry_after_s)
 

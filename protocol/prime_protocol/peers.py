@@ -1,8 +1,9 @@
-"""What peers say to each other, and what the coordinator says about them. SPEC.md, section "Peers over HTTP".
+"""Messages between peers, and the coordinator's statements about them. SPEC.md, section "Peers over HTTP".
 
-Bytes between peers prove themselves by their digests, so a link needs no trust. What is signed: the coordinator's list of peers
-(so that nobody sends a swarm to a victim), its ticket (this key belongs to the run, until then), and the token with which a key
-shows a ticket to one peer (so that the peer cannot show it to others).
+Digests verify all bytes between peers, so a connection needs no trust. Three things are signed. The first is the
+coordinator's list of peers (so that nobody directs a swarm at a victim). The second is its ticket (this key belongs to
+the run, until a time). The third is the token with which a key presents a ticket to one peer (so that this peer cannot
+present it to others).
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
 
 Url = Annotated[str, Field(max_length=200, pattern=r"^http://(?:[0-9.]{7,15}|\[[0-9a-f:.]{2,45}\]):[0-9]{1,5}$")]
-"""A peer's HTTP address. By number: names are not looked up for peers."""
+"""HTTP address of a peer, numeric: peers' names are never resolved."""
 Multiaddr = Annotated[str, Field(max_length=limits.PEER_ADDRESS_CHARS_MAX, pattern=r"^/[ -~]+$")]
 EnvelopeText = Annotated[str, Field(max_length=limits.PEER_TEXT_CHARS_MAX)]
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Run = Annotated[tuple[Count, ...], Field(min_length=2, max_length=2)]
-"""Pieces [start, end)."""
+"""Range of pieces [start, end)."""
 
 TOKEN_AGE_S_MAX = 3_600.0
-"""A token is taken for so long; clocks may differ by as much."""
+"""Maximum age of a token; clocks may differ by as much."""
 
 
 class PeerRecord(WireModel):
-    """Where a peer is reached. Neither is a fact about its key: what it sends is verified."""
+    """Addresses of a peer. They prove nothing about its key; everything it sends is verified."""
 
     peer: KeyId
     urls: tuple[Url, ...] = Field(default=(), max_length=limits.PEER_ADDRESSES_MAX)
@@ -42,7 +43,7 @@ class PeerRecord(WireModel):
 
 
 class PeerList(WireModel):
-    """Some peers of the run, by the coordinator (envelope type PEER_LIST). Passed on between peers as it is."""
+    """Coordinator's list of some peers of the run (envelope type PEER_LIST). Peers pass it on unchanged."""
 
     run: Digest
     issued_at_ms: Count
@@ -50,7 +51,7 @@ class PeerList(WireModel):
 
 
 class PeerTicket(WireModel):
-    """This key belongs to the run, by the coordinator (envelope type PEER_TICKET)."""
+    """Coordinator's statement that this key belongs to the run (envelope type PEER_TICKET)."""
 
     run: Digest
     peer: KeyId
@@ -58,36 +59,39 @@ class PeerTicket(WireModel):
 
 
 class PeerToken(WireModel):
-    """Shown with a ticket, signed by the ticket's key (envelope type PEER_TOKEN)."""
+    """Proof that a peer holds its ticket's key, signed by that key for one other peer (envelope type PEER_TOKEN)."""
 
     run: Digest
     audience: KeyId
-    """The peer that it is shown to."""
+    """Peer that the ticket is presented to."""
     issued_at_ms: Count
 
 
 class PeerAnswer(WireModel):
-    """A peer's answer to a dial-back's challenge, signed by it (envelope type PEER_ANSWER)."""
+    """Answer of a peer to the challenge of a dial-back, signed by it (envelope type PEER_ANSWER)."""
 
     run: Digest
     nonce: Nonce
 
 
 class PeerNews(WireModel):
-    """What a peer has that it had not when it said so last. Example: {"cursor": 7, "head": 41, "pieces": {"ab..": [[0, 12]]}}."""
+    """Changes in what a peer has since its last notification.
+
+    Example: {"cursor": 7, "head": 41, "pieces": {"ab..": [[0, 12]]}}.
+    """
 
     cursor: Count = 0
-    """To ask from next time."""
+    """Cursor for the next request."""
     head: int = Field(default=-1, ge=-1, le=limits.STEP_MAX)
-    """The newest policy that it has whole."""
+    """Newest policy that it has completely."""
     pieces: dict[Digest, Annotated[tuple[Run, ...], Field(max_length=limits.PEER_NEWS_RUNS_MAX)]] = Field(
         default_factory=dict, max_length=limits.PEER_NEWS_ENCODINGS_MAX
     )
-    """By encoding, named by its index's digest."""
+    """Pieces by encoding, named by its index's digest."""
 
 
 def open_peer_list(text: str, run: PinnedRun) -> PeerList:
-    """Raises PeerError."""
+    """Verify a list of peers and parse it. Raises PeerError."""
     envelope = open_envelope(text.encode(), bytes_max=limits.PEER_LIST_BYTES_MAX)
     listed = parse_json(run.keys.verify(envelope, PayloadType.PEER_LIST, Role.COORDINATOR), PeerList)
     if listed.run != run.digest:
@@ -96,17 +100,17 @@ def open_peer_list(text: str, run: PinnedRun) -> PeerList:
 
 
 def authorization(ticket: str, audience: KeyId, run: str, key: SigningKey, *, now_ms: int) -> str:
-    """The `Authorization` header with which a key shows its ticket to a peer."""
+    """Return the `Authorization` header with which a key presents its ticket to a peer."""
     token = seal(PeerToken(run=run, audience=audience, issued_at_ms=now_ms), PayloadType.PEER_TOKEN, key)
     both = (base64.b64encode(part).decode() for part in (ticket.encode(), token.to_bytes()))
     return "Prime " + ".".join(both)
 
 
 def check_authorization(header: str, me: KeyId, run: PinnedRun, *, now_ms: int) -> KeyId:
-    """Whose key shows the header. Raises PeerError.
+    """Return the key that presents the header. Raises PeerError.
 
-    (1) framing; (2) the run's coordinator signed the ticket; (3) it is of this run and has not expired; (4) the ticket's key
-    signed the token; (5) the token is of this run, for me, and recent.
+    (1) framing; (2) the run's coordinator signed the ticket; (3) it is of this run and has not expired; (4) the
+    ticket's key signed the token; (5) the token is of this run, for me, and recent.
     """
     try:
         scheme, _, rest = header.partition(" ")
@@ -133,7 +137,7 @@ def check_authorization(header: str, me: KeyId, run: PinnedRun, *, now_ms: int) 
 
 
 def check_answer(data: bytes, peer: KeyId, run: str, nonce: str) -> None:
-    """A dial-back has reached the peer that it meant. Raises PeerError."""
+    """Check that a dial-back has reached the intended peer. Raises PeerError."""
     payload = _open_small(data).verify(PayloadType.PEER_ANSWER, trusted=(peer,))
     answer = parse_json(payload, PeerAnswer)
     if (answer.run, answer.nonce) != (run, nonce):

@@ -1,8 +1,8 @@
-"""How an encoding is cut into pieces: what peers announce, ask for and give. SPEC.md, section "Peers over HTTP".
+"""Pieces of an encoding: what peers announce, request and send. SPEC.md, section "Peers over HTTP".
 
-A piece is a run of whole chunks of one part, so that its receiver checks each chunk's digest before he stores, applies or passes
-on anything. The cut follows from the manifest and the index alone: nobody has to say it, and everybody numbers the pieces alike.
-An encoding is named by its index's digest.
+A piece is a run of whole chunks of one part. So its receiver checks each chunk's digest before it stores, applies or
+passes on anything. The cut follows from the manifest and the index alone, so all peers number the pieces alike without
+exchanging it. An encoding is named by its index's digest.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import Encoding
 
 PIECES_WISHED = 1_024
-"""An encoding is cut into about so many pieces, while they stay between the two bounds below."""
+"""Target number of pieces of an encoding, within the two size bounds below."""
 PIECE_BYTES_MIN = 64 * 2**10
-"""Smaller ones would cost more in requests than they gain in pieces."""
+"""Minimum size. Smaller pieces would cost more in requests than they gain."""
 PIECE_BYTES_MAX = 2**20
-"""Larger ones would be passed on too late."""
+"""Maximum size. Peers would pass larger pieces on too late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,20 @@ class Piece:
 
     @property
     def size(self) -> int:
+        """Number of bytes."""
         return self.end - self.start
 
     @property
     def chunks(self) -> range:
+        """Numbers of its chunks."""
         return range(self.first_chunk, self.last_chunk)
 
 
 def cut_pieces(encoding: Encoding, index: ChunkIndex) -> tuple[Piece, ...]:
-    """The pieces of an encoding whose index was opened for it: in each part, chunks until the wished size is reached."""
+    """Cut an encoding into pieces; its index was opened for it.
+
+    In each part, a piece takes chunks until the target size is reached.
+    """
     total = sum(part.size for part in encoding.parts)
     wished = max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, total // PIECES_WISHED))
     made: list[Piece] = []
@@ -53,7 +58,10 @@ def cut_pieces(encoding: Encoding, index: ChunkIndex) -> tuple[Piece, ...]:
 
 
 def check_piece(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> None:
-    """Every chunk of a piece has its digest. Raises PeerError(MALFORMED) for another length, else PeerError(DIGEST_MISMATCH)."""
+    """Check the digest of every chunk of a piece.
+
+    Raises PeerError(MALFORMED) for another length, otherwise PeerError(DIGEST_MISMATCH).
+    """
     if len(data) != piece.size:
         raise PeerError(ErrorCode.MALFORMED, f"sent {len(data)} bytes of a piece of {piece.size}")
     for number, chunk in zip(piece.chunks, index.cut(piece.chunks, data), strict=True):

@@ -1,24 +1,25 @@
-"""Hidden-state proofs: what the last hidden states were, in 258 bytes for each 32 tokens (TOPLOC, arXiv 2501.16007).
+"""Hidden-state proofs: commitments to the last hidden states, 258 bytes per 32 tokens (TOPLOC, arXiv 2501.16007).
 
-A completion's tokens are cut into chunks of 32. Of a chunk's last hidden states (bf16, one row a token: the row that the token
-was sampled from) the 128 largest by magnitude are committed to as a polynomial over the integers modulo 65497:
+A completion's tokens are cut into chunks of 32. The chunk's last hidden states are bf16, one row per token: the row
+that the token was sampled from. A polynomial over the integers modulo 65497 commits to their 128 largest values by
+magnitude:
 
     x = place of the value in the chunk, row * D + column, modulo `modulus`
     y = the value's 16 bits
     modulus = the largest number up to 65497 under which the chunk's 128 places stay distinct
     proof = modulus and the 128 coefficients, lowest degree first, each 2 bytes, big endian
 
-The polynomial of degree below 128 through 128 points is unique, so byte format and polynomial are the published ones. A verifier
-takes *its own* 128 largest values and asks the polynomial for each of them. As published: how many exponents or signs differ, and
-by how much the mantissas of the others. Ours is one number, their mean distance: bf16 values in order, how many steps two are
-apart, at most 16. Arithmetic noise moves values by a step or two, whether or not an exponent changes on the way; with other
-weights the polynomial answers at random.
+The polynomial of degree below 128 through 128 points is unique, so byte format and polynomial are the published ones. A
+verifier takes *its own* 128 largest values and evaluates the polynomial at each of them. The published measures are the
+number of differing exponents or signs, and the differences of the other mantissas. Ours is one number, their mean
+distance: how many steps apart two values are in the order of bf16 values, at most 16. Arithmetic noise moves values by
+a step or two, whether or not an exponent changes; with other weights the polynomial's values are random.
 
-Two things are stricter than published. There are exactly ceil(tokens / 32) proofs for each completion, checked before anything is
-compared: an empty proof proves nothing. And a modulus or coefficient outside its range is malformed, so nothing that a peer
-sends can end in a division by zero (upstream, modulus 0 kills the verifier).
+Two rules are stricter than published. There are exactly ceil(tokens / 32) proofs for each completion, checked before
+any comparison: an empty proof proves nothing. And a modulus or coefficient outside its range is malformed, so nothing
+that a peer sends can cause a division by zero (upstream, modulus 0 crashes the verifier).
 
-Letters: N completions, T tokens, D hidden size, C chunks, K = 128 values of a chunk (fewer where it has no more).
+Letters: N completions, T tokens, D hidden size, C chunks, K = 128 values of a chunk (fewer if it has no more).
 """
 
 from __future__ import annotations
@@ -37,41 +38,44 @@ TOP_VALUES = 128
 MODULUS_MIN = 2**15 + 1
 PROOF_BYTES = 2 * (1 + TOP_VALUES)
 MANTISSA_ERROR_MAX = 128.0
-"""Stands for the mantissa error of a chunk none of whose exponents agree: no two mantissas of 7 bits are so far apart."""
+"""Mantissa error of a chunk none of whose exponents agree: no two 7-bit mantissas are so far apart."""
 
 DISTANCE_MAX = 16.0
-"""Steps of bf16, an eighth of a value. Further apart is not further from honest."""
+"""Steps of bf16, an eighth of a value. A larger distance is not stronger evidence."""
 CHUNKS_AT_ONCE = 64
-"""So that what is computed with stays in the cache."""
+"""Batch size that keeps the working set in the cache."""
 
 Bits = npt.NDArray[np.uint16]
-"""bf16 values as their bits."""
+"""Bit patterns of bf16 values."""
 _Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class ProofErrors:
-    """How far each of C chunks is from its proof."""
+    """Distances of C chunks from their proofs."""
 
     values_C: npt.NDArray[np.int64]
-    """Values compared."""
+    """Number of compared values."""
     exponent_mismatches_C: npt.NDArray[np.int64]
-    """Values whose exponent or sign differs."""
+    """Number of values whose exponent or sign differs."""
     mantissa_error_mean_C: npt.NDArray[np.float64]
-    """Units of the last place, over the values whose exponent and sign agree."""
+    """Mean in units of the last place, over the values whose exponent and sign agree."""
     mantissa_error_median_C: npt.NDArray[np.float64]
-    """The same; of two middle ones the larger."""
+    """Median of the same values; of two middle ones the larger."""
     distance_mean_C: npt.NDArray[np.float64]
-    """Steps of bf16 between claim and value, each at most 16, over all values. 0 agrees, 16 has nothing to do with it."""
+    """Mean in steps of bf16 between claim and value, each at most 16, over all values. 0 means equal, 16 unrelated."""
 
 
 def num_proofs(lengths: Sequence[int]) -> int:
-    """Proofs of completions with so many tokens each. Example: num_proofs([32, 33, 1]) == 4."""
+    """Return the number of proofs for completions of these lengths.
+
+    Example: num_proofs([32, 33, 1]) == 4.
+    """
     return sum(-(-length // CHUNK_TOKENS) for length in lengths)
 
 
 def build_proofs(hidden_TD: Bits, lengths: Sequence[int]) -> npt.NDArray[np.uint8]:
-    """The proofs of N completions one after another, uint8 [C, 258]; sum of `lengths` is T."""
+    """Return the concatenated proofs of N completions, uint8 [C, 258]; the sum of `lengths` is T."""
     proofs_CB = np.zeros((num_proofs(lengths), PROOF_BYTES), np.uint8)
     for chunks, places_CK, bits_CK in _top_values(hidden_TD, lengths):
         moduli_C = _injective_moduli(places_CK)
@@ -82,7 +86,10 @@ def build_proofs(hidden_TD: Bits, lengths: Sequence[int]) -> npt.NDArray[np.uint
 
 
 def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: Sequence[int]) -> ProofErrors:
-    """How far the verifier's own hidden states are from the proofs. Raises PeerError(MALFORMED) for what is no proof of them."""
+    """Measure how far the verifier's own hidden states are from the proofs.
+
+    Raises PeerError(MALFORMED) for malformed proofs.
+    """
     moduli_C, coefficients_CK = parse_proofs(proofs_CB, lengths)
     num_chunks = len(proofs_CB)
     errors = ProofErrors(*np.zeros((2, num_chunks), np.int64), *np.zeros((3, num_chunks)))
@@ -106,7 +113,7 @@ def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: S
 
 
 def parse_proofs(proofs_CB: npt.NDArray[np.uint8], lengths: Sequence[int]) -> tuple[_Ints, _Ints]:
-    """Moduli [C] and coefficients [C, 128], with their number and ranges checked. Raises PeerError(MALFORMED)."""
+    """Return moduli [C] and coefficients [C, 128] after checking number and ranges. Raises PeerError(MALFORMED)."""
     expected = (num_proofs(lengths), PROOF_BYTES)
     if proofs_CB.shape != expected:
         raise PeerError(ErrorCode.MALFORMED, f"proofs have shape {list(proofs_CB.shape)}, not {list(expected)}")
@@ -120,14 +127,17 @@ def parse_proofs(proofs_CB: npt.NDArray[np.uint8], lengths: Sequence[int]) -> tu
 
 
 def _top_values(hidden_TD: Bits, lengths: Sequence[int]) -> Iterator[tuple[list[int], _Ints, _Ints]]:
-    """(chunks, places [C, K], bits [C, K]) for each K that occurs; largest magnitude first, of equal ones the earlier."""
+    """Yield (chunks, places [C, K], bits [C, K]) for each K that occurs.
+
+    The largest magnitude comes first, of equal ones the earlier.
+    """
     assert hidden_TD.dtype == np.uint16
     assert len(hidden_TD) == sum(lengths)
     groups: dict[int, list[tuple[int, _Ints, _Ints]]] = {}
     for chunk, (start, end) in enumerate(_chunks(lengths)):
         bits = hidden_TD[start:end].reshape(-1)
         count = min(TOP_VALUES, len(bits))
-        magnitudes = bits & np.uint16(0x7FFF)  # of two bf16 the one with the larger bits is the larger
+        magnitudes = bits & np.uint16(0x7FFF)  # bf16 magnitudes have the order of their bits
         least = np.partition(magnitudes, len(bits) - count)[len(bits) - count]
         candidates = np.flatnonzero(magnitudes >= least)
         order = np.argsort(-magnitudes[candidates].astype(np.int64), kind="stable")[:count]
@@ -144,12 +154,12 @@ def _top_values(hidden_TD: Bits, lengths: Sequence[int]) -> Iterator[tuple[list[
 
 
 def _in_order(bits: _Ints) -> _Ints:
-    """bf16 values as integers in the same order: neighbours differ by 1."""
+    """Map bf16 values to integers in the same order: neighbours differ by 1."""
     return np.where(bits & 0x8000, -(bits & 0x7FFF), bits)
 
 
 def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """[start, end) of each chunk's tokens; a chunk never crosses a completion."""
+    """Yield [start, end) of each chunk's tokens; a chunk never crosses a completion."""
     start = 0
     for length in lengths:
         for offset in range(0, length, CHUNK_TOKENS):
@@ -158,7 +168,10 @@ def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _injective_moduli(places_CK: _Ints) -> _Ints:
-    """The largest modulus [C] under which each chunk's places stay distinct: PRIME but for a few chunks of wide models."""
+    """Return the largest modulus [C] under which each chunk's places stay distinct.
+
+    It is PRIME except for a few chunks of wide models.
+    """
     moduli_C = np.full(len(places_CK), PRIME, np.int64)
     colliding = np.flatnonzero(places_CK.max(axis=1) >= PRIME)
     while len(colliding):

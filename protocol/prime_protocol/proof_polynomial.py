@@ -1,6 +1,7 @@
-"""Polynomials over the integers modulo 65497: through 128 points, and their values at 128 others, for many chunks at once.
+"""Polynomials over the integers modulo 65497: interpolation and evaluation at 128 points each, for many chunks at once.
 
-Numbers are float64 that hold integers: exact below 2^53, and several times faster than 64-bit division. No sum here passes 2^47.
+Numbers are integers in float64: exact below 2^53, and several times faster than 64-bit division. No sum here exceeds
+2^47.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import numpy.typing as npt
 
 PRIME = 65_497
 _BLOCK = 16
-"""Powers of a point are made up to this one; the higher ones are products of two."""
+"""Highest power of a point that is computed directly; higher ones are products of two."""
 
 Residues = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 
 def interpolate(x_CK: Integers, y_CK: Integers) -> Integers:
-    """Coefficients [C, K], lowest degree first, of the only polynomials of degree below K through K points of different x.
+    """Return coefficients [C, K], lowest degree first, of the unique polynomials of degree below K through K points.
 
-    With M(x) = product of (x - x_i), w_i = y_i / M'(x_i) and the power sums S_r = sum of w_i x_i^r, Lagrange's sum of
-    w_i M(x) / (x - x_i) has the coefficients p_j = sum over l > j of M_l S_{l-j-1}: a correlation of two sequences.
+    The x of a chunk are distinct. With M(x) = product of (x - x_i), w_i = y_i / M'(x_i) and the power sums S_r = sum of
+    w_i x_i^r, Lagrange's sum of w_i M(x) / (x - x_i) has the coefficients p_j = sum over l > j of M_l S_{l-j-1}: a
+    correlation of two sequences.
     """
     num_chunks, count = x_CK.shape
     x = _residue(x_CK.astype(np.float64))
@@ -36,13 +38,13 @@ def interpolate(x_CK: Integers, y_CK: Integers) -> Integers:
         steps.append(_residue(steps[-1] * powers[:, _BLOCK]))
     sums = np.stack(steps, axis=1) @ powers[:, :_BLOCK].transpose(0, 2, 1)
     sums = _residue(sums).reshape(num_chunks, -1)[:, :count]
-    size = 2 * count  # the rounded transform is exact: its error is below 2^-8 where the values stay below 2^40
+    size = 2 * count  # the rounded transform is exact: its error is below 2^-8 if the values stay below 2^40
     product = np.fft.irfft(np.fft.rfft(master[:, 1:], size) * np.conj(np.fft.rfft(sums, size)), size)
     return _canonical(_residue(np.rint(product[:, :count])))
 
 
 def evaluate_polynomial(coefficients_CK: Integers, x_CP: Integers) -> Integers:
-    """Values [C, P] of each polynomial at its points."""
+    """Return the values [C, P] of each polynomial at its points."""
     num_chunks, count = coefficients_CK.shape
     padded = np.zeros((num_chunks, -(-count // _BLOCK) * _BLOCK))
     padded[:, :count] = coefficients_CK
@@ -50,7 +52,7 @@ def evaluate_polynomial(coefficients_CK: Integers, x_CP: Integers) -> Integers:
 
 
 def _residue(values: Residues) -> Residues:
-    """A number between -PRIME and 2 * PRIME that is congruent: what more arithmetic needs."""
+    """Return a congruent number between -PRIME and 2 * PRIME, sufficient for further arithmetic."""
     residues: Residues = values - np.floor(values * (1.0 / PRIME)) * PRIME
     return residues
 
@@ -60,7 +62,7 @@ def _canonical(values: Residues) -> Integers:
 
 
 def _master(x_CK: Residues) -> Residues:
-    """Coefficients [C, K + 1] of the product of all (x - x_i): pairs are multiplied, then pairs of those, and so on."""
+    """Return the coefficients [C, K + 1] of the product of all (x - x_i), multiplied in a binary tree."""
     num_chunks, count = x_CK.shape
     level = np.ones((2, count, num_chunks))  # [degree + 1, polynomials, C]
     level[0] = -x_CK.T
@@ -78,7 +80,7 @@ def _master(x_CK: Residues) -> Residues:
 
 
 def _powers(x_CP: Residues, number: int) -> Residues:
-    """[C, number, P]: x^0, x^1, ..."""
+    """Return x^0, x^1, ... as [C, number, P]."""
     powers = np.ones((len(x_CP), number, x_CP.shape[1]))
     for exponent in range(1, number):
         powers[:, exponent] = _residue(powers[:, exponent - 1] * x_CP)
@@ -86,7 +88,7 @@ def _powers(x_CP: Residues, number: int) -> Residues:
 
 
 def _at_powers(coefficients_CK: Residues, powers: Residues) -> Residues:
-    """Values [C, P]: each block of 16 coefficients times the low powers, then Horner's rule in x^16."""
+    """Return values [C, P]: each block of 16 coefficients times the low powers, then Horner's rule in x^16."""
     blocks = _residue(coefficients_CK.reshape(len(coefficients_CK), -1, _BLOCK) @ powers[:, :_BLOCK])
     values = blocks[:, -1]
     for block in range(blocks.shape[1] - 2, -1, -1):
@@ -96,7 +98,7 @@ def _at_powers(coefficients_CK: Residues, powers: Residues) -> Residues:
 
 @lru_cache(maxsize=1)
 def _inverses() -> Residues:
-    """The inverse of each number modulo PRIME by Fermat's little theorem; 0 for 0."""
+    """Return the inverse of each number modulo PRIME by Fermat's little theorem; 0 for 0."""
     base, result = np.arange(PRIME, dtype=np.int64), np.ones(PRIME, np.int64)
     exponent = PRIME - 2
     while exponent:

@@ -1,18 +1,19 @@
-"""Reward ranks: whether a worker's rewards are like those of trusted rollouts of the same prompt.
+"""Reward ranks: whether a worker's rewards resemble those of trusted rollouts of the same prompt.
 
-Where nobody assigned the randomness, whoever samples several times and uploads the best sends tokens that are the policy's own,
-so nothing that looks at tokens can tell. Rewards can, beside those of completions that a validator sampled from the same policy
-for the same prompt. If the worker is honest, all of them are draws from one distribution, and which of the pooled rewards are
-the worker's is a uniformly random choice, whatever that distribution is. So, given the pooled rewards,
+If nobody assigned the randomness, a worker can sample several times and upload the best. Its tokens are then the
+policy's own, so no check of tokens detects this. Rewards do, compared with those of completions that a validator
+sampled from the same policy for the same prompt. If the worker is honest, all are draws from one distribution, and
+which of the pooled rewards are the worker's is a uniformly random choice, whatever that distribution is. So, given the
+pooled rewards,
 
     e(lambda) = exp(lambda * sum of the worker's scores) / mean of the same over all choices of as many of the pooled rewards
 
-has a mean of exactly 1: an e-value that needs no calibration (a permutation test's likelihood ratio). Scores are midranks:
-ties and the scale of rewards do not matter. The mean is exact, in N (N + M) additions.
+has a mean of exactly 1: an e-value that needs no calibration (a permutation test's likelihood ratio). Scores are
+midranks: ties and the scale of rewards do not matter. The mean is exact, in N (N + M) additions.
 
-What two engines' arithmetic changes of an honest worker's rewards does not add up either: at the smallest rate evidence shrinks
-unless the worker's reward is the better one of a pair in more than 55 of 100 (ties are half of one), or, of rewards that are
-0 or 1, unless its success is above the trusted p by more than 0.3 p (1 - p).
+Differences that engine arithmetic causes in honest rewards do not accumulate either. At the smallest rate evidence
+shrinks unless the worker's reward is the better one of a pair in more than 55 of 100 (ties count half). For rewards of
+0 or 1 it shrinks unless the worker's success rate exceeds the trusted p by more than 0.3 p (1 - p).
 
 Letters: N rewards of the worker, M trusted ones; R rates.
 """
@@ -29,20 +30,20 @@ from prime_protocol.evidence import Moments, Sums
 REWARD_RANKS = ("rewards_above", "rewards_below")
 """Statistics: whether the worker's rewards rank above the trusted ones, and whether they rank below."""
 RATES = (1.5, 3.0, 6.0)
-"""Lambdas. For best-of-2, best-of-3 and best-of-8, say, of an answer that is right three times in ten."""
+"""Lambdas. Suited to best-of-2, best-of-3 and best-of-8, for an answer that is right three times in ten."""
 MOMENTS = Moments(cap=0.5, lambdas=RATES, log_moments=(0.0,) * len(RATES), num_tokens=0)
-"""In the form of a calibration's: no score is above 0.5, and what is expected is in the e-value already."""
+"""Moments in a calibration's form: no score is above 0.5, and the e-value already contains the expectation."""
 
 
 def scores(rewards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Midranks [N] of the rewards [N], moved and scaled to [-0.5, 0.5]; their mean is 0."""
+    """Return midranks [N] of the rewards [N], moved and scaled to [-0.5, 0.5]; their mean is 0."""
     ordered = np.sort(rewards)
     places = np.searchsorted(ordered, rewards, "left") + np.searchsorted(ordered, rewards, "right")
     return places / (2 * len(rewards)) - 0.5
 
 
 def rank_sums(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict[str, Sums]:
-    """What a bundle's rewards say: of each group the worker's [N] and the trusted ones [M], all finite."""
+    """Sum the evidence of a bundle's rewards: per group the worker's [N] and the trusted ones [M], all finite."""
     pairs = [(mine, trusted) for mine, trusted in groups if mine and trusted]
     if not pairs:
         return {}
@@ -56,7 +57,7 @@ def rank_sums(groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> dict
 
 
 def _log_e(mine: Sequence[float], trusted: Sequence[float]) -> npt.NDArray[np.float64]:
-    """For each of the RATES above, then for each below."""
+    """Return log e for each of the RATES above, then for each below."""
     rates = np.array([*RATES, *(-rate for rate in RATES)])
     exponents_RN = rates[:, None] * scores(np.array([*mine, *trusted], dtype=np.float64))
     own_R: npt.NDArray[np.float64] = exponents_RN[:, : len(mine)].sum(axis=1)
@@ -64,7 +65,10 @@ def _log_e(mine: Sequence[float], trusted: Sequence[float]) -> npt.NDArray[np.fl
 
 
 def _log_means_over_choices(exponents_RN: npt.NDArray[np.float64], num: int) -> npt.NDArray[np.float64]:
-    """Of exp(the sum of `num` of a row), each choice as likely as any. In logarithms: a large group's sums are beyond floats."""
+    """Return the log of the mean of exp(the sum of `num` of a row) over all choices, each equally likely.
+
+    It works in logarithms because a large group's sums exceed floats.
+    """
     log_means, sizes = np.full((len(exponents_RN), num + 1), -np.inf), np.arange(num + 1)
     log_means[:, 0] = 0.0
     with np.errstate(divide="ignore"):

@@ -1,21 +1,21 @@
 """Rollout bundles: what a worker signs and uploads for one lease.
 
-A bundle is a parcel. Its header (RolloutHeader) names the lease, the policy and the body's digest; its body is
-zstd(safetensors) with these tensors, N completions with T tokens in all:
+A bundle is a parcel. Its header (RolloutHeader) names the lease, the policy and the body's digest. Its body is
+zstd(safetensors) with these tensors, for N completions with T tokens in total:
 
-    token_ids   int32   [T]     the completions' tokens one after another, in the lease's order of groups and seeds
+    token_ids   int32   [T]     tokens of all completions, concatenated in the lease's order of groups and seeds
     logprobs    float32 [T]     nats, log-probability of each token under the policy and temperature that sampled it
     lengths     int32   [N]     tokens of each completion, at least 1
     finish      uint8   [N]     FinishReason
-    slots       int64   [N]     which group of the lease each completion belongs to
-    seeds       int64   [N]     the assigned seed that each completion used
+    slots       int64   [N]     slot of the lease's group that each completion belongs to
+    seeds       int64   [N]     assigned seed that each completion used
     spans       int32   [S, 3]  (completion, policy_version, num_tokens): which policy sampled which tokens, in order
-    proofs      uint8   [C, 258] only where the run asks for them: one for every started 32 tokens of each completion (proof.py)
-    turns       int32   [N, 3]  only where environments answer: a completion is one turn of a rollout then (turns.py)
-    context     int32   [P]     what those environments said
+    proofs      uint8   [C, 258] only if the run asks for them: one per started 32 tokens of each completion (proof.py)
+    turns       int32   [N, 3]  only if environments answer: a completion is then one turn of a rollout (turns.py)
+    context     int32   [P]     tokens that those environments said
 
-The order of checks is fixed: framing, signature, schema, digest of the body, declared size, decompression under a bound,
-then the tensors' shapes and values. Everything after that works with `Rollouts`, whose invariants `parse_body` has checked.
+The order of checks is fixed: framing, signature, schema, digest of the body, declared size, bounded decompression, then
+the shapes and values of the tensors. All later code works with `Rollouts`, whose invariants `parse_body` has checked.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from prime_protocol.proof import PROOF_BYTES, num_proofs, parse_proofs
 from prime_protocol.tensor_file import pack_tensors, unpack_tensors
 
 CLASS_PART_CHARS_MAX = 60
-"""Of each part of a calibration class, so that the whole of it is a name."""
+"""Maximum characters of each part of a calibration class, so that the whole class fits a Name."""
 
 
 class FinishReason(IntEnum):
-    """Why a completion ended."""
+    """Reason why a completion ended."""
 
     STOP = 0
-    """It chose a stop token; that token is its last."""
+    """Stop token sampled; it is the completion's last token."""
     LENGTH = 1
-    """It reached the length limit without one."""
+    """Length limit reached without a stop token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,16 @@ class Completion:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Nats, one for each token, of the policy (at the run's temperature, without the noise) that sampled it."""
+    """Log-probability of each token in nats, under the policy that sampled it, at the run's temperature, without the noise."""
     finish: FinishReason
     spans: tuple[tuple[int, int], ...] = ()
-    """(policy version, number of tokens) in order. Empty: the lease's policy sampled them all."""
+    """Pairs (policy version, number of tokens) in order. Empty: the lease's policy sampled all tokens."""
     proofs: bytes = b""
-    """Hidden-state proofs, one after another (proof.py). Empty where they were not asked for."""
+    """Concatenated hidden-state proofs (proof.py). Empty if the run does not ask for them."""
 
 
 class EngineInfo(WireModel):
-    """Which software sampled, for calibration.
+    """Software that sampled, for calibration.
 
     Example: EngineInfo(name="transformers", version="5.19.0", dtype="fp32", device="cpu").
     """
@@ -79,16 +79,16 @@ class EngineInfo(WireModel):
     dtype: Name
     device: Name
     seeded: bool = Field(default=True, exclude_if=lambda seeded: seeded)
-    """Whether it chooses tokens by the assigned randomness. Left out where it does."""
+    """Whether the engine chooses tokens by the assigned randomness. Omitted from the wire if True."""
 
     @property
     def calibration_class(self) -> str:
-        """What its honest errors are known by. Example: "transformers/fp32/cpu"."""
+        """Class under which calibration files the engine's honest errors. Example: "transformers/fp32/cpu"."""
         return "/".join(part[:CLASS_PART_CHARS_MAX] for part in (self.name, self.dtype, self.device))
 
 
 class RolloutHeader(ParcelHeader):
-    """The signed header of a bundle."""
+    """Signed header of a bundle."""
 
     run: Digest
     worker: KeyId
@@ -98,14 +98,14 @@ class RolloutHeader(ParcelHeader):
     policy_digest: Digest
     num_rollouts: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     decompressed_bytes: int = Field(ge=1, le=limits.COUNT_MAX)
-    """Size of the tensor file inside the body. Declared, so that it can be refused before anything is decompressed."""
+    """Size of the tensor file inside the body. It is declared so that a server can reject it before decompressing."""
     engine: EngineInfo
     created_at_ms: Count
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The parsed body: N completions, T tokens in all. Consistent in itself; not compared with any lease yet."""
+    """Parsed body: N completions, T tokens in total. Self-consistent; not compared with any lease yet."""
 
     token_ids_T: npt.NDArray[np.int32]  # [T]
     logprobs_T: npt.NDArray[np.float32]  # [T] nats
@@ -123,27 +123,30 @@ class Rollouts:
 
     @property
     def num_rollouts(self) -> int:
+        """Number of rollouts; a rollout of several turns has several completions."""
         return len(self) if self.turns_N3 is None else int(self.turns_N3[-1, 0]) + 1
 
     @property
     def rollout_numbers(self) -> npt.NDArray[np.int64]:
-        """Which rollout each completion is a turn of."""
+        """Rollout that each completion is a turn of, [N]."""
         return np.arange(len(self)) if self.turns_N3 is None else self.turns_N3[:, 0].astype(np.int64)
 
     @property
     def context(self) -> list[int]:
-        """What is new in the prompts of the turns, one after another."""
+        """New prompt tokens of all turns, concatenated."""
         return [] if self.context_P is None else self.context_P.tolist()
 
     @property
     def num_tokens(self) -> int:
+        """Number of completion tokens, T."""
         return len(self.token_ids_T)
 
     def completion(self, index: int) -> Completion:
-        """The index-th completion by itself."""
+        """Return the completion at `index`. Use `completions` to get all of them."""
         return self._completion(index, end=int(self.lengths_N[: index + 1].sum(dtype=np.int64)))
 
     def completions(self) -> list[Completion]:
+        """Return all completions in order."""
         ends = self.lengths_N.cumsum(dtype=np.int64).tolist()
         return [self._completion(index, end=end) for index, end in enumerate(ends)]
 
@@ -157,7 +160,7 @@ class Rollouts:
 
 
 def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
-    """What an honest worker uploads: its completions in the lease's order."""
+    """Return what an honest worker uploads: its completions in the lease's order."""
     assert len(completions) == lease.num_rollouts
     return replace(
         recorded(lease, completions),
@@ -167,7 +170,7 @@ def rollouts_for(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
 
 
 def recorded(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
-    """The completions alone; slots and seeds are left at 0."""
+    """Return the completions as Rollouts, with slots and seeds set to 0."""
     lengths = np.array([len(completion.token_ids) for completion in completions], dtype=np.int32)
     spans = [
         (index, version, num_tokens)
@@ -188,7 +191,7 @@ def recorded(lease: Lease, completions: Sequence[Completion]) -> Rollouts:
 
 
 def pack_body(rollouts: Rollouts) -> tuple[bytes, int]:
-    """Compress. Returns the body and its size before compression."""
+    """Compress the body. Return it and its size before compression."""
     tensors: dict[str, npt.NDArray[Any] | None] = {
         "token_ids": rollouts.token_ids_T,
         "logprobs": rollouts.logprobs_T,
@@ -208,7 +211,10 @@ def pack_body(rollouts: Rollouts) -> tuple[bytes, int]:
 def body_bytes_max(
     *, num_rollouts: int, completion_tokens_max: int, turns_max: int = 1, context_tokens_max: int = 0
 ) -> int:
-    """More than any bundle can need before compression: no span is shorter than a token. `context_tokens_max`: of one turn."""
+    """Return an upper bound on any bundle's size before compression: no span is shorter than a token.
+
+    `context_tokens_max` is the limit of one turn.
+    """
     per_token = 4 + 4 + 12  # token id, logprob, span
     per_completion = (
         4 + 1 + 8 + 8 + PROOF_BYTES * num_proofs([completion_tokens_max])
@@ -234,17 +240,17 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
 
 
 def decompress_body(body: bytes | memoryview, *, size: int) -> bytes:
-    """The `size` bytes of a body that is one zstd frame and nothing else. Raises PeerError.
+    """Decompress a body that is exactly one zstd frame of `size` bytes. Raises PeerError.
 
-    zstandard obeys the size that a frame declares, not `max_output_size` (a declared tebibyte is a MemoryError), and stops
-    at the first frame's end without a word. So the frame has to declare its size, that size is compared first, and what
-    follows the frame is an error. `size` must have been bounded by the caller.
+    zstandard obeys the size that a frame declares, not `max_output_size`: a declared tebibyte raises MemoryError. It
+    also stops silently at the end of the first frame. So the frame must declare its size, which is compared first, and
+    trailing bytes are an error. The caller must have bounded `size`.
     """
     try:
         declared = zstandard.frame_content_size(body)
         if declared > size:
             raise LimitExceeded("decompressed_bytes", declared, size, code=ErrorCode.DECOMPRESSED_TOO_LARGE)
-        if declared < size:  # -1 where the frame does not declare any
+        if declared < size:  # -1 if the frame declares no size
             raise PeerError(ErrorCode.MALFORMED, f"the frame must declare the {size} bytes that the header declares")
         decompressor = zstandard.ZstdDecompressor(max_window_size=limits.ZSTD_WINDOW_BYTES_MAX)
         return decompressor.decompress(body, max_output_size=size, allow_extra_data=False)
@@ -269,7 +275,7 @@ _OPTIONAL = frozenset({"proofs", "turns", "context"})
 
 
 def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits) -> None:
-    """Shapes and values that hold for any bundle of any lease."""
+    """Check shapes and values that hold for any bundle of any lease."""
     tokens = len(rollouts.token_ids_T)
     num = header.num_rollouts if rollouts.turns_N3 is None else len(rollouts.lengths_N)
     for name in ("lengths_N", "finish_N", "slots_N", "seeds_N"):
@@ -308,7 +314,7 @@ def _check_spans(spans_S3: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int6
 
 
 def check_turn_rows(rollouts: Rollouts, num_rollouts: int) -> None:
-    """What turns.py says of its two tensors, as far as it holds for any lease."""
+    """Check the tensors `turns` and `context` (turns.py), as far as this is possible without the lease."""
     if rollouts.turns_N3 is None:
         if rollouts.context_P is not None:
             raise PeerError(ErrorCode.MALFORMED, "context without turns")

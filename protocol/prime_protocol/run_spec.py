@@ -1,7 +1,7 @@
-"""The RunSpec: what a run is, signed by its root key and pinned by its digest in the join link.
+"""The RunSpec: the definition of a run, signed by its root keys and pinned by its digest in the join link.
 
-A worker never learns its trust root from the network. The join link `http://host:port/#<digest>` holds the digest of the
-RunSpec's payload; whoever serves other bytes is found out before anything in them is read.
+A worker never learns its trust root from the network. The join link `http://host:port/#<digest>` holds the digest of
+the RunSpec's payload. A worker detects a server with other bytes before it parses any of them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 from prime_protocol.step import Admission
 
 PROTOCOL_VERSION = 1
-"""Raised with every change of the wire that an older peer cannot read."""
+"""Wire version, raised with every change that an older peer cannot read."""
 EVIDENCE_MAX = 1e5
-"""An honest worker is banned by its statistics with a probability of at most one in so many, over its whole life."""
+"""Inverse of the probability that statistics ever ban an honest worker: at most 1 / EVIDENCE_MAX over its whole life."""
 CONFIG_FILE = "config.json"
-"""The model file that says which architecture the weights belong to; manifests name its digest."""
+"""Model file that defines the weights' architecture; manifests name its digest."""
 
 
 class ModelFile(WireModel):
-    """A file beside the weights: config.json, tokenizer.json, ... Its bytes are a blob of that digest.
+    """File next to the weights: config.json, tokenizer.json, ... Its bytes are a blob with that digest.
 
-    Only kinds of files that are data: a run must not bring code, nor a pickle, to the machines of those who join it.
+    Only file types that hold data are allowed: a run must not bring code or pickles to the machines that join it.
     """
 
     name: ModelFileName
@@ -53,7 +53,7 @@ class ModelFile(WireModel):
 Option = (
     Annotated[str, Field(max_length=limits.OPTION_CHARS_MAX)]
     | Annotated[int, Field(ge=-limits.COUNT_MAX, le=limits.COUNT_MAX)]
-    | Annotated[float, Field(gt=-limits.COUNT_MAX, lt=limits.COUNT_MAX)]  # an integer beyond is taken as a float
+    | Annotated[float, Field(gt=-limits.COUNT_MAX, lt=limits.COUNT_MAX)]  # a larger integer is parsed as a float
     | bool
 )
 
@@ -66,33 +66,33 @@ class EnvironmentSpec(WireModel):
 
     name: Name
     id: Name
-    """Which implementation, found by name."""
+    """Name of the implementation."""
     weight: float = Field(default=1.0, gt=0.0, le=1e6)
     """Share of the problems, relative to the other environments."""
     seed: Seed = 0
     """Seed of the problem generator."""
     options: dict[Name, Option] = Field(default_factory=dict, max_length=64)
-    """What the implementation takes."""
+    """Options of the implementation."""
     turns_max: int = Field(default=1, ge=1, le=limits.TURNS_MAX, exclude_if=lambda value: value == 1)
     """Requests to the model in one rollout. Above 1 the environment answers, and workers run its code too."""
     context_tokens_max: int = Field(default=0, ge=0, le=limits.TOKENS_MAX, exclude_if=lambda value: value == 0)
-    """Prompt and answer of one turn together; 0 allows one prompt and one completion of the run's limits."""
+    """Limit on prompt plus answer of one turn; 0 allows one prompt and one completion of the run's limits."""
     is_deterministic: bool = Field(default=True, exclude_if=lambda value: value)
-    """Whether the same answers always get the same words and rewards. Where not, what it said is the worker's claim."""
+    """Whether equal answers always get equal texts and rewards. If not, the environment's texts are the worker's claim."""
     scorings: int = Field(default=1, ge=1, le=limits.SCORINGS_MAX, exclude_if=lambda value: value == 1)
-    """How often a rollout is scored; the reward is the median. For judges that are not sure of themselves."""
+    """Number of times a rollout is scored; the reward is the median. For judges whose scores vary."""
 
 
 class AuditPolicy(WireModel):
-    """Which bundles get a forward pass. All of a newcomer's; later a share that falls with what the worker has passed."""
+    """Rules for which bundles get a forward pass: all of a newcomer's, later a share that falls as the worker passes audits."""
 
     share_min: float = Field(default=0.25, gt=0.0, le=1.0)
-    """The floor: of any worker's bundles at least this share is audited, chosen by a secret after the upload."""
+    """Minimum share of any worker's bundles that is audited, chosen by a secret after the upload."""
     newcomer_bundles: int = Field(default=16, ge=1, le=limits.COUNT_MAX)
-    """N: after n audits passed in a row the share is N / n, and 1 before."""
+    """N: after n passed audits in a row the share is N / n, and 1 before."""
     surety_bundles: int = Field(default=8, ge=0, le=limits.SURETY_BUNDLES_MAX)
-    """D: the tokens of a worker's last D accepted bundles are not credited yet. The first dishonest bundle that is found, and
-    they are lost."""
+    """D: bundles in escrow. The tokens of a worker's last D accepted bundles are not credited yet; it loses them when
+    the first dishonest bundle is found."""
 
     @model_validator(mode="after")
     def _cheating_does_not_pay(self) -> Self:
@@ -104,51 +104,53 @@ class AuditPolicy(WireModel):
 
 
 ALL_AUDITED = AuditPolicy(share_min=1.0, surety_bundles=0)
-"""What a RunSpec means that says nothing about audits."""
+"""Audit policy of a RunSpec without one."""
 
 
 class CheckPolicy(WireModel):
-    """When a validator refuses a bundle by its numbers. Defaults hold for fp32 arithmetic on bf16 weights."""
+    """Thresholds at which a validator rejects a bundle. The defaults are for fp32 arithmetic on bf16 weights."""
 
     logprob_error_mean_max: float = Field(default=0.01, gt=0.0)
     """Nats. Mean over the bundle's tokens of |claimed - recomputed|; honest is below 6e-4 (fp32) to 2e-3 (bf16)."""
     logprob_error_max: float = Field(default=0.5, gt=0.0)
     """Nats. For any single token; the largest honest one seen is 0.01 (fp32) to 0.24 (bf16)."""
     seed_flips_share_max: float = Field(default=0.03, ge=0.0, le=1.0)
-    """Share of tokens that are not the ones the assigned seed chooses; honest is below 0.004."""
+    """Share of tokens that the assigned seed does not choose; honest is below 0.004."""
     seed_margin_max: float = Field(default=2.0, gt=0.0, exclude_if=lambda value: value == 2.0)
-    """Nats. By how much any token's score may be below the one that the seed chooses; the largest honest one seen is 0.24."""
+    """Nats by which any token's score may be below that of the seed's choice; the largest honest one seen is 0.24."""
     stop_margin_max: float = Field(default=0.5, gt=0.0, exclude_if=lambda value: value == 0.5)
-    """Nats. The same where a completion ends with a stop token that the seed does not choose, or goes on where it chooses one."""
+    """Nats. The same margin if a completion ends with a stop token that the seed does not choose, or continues where it
+    chooses one."""
     unseeded: bool = Field(default=False, exclude_if=lambda unseeded: not unseeded)
-    """Whether engines take part that choose by randomness of their own: less can be shown of what they send."""
+    """Whether engines with their own randomness may take part. Checks can prove less about their bundles."""
     choice_deviation_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
-    """Standard deviations, for their bundles: how far the chosen tokens' logprobs may be from what chance gives, on the whole."""
+    """Standard deviations, for unseeded bundles: the limit on the distance of the chosen tokens' total logprob from its mean."""
     reference_share: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda value: value == 0.0)
-    """Of their groups so large a share, chosen after the upload, is sampled by the validator as well, to compare the rewards
-    (reward_ranks.py): nothing else sees who samples several times and uploads the best. Costs as much generation."""
+    """Share of unseeded groups, chosen after the upload, that the validator also samples to compare the rewards
+    (reward_ranks.py). No other check detects a worker that samples several times and uploads the best. The generation
+    cost grows by this share."""
     references_told: bool = Field(default=False, exclude_if=lambda told: not told)
-    """Whether a receipt tells the rewards that were compared, so that anybody can repeat it."""
+    """Whether a receipt lists the compared rewards, so that anybody can repeat the comparison."""
     flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
-    """Whether tokens that are not the seeds' choice add up against what the claimed logprobs explain (excess_flips.py)."""
+    """Whether flips beyond those that the claimed logprobs explain count as evidence (excess_flips.py)."""
     shading_seen: bool = Field(default=False, exclude_if=lambda seen: not seen)
-    """Whether claimed logprobs that are too low or too high, everywhere or by reward, add up (shading.py)."""
+    """Whether claimed logprobs that are too low or too high, overall or by reward, count as evidence (shading.py)."""
     logprobs_judged: bool = Field(default=False, exclude_if=lambda judged: not judged)
     """Whether validators send the logprobs of the completions that they audit, and the trainer uses those."""
     proofs: bool = Field(default=False, exclude_if=lambda proofs: not proofs)
     """Whether bundles carry hidden-state proofs."""
     proof_error_mean_max: float = Field(default=6.0, gt=0.0, exclude_if=lambda value: value == 6.0)
-    """Steps of bf16. Mean over the bundle's proofs of their distance (section 10); honest is 0 (fp32) to 2 (bf16), at most 16."""
+    """Steps of bf16. Mean distance over the bundle's proofs (section 10); honest is 0 (fp32) to 2 (bf16), the maximum is 16."""
     proof_error_max: float = Field(default=13.0, gt=0.0, exclude_if=lambda value: value == 13.0)
-    """Steps of bf16. For any single proof."""
+    """Steps of bf16, for any single proof."""
     strikes_max: int = Field(default=2, ge=1, le=limits.COUNT_MAX)
-    """A worker is banned at this many refused bundles that only dishonesty or a broken machine explains."""
+    """Rejected bundles that only dishonesty or a broken machine explains, at which a worker is banned."""
     audits: AuditPolicy | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Which bundles are audited. None: all."""
+    """Rules for which bundles are audited. None: all are."""
     calibration: Calibration | None = Field(default=None, exclude_if=lambda value: value is None)
-    """What honest tokens do, by engines. None: bundles are judged one by one, and nothing adds up."""
+    """Measured behaviour of honest tokens, by engine. None: bundles are judged one by one and evidence does not accumulate."""
     evidence_max: float = Field(default=EVIDENCE_MAX, ge=10.0, le=1e100, exclude_if=lambda value: value == EVIDENCE_MAX)
-    """A worker whose evidence (evidence.py) reaches this is banned: an honest one with a probability of at most 1 / this."""
+    """Evidence (evidence.py) at which a worker is banned; an honest one with a probability of at most 1 / evidence_max."""
 
     @model_validator(mode="after")
     def _evidence_fits(self) -> Self:
@@ -165,18 +167,18 @@ class CheckPolicy(WireModel):
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """What evidence is made of, always all of them; empty where nothing adds up."""
+        """All statistics that evidence may use, always the same set; empty if evidence does not accumulate."""
         calibrated = () if self.calibration is None else self.calibration.statistics
         return (*calibrated, *self._uncalibrated)
 
     def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
-        """Of each statistic that a bundle between engines of these classes may have."""
+        """Return the moments of each statistic that a bundle between engines of these classes may have."""
         known = {} if self.calibration is None else self.calibration.moments_of(worker=worker, validator=validator)
         return known | self._uncalibrated
 
     @property
     def _uncalibrated(self) -> dict[str, Moments]:
-        """Of the statistics that hold for any engine."""
+        """Moments of the statistics that hold for any engine."""
         found = {EXCESS_FLIPS: excess_flips.MOMENTS} if self.flips_explained else {}
         if self.compares_rewards:
             found |= dict.fromkeys(REWARD_RANKS, reward_ranks.MOMENTS)
@@ -186,44 +188,44 @@ class CheckPolicy(WireModel):
 
 
 class RunSpec(WireModel):
-    """One training run. Immutable: another RunSpec is another run."""
+    """Definition of one training run. Immutable: another RunSpec is another run."""
 
     protocol_version: int = Field(default=PROTOCOL_VERSION, ge=1, le=limits.COUNT_MAX)
     name: Name
     created_at_ms: Count
     keys: RoleKeys
-    """Version 0: key rings may replace them."""
+    """Keys of version 0; key rings may replace them."""
     model_files: tuple[ModelFile, ...] = Field(min_length=1, max_length=64)
-    """Configuration and tokenizer, fixed for the run. Weights come by manifest."""
+    """Configuration and tokenizer, fixed for the run. Manifests deliver the weights."""
     vocab_size: int = Field(ge=1, le=2**24)
-    """Token ids are below this."""
+    """Size of the vocabulary; token ids are below it."""
     environments: tuple[EnvironmentSpec, ...] = Field(min_length=1, max_length=256)
     sampling: Sampling
     async_level: int = Field(default=2, ge=0, le=64)
     """k: a rollout tagged n comes from a policy v with 0 <= n - v <= k."""
     max_steps: int = Field(ge=1, le=limits.STEP_MAX)
-    """The run ends when policy `max_steps` is published."""
+    """Number of training steps. The run ends when policy `max_steps` is published."""
     groups_per_step: int = Field(ge=1, le=limits.STEP_GROUPS_MAX)
     """R: groups that one step trains on."""
     rollouts_per_group: int = Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """G: completions of one prompt."""
     lease_seconds: float = Field(default=600.0, gt=0.0, le=1e6)
-    """How long a worker has for one lease."""
+    """Time that a worker has for one lease."""
     heartbeat_seconds: float = Field(default=5.0, ge=0.1, le=3_600.0)
-    """How often a worker reports; after four missed ones its leases go to others."""
+    """Interval of a worker's heartbeats; after four missed ones its leases go to other workers."""
     limits: Limits = Field(default_factory=Limits)
     checks: CheckPolicy = Field(default_factory=CheckPolicy)
     schedule: Schedule = Field(default_factory=Schedule, exclude_if=lambda schedule: schedule.is_default)
-    """The asynchronous mode. Left out where it is the default one."""
+    """Asynchronous mode. Omitted if it is the default."""
     adapters: AdapterSpec | None = Field(default=None, exclude_if=lambda adapters: adapters is None)
-    """Policies are adapters of this base and nothing else. Left out where they are whole models."""
+    """Base model and shape of adapters, if policies are adapters only. Omitted if policies are whole models."""
     seed_chain: SeedChain | None = Field(default=None, exclude_if=lambda chain: chain is None)
-    """What the secrets behind problems and seeds are bound by. Left out where they stay secret."""
+    """Commitment to the secrets behind problems and seeds. Omitted if they stay secret."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:
         for what, names in (
-            ("model file", [file.name.casefold() for file in self.model_files]),  # some disks fold the case too
+            ("model file", [file.name.casefold() for file in self.model_files]),  # some file systems ignore case
             ("environment", [environment.name for environment in self.environments]),
         ):
             if len(set(names)) != len(names):
@@ -266,7 +268,7 @@ class RunSpec(WireModel):
 
     @property
     def admission(self) -> Admission:
-        """The rule that decides which policy may serve which slot."""
+        """Rule that decides which policy may serve which slot."""
         schedule, eta = self.schedule, self.schedule.staleness_threshold
         return Admission(
             groups_per_step=self.groups_per_step,
@@ -276,12 +278,12 @@ class RunSpec(WireModel):
         )
 
     def context_tokens_max(self, environment: EnvironmentSpec) -> int:
-        """Prompt and answer of one turn together."""
+        """Return the limit on prompt plus answer of one turn."""
         return environment.context_tokens_max or self.limits.prompt_tokens_max + self.sampling.completion_tokens_max
 
     @property
     def turns_max(self) -> int:
-        """Of the environment that has the most."""
+        """Largest turns_max of all environments."""
         return max(environment.turns_max for environment in self.environments)
 
     @property
@@ -290,19 +292,19 @@ class RunSpec(WireModel):
         return next((file.digest for file in self.model_files if file.name == CONFIG_FILE), None)
 
     def step_of(self, slot: int) -> int:
-        """The step that trains a slot."""
+        """Return the step that trains a slot."""
         return slot // self.groups_per_step
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedRun:
-    """A RunSpec whose digest was compared with the pinned one and whose root signatures were verified."""
+    """RunSpec whose digest matches the pinned one and whose root signatures were verified."""
 
     digest: str
     spec: RunSpec
     envelope: Envelope
     keys: KeyChain = field(init=False, compare=False)
-    """The keys of today and before: the RunSpec's, and those of the key rings that this process has verified since."""
+    """Current and past keys: the RunSpec's, and those of the key rings that this process has verified since."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", KeyChain(self.digest, self.spec.keys))
@@ -310,18 +312,18 @@ class PinnedRun:
 
 @dataclass(frozen=True, slots=True)
 class JoinLink:
-    """Where a run is and which one it is. Example: `http://203.0.113.5:8400/#af13...`."""
+    """Address and digest of a run. Example: `http://203.0.113.5:8400/#af13...`."""
 
     url: str
     run: str
 
     @classmethod
     def parse(cls, text: str) -> JoinLink:
-        """Raises ValueError with what is wrong with the link: it comes from the user."""
+        """Parse a link that a user entered. Raises ValueError that says what is wrong with it."""
         parts = urlsplit(text.strip())
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
             raise ValueError(f"a join link looks like http://host:port/#<64 hex digits>, got {text[:120]!r}")
-        if parts.port == 0:  # reading the port raises ValueError where it is no port at all
+        if parts.port == 0:  # reading the port raises ValueError if it is not a number
             raise ValueError("the join link's port is 0")
         if not re.fullmatch(r"[0-9a-f]{64}", parts.fragment):
             raise ValueError(
@@ -336,8 +338,8 @@ class JoinLink:
 def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
     """Check a RunSpec against the digest of the join link. Raises PeerError.
 
-    (1) size; (2) digest of the raw payload is the pinned one; (3) protocol version; (4) schema and bounds;
-    (5) every root key named inside signs it.
+    (1) size; (2) digest of the raw payload equals the pinned one; (3) protocol version; (4) schema and bounds; (5)
+    every root key that it names has signed it.
     """
     if len(envelope.payload) > limits.RUN_SPEC_BYTES_MAX:  # (1)
         raise LimitExceeded("RUN_SPEC_BYTES_MAX", len(envelope.payload), limits.RUN_SPEC_BYTES_MAX)

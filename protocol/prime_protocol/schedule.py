@@ -1,7 +1,8 @@
-"""Schedules: how far inference may run ahead, which groups a step takes, what becomes of old ones, what a swap does.
+"""Schedules: how far inference may run ahead, which groups a step takes, how stale groups are treated, how workers swap policies.
 
-One rule and a few choices express the asynchronous modes of the frameworks in this field; docs/scheduler.md maps each. The
-settings have the names that their users know, and a preset is nothing but values for them. The rule itself is in step.py.
+One rule and a few choices express the asynchronous modes of other RL frameworks; docs/scheduler.md maps each. The
+settings have the names that users of those frameworks know, and a preset is a set of values for them. The rule itself
+is in step.py.
 """
 
 from __future__ import annotations
@@ -19,93 +20,93 @@ from prime_protocol.envelope import WireModel
 
 
 class Selection(StrEnum):
-    """Which accepted groups the next batch takes."""
+    """Order in which batches take accepted groups."""
 
     IN_ORDER = "in_order"
-    """Step n takes slots nR to (n + 1)R - 1 and waits for each. The only one under which no group is ever more than k behind."""
+    """Order of slots: step n takes slots nR to (n + 1)R - 1 and waits for each. Only this keeps every group at most k behind."""
     READY_FIRST = "ready_first"
-    """Those that were accepted first, whatever their slots."""
+    """Order of acceptance, regardless of slots."""
     LOWEST_VERSION_FIRST = "lowest_version_first"
-    """Those of the oldest policy first."""
+    """Order of policies, the oldest first."""
     WINDOW = "window"
-    """Ready first, but among the lowest `window_steps` steps' worth of slots that are not trained yet."""
+    """Order of acceptance, but only among the lowest `window_steps` steps' worth of untrained slots."""
 
 
 class StalePolicy(StrEnum):
-    """What becomes of an accepted group that is more than `max_off_policy_steps` behind the step that would train it."""
+    """Treatment of an accepted group that is more than `max_off_policy_steps` behind the step that would train it."""
 
     KEEP = "keep"
-    """It is trained on like any other."""
+    """Training on it like on any other."""
     DROP = "drop_and_refill"
-    """It is thrown away, and its slot is leased again on a newer policy."""
+    """Removal; its slot is leased again on a newer policy."""
     WAIT = "wait"
-    """It does not come to that: a batch waits for every group that would be too old for the next one."""
+    """Prevention: a batch waits for every group that would be too old for the next one."""
     MASK = "mask"
-    """It counts as part of its batch, and nothing is learnt from its tokens."""
+    """Masking: it counts as part of its batch, but its tokens do not contribute to the loss."""
 
 
 class StalenessFrom(StrEnum):
-    """Which policy of a completion that spans several its staleness is counted from. Waiting in a queue counts in any case."""
+    """Policy from which staleness counts, for a completion that spans several. Time in a queue always counts."""
 
     START = "start"
-    """The policy that was leased."""
+    """Leased policy."""
     OLDEST = "oldest"
-    """The oldest that sampled a token of it."""
+    """Oldest policy that sampled one of its tokens."""
     END = "end"
-    """The one that sampled its last token."""
+    """Policy that sampled its last token."""
 
 
 class SwapPolicy(StrEnum):
-    """What a worker does with completions that are unfinished when a newer policy arrives."""
+    """Treatment of unfinished completions when a newer policy arrives at a worker."""
 
     DRAIN = "drain"
-    """Finish them with the old one, then swap."""
+    """Draining: finish them with the old policy, then swap."""
     ABORT_AND_RESUME = "abort_and_resume"
-    """Stop, swap, and go on from the prompt and the tokens so far, forwarded anew."""
+    """Interruption: stop, swap, and continue from the prompt and the tokens so far, with a new forward pass."""
     KEEP_KV = "keep_kv"
-    """Swap under way. Later tokens see the keys and values that the old policy computed."""
+    """Swap in flight: later tokens attend to the keys and values that the old policy computed."""
     KEEP_AND_RECOMPUTE = "keep_and_recompute"
-    """Swap under way, and compute the keys and values of what is there with the new policy."""
+    """Swap in flight, with the existing keys and values recomputed by the new policy."""
     ABORT_AND_REQUEUE = "abort_and_requeue"
-    """Hand the lease back, swap, and ask for new work."""
+    """Return of the lease: hand it back, swap, and ask for new work."""
 
     @property
     def spans_policies(self) -> bool:
-        """True where one completion may hold tokens of several policies."""
+        """Whether one completion may hold tokens of several policies."""
         return self in (SwapPolicy.ABORT_AND_RESUME, SwapPolicy.KEEP_KV, SwapPolicy.KEEP_AND_RECOMPUTE)
 
 
 class Schedule(WireModel):
-    """The asynchronous mode of a run. The defaults: in order, at most `async_level` behind, drained at a swap.
+    """Asynchronous mode of a run. Defaults: in order, at most `async_level` behind, drained at a swap.
 
     Example: Schedule.model_validate({"preset": "verl_partial", "trigger_parameter_sync_step": 2}).
     """
 
     preset: str | None = Field(default=None, max_length=limits.NAME_CHARS_MAX)
-    """Where the other values came from. For people: nothing is decided by it."""
+    """Name of the preset that gave the other values. For display only."""
     staleness_threshold: float | None = Field(default=None, ge=0.0, le=64.0)
-    """eta: groups of (1 + eta) steps may have been begun beyond those of earlier policies. None: the run's async_level."""
+    """eta: groups of (1 + eta) steps may be in flight beyond those of earlier policies. None: the run's async_level."""
     trigger_parameter_sync_step: int = Field(default=1, ge=1, le=limits.STEP_GROUPS_MAX)
-    """K: batches of one step, each fetched and trained by itself; a policy is published after the last one."""
+    """K: batches of one step, each fetched and trained separately; a policy is published after the last one."""
     require_batches: int = Field(default=1, ge=1, le=limits.STEP_GROUPS_MAX)
-    """Mini-batches in each of those batches: one optimizer step each."""
+    """Mini-batches in each of those batches, with one optimizer step each."""
     selection: Selection = Field(default=Selection.IN_ORDER, strict=False)
     window_steps: int = Field(default=2, ge=1, le=1_024)
-    """How many steps' worth of slots `selection = "window"` chooses from."""
+    """Number of steps whose slots `selection = "window"` chooses from."""
     max_off_policy_steps: int | None = Field(default=None, ge=0, le=limits.STEP_MAX)
-    """Beyond this many policies behind the step that trains it, a group is stale. None: nothing is."""
+    """Number of policies by which a group may be behind the step that trains it before it is stale. None: no group is stale."""
     staleness_from: StalenessFrom = Field(default=StalenessFrom.START, strict=False)
     stale: StalePolicy = Field(default=StalePolicy.KEEP, strict=False)
     swap: SwapPolicy = Field(default=SwapPolicy.DRAIN, strict=False)
     leases_per_slot_max: int = Field(default=1, ge=1, le=8)
-    """Above 1: an idle worker is leased a straggler's groups too, and the first accepted bundle counts."""
+    """Workers that may hold one slot. Above 1, idle workers also get a straggler's groups; the first accepted bundle counts."""
     straggler_factor: float = Field(default=2.0, ge=1.0, le=1e3)
-    """A lease is a straggler once it has taken this many times what leases of its size take."""
+    """Multiple of the usual time for leases of its size after which a lease is a straggler."""
     slow_factor: float | None = Field(default=None, ge=1.0, le=1e3)
-    """A worker this many times slower than the average is leased groups that are not needed yet, as many as it can finish in
-    time. None: speed decides nothing."""
+    """Factor by which a worker must be slower than the average to get only groups that are not needed yet, as many as it
+    can finish in time. None: speed decides nothing."""
     group_rollouts_min: int | None = Field(default=None, ge=1, le=limits.LEASE_ROLLOUTS_MAX)
-    """A group is trained on if at least this many of its completions could be scored. None: all of them."""
+    """Minimum number of scored completions of a group that is trained on. None: all of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,27 +121,29 @@ class Schedule(WireModel):
 
     @property
     def batches_per_step(self) -> int:
+        """Number of batches of one step, K."""
         return self.trigger_parameter_sync_step
 
     @property
     def is_default(self) -> bool:
+        """Whether all settings have their default values."""
         return self == Schedule()
 
 
 def slots_ahead(staleness: float, groups_per_step: int) -> int:
-    """floor(R * (1 + eta)): groups that may have been begun beyond those of earlier policies. Exact for decimal fractions.
+    """Return floor(R * (1 + eta)): groups that may be begun beyond those of earlier policies. Exact for decimal fractions.
 
-    Example, verl's rollout_num: slots_ahead(0.5, 4 * 32) is 192, less the samples left over from earlier policies.
+    Example, verl's rollout_num: slots_ahead(0.5, 4 * 32) is 192, minus the samples left over from earlier policies.
     """
     return floor(groups_per_step * (1 + Fraction(str(staleness))))
 
 
 def lag_of(staleness: float) -> int:
-    """How many policies a group may be behind its step if batches are taken in order: the async_level that fits."""
+    """Return how many policies a group may be behind its step with batches in order: the matching async_level."""
     return ceil(Fraction(str(staleness)))
 
 
-# The names of others
+# Names in other frameworks
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -186,14 +189,14 @@ _SAME: Mapping[str, tuple[str, Callable[[float], float]]] = {
     "max_async_level": ("staleness_threshold", float),  # prime-rl
     "max_staleness_steps": ("staleness_threshold", float),  # SkyRL
     "max_head_offpolicyness": ("staleness_threshold", float),  # AReaL
-    "oversampling_factor": ("staleness_threshold", lambda factor: factor - 1.0),  # so many times R groups in flight
+    "oversampling_factor": ("staleness_threshold", lambda factor: factor - 1.0),  # that many times R groups in flight
 }
-"""Another name for a setting, and how its value is said here."""
+"""Other names of a setting, with the conversion of their values."""
 _SWAPS = ("partial_rollout", "in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
 
 
 def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings under the names above; a preset's values are filled in. Raises ValueError."""
+    """Translate other frameworks' names and fill in a preset's values. Raises ValueError."""
     given = dict(fields)
     for name, (target, convert) in _SAME.items():
         if name in given:

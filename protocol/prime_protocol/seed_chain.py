@@ -1,10 +1,11 @@
-"""The secrets behind the assigned randomness: one a step, in a hash chain whose end the RunSpec names.
+"""Secrets behind the assigned randomness: one per step, in a hash chain whose end the RunSpec names.
 
     secret of number n      32 bytes; n serves step n, and the last number every step from there on
     link(secret of n + 1) = secret of n          link(secret of 0) = the end, in the RunSpec
 
-So the coordinator is bound to all of them before there is a policy to choose seeds by; and the secret of a step, told when the
-step is over, gives everybody those of the steps before and nobody those after. SPEC.md, section 9.
+So the coordinator commits to all of them before a policy exists that could guide its choice of seeds. It publishes the
+secret of a step when the step is over. That secret reveals those of earlier steps and none of later ones. SPEC.md,
+section 9.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ _LINK = "prime-node 2026-11-22 seed chain link"
 
 
 class SeedChain(WireModel):
-    """What a RunSpec says of the secrets. Example: SeedChain(end="3f1c...", length=1_000)."""
+    """Commitment of a RunSpec to the secrets. Example: SeedChain(end="3f1c...", length=1_000)."""
 
     end: Digest
     """link(secret of number 0), in hexadecimal digits."""
     length: int = Field(ge=1, le=limits.SEED_CHAIN_LENGTH_MAX)
-    """How many secrets there are; at most `max_steps`."""
+    """Number of secrets; at most `max_steps`."""
 
     def number(self, step: int) -> int:
-        """Which secret serves a step."""
+        """Return the number of the secret that serves a step."""
         return min(step, self.length - 1)
 
     def newest_open(self, steps_over: int, *, max_steps: int) -> int | None:
-        """The highest number that serves none but steps below `steps_over`; None: there is none."""
+        """Return the highest number that serves only steps below `steps_over`, or None."""
         if steps_over >= max_steps:
             return self.length - 1
         return min(steps_over, self.length - 1) - 1 if steps_over > 0 and self.length > 1 else None
 
 
 class OpenSecret(WireModel):
-    """A secret whose steps are over; all before it follow."""
+    """Secret whose steps are over; all earlier ones follow from it."""
 
     number: int = Field(ge=0, le=limits.SEED_CHAIN_LENGTH_MAX)
     secret: Digest
@@ -48,12 +49,12 @@ class OpenSecret(WireModel):
 
 
 def link(secret: bytes) -> bytes:
-    """The secret before this one."""
+    """Return the secret before this one."""
     return blake3(secret, derive_key_context=_LINK).digest()
 
 
 def chain_from(last: bytes, length: int) -> list[bytes]:
-    """All secrets by their numbers, from the last one."""
+    """Return all secrets in the order of their numbers, computed from the last one."""
     secrets = [last]
     for _ in range(length - 1):
         secrets.append(link(secrets[-1]))
@@ -61,12 +62,12 @@ def chain_from(last: bytes, length: int) -> list[bytes]:
 
 
 def committed(secrets: list[bytes]) -> SeedChain:
-    """What a RunSpec says of them."""
+    """Return a RunSpec's commitment to the secrets."""
     return SeedChain(end=link(secrets[0]).hex(), length=len(secrets))
 
 
 def opened_secrets(chain: SeedChain, told: OpenSecret) -> list[bytes]:
-    """The secrets from number 0 to the one that was told. Raises PeerError where it is not the chain's."""
+    """Return the secrets from number 0 to the published one. Raises PeerError if it is not the chain's."""
     if told.number < chain.length:
         secrets = chain_from(bytes.fromhex(told.secret), told.number + 1)
         if link(secrets[0]).hex() == chain.end:

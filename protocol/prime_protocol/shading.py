@@ -1,29 +1,32 @@
-"""Shading: claimed logprobs that are below or above the ones by which the tokens were sampled, everywhere or by reward.
+"""Shading: claimed logprobs that are below or above those by which the tokens were sampled, overall or by reward.
 
-A trainer divides by the claimed probability, so a worker that claims too little where its completion is rewarded has the policy
-learn more from it. The size of a difference does not show that: honest engines differ as much. Its sign does.
+A trainer divides by the claimed probability. A worker that claims too little for rewarded completions therefore makes
+the policy learn more from them. The size of a difference does not reveal that, because honest engines differ as much.
+Its sign does.
 
-Let p' be the probability that the worker claims for a token and p the recomputed one. A worker that sampled by p' satisfies
+Let p' be the probability that the worker claims for a token and p the recomputed one. A worker that sampled by p'
+satisfies
 
     E[p / p' - 1 | everything before] = 0
 
-since p is a distribution over the same tokens, whatever it is: another engine, arithmetic or policy. So with y = p / p' - 1 and a
-sign s, e = 1 + stake * (s y - slack) is an e-value without any calibration, as long as it is above 0. At stake 1 and s = 1 it
-always is, up to the slack: e is then the likelihood ratio of "sampled by p, claimed p'". Larger stakes see small shifts sooner,
-and need a cut: s y counts as CUT_BELOW / stake at least. Errors of a noisy engine beyond the cut would then add up to a gain. So
-s y counts as CUTS_ABOVE / stake at most, which is nearer to 0: errors as likely in both directions lose by the two cuts together,
-as tested up to 0.2 nats. `shading` multiplies e over all tokens of a bundle.
+since p is a distribution over the same tokens, for any engine, arithmetic or policy. So with y = p / p' - 1 and a sign
+s, e = 1 + stake * (s y - slack) is an e-value without any calibration, as long as it is above 0. At stake 1 and s = 1
+it always is, up to the slack: e is then the likelihood ratio of "sampled by p, claimed p'". Larger stakes detect small
+shifts sooner, and need a cut: s y counts as CUT_BELOW / stake at least. Errors of a noisy engine beyond the cut would
+then add up to a gain. So s y counts as CUTS_ABOVE / stake at most, which is nearer to 0: symmetric errors lose by the
+two cuts together, as tested up to 0.2 nats. `shading` multiplies e over all tokens of a bundle.
 
-`shading_by_reward` multiplies over the tokens of the completions whose reward is above their group's mean, and over those below
-it. The class of a completion is known after its tokens only. If f is 1 for a completion in the class and e is its product, then
-E[e^f] = 1 + Q(class) - P'(class), where Q is the distribution whose density over P' is e: at stake 1 the validator's. So
-REWARD_SLACK * stake is taken off for each completion of a group whose rewards differ, in the class or not.
+`shading_by_reward` multiplies over the tokens of the completions whose reward is above their group's mean, and over
+those below it. The class of a completion is known only after its tokens. If f is 1 for a completion in the class and e
+is its product, then E[e^f] = 1 + Q(class) - P'(class), where Q is the distribution whose density over P' is e: at stake
+1 the validator's. So REWARD_SLACK * stake is subtracted for each completion of a group whose rewards differ, in the
+class or not.
 
-Assumed: the claimed logprobs are those that the tokens were sampled by, to the slack; of what the cuts take off, no more lies
-below than above, on average over contexts, to the slack; the chance to be above the mean, or below, differs between worker and
-validator by at most REWARD_SLACK times the chance to be either, on average. Tested for errors up to 0.2 nats. A systematic
-difference of engines that acts like a temperature is within the slack up to 2 %. Measured: scripts/bench/shading.py and
-scripts/bench/honest_lives.py.
+Assumptions, on average over contexts: the tokens were sampled by the claimed logprobs, up to the slack. Of what the
+cuts remove, no more is below than above, up to the slack. The chance to be above the mean, or below, differs between
+worker and validator by at most REWARD_SLACK times the chance to be either. Tested for errors up to 0.2 nats. A
+systematic difference of engines that acts like a temperature is within the slack up to 2 %. Measured by
+scripts/bench/shading.py and scripts/bench/honest_lives.py.
 
 Letters: T tokens, N completions.
 """
@@ -41,37 +44,38 @@ from prime_protocol.evidence import Moments, Sums
 SHADING = "shading"
 SHADING_BY_REWARD = "shading_by_reward"
 STAKES = (1.0, 4.0, 16.0)
-"""In the place of lambdas."""
+"""Stakes, used instead of lambdas."""
 SLACKS = (3e-4, 3e-4, 2e-3)
-"""Of a token, by stake: the relative shift of its probability that rounding of the claim and the cuts may explain."""
+"""Slack of a token, by stake: the relative shift of its probability that rounding of the claim and the cuts may explain."""
 CUT_BELOW, CUTS_ABOVE = 0.9, (0.4, 0.6, 0.6)
-"""stake * (s y - slack) counts as -CUT_BELOW at least and as so much at most, by stake: -y is at most 1, so less at stake 1."""
+"""Bounds of stake * (s y - slack), by stake: at least -CUT_BELOW, at most CUTS_ABOVE. The upper bound is smaller at
+stake 1, because -y is at most 1."""
 REWARD_SLACK = 0.02
-"""Of a completion: by how much two engines' chances of a reward may differ."""
+"""Slack of a completion: how much two engines' chances of a reward may differ."""
 Floats = npt.NDArray[np.float64]
 
 MOMENTS = Moments(cap=max(CUTS_ABOVE), lambdas=2 * STAKES, log_moments=(0.0,) * 2 * len(STAKES), num_tokens=0)
-"""Of `shading`, in the form of a calibration's: log(1 + cut) is at most stake * cap."""
+"""Moments of `shading` in a calibration's form: log(1 + cut) is at most stake * cap."""
 MOMENTS_BY_REWARD = Moments(cap=max(CUTS_ABOVE), lambdas=4 * STAKES, log_moments=(0.0,) * 4 * len(STAKES), num_tokens=0)
 
 
 def rises(claimed_T: npt.NDArray[np.floating], recomputed_T: npt.NDArray[np.floating]) -> Floats:
-    """y [T] of the logprobs [T]; what is not a number says nothing here."""
+    """Compute y [T] from the logprobs [T]; NaN counts as 0."""
     with np.errstate(all="ignore"):
         rises_T: Floats = np.expm1(np.clip(recomputed_T.astype(np.float64) - claimed_T, -80.0, 80.0))
     return np.where(np.isnan(rises_T), 0.0, rises_T)
 
 
 def shading_sums(rises_T: Floats) -> Sums:
-    """Of all tokens of a bundle: claimed too low at each stake, then claimed too high. Rounded down, to 1e-6 nats."""
+    """Sum the evidence of all tokens of a bundle: claimed too low at each stake, then too high. Rounded down, to 1e-6 nats."""
     logs = [bets(sign * rises_T, stake).sum() for sign in (1.0, -1.0) for stake in STAKES]
     return Sums(num_tokens=len(rises_T), log_e=_rounded(logs))
 
 
 def by_reward_sums(rises_T: Floats, owners_T: npt.NDArray[np.integer], classes_N: npt.NDArray[np.integer]) -> Sums:
-    """The same of the completions above their group's mean (class 1), then of those below it (class -1).
+    """Sum the same for the completions above their group's mean (class 1), then for those below it (class -1).
 
-    `owners_T` [T]: the completion of each token; `classes_N` [N]: 0 for a completion of a group whose rewards are all alike.
+    `owners_T` [T] is the completion of each token. `classes_N` [N] is 0 for a completion of a group with equal rewards.
     Completions without a reward are left out of both, with their tokens.
     """
     classes_T = classes_N[owners_T] if len(owners_T) else np.zeros(0, np.int64)
@@ -88,7 +92,7 @@ def by_reward_sums(rises_T: Floats, owners_T: npt.NDArray[np.integer], classes_N
 
 
 def reward_classes(groups: Sequence[Sequence[float]]) -> npt.NDArray[np.int64]:
-    """The class of each completion [N], by the finite rewards of each group: 1 above its mean, -1 below, 0 at it."""
+    """Return the class of each completion [N], by the finite rewards of each group: 1 above its mean, -1 below, 0 at it."""
     found: list[int] = []
     for rewards in groups:
         low, high = min(rewards, default=0.0), max(rewards, default=0.0)

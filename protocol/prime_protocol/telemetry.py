@@ -1,4 +1,4 @@
-"""What a worker claims of itself. Nothing here is proven, so each number has a bound that a real machine keeps."""
+"""A worker's claims about itself. None of them is proven, so each number has a bound that a real machine satisfies."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from prime_protocol.envelope import WireModel
 
 
 class Hardware(WireModel):
-    """What a worker says about its machine. For the operator; what it is leased follows from what was measured."""
+    """Description of a worker's machine, by the worker. For display only; leases depend on measured speed."""
 
     device: Name
-    """The GPU's name, or the processor's architecture."""
+    """Name of the GPU, or architecture of the processor."""
     cores: int = Field(ge=0, le=limits.CLAIMED_CORES_MAX)
     memory_bytes: int = Field(ge=0, le=limits.CLAIMED_MEMORY_BYTES_MAX)
-    """Of the GPU where there is one, else of the machine."""
+    """Memory of the GPU if there is one, otherwise of the machine."""
 
 
 class Speed(WireModel):
-    """How fast a worker is, by its own word: it has sampled a few tokens of the policy that it holds. SPEC.md, section 14.
+    """Speed that a worker claims after sampling a few tokens of the policy that it holds. SPEC.md, section 14.
 
     Example: Speed(rollout_ms=120, tokens_per_s=2_100, download_bytes_per_s=12_000_000).
     """
 
     rollout_ms: int = Field(ge=1, le=limits.CLAIMED_MS_MAX)
-    """One completion of this run takes it so long at most, where as many are sampled at once as it likes."""
+    """Maximum time of one completion of this run, if the worker samples its preferred number at once."""
     tokens_per_s: int = Field(ge=0, le=limits.CLAIMED_TOKENS_PER_S_MAX)
     download_bytes_per_s: int = Field(ge=0, le=limits.CLAIMED_BYTES_PER_S_MAX)
-    """As its first policy came; 0 where it had that already."""
+    """Download speed of its first policy; 0 if it had that already."""

@@ -1,8 +1,8 @@
-"""safetensors files as values: named arrays to bytes and back, strict on what comes from a peer.
+"""safetensors files as values: named arrays to bytes and back, strict on input from a peer.
 
-The published parser accepts duplicate names (safetensors 0.8), so the header is read here: it is JSON without duplicate
-keys, its tensors have the expected names, types and ranks, lie aligned and one after another without gap or overlap, and
-fill the file.
+The published parser accepts duplicate names (safetensors 0.8), so this module reads the header itself. It must be JSON
+without duplicate keys. Its tensors must have the expected names, types and ranks, be aligned, follow each other without
+gap or overlap, and fill the file.
 """
 
 from __future__ import annotations
@@ -30,16 +30,19 @@ _NUMPY: dict[str, type[np.generic]] = {
 
 
 def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Example: pack_tensors({"lengths": np.array([3], np.int32)})."""
+    """Pack arrays into a safetensors file.
+
+    Example: pack_tensors({"lengths": np.array([3], np.int32)}).
+    """
     return save({name: np.ascontiguousarray(array) for name, array in tensors.items()})
 
 
 def unpack_tensors(
     data: bytes, layout: Mapping[str, tuple[str, int]], *, optional: AbstractSet[str] = frozenset()
 ) -> dict[str, npt.NDArray[Any]]:
-    """Exactly the tensors of `layout` (name -> safetensors dtype, rank), as read-only views of `data`. Raises PeerError.
+    """Return exactly the tensors of `layout` as read-only views of `data`. Raises PeerError.
 
-    Those of `optional` may be missing.
+    `layout` maps names to (safetensors dtype, rank). Those of `optional` may be missing.
     """
     header_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 or header_bytes > min(limits.TENSOR_HEADER_BYTES_MAX, len(data) - 8) or header_bytes % 8:
@@ -68,7 +71,7 @@ def unpack_tensors(
 
 
 def _entry(name: str, entry: object, dtype: str, rank: int) -> tuple[list[int], int, int]:
-    """One header entry as (shape, start, end)."""
+    """Parse one header entry as (shape, start, end)."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise _malformed(f"{name} needs exactly dtype, shape and data_offsets")
     shape, offsets = entry["shape"], entry["data_offsets"]

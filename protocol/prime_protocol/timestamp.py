@@ -1,8 +1,8 @@
-"""Timestamps: the coordinator's short-lived word on which policy and which keys are the newest. TUF's timestamp role.
+"""Timestamps: the coordinator's short-lived statement of the newest policy and keys. TUF's timestamp role.
 
-A signature does not age, so an old head is a valid head: whoever stands between a machine and the run could show it for ever
-(the freeze attack). The coordinator, whose key is online anyway, therefore signs every few seconds what is newest, and until when
-that holds. It decides nothing else: weights are the trainer's word, keys the root's.
+A signature does not expire, so an old head remains valid. An attacker between a machine and the run could show it
+forever (the freeze attack). Therefore the coordinator, whose key is online anyway, signs every few seconds what is
+newest, with an expiry time. It decides nothing else: the trainer vouches for weights, the root for keys.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from prime_protocol.run_spec import PinnedRun
 
 
 class Timestamp(WireModel):
-    """What is newest (envelope type TIMESTAMP)."""
+    """Statement of what is newest (envelope type TIMESTAMP)."""
 
     run: Digest
     head: ChainPoint | None
-    """The newest manifest, None before the first."""
+    """Newest manifest, None before the first."""
     key_ring: int = Field(ge=0, le=limits.KEY_RINGS_MAX)
     """Version of the newest key ring; 0 is the RunSpec."""
     issued_at_ms: Count
@@ -40,12 +40,15 @@ class Timestamp(WireModel):
 
     @property
     def policy_version(self) -> int:
-        """Of the head; -1 before the first."""
+        """Policy version of the head; -1 before the first."""
         return -1 if self.head is None else self.head.policy_version
 
 
 def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
-    """Size, signature by the coordinator of today, schema, run. Its age is check_fresh's question. Raises PeerError."""
+    """Verify a timestamp's envelope and parse it. Raises PeerError.
+
+    Checks size, signature by a current coordinator key, schema and run. check_fresh checks its age.
+    """
     if len(envelope.payload) > limits.TIMESTAMP_BYTES_MAX:
         raise LimitExceeded("TIMESTAMP_BYTES_MAX", len(envelope.payload), limits.TIMESTAMP_BYTES_MAX)
     stamp = parse_json(run.keys.verify(envelope, PayloadType.TIMESTAMP, Role.COORDINATOR), Timestamp)
@@ -55,7 +58,7 @@ def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
 
 
 def check_fresh(stamp: Timestamp, now_ms: int) -> None:
-    """It holds now, give or take the clocks' difference of REQUEST_AGE_S_MAX. Raises PeerError(EXPIRED)."""
+    """Check that it is fresh, allowing a clock difference of REQUEST_AGE_S_MAX. Raises PeerError(EXPIRED)."""
     skew_ms = round(limits.REQUEST_AGE_S_MAX * 1_000)
     if stamp.issued_at_ms > now_ms + skew_ms:
         ahead_s = (stamp.issued_at_ms - now_ms) / 1_000
@@ -71,10 +74,10 @@ def check_fresh(stamp: Timestamp, now_ms: int) -> None:
 
 
 def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
-    """Whether `stamp` is newer than what was known. Raises PeerError where the coordinator takes back what it has said,
-    whichever of the two was seen first.
+    """Return whether `stamp` is newer than `known`.
 
-    A copy of an earlier one is no fault: mirrors lag.
+    Raises PeerError if the coordinator contradicts its earlier statement, in whichever order the two arrived. A copy of
+    an earlier timestamp is not a fault: mirrors lag.
     """
     is_newer = stamp.issued_at_ms > known.issued_at_ms
     earlier, later = (known, stamp) if is_newer else (stamp, known)

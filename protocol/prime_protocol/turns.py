@@ -1,15 +1,15 @@
-"""Rollouts of several turns: what the model was asked at each, and what it said.
+"""Rollouts of several turns: the model's prompt and answer at each turn.
 
-An environment that answers (a game, a tool, another agent) makes a rollout of several requests to the engine. Each is recorded by
-itself, so nothing is rendered or tokenised twice: in such a bundle a completion is one turn's answer, and two more tensors say to
-which rollout it belongs and behind which tokens it was sampled.
+An environment that answers (a game, a tool, another agent) makes a rollout of several requests to the engine. Each is
+recorded separately, so nothing is rendered or tokenised twice. In such a bundle a completion is one turn's answer. Two
+more tensors record which rollout it belongs to and which tokens it was sampled after:
 
-    turns    int32 [N, 3]  (rollout, kept, new) of each completion: its prompt is the first `kept` tokens of what its rollout said
-                           last, and after them `new` tokens of `context`
-    context  int32 [P]     what is new in the prompts, one after another; left out where it is empty
+    turns    int32 [N, 3]  (rollout, kept, new) of each completion: its prompt is the first `kept` tokens of its rollout's
+                           history, followed by `new` tokens of `context`
+    context  int32 [P]     new tokens of all prompts, concatenated; omitted if empty
 
-What a rollout "said last" is the prompt and the answer of its turn before; at its first turn it is the prompt of the lease. So a
-turn that goes on costs what the environment said, and one that begins anew (thinking was stripped, another agent was asked) costs
+The history is the prompt and the answer of the previous turn; at the first turn it is the prompt of the lease. So a
+turn that continues costs only the environment's text, and one that starts anew (stripped thinking, another agent) costs
 its prompt. The answer of turn t is sampled with `turn_seed(assigned seed, t)`.
 """
 
@@ -40,7 +40,7 @@ class Turn:
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """The randomness of a rollout's turn, counted from 0: turn 0 has the assigned seed itself."""
+    """Return the seed of a rollout's turn, counted from 0: turn 0 has the assigned seed itself."""
     if turn == 0:
         return seed
     digest = blake3(f"prime-node turn {seed} {turn}".encode()).digest(length=8)
@@ -48,7 +48,7 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 def rollouts_of_turns(lease: Lease, episodes: Sequence[Sequence[Turn]]) -> Rollouts:
-    """What an honest worker uploads: the turns of each rollout, in the lease's order of groups and seeds."""
+    """Return what an honest worker uploads: the turns of each rollout, in the lease's order of groups and seeds."""
     rows: list[tuple[int, int, int]] = []
     context: list[int] = []
     said = _prompts_of_lease(lease)
@@ -74,7 +74,10 @@ def rollouts_of_turns(lease: Lease, episodes: Sequence[Sequence[Turn]]) -> Rollo
 
 
 def episodes_of(rollouts: Rollouts, lease: Lease) -> list[list[Turn]]:
-    """The turns of each rollout of a lease, their prompts spelled out. Raises PeerError where one keeps more than was said."""
+    """Return the turns of each rollout of a lease, with full prompts.
+
+    Raises PeerError if a turn keeps more tokens than its history has.
+    """
     prompts = list(_prompts_of_lease(lease))
     if len(prompts) != rollouts.num_rollouts:
         raise PeerError(ErrorCode.MALFORMED, f"{rollouts.num_rollouts} rollouts, the lease asks for {len(prompts)}")
@@ -82,7 +85,7 @@ def episodes_of(rollouts: Rollouts, lease: Lease) -> list[list[Turn]]:
 
 
 def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: int = 0) -> Iterator[list[Turn]]:
-    """The same of the rollouts from number `first` on, behind these prompts of their leases."""
+    """Return the same for the rollouts from number `first` on, given the prompts of their leases."""
     if rollouts.turns_N3 is None:
         for number, prompt in enumerate(prompts, start=first):
             yield [Turn(prompt, rollouts.completion(number))]
@@ -103,7 +106,7 @@ def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: i
 
 
 def joined(turns: Sequence[Turn]) -> Completion:
-    """All that was sampled, as if it had been one answer."""
+    """Join all sampled tokens into one completion."""
     if len(turns) == 1:
         return turns[0].completion
     return Completion(
@@ -114,7 +117,7 @@ def joined(turns: Sequence[Turn]) -> Completion:
 
 
 def has_assigned_seeds(rollouts: Rollouts, lease: Lease) -> bool:
-    """Whether slots and seeds are the lease's, in its order, for every turn."""
+    """Return whether slots and seeds are the lease's, in its order, for every turn."""
     slots = [group.slot for group in lease.groups for _ in group.seeds]
     seeds = [seed for group in lease.groups for seed in group.seeds]
     if rollouts.num_rollouts != len(slots):
@@ -129,10 +132,10 @@ def has_assigned_seeds(rollouts: Rollouts, lease: Lease) -> bool:
 
 
 def size_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | None:
-    """Why turns are not as many, or their prompts not as long, as the lease's environments allow, or None.
+    """Return why turns are more, or their prompts longer, than the lease's environments allow, or None.
 
-    To be looked at before any prompt is spelled out, each of which may repeat all of the turns before it, however small the
-    bundle is. Without `spec` there is one turn of each rollout.
+    Call it before expanding any prompt: each may repeat all of its previous turns, however small the bundle is. Without
+    `spec` each rollout has one turn.
     """
     of_rollouts = [group.problem.environment for group in lease.groups for _ in group.seeds]
     if rollouts.turns_N3 is None or rollouts.num_rollouts != len(of_rollouts):
@@ -153,7 +156,10 @@ def size_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | 
 
 
 def prompt_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | None:
-    """Why prompts of turns whose sizes are sound cannot be the lease's, or None. Raises PeerError where they cannot be read."""
+    """Return why prompts of turns with valid sizes cannot be the lease's, or None.
+
+    Raises PeerError if they cannot be read.
+    """
     if rollouts.turns_N3 is None or spec is None:
         return None
     environments = {environment.name: environment for environment in spec.environments}

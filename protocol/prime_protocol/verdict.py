@@ -1,4 +1,4 @@
-"""Verdicts: what became of a bundle, why, and the signed receipt that a worker can keep."""
+"""Verdicts on bundles, with their reasons, and the signed receipts that workers keep."""
 
 from __future__ import annotations
 
@@ -17,55 +17,57 @@ from prime_protocol.visible import printable
 
 
 class RejectReason(StrEnum):
-    """Why a well-formed, signed bundle was refused. `is_dishonest` says which of them count as a strike."""
+    """Reason why a well-formed, signed bundle was rejected. `is_dishonest` marks those that count as a strike."""
 
     STALE = "stale"
-    """Its step has been trained, or its policy is more than async_level behind."""
+    """Step already trained, or policy more than async_level behind."""
     FUTURE = "future"
-    """Its step or policy does not exist yet."""
+    """Step or policy that does not exist yet."""
     LEASE_EXPIRED = "lease_expired"
-    """The lease ended before the upload came; its groups have gone to another worker."""
+    """Lease that ended before the upload; its groups have gone to another worker."""
     DUPLICATE = "duplicate"
-    """The lease has been redeemed by another bundle."""
+    """Lease that another bundle has already redeemed."""
     WRONG_POLICY = "wrong_policy"
-    """Another policy, or other spans of policies, than the lease names."""
+    """Policy, or spans of policies, other than the lease names."""
     WRONG_ASSIGNMENT = "wrong_assignment"
-    """Other groups, order or seeds than assigned."""
+    """Groups, order or seeds other than assigned."""
     WRONG_CONTEXT = "wrong_context"
-    """A turn's prompt is not what the environment says behind the answers so far."""
+    """Prompt of a turn that does not match the environment's reply to the answers so far."""
     INCOMPLETE = "incomplete"
-    """An environment goes on where a rollout ends: it failed on its worker's machine. Or it plays another problem than that of an
-    evaluation, as releases from before the evaluations do. Counts as a lease that was handed back."""
+    """Rollout that ends although its environment continues: the environment failed on the worker's machine. Or the
+    environment plays another problem than the evaluation's, as releases without evaluations do. Counts as a lease
+    that was handed back."""
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
-    """A token id outside the vocabulary."""
+    """Token id outside the vocabulary."""
     BAD_TERMINATION = "bad_termination"
-    """It goes on after a stop token, stops without one, ends before its limit, or the seed chooses otherwise at its end."""
+    """Completion that continues after a stop token, stops without one, ends before its limit, or ends against the seed's
+    choice."""
     LOGPROB_MISMATCH = "logprob_mismatch"
-    """The claimed logprobs are not those of the claimed policy."""
+    """Claimed logprobs that are not those of the claimed policy."""
     SEED_MISMATCH = "seed_mismatch"
-    """The tokens are not the ones that the assigned seeds choose."""
+    """Tokens that the assigned seeds do not choose."""
     PROOF_MISMATCH = "proof_mismatch"
-    """The hidden states that it commits to are not those of the claimed policy."""
+    """Committed hidden states that are not those of the claimed policy."""
     EQUIVOCATION = "equivocation"
-    """Its worker signed two different bundles for one lease. Both headers are kept."""
+    """Second, different bundle that its worker signed for one lease. Both headers are kept."""
     COPIED = "copied"
-    """It holds what another completion said before, and what nobody says twice by chance."""
+    """Text of an earlier completion that does not occur twice by chance."""
     STATISTICAL = "statistical"
-    """Nothing in this bundle decides by itself, but with the worker's earlier ones the evidence has reached the run's limit."""
+    """Bundle that decides nothing alone, but with which the worker's evidence has reached the run's limit."""
     IMPLAUSIBLE = "implausible"
-    """An unseeded engine's tokens are not what sampling from the claimed policy gives."""
+    """Tokens of an unseeded engine that are not plausible samples of the claimed policy."""
     MALFORMED = "malformed"
-    """The signed header is sound, but the body is not what SPEC.md describes."""
+    """Valid signed header, but a body other than SPEC.md describes."""
     BANNED = "banned"
-    """The worker was banned while the bundle waited."""
+    """Bundle whose worker was banned while it waited."""
     UNPROVEN = "unproven"
-    """It was not audited, and a dishonest bundle of the same worker came to light before it stood for itself."""
+    """Unaudited bundle in escrow when a dishonest bundle of the same worker was found."""
     UNVERIFIABLE = "unverifiable"
-    """No validator could judge it in time. Nobody's fault: its groups are leased again."""
+    """Bundle that no validator could judge in time. Nobody's fault: its groups are leased again."""
 
     @property
     def is_dishonest(self) -> bool:
-        """True where neither bad luck nor a slow line explains it."""
+        """Whether neither bad luck nor a slow connection explains the reason."""
         return self in _DISHONEST
 
 
@@ -89,12 +91,12 @@ _DISHONEST = frozenset(
 
 
 class Verdict(WireModel):
-    """Accepted, or refused with a reason. Example: Verdict.refuse(RejectReason.STALE, "step 3 is trained")."""
+    """Acceptance, or rejection with a reason. Example: Verdict.refuse(RejectReason.STALE, "step 3 is trained")."""
 
     accepted: bool
     reason: RejectReason | None = None
     detail: Text = ""
-    """For a person: a rule, or a class of error. Never a measured number: how near a bundle came would help to cheat."""
+    """Rule or class of error, for display. Never a measured number: the distance to a threshold would help to cheat."""
 
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Verdict:
@@ -104,15 +106,17 @@ class Verdict(WireModel):
 
     @classmethod
     def accept(cls) -> Verdict:
+        """Return the verdict of an accepted bundle."""
         return cls(accepted=True)
 
     @classmethod
     def refuse(cls, reason: RejectReason, detail: str = "") -> Verdict:
+        """Return the verdict of a bundle that is rejected for `reason`."""
         return cls(accepted=False, reason=reason, detail=printable(detail, limits.TEXT_CHARS_MAX))
 
 
 class BundleStatus(StrEnum):
-    """Where a bundle is on its way."""
+    """State of a bundle."""
 
     PENDING = "pending"
     """Durable at the coordinator, waiting for a validator."""
@@ -121,18 +125,18 @@ class BundleStatus(StrEnum):
 
 
 class BanKind(StrEnum):
-    """What a ban rests on."""
+    """Basis of a ban."""
 
     HARD = "hard"
-    """Bundles each of which was refused for a reason that neither bad luck nor a slow line explains."""
+    """Several bundles, each rejected for a reason that neither bad luck nor a slow connection explains."""
     STATISTICAL = "statistical"
-    """All its bundles together: their evidence has reached the run's limit."""
+    """All bundles of the worker together: their evidence has reached the run's limit."""
     OPERATOR = "operator"
-    """The operator's word."""
+    """Decision of the operator."""
 
 
 class Receipt(WireModel):
-    """The coordinator's signed word on one bundle. A worker that keeps its receipts can prove what it did."""
+    """Coordinator's signed statement on one bundle. With its receipts a worker can prove what it did."""
 
     run: Digest
     worker: KeyId
@@ -143,16 +147,16 @@ class Receipt(WireModel):
     policy_version: Step
     num_rollouts: Count
     num_tokens: Count
-    """Completion tokens that this receipt credits: the bundle's, or, where a worker's last bundles stand surety, those of the
-    one that is released. 0 where it was refused."""
+    """Completion tokens that this receipt credits: the bundle's, or, if the worker's last bundles are in escrow, those
+    of the released one. 0 if it was rejected."""
     status: BundleStatus
     reason: RejectReason | None = None
     detail: Text = ""
     at_ms: Count
     evidence: Weighed | None = Field(default=None, exclude_if=lambda value: value is None)
-    """What it added to the evidence against the worker; null where it was not weighed."""
+    """Bundle's contribution to the evidence against the worker; null if it was not weighed."""
     assigned: Assigned | None = Field(default=None, exclude_if=lambda value: value is None)
-    """What was assigned; in a bundle's first receipt that accepts it, where the run has a seed chain."""
+    """Assignment of the bundle, in its first accepting receipt, if the run has a seed chain."""
 
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Receipt:

@@ -1,7 +1,7 @@
-"""The checks on a bundle of rollouts. Numbered, cheap ones first; the first that fails gives the reason.
+"""Checks on a bundle of rollouts. They are numbered, cheap ones first; the first that fails gives the reason.
 
     (1) the policy is the lease's, spans as allowed       WRONG_POLICY
-    (2) turns are as many as allowed, of that length      WRONG_CONTEXT
+    (2) number and length of turns are allowed            WRONG_CONTEXT
         lease, groups, order, seeds are the assigned ones WRONG_ASSIGNMENT
     (3) token ids are within the vocabulary               TOKEN_OUT_OF_RANGE
     (4) each completion ends where it must                BAD_TERMINATION
@@ -9,11 +9,11 @@
     (6) tokens are the ones that the seeds choose         SEED_MISMATCH, at a completion's end BAD_TERMINATION
     (7) hidden states are those that it commits to        PROOF_MISMATCH
 
-Of engines that choose by randomness of their own, where the run takes them, (6) asks instead whether the tokens are what sampling
-gives: not too probable, nor too improbable, all in all      IMPLAUSIBLE
+For engines with their own randomness, if the run admits them, (6) checks instead that the tokens are plausible samples,
+neither too probable nor too improbable in total: IMPLAUSIBLE.
 
-(1) to (4) need only the lease. (5) to (7) need a forward pass of the claimed policy over prompt and completion, by someone
-trusted; they take its numbers as arrays. Steps are judged by step.check, envelopes by envelope.py, before any of these.
+(1) to (4) need only the lease. (5) to (7) need a trusted forward pass of the claimed policy over prompt and completion;
+they take its results as arrays. step.check judges steps and envelope.py judges envelopes before any of these checks.
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ from prime_protocol.turns import has_assigned_seeds, prompt_fault, size_fault
 from prime_protocol.verdict import RejectReason, Verdict
 
 SHARPER, FLATTER = 0.8, 1.25
-"""Temperatures, beside the run's, that unseeded choices are held against."""
+"""Temperatures, relative to the run's, that unseeded choices are compared with."""
 LIKELIHOOD_RATIOS = ("sharper", "flatter")
-"""Statistics that may be below 0: their exponential has the mean 1 for whoever samples from the policy."""
+"""Statistics that may be below 0: their exponential has mean 1 if the worker samples from the policy."""
 RATIO_NATS_MIN = -60.0
 OF_SEEDS = frozenset({"margin", "flip", "stop"})
-"""Statistics that say something only where the seeds decide."""
+"""Statistics that are meaningful only if the seeds decide."""
 
 GROSS_FACTOR = 10.0
-"""Thresholds are so many times as wide where a calibration knows how far honest engines differ."""
+"""Factor by which thresholds widen if a calibration knows how far honest engines differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """What a trusted forward pass says about a bundle's T completion tokens, in the bundle's order."""
+    """Results of a trusted forward pass for a bundle's T completion tokens, in the bundle's order."""
 
     logprobs_T: npt.NDArray[np.float32]  # [T] nats, at the run's temperature
     margins_T: npt.NDArray[np.float32]
-    """[T] best noisy score minus the chosen token's: 0 where the token is the one that the seed chooses, else above 0."""
+    """[T] best noisy score minus the chosen token's: 0 if the seed chooses this token, else above 0."""
     hidden_TD: Bits | None = None
-    """[T, D] bf16: the last hidden state that each token was chosen from. None where it was not asked for."""
+    """[T, D] bf16: the last hidden state that each token was sampled from. None if not requested."""
     stop_margins_T: npt.NDArray[np.float32] | None = None
-    """[T] of a stop token its margin; of another token, by how much a stop token was the better choice, or 0."""
+    """[T] for a stop token its margin; for another token, the lead of the best stop token over it, or 0."""
     expected_T: npt.NDArray[np.float32] | None = None
-    """[T] the mean of the logprob over what might have been chosen, where there is no seed. Margins are the filters' alone."""
+    """[T] mean logprob over the possible choices, without seeds. Margins then come from the filters alone."""
     variance_T: npt.NDArray[np.float32] | None = None
-    """[T] and its variance."""
+    """[T] variance of the logprob over the possible choices."""
     sharper_T: npt.NDArray[np.float32] | None = None
     """[T] without seeds and filters: nats by which the token would be likelier at SHARPER times the temperature."""
     flatter_T: npt.NDArray[np.float32] | None = None
-    """[T] and at FLATTER times the temperature."""
+    """[T] the same at FLATTER times the temperature."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Those that are there, by the names of their fields; of each, the first dimension is T."""
+        """Return the arrays that are present, by field name; the first dimension of each is T."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: array for name, array in named.items() if array is not None}
 
 
 DEVIATION_VARIANCE_MIN = 1.0
-"""Nats squared. A bundle of almost certain tokens is not judged by the little chance that is in it."""
+"""Nats squared. Lower bound of the variance, so that the little chance in almost certain tokens does not decide."""
 
 Statistics = Mapping[str, npt.NDArray[np.float32]]
-"""What each token of a bundle says against its worker, by name: at least 0, and 0 where claim and forward pass agree, but for
-`rise` and LIKELIHOOD_RATIOS."""
+"""Statistics of each token of a bundle as evidence against its worker, by name. They are at least 0, and 0 if claim and
+forward pass agree, except for `rise` and LIKELIHOOD_RATIOS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The numbers behind a verdict."""
+    """Measured values behind a verdict."""
 
     logprob_error_mean: float
     logprob_error_max: float
@@ -94,11 +94,11 @@ class Measured:
     seed_margin_max: float = 0.0
     stop_margin_max: float = 0.0
     choice_deviation: float = 0.0
-    """Standard deviations, of an unseeded bundle."""
+    """Deviation of an unseeded bundle in standard deviations."""
 
 
 def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
-    """Hidden-state proofs are there exactly where the run asks for them; how many is a matter of the bundle's form.
+    """Check that hidden-state proofs are present exactly if the run asks for them. parse_body has checked their number.
 
     Raises PeerError(MALFORMED).
     """
@@ -107,7 +107,7 @@ def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
 
 
 def require_seeded(header: RolloutHeader, policy: CheckPolicy) -> None:
-    """Raises PeerError(MALFORMED) where a bundle says that it does without seeds, and the run does not."""
+    """Raise PeerError(MALFORMED) if a bundle declares an unseeded engine and the run admits none."""
     if not (header.engine.seeded or policy.unseeded):
         raise PeerError(ErrorCode.MALFORMED, "the run takes no unseeded engines")
 
@@ -121,8 +121,11 @@ def check_assignment(
     newest_policy: int | None = None,
     turns: RunSpec | None = None,
 ) -> Verdict:
-    """Checks (1) to (4). `newest_policy`: the newest that a token may be of, where the run lets completions span policies.
-    `turns`: the run whose environments say how many turns there may be; without it there is one of each rollout."""
+    """Run checks (1) to (4).
+
+    `newest_policy` is the newest that a token may come from, if the run lets completions span policies. `turns` is the
+    run whose environments limit the number of turns; without it each rollout has one.
+    """
     same_policy = header.policy_version == lease.policy_version and header.policy_digest == lease.policy_digest
     if not same_policy:  # (1)
         return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
@@ -136,7 +139,7 @@ def check_assignment(
         lease.lease_id,
         lease.step,
     )
-    fault = size_fault(rollouts, lease, turns) if same_lease else None  # (2), before anything is computed for each turn
+    fault = size_fault(rollouts, lease, turns) if same_lease else None  # (2), before any work per turn
     if fault is not None:
         return Verdict.refuse(RejectReason.WRONG_CONTEXT, fault)
     if not same_lease or not has_assigned_seeds(rollouts, lease):
@@ -153,17 +156,16 @@ def check_assignment(
 
 
 def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
-    """Compare claims with a trusted forward pass. What is not a number counts against the bundle, as infinity.
+    """Compare claims with a trusted forward pass. NaN counts against the bundle, as infinity.
 
-    margin [T]: by how much another token's noisy score is above the chosen one's
-    flip [T]: 1 where another token's score is above it at all, so that a choice among near-ties is budgeted too
-    logprob [T]: nats between the claimed logprob and the recomputed one
-    apart [T]: |1 - p / p'| of their probabilities, by which alone a flip is explained (excess_flips.py)
-    rise [T]: p / p' - 1, with its sign (shading.py)
-    stop [T]: margin of a stop token, or by how much one was better than what was chosen, where `prefill` says so
-    surprise, certainty, spread [T]: without seeds, by how much the logprob is below or above its mean, and its variance
-    sharper, flatter [T]: without seeds, nats by which the token would be likelier at another temperature; below 0 where it is not
-    proof [C]: mean distance of each hidden-state proof, where the bundle carries them and `prefill` has hidden states
+    margin [T]: lead of another token's noisy score over the chosen one's flip [T]: 1 if another token's score is higher
+    at all, so that choices among near-ties have a budget too logprob [T]: nats between the claimed logprob and the
+    recomputed one apart [T]: |1 - p / p'| of their probabilities, the only thing that explains a flip (excess_flips.py)
+    rise [T]: p / p' - 1, with its sign (shading.py) stop [T]: margin of a stop token, or the lead of the best one over
+    the chosen token, if `prefill` has it surprise, certainty, spread [T]: without seeds, how far the logprob is below
+    or above its mean, and its variance sharper, flatter [T]: without seeds, nats by which the token would be likelier
+    at another temperature; may be below 0 proof [C]: mean distance of each hidden-state proof, if the bundle carries
+    them and `prefill` has hidden states
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))
@@ -189,12 +191,12 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
 
 
 def measure_logprobs(rollouts: Rollouts, prefill: Prefill) -> Measured:
-    """The numbers that the run's thresholds are for."""
+    """Compute the values that the run's thresholds apply to."""
     return summary(statistics(rollouts, prefill))
 
 
 def summary(found: Statistics) -> Measured:
-    """The same, of statistics that are at hand."""
+    """Compute the same values from given statistics."""
     proof, stop = (found.get(name, np.zeros(1, np.float32)) for name in ("proof", "stop"))
     return Measured(
         logprob_error_mean=float(found["logprob"].mean(dtype=np.float64)),
@@ -209,16 +211,19 @@ def summary(found: Statistics) -> Measured:
 
 
 def _deviation(found: Statistics) -> float:
-    """Of a sum of independent choices from its mean, in its own standard deviations; a certain choice adds nothing to either."""
+    """Return the deviation of a sum of independent choices from its mean, in its standard deviations.
+
+    A certain choice adds nothing to either.
+    """
     sums = {name: float(found[name].sum(dtype=np.float64)) for name in ("surprise", "certainty", "spread")}
     apart = abs(sums["surprise"] - sums["certainty"])
     return apart / math.sqrt(max(sums["spread"], DEVIATION_VARIANCE_MIN)) if math.isfinite(apart) else math.inf
 
 
 GROSS_NATS = 0.5
-"""A larger mean error of the logprobs, in nats, means a broken machine and no cheat that hides."""
+"""Nats. A larger mean error of the logprobs means a broken machine, not a hidden cheat."""
 GROSS_FLIPS_SHARE = 0.5
-"""The same of tokens that the seeds do not choose."""
+"""Share of tokens against the seeds' choice that means the same."""
 GROSS_LOGPROBS = (
     "claimed logprobs are far from the policy's, as those of other weights, of another temperature or from broken memory: "
     "start the worker again; if it lasts, test the machine's memory and try another engine"
@@ -235,10 +240,10 @@ WRONG_FLIPS = (
 
 
 def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
-    """Checks (5) to (7).
+    """Run checks (5) to (7).
 
-    The detail names one of a few classes, so that an honest contributor can mend a machine. It tells no number: how near a
-    bundle came to a threshold would help to cheat.
+    The detail names one of a few classes, so that an honest contributor can repair a machine. It contains no number:
+    the distance of a bundle to a threshold would help to cheat.
     """
     mean, largest, flips = measured.logprob_error_mean, measured.logprob_error_max, measured.seed_flips_share
     if mean > policy.logprob_error_mean_max or largest > policy.logprob_error_max:  # (5)
@@ -260,9 +265,10 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
 
 
 def widened(policy: CheckPolicy) -> CheckPolicy:
-    """The thresholds for a bundle that the run's calibration speaks for (calibration.py): only what is grossly wrong is refused.
+    """Return the thresholds for a bundle that the run's calibration covers (calibration.py): they reject only gross errors.
 
-    The defaults are for fp32 on both sides: of bundles that bf16 sampled and fp32 judged they refuse more than half.
+    The defaults are for fp32 on both sides. They reject more than half of the bundles that bf16 sampled and fp32
+    judged.
     """
     return policy.model_copy(
         update={
@@ -271,13 +277,13 @@ def widened(policy: CheckPolicy) -> CheckPolicy:
             "seed_flips_share_max": min(1.0, GROSS_FACTOR * policy.seed_flips_share_max),
             "stop_margin_max": max(
                 policy.stop_margin_max, policy.seed_margin_max
-            ),  # an end is held to what any token is
+            ),  # an end has the same limit as any token
         }
     )
 
 
 def _spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:
-    """Each completion's spans are of ever newer policies: it can be told which weights sampled which token."""
+    """Return whether policies ascend in each completion's spans, so that it is clear which weights sampled which token."""
     of_S, versions_S = rollouts.spans_S3[:, 0], rollouts.spans_S3[:, 1].astype(np.int64)
     within = versions_S.min() >= oldest and versions_S.max() <= newest
     same_completion = of_S[1:] == of_S[:-1]
@@ -285,7 +291,7 @@ def _spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:
 
 
 def _termination_fault(rollouts: Rollouts, sampling: Sampling) -> str | None:
-    """Why some completion ends where it must not, or None."""
+    """Return why some completion ends where it must not, or None."""
     is_stop_T = np.isin(rollouts.token_ids_T, np.array(sampling.stop_token_ids, dtype=np.int64))
     ends_N = np.cumsum(rollouts.lengths_N.astype(np.int64))
     last_is_stop_N = is_stop_T[ends_N - 1]

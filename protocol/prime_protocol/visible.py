@@ -1,12 +1,12 @@
-"""Text from outside: what names and texts on the wire may hold, and the one function that makes any text fit to be shown."""
+"""Text from outside: the characters allowed on the wire, and the one function that makes any text safe to display."""
 
 from __future__ import annotations
 
 from prime_protocol import limits
 
 INVISIBLE = (
-    (0x00, 0x1F),  # control characters: ESC steers terminals, LF forges lines of a log
-    (0x7F, 0x9F),  # and those of C1: 0x9B is ESC [
+    (0x00, 0x1F),  # control characters: ESC controls terminals, LF forges log lines
+    (0x7F, 0x9F),  # C1 control characters: 0x9B is ESC [
     (0xAD, 0xAD),
     (0x34F, 0x34F),
     (0x61C, 0x61C),
@@ -25,20 +25,21 @@ INVISIBLE = (
     (0x1D173, 0x1D17A),
     (0xE0000, 0xE0FFF),
 )
-"""Code points, first and last, that no name and no text holds: controls, separators, and what Unicode calls default ignorable.
-Written down, not taken from a table: a name that is valid stays valid, whichever version of Unicode a reader has."""
+"""Code points, first and last, that no name or text may contain: controls, separators, and Unicode's default ignorables.
+The list is fixed here rather than taken from a table: a valid name stays valid under any version of Unicode."""
 _INVISIBLE_CLASS = "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in INVISIBLE)
 VISIBLE = f"^[^{_INVISIBLE_CLASS}]*$"
-"""As a pattern, of Python and of Rust."""
+"""Pattern of text without them, for Python and Rust."""
 
 
 def printable(text: str, chars_max: int = limits.DETAIL_CHARS_MAX) -> str:
-    """At most `chars_max` characters of a foreign text, each that could steer a terminal, forge a line or hide itself as `?`.
+    r"""Return at most `chars_max` characters of foreign text, with unsafe ones replaced by `?`.
 
-    Everything from outside passes here before a terminal, a log, a metric's label or a page shows it. Besides INVISIBLE that is
-    what Python calls not printable: surrogates, unassigned and private code points, and spaces other than U+0020.
+    Unsafe characters can control a terminal, forge a line or hide. All text from outside passes here before a terminal,
+    a log, a metric's label or a page shows it. Beyond INVISIBLE, it replaces what Python calls not printable:
+    surrogates, unassigned and private code points, and spaces other than U+0020.
 
-    Example: printable("a\\x1b[2Jb") is "a?[2Jb".
+    Example: printable("a\x1b[2Jb") is "a?[2Jb".
     """
     text = text[:chars_max]
     if text.isascii() and text.isprintable():

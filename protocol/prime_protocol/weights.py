@@ -1,6 +1,6 @@
-"""Weights as values: named flat arrays with a wire dtype, and the digest that names a whole set of them.
+"""Weights as values: named flat arrays with a wire dtype, and the digest of a whole set of them.
 
-bf16 and other types that numpy lacks are held as the unsigned integers of their bit patterns, beside the dtype's name.
+bf16 and other types that numpy lacks are held as unsigned integers of their bit patterns, with the dtype's name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class WeightTensor:
     """One tensor. Example: WeightTensor("bf16", (2, 3), np.zeros(6, np.uint16))."""
 
     dtype: str
-    """A key of `codec.DTYPES`."""
+    """Key of `codec.DTYPES`."""
     shape: tuple[int, ...]
     data: npt.NDArray[Any]  # [prod(shape)], contiguous, unsigned bit patterns where numpy has no such type
 
@@ -45,10 +45,10 @@ Weights = Mapping[str, WeightTensor]
 
 
 def state_root(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
-    """One digest for a whole set of weights, from rows (name, dtype, shape, digest) sorted by name.
+    """Return one digest for a whole set of weights, from rows (name, dtype, shape, digest) sorted by name.
 
-    Each row is hashed as UTF-8 "name NUL dtype NUL d0,d1,... NUL digest LF"; SPEC.md, section "State root". A single
-    tensor is proven by the table and its own bytes; the table is in the signed manifest.
+    Each row is hashed as UTF-8 "name NUL dtype NUL d0,d1,... NUL digest LF"; SPEC.md, section "State root". The table
+    and a tensor's own bytes prove that tensor; the table is in the signed manifest.
     """
     hasher = blake3()
     for name, dtype, shape, digest in sorted(tensors):
@@ -57,12 +57,12 @@ def state_root(tensors: Iterable[tuple[str, str, tuple[int, ...], str]]) -> str:
 
 
 def tensor_digests(tensors: Iterable[WeightTensor], pool: Executor | None = None) -> Iterator[str]:
-    """Each tensor's digest in order, hashed side by side by a pool of threads."""
+    """Return each tensor's digest in order; a pool of threads hashes them in parallel."""
     return map(_DIGEST, tensors) if pool is None else pool.map(_DIGEST, tensors)
 
 
 def root_of(weights: Weights, *, pool: Executor | None = None) -> str:
-    """The state root of weights at hand."""
+    """Compute the state root of weights."""
     digests = tensor_digests(weights.values(), pool)
     return state_root(
         (name, tensor.dtype, tensor.shape, digest)
@@ -71,21 +71,21 @@ def root_of(weights: Weights, *, pool: Executor | None = None) -> str:
 
 
 def num_bytes(weights: Weights) -> int:
-    """Raw bytes of all tensors."""
+    """Return the raw bytes of all tensors."""
     return sum(tensor.data.nbytes for tensor in weights.values())
 
 
 def empty_like(dtype: str, shape: tuple[int, ...]) -> WeightTensor:
-    """An uninitialised tensor to decode into."""
+    """Return an uninitialised tensor to decode into."""
     return WeightTensor(dtype, shape, np.empty(prod(shape), dtype=_STORAGE[DTYPES[dtype]]))
 
 
 FLOATS = ("bf16", "fp16", "fp32")
-"""Types whose values `floats` and `rounded_to` know."""
+"""Types that `floats` and `rounded_to` support."""
 
 
 def floats(tensor: WeightTensor) -> npt.NDArray[np.float32]:
-    """Its values, in its shape. `tensor.dtype` is one of FLOATS."""
+    """Return the tensor's values in its shape. `tensor.dtype` is one of FLOATS."""
     if tensor.dtype == "bf16":
         values: npt.NDArray[np.float32] = (tensor.data.astype(np.uint32) << 16).view(np.float32)
     elif tensor.dtype == "fp16":
@@ -96,7 +96,7 @@ def floats(tensor: WeightTensor) -> npt.NDArray[np.float32]:
 
 
 def rounded_to(values: npt.NDArray[np.float32], dtype: str) -> WeightTensor:
-    """float32 to the nearest value of `dtype`, ties to even; NaN stays NaN."""
+    """Round float32 to the nearest value of `dtype`, ties to even; NaN stays NaN."""
     assert values.dtype == np.float32
     flat = np.ascontiguousarray(values).reshape(-1)
     if dtype == "bf16":

@@ -1,4 +1,4 @@
-"""What the tests of engines share: a small model with peaked policies, engines that can be deaf, requests, and a judge."""
+"""Shared parts of the engine tests: a small model with peaked policies, engines that can ignore weights, and a judge."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLING = Sampling(temperature=1.0, completion_tokens_max=12, stop_token_ids=(S
 
 
 def peaked_weights(folder: Path, seed: int) -> Weights:
-    """Random weights under which a model is sure of some tokens and the context matters, as in a trained one."""
+    """Return random weights under which a model is sure of some tokens and uses its context, like a trained one."""
     factors = {"lm_head.weight": 12.0, "model.embed_tokens.weight": 8.0}
     return {
         name: tensor if "norm" in name else scaled(tensor, factors.get(name, 4.0))
@@ -45,7 +45,7 @@ def scaled(tensor: WeightTensor, factor: float) -> WeightTensor:
 
 
 class DeafTransformers(TransformersEngine):
-    """Can be told to ignore new weights, as engines have done silently."""
+    """Engine that can ignore new weights, as engines have silently done."""
 
     deaf = False
 
@@ -67,7 +67,7 @@ def deaf_vllm(folder: Path) -> VllmEngine:
     return DeafVllm(folder, context_tokens_max=128)
 
 
-Engine = DeafTransformers  # what the tests see: the port, and the switch
+Engine = DeafTransformers  # type that the tests see: the port, and the switch
 
 
 def write_model(folder: Path) -> Path:
@@ -77,7 +77,7 @@ def write_model(folder: Path) -> Path:
 
 
 def requests(count: int = 96, *, first_seed: int = 1_000) -> list[GenerateRequest]:
-    """Groups of eight; prompts share a beginning and differ in length."""
+    """Return requests in groups of eight; prompts have a common prefix and differ in length."""
     prompts = [tuple(range(60, 80)) + tuple(range(100 + group, 100 + 2 * group + 1)) for group in range(12)]
     return [GenerateRequest(prompts[n // 8 % 12], seed=first_seed + n) for n in range(count)]
 
@@ -105,7 +105,7 @@ def logprobs_of(completions: Sequence[Completion]) -> list[float]:
 
 
 def distances(found: Prefill, completions: Sequence[Completion]) -> np.ndarray:
-    """How far each completion's proofs are from the scorer's hidden states."""
+    """Return the distances of each completion's proofs from the scorer's hidden states."""
     assert found.hidden_TD is not None
     proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8).reshape(-1, PROOF_BYTES)
     return compare_proofs(proofs, found.hidden_TD, [len(c.token_ids) for c in completions]).distance_mean_C

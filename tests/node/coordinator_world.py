@@ -1,4 +1,4 @@
-"""A real coordinator daemon on loopback, and peers that speak to it: honest ones, and bytes of any kind."""
+"""A real coordinator daemon on loopback, and its peers: honest clients, and senders of arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STOP_TOKEN = 0
 
 
 class Letters:
-    """Implements ports.environment.Environment: repeat the number."""
+    """Environment (ports.environment.Environment) that asks to repeat a number."""
 
     def prompt(self, index: int) -> str:
         return f"repeat {index}"
@@ -74,7 +74,7 @@ class Letters:
 
 
 class Bytes:
-    """Implements ports.environment.Tokenizer: one token a byte."""
+    """Tokenizer (ports.environment.Tokenizer) with one token per byte."""
 
     vocab_size = 256
     stop_token_id = STOP_TOKEN
@@ -110,7 +110,7 @@ def make_policy(version: int) -> Weights:
 def make_manifest(
     run: PinnedRun, after: SignedManifest | None, /, *, batch: str | None = None, **changes: object
 ) -> tuple[SignedManifest, tuple[bytes, ...]]:
-    """The policy after `after`, with its blobs."""
+    """Return the policy after `after`, with its blobs."""
     version = 0 if after is None else after.manifest.policy_version + 1
     weights = make_policy(version)
     encoded = encode_checkpoint(weights)
@@ -119,7 +119,7 @@ def make_manifest(
 
 
 def memory_parts(run: PinnedRun, **settings: object) -> Parts:
-    """A coordinator that keeps everything in memory."""
+    """Return the parts of a coordinator that keeps everything in memory."""
     return Parts(
         run=run,
         key=COORDINATOR,
@@ -141,7 +141,7 @@ def memory_parts(run: PinnedRun, **settings: object) -> Parts:
 
 
 async def folder_parts(run: PinnedRun, folder: Path, **settings: object) -> Parts:
-    """A coordinator as in production: SQLite and folders."""
+    """Return the parts of a coordinator as in production: SQLite and folders."""
     memory = memory_parts(run, **settings)
     return Parts(
         run=run,
@@ -174,7 +174,7 @@ class World:
     batch: str | None = None
     """Digest of the last batch."""
     epoch: str = ""
-    """The coordinator's, for requests that are signed here by hand."""
+    """Epoch of the coordinator, for requests that a test signs itself."""
 
     def client(self, key: SigningKey) -> HttpClient:
         if key.key_id not in self.clients:
@@ -188,7 +188,7 @@ class World:
             await self.client(key).join(request)
 
     async def publish(self) -> SignedManifest:
-        """The next policy."""
+        """Publish the next policy."""
         self.head, parts = make_manifest(self.run, self.head, batch=self.batch)
         for part in parts:
             await self.client(TRAINER).put_blob(part)
@@ -216,7 +216,7 @@ class World:
         return parse_json(answer.verify(PayloadType.LEASE, trusted=(COORDINATOR.key_id,)), Lease)
 
     async def judge(self, *, reason: RejectReason | None = None) -> CheckTask:
-        """Take a bundle and give a verdict."""
+        """Take a bundle and return a verdict on it."""
         task = await self.take_task(VALIDATOR)
         await self.give_verdict(task, reason=reason)
         return task
@@ -261,7 +261,7 @@ class World:
         return dict(json.loads((await self.get("/v1/status"))[1]))
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Look every few milliseconds until something holds that only time brings; fail after five seconds."""
+        """Poll until a condition holds that only time brings; fail after five seconds."""
         for _ in range(500):
             if await condition():
                 return
@@ -275,7 +275,7 @@ class World:
         await self.until(holds)
 
     def stamped(self, message: Request, /, **changes: object) -> bytes:
-        """The payload of a request that is in order, but for `changes`."""
+        """Return the payload of a valid request, with `changes`."""
         fields: dict[str, object] = {
             "run": self.run.digest,
             "nonce": secrets.token_hex(16),
@@ -293,7 +293,7 @@ HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_s
 
 
 def make_parcel(lease: Lease, key: SigningKey, *, body: bytes | None = None, **changes: object) -> bytes:
-    """What an honest worker uploads for a lease, but for `changes` to its header."""
+    """Return what an honest worker uploads for a lease, with `changes` to its header."""
     completion = Completion((7, 7, STOP_TOKEN), (-0.1, -0.2, -0.3), FinishReason.STOP)
     packed, size = pack_body(rollouts_for(lease, [completion] * lease.num_rollouts))
     body = packed if body is None else body
@@ -302,7 +302,10 @@ def make_parcel(lease: Lease, key: SigningKey, *, body: bytes | None = None, **c
 
 
 async def refused(world: World, code: ErrorCode, path: str, body: bytes, **headers: str) -> str:
-    """The answer is this error, with its status, in the form of an ErrorBody, without a look inside. Returns the detail."""
+    """Check that the answer is this error, with its status, as an ErrorBody without internals.
+
+    Returns the detail.
+    """
     status, answer = await world.post(path, body, **headers)
     assert (answer.get("code"), status) == (code, HTTP_STATUS[code]), answer
     assert answer.keys() <= {"code", "detail", "retry_after_s", "epoch"}
@@ -312,7 +315,7 @@ async def refused(world: World, code: ErrorCode, path: str, body: bytes, **heade
 
 @contextlib.asynccontextmanager
 async def running(parts: Parts) -> AsyncIterator[World]:
-    """Start a daemon; stop it in the end, and fail where it failed."""
+    """Start a daemon, stop it at the end, and fail if it failed."""
     stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve_coordinator(parts, stop, ready=port.set_result))
     await asyncio.wait({daemon, port}, return_when=asyncio.FIRST_COMPLETED)

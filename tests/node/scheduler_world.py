@@ -90,13 +90,16 @@ class Run:
         return self.do(ev.VerdictGiven(bundle, reason, "", (), 0, "validator"))
 
     def train(self, worker: str, policy_version: int) -> None:
-        """Fill the lowest step, hand it to the trainer and publish what follows from it."""
+        """Fill the lowest step, hand it to the trainer and publish the resulting policy."""
         while not self.fix():
             self.accept(self.upload(self.granted(worker, policy_version)))
         self.publish()
 
     def fix(self) -> bool:
-        """What the daemon does when the trainer asks for the next batch. True if that was the last one of a step."""
+        """Do what the daemon does when the trainer asks for the next batch.
+
+        Returns True if that was the last batch of a step.
+        """
         step = batching.next_step(self.state)
         if old := batching.stale_slots(self.state, step):
             self.do(ev.GroupsDropped(old))

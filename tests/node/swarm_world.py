@@ -1,4 +1,4 @@
-"""A swarm on loopback: a real coordinator, the trainer's seeder and workers' followers, each a peer over HTTP of its own."""
+"""A swarm on loopback: a real coordinator, the trainer's seeder and workers' followers, each a separate peer over HTTP."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NUM_TENSORS, ELEMENTS = 24, 2**15
 
 
 def policy_weights(version: int) -> Weights:
-    """About 1.5 MB that does not compress: 24 pieces. From one to the next a tenth of the tensors changes."""
+    """Return about 1.5 MB of incompressible weights: 24 pieces. A tenth of the tensors changes with each version."""
     made = {}
     for number in range(NUM_TENSORS):
         changed = version if number % 8 == version % 8 else number % 8
@@ -52,11 +52,11 @@ def policy_weights(version: int) -> Weights:
 
 
 class CutServer(AiohttpServer):
-    """A coordinator's server whose chunk endpoint can die."""
+    """Server of a coordinator whose chunk endpoint can fail."""
 
     is_cut = False
     num_bytes = 0
-    """Of blobs that were asked for."""
+    """Bytes of requested blobs."""
 
     async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
         return await super().start([self._cuttable(route) for route in routes], host=host, port=port, walls=walls)
@@ -77,7 +77,7 @@ class CutServer(AiohttpServer):
 
 @dataclass
 class Swarm:
-    """The coordinator's world and the peers in it."""
+    """The coordinator's world and its peers."""
 
     world: World
     chunks: CutServer
@@ -89,12 +89,12 @@ class Swarm:
     weights: Weights = field(default_factory=dict)
     workers: list[tuple[Follower, Peer]] = field(default_factory=list)
     clients: dict[str, HttpClient] = field(default_factory=dict)
-    """By key: how each worker reaches the coordinator."""
+    """HTTP clients of the workers to the coordinator, by key."""
 
     async def publish(
         self, *, delta: bool = False, weights: Weights | None = None, is_coordinator_lost: bool = False
     ) -> SignedManifest:
-        """The next policy, through the trainer's seeder, as the publisher does it; the coordinator may be lost in the middle."""
+        """Publish the next policy through the trainer's seeder, as the publisher does. The coordinator may fail in the middle."""
         version = 0 if self.head is None else self.head.manifest.policy_version + 1
         if self.head is None:
             await self.world.join(ANNA)
@@ -126,13 +126,13 @@ class Swarm:
         return self.head
 
     async def lose_coordinator(self) -> None:
-        """Nobody answers there any more, over HTTP or libp2p."""
+        """Stop the coordinator on HTTP and libp2p."""
         await self.chunks.stop(grace_s=0.0)
         if self.world.parts.network is not None:
             await self.world.parts.network.close()
 
     async def worker(self, key: SigningKey, *, mirrors: tuple[str, ...] = (), **swarm: object) -> tuple[Follower, Peer]:
-        """One more, following."""
+        """Start one more worker that follows the run."""
         run, folder = self.world.run, self.folder / key.key_id[-8:]
         client = await self.stack.enter_async_context(
             HttpClient(self.world.url, run=run.digest, clock=SystemClock(), key=key, bounds=run.spec.limits)
@@ -151,7 +151,7 @@ class Swarm:
 
 
 async def ended(task: asyncio.Task[None]) -> None:
-    """Fails where it ended by itself."""
+    """Cancel a task. Fail if it has already ended."""
     assert not task.done(), task
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -161,11 +161,11 @@ async def ended(task: asyncio.Task[None]) -> None:
 async def swarm(
     folder: Path, *keys: SigningKey, seeder: SwarmConfig = LOCAL, run: PinnedRun | None = None, **replaced: Any
 ) -> AsyncIterator[Swarm]:
-    """A coordinator, with these parts of its own replaced, a trainer's seeder, and a worker for each key."""
+    """Start a coordinator with some parts replaced, a trainer's seeder, and a worker for each key."""
     server, run = CutServer(), run or make_run()
     members = [
         key.key_id for key in (*WORKERS, *keys)
-    ]  # as those that the operator names: no test sends heartbeats for them
+    ]  # like members named by the operator: no test sends heartbeats for them
     own = {"web": server, "dial_back": HttpDialBack(run.digest)}
     parts = dataclasses.replace(memory_parts(run, seeders=members), **{**own, **replaced})
     await parts.public.put(CONFIG_JSON)
@@ -180,7 +180,7 @@ async def swarm(
 
 
 async def linked(made: Swarm) -> None:
-    """Until every worker hears the seeder and all other workers that serve."""
+    """Wait until every worker is linked to the seeder and all other workers that serve."""
     serving = sum(not peer.config.private for _, peer in made.workers) + 1
     for _, peer in made.workers:
         assert peer.neighbours is not None
@@ -193,14 +193,14 @@ def _has_links(neighbours: Neighbours, wanted: int) -> bool:
 
 
 async def until(condition: Callable[[], object], *, seconds: float = 15.0) -> None:
-    """Let others run until it holds."""
+    """Let other tasks run until the condition holds."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - what happens is the code under test's, and tells nobody
             await asyncio.sleep(0.01)
 
 
 def from_peers(follower: Follower, origin: str) -> int:
-    """Bytes of pieces that came from other peers."""
+    """Return the bytes of pieces received from other peers."""
     received: Mapping[str, int] = follower.received
     return sum(num_bytes for name, num_bytes in received.items() if name != origin)
 

@@ -1,4 +1,4 @@
-"""A trainer with a real small model on a `BatchCoordinator`: everything is in a folder, so that one ends and the next goes on."""
+"""A trainer with a real small model on a `BatchCoordinator`. All state is in a folder, so that another trainer can continue."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from prime_protocol.weights import Weights, root_of
 
 
 class FusedBackend:
-    """A backend with places where a fuse may blow."""
+    """Backend with points at which a fuse may blow."""
 
     def __init__(self, backend: TrainBackend, fuse: Fuse) -> None:
         self.inner, self._fuse = backend, fuse
@@ -84,7 +84,7 @@ class FusedBackend:
 
 @dataclass(frozen=True)
 class EchoProblem:
-    """Say the letter again."""
+    """Problem whose answer is its own letter."""
 
     letter: str
 
@@ -100,7 +100,7 @@ class EchoProblem:
 
 
 class EchoEnvironment:
-    """Implements ports.environment.Environment: one letter in, the same letter out. Vowels are held out."""
+    """Environment (ports.environment.Environment) whose answer is the prompt's letter. Vowels are held out."""
 
     TRAINED, HELD_OUT = "bcdfghjklmnpqrstvwxyz", "aeiou"
 
@@ -138,7 +138,7 @@ def make_trainer(
     config: TrainerConfig = CONFIG,
     backend: TrainBackend | None = None,
 ) -> Trainer:
-    """A trainer process, so to say: its parts live in `folder` and in `coordinator`, and nowhere else."""
+    """Return a trainer that stands for a process: its state is only in `folder` and in `coordinator`."""
     run, clock = coordinator.run, JumpClock()
     coordinator.fuse = fuse or Fuse()
     model = write_model(folder / "model")
@@ -186,7 +186,7 @@ def make_trainer(
 
 
 def rows(folder: Path, field: str) -> list[dict[str, object]]:
-    """The metrics' rows that have this field."""
+    """Return the metrics' rows that have this field."""
     return [row for row in read_json_lines(folder / "metrics.jsonl") if field in row]
 
 

@@ -1,7 +1,7 @@
 """A run in memory: real keys, envelopes and manifests, without a network.
 
-`MemorySource` is a mirror that can be made to fail or lie. `JumpClock` hardly waits: whoever sleeps finds that the time has
-passed.
+`MemorySource` is a mirror that a test can make fail or misbehave. `JumpClock` hardly waits: a sleep moves its time
+forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODEL_FILES = {"config.json": b'{"model_type": "table"}', "tokenizer.json": b"{}
 
 
 class JumpClock:
-    """Implements ports.clock.Clock. Time moves when somebody sleeps, by as much as he sleeps: a second takes 10 us or so."""
+    """Clock (ports.clock.Clock) whose time moves by the duration of each sleep. A second takes about 10 us."""
 
     def __init__(self) -> None:
         self.seconds = 1_000_000.0
@@ -54,7 +54,7 @@ class JumpClock:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let others run until it holds."""
+    """Let other tasks run until the condition holds."""
     for _ in range(20_000):
         if condition():
             return
@@ -67,7 +67,7 @@ def names_in(folder: Path, pattern: str = "*") -> list[str]:
 
 
 def make_run(**changes: object) -> PinnedRun:
-    """A signed, pinned RunSpec. Leases last for ever unless said otherwise, since JumpClock runs fast."""
+    """Return a signed, pinned RunSpec. Leases practically never expire by default, since JumpClock runs fast."""
     fields: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "environments": (EnvironmentSpec(name="toy", id="toy"),),
@@ -88,7 +88,7 @@ def next_ring(
     trainer_threshold: int = 1,
     **keys: Any,
 ) -> Envelope:
-    """The key ring after the chain's newest, with other keys for the roles that are given."""
+    """Return the key ring after the chain's newest one, with other keys for the given roles."""
     named = {role: tuple(key.key_id for key in held) for role, held in keys.items()}
     ring = KeyRing(
         run=chain.run,
@@ -102,7 +102,7 @@ def next_ring(
 
 
 class MemorySource:
-    """Implements ports.transport.PublicSource, and publishes. Its public attributes may be spoilt by a test."""
+    """Source (ports.transport.PublicSource) that also publishes. A test may corrupt its public attributes."""
 
     def __init__(self, run: PinnedRun) -> None:
         self.run = run
@@ -116,7 +116,7 @@ class MemorySource:
         self.key = COORDINATOR
         self.now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
         self.shown_timestamp: Envelope | None = None
-        """Instead of one that is made when it is asked for and names the head."""
+        """Timestamp to serve instead of a fresh one that names the head."""
 
     def publish(
         self,
@@ -129,7 +129,7 @@ class MemorySource:
         part_bytes: int = 2**24,
         **changes: object,
     ) -> SignedManifest:
-        """The next policy, after `previous` or after what is published; an anchor unless `base` or `bases` are given."""
+        """Publish the next policy, after `previous` or after the newest one; an anchor unless `base` or `bases` are given."""
         if previous is None and self.manifests:
             previous = self.signed(max(self.manifests))
         encoded = [
@@ -142,7 +142,7 @@ class MemorySource:
         return signed
 
     def publish_spoilt(self, weights: Weights, index: bytes, *parts: bytes) -> SignedManifest:
-        """An anchor over an index, and perhaps parts, of the trainer's own making."""
+        """Publish an anchor over a custom index and optionally custom parts, signed by the trainer."""
         honest = encode_checkpoint(weights)
         blobs = (index, *(parts or honest.parts))
         entries = tuple(PartEntry(digest=digest_of(blob), size=len(blob)) for blob in blobs)
@@ -156,7 +156,7 @@ class MemorySource:
         return SignedManifest(parse_json(envelope.payload, Manifest), envelope.digest, envelope)
 
     def save(self, folder: Path) -> None:
-        """The published layout on a disk."""
+        """Write the published layout to a disk."""
         (folder / "manifests").mkdir(parents=True)
         (folder / "run.json").write_bytes(self.run.envelope.to_bytes())
         for version, envelope in self.manifests.items():
@@ -200,7 +200,7 @@ class MemorySource:
     def timestamp_of(
         self, head: Envelope | None, /, *, age_s: float = 0.0, key: SigningKey = COORDINATOR, **changes: object
     ) -> Envelope:
-        """What an honest coordinator would have signed `age_s` ago, but for `changes`."""
+        """Sign what an honest coordinator would have signed `age_s` ago, with `changes`."""
         point = None
         if head is not None:
             point = ChainPoint(policy_version=parse_json(head.payload, Manifest).policy_version, manifest=head.digest)
@@ -228,7 +228,7 @@ class MemorySource:
 
 
 def make_follower(folder: Path, *sources: MemorySource, **options: Any) -> Follower:
-    """With the clock that hardly waits; `options` of Follower."""
+    """Return a follower with a JumpClock; `options` go to Follower."""
     named = [(f"source-{number}", source) for number, source in enumerate(sources)]
     settings: dict[str, Any] = {"clock": JumpClock(), "poll_s": 0.1, "rng": random.Random(1)}
     run = sources[0].run if sources else make_run()
@@ -248,5 +248,5 @@ async def following(follower: Follower) -> AsyncIterator[Follower]:
 
 
 async def settle() -> None:
-    """Let the follower poll some dozens of times."""
+    """Let the follower poll a few dozen times."""
     await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A real process of environments whose package is hostile (probes.py), and what it must not reach outside."""
+"""A real environment process with a hostile package (probes.py), and the things outside that it must not reach."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BOUNDS = EnvironmentSettings(
 
 
 def package(folder: Path) -> Path:
-    """Where a Python finds the hostile package under the name of one that environments import."""
+    """Write the hostile package under a name that environments import, and return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in (("reasoning_gym", "probes"), ("bombs", "bombs")):
         (folder / f"{name}.py").write_bytes((HERE / f"{file}.py").read_bytes())
@@ -55,7 +55,7 @@ def running(
     settings: EnvironmentSettings = BOUNDS,
     hidden: tuple[Path, ...] = (),
 ) -> Iterator[ProcessEnvironment]:
-    """`isolated`: with bubblewrap, as where it is installed; without, as where it is not."""
+    """Start a hostile environment, with bubblewrap if `isolated`, otherwise as on a machine without it."""
     if isolated and (why := bubblewrap.find_bubblewrap()[1]):
         pytest.skip(why)
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def running(
 
 
 def tried(world: ProcessEnvironment, probe: str, argument: str = "") -> str:
-    """What came of it: "did: ..." or "refused: ..."."""
+    """Return the outcome of a probe: "did: ..." or "refused: ..."."""
     try:
         world.score(0, f"{probe} {argument}", finished=True)
     except EnvironmentFailed as error:
@@ -84,9 +84,9 @@ class Outside:
 
     folder: Path
     key: Path
-    """In the role's folder, which is hidden."""
+    """Key in the role's folder, which is hidden."""
     own: Path
-    """A file of the user's that anybody may read and write."""
+    """File of the user that anybody may read and write."""
     abstract: str
     path_sockets: tuple[str, ...]
     tcp: str
@@ -94,7 +94,7 @@ class Outside:
     shared: str
     """Name in /dev/shm."""
     pid: int
-    """Of a process of the same user."""
+    """Id of a process of the same user."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Whole runs on the virtual clock through the coordinator's own scheduler: they end, keep the rule, and lose little time."""
+"""Whole runs on the virtual clock through the coordinator's scheduler: they end, obey the rule, and lose little time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_where_the_work_around_the_work_costs_nothing_nothing_is_lost(
 
 
 def test_two_policies_behind_hide_the_broadcast_where_one_does_not() -> None:
-    # G = T = b, and hardly a tail: the rule says 1.5 G a step with k = 1, and G with k = 2
+    # G = T = b, and almost no tail: the rule predicts 1.5 G per step with k = 1, and G with k = 2
     steps = {}
     for k in (0, 1, 2):
         world = ran({}, k=k, train_s=85.0, broadcast_s=85.0, sigma=0.02)

@@ -1,1 +1,1 @@
-"""One third-party system a file, and the only place that imports it. Each implements a Protocol of ports/."""
+"""One third-party system per file, and the only place that imports it. Each implements a Protocol of ports/."""

@@ -1,4 +1,4 @@
-"""What this machine computes with."""
+"""The hardware of this machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from prime_protocol.visible import printable
 
 
 def has_gpu() -> bool:
-    """True where torch can use a CUDA device."""
+    """Return whether torch can use a CUDA device."""
     return bool(torch.cuda.is_available())
 
 
 def hardware() -> Hardware:
-    """What a worker tells its operator."""
+    """Return what a worker reports to its operator."""
     cores = os.cpu_count() or 1
     if has_gpu():
         found = torch.cuda.get_device_properties(0)

@@ -10,7 +10,7 @@ from prime_protocol.visible import printable
 
 
 class PrometheusMetrics:
-    """Implements ports.metrics.Metrics."""
+    """Implementation of ports.metrics.Metrics."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -19,6 +19,7 @@ class PrometheusMetrics:
         self._histograms: dict[str, Histogram] = {}
 
     def declare(self, *metrics: Metric) -> None:
+        """Register metrics. Idempotent."""
         for metric in metrics:
             arguments = (metric.name, metric.help, metric.labels)
             match metric.kind:
@@ -31,21 +32,25 @@ class PrometheusMetrics:
                     self._histograms[metric.name] = Histogram(*arguments, registry=self._registry, buckets=buckets)
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
+        """Increase a counter."""
         counter = self._counters[name]
         (counter.labels(**_shown(labels)) if labels else counter).inc(amount)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
+        """Set a gauge."""
         gauge = self._gauges[name]
         (gauge.labels(**_shown(labels)) if labels else gauge).set(value)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
+        """Add a value to a histogram."""
         histogram = self._histograms[name]
         (histogram.labels(**_shown(labels)) if labels else histogram).observe(value)
 
     def exposition(self) -> tuple[bytes, str]:
+        """Return all metrics as text, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 
 def _shown(labels: dict[str, str]) -> dict[str, str]:
-    """A label may be a name from outside: of an environment, of a number that a validator has measured."""
+    """Return labels in printable form: one may be an untrusted name of an environment, or of a number measured by a validator."""
     return {label: printable(str(value), NAME_CHARS_MAX) for label, value in labels.items()}

@@ -1,4 +1,4 @@
-"""Rows of metrics as TensorBoard's scalars, in a folder that `tensorboard --logdir` shows."""
+"""Rows of metrics as TensorBoard scalars, in a folder that `tensorboard --logdir` shows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorboardRows:
-    """Implements observe.Recorder. A row is put at its `step`, or at the `policy_version` or `sft_step` that it has instead."""
+    """Implementation of observe.Recorder. A row is at its `step`, or else at its `policy_version` or `sft_step`."""
 
     def __init__(self, folder: Path) -> None:
         self._writer: Any = SummaryWriter(str(folder))
 
     def record(self, **fields: Any) -> None:
+        """Write the numbers of one row as scalars."""
         at = next((fields[name] for name in ("step", "policy_version", "sft_step") if name in fields), None)
         for name, value in fields.items():
             if isinstance(value, int | float):
@@ -22,4 +23,5 @@ class TensorboardRows:
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the writer."""
         self._writer.close()

@@ -11,7 +11,7 @@ from prime_protocol.errors import LocalError
 
 
 class WandbRows:
-    """Implements observe.Recorder. After a restart the rows go on under the same id. Raises LocalError without a login."""
+    """Implementation of observe.Recorder. After a restart rows continue under the same id. Raises LocalError without a login."""
 
     def __init__(self, folder: Path, *, project: str, run_id: str, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -21,13 +21,15 @@ class WandbRows:
             raise LocalError(
                 f"Weights & Biases: {error} Or set WANDB_MODE=offline: then the rows stay in {folder}, for `wandb sync`"
             ) from None
-        # W&B's own step counts calls; after a resume, and with rows of several kinds, that says nothing.
+        # W&B's own step counts calls, which is meaningless after a resume and with rows of several kinds.
         self._run.define_metric("*", step_metric="step", step_sync=False)
         self._run.define_metric("sft/*", step_metric="sft/sft_step", step_sync=False)
 
     def record(self, **fields: Any) -> None:
+        """Log one row."""
         prefix = "sft/" if "sft_step" in fields else ""
         self._run.log({prefix + name: value for name, value in fields.items() if isinstance(value, int | float)})
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()

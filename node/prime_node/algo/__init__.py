@@ -1,1 +1,1 @@
-"""The learning itself: losses, advantages, filters, packing, schedules. Pure; found by name or import path."""
+"""The learning algorithms: losses, advantages, filters, packing, schedules. Pure; found by name or import path."""

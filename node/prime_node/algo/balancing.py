@@ -1,10 +1,11 @@
-"""Which rank trains which samples: equal work for all, prompts unbroken. Pure, so that every rank decides the same.
+"""Assignment of samples to ranks: equal work for all, prompts kept together. Pure, so that every rank decides the same.
 
-A sequence of T tokens costs T for the linear layers and T * T / (2 * quadratic_tokens) for causal attention, where
+A sequence of T tokens costs T for the linear layers and T * T / (2 * quadratic_tokens) for causal attention.
 quadratic_tokens is the length at which both cost the same; for a dense transformer about 6 * hidden size.
 
 The samples of one prompt share its tokens' computation, so they stay together unless that alone would leave ranks idle.
-Groups go, the dearest first, to whichever rank has least to do (Graham's longest-processing-time rule: at most 4/3 of the best).
+Groups are assigned, the most expensive first, to the least loaded rank (Graham's longest-processing-time rule: at most
+4/3 of the optimum).
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from prime_node.ports.train_backend import TrainSample
 
 
 def sequence_cost(num_tokens: int, *, quadratic_tokens: int) -> float:
-    """In tokens of linear layers. Example: sequence_cost(1_000, quadratic_tokens=1_000) is 1500."""
+    """Return the cost in tokens of linear layers.
+
+    Example: sequence_cost(1_000, quadratic_tokens=1_000) is 1500.
+    """
     return num_tokens + num_tokens * num_tokens / (2 * quadratic_tokens)
 
 
 def balance(samples: Sequence[TrainSample], ranks: int, *, quadratic_tokens: int) -> list[list[int]]:
-    """Indices of the samples for each rank, every one once, in ascending order."""
+    """Return the indices of the samples for each rank, every one once, in ascending order."""
     costs = [
         sequence_cost(
             len(sample.prompt_token_ids) + len(sample.completion_token_ids), quadratic_tokens=quadratic_tokens

@@ -1,9 +1,9 @@
-"""Figures over held-out problems, and how sure they are. Pure.
+"""Estimates over held-out problems, with confidence intervals. Pure.
 
-pass@k      1 - C(n - c, k) / C(n, k): of n completions c are right; without bias for any n >= k (Chen et al., arXiv 2107.03374)
-interval    Wilson's score interval (1927) of a mean in [0, 1]. Completions of one problem are no independent looks at the model,
-            so the problems are counted: their variance says how many plain coin flips they are worth (a design effect, as in
-            Miller, arXiv 2411.00640). An environment's rewards may leave [0, 1]: for such values the normal interval
+pass@k      1 - C(n - c, k) / C(n, k): of n completions c are right; unbiased for any n >= k (Chen et al., arXiv 2107.03374)
+interval    Wilson's score interval (1927) of a mean in [0, 1]. Completions of one problem are not independent, so the problems
+            are counted: their variance gives the equivalent number of independent coin flips (a design effect, as in Miller,
+            arXiv 2411.00640). If an environment's rewards leave [0, 1], the normal interval is used
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ from itertools import chain
 from math import comb, sqrt
 
 Z_95 = 1.959964
-"""Standard normal quantile of a two-sided 95 %."""
+"""Standard normal quantile of a two-sided 95 % interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the completions of one held-out problem are worth. Example: Mark(num_right=3, num_completions=8, reward_mean=0.5)."""
+    """Score of one held-out problem's completions. Example: Mark(num_right=3, num_completions=8, reward_mean=0.5)."""
 
     num_right: int
     num_completions: int
-    """That have a reward."""
+    """Completions with a reward."""
     reward_mean: float
     num_failed: int = 0
-    """Completions on which the environment failed: no answer is right or wrong there."""
+    """Completions on which the environment failed: they count as neither right nor wrong."""
 
     @property
     def share(self) -> float:
+        """Return the share of right completions."""
         return self.num_right / self.num_completions
 
 
 def sampled_figures(marks: Mapping[str, Sequence[Mark]], *, pass_at: Sequence[int]) -> dict[str, float]:
-    """Of marks by environment: `eval_sampled`, the share of exact answers; `eval_reward`, their mean reward; `eval_pass_at_4`,
-    the chance that one of four is right, over the problems with so many completions."""
+    """Return figures from marks by environment.
+
+    `eval_sampled` is the share of exact answers, `eval_reward` their mean reward, and `eval_pass_at_4` the chance that
+    one of four is right, over the problems with enough completions.
+    """
     figures = spread("eval_sampled", {name: [mark.share for mark in its] for name, its in marks.items()})
     figures |= spread("eval_reward", {name: [mark.reward_mean for mark in its] for name, its in marks.items()})
     for k in pass_at:
@@ -49,8 +53,10 @@ def sampled_figures(marks: Mapping[str, Sequence[Mark]], *, pass_at: Sequence[in
 
 
 def spread(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The mean of one value for each problem, by environment, and `_low` and `_high`, which bound it with 95 % confidence; where
-    there are several environments, after a slash for each."""
+    """Return the mean of one value for each problem, and `_low` and `_high`, its 95 % confidence interval.
+
+    With several environments, also each environment's figures, after a slash.
+    """
     parts = {"": list(chain.from_iterable(values.values()))}
     if len(values) > 1:
         parts |= {f"/{environment}": list(its) for environment, its in values.items()}
@@ -67,14 +73,17 @@ def spread(name: str, values: Mapping[str, Sequence[float]]) -> dict[str, float]
 
 
 def pass_at_k(num_right: int, num_completions: int, k: int) -> float:
-    """The chance that k of a problem's completions, drawn without putting back, hold a right one."""
+    """Return the chance that k of a problem's completions, drawn without replacement, include a right one."""
     if not 1 <= k <= num_completions:
         raise ValueError(f"pass@{k} needs at least {k} completions of each problem, there are {num_completions}")
     return 1.0 - comb(num_completions - num_right, k) / comb(num_completions, k)
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float]:
-    """Of the mean of one value for each problem. Example: interval_95([1.0] * 10) is about (0.72, 1.0)."""
+    """Return the interval of the mean of one value for each problem.
+
+    Example: interval_95([1.0] * 10) is about (0.72, 1.0).
+    """
     num, mean = len(values), statistics.fmean(values)
     error = statistics.variance(values) / num if num > 1 else 0.0
     if min(values) < 0.0 or max(values) > 1.0:

@@ -1,17 +1,17 @@
-"""Packing: many sequences become few rows in which every shared prefix is computed once.
+"""Prefix-sharing packing: many sequences become few rows in which every shared prefix is computed once.
 
 The sequences of a batch form a tree: all prompts share a template, the completions of a group share a prompt, and often
-their first tokens too. A token's hidden state depends only on the tokens above it, so one row token serves every sequence
-that passes through it, and one row token may predict several different next tokens. Gradients add up by themselves.
+their first tokens too. A token's hidden state depends only on its ancestors in the tree. So one row token serves every
+sequence that passes through it, and one row token may predict several next tokens. Gradients add up by themselves.
 
-    trunk   what all sequences begin with, computed once: P tokens
+    trunk   the prefix of all sequences, computed once: P tokens
     rows    R rows of W tokens; each holds whole subtrees below the trunk, in depth-first order, then padding
 
 In depth-first order the descendants of token j are the tokens j + 1 .. subtree_end[j] - 1, so in a row
 
     token i sees token j  if and only if  j <= i < subtree_end[j]
 
-and every row sees the trunk. That one array is the whole attention mask. A batch that shares nothing is the ordinary
+and every row sees the trunk. That one array is the whole attention mask. A batch that shares nothing gives the ordinary
 block-diagonal packing. Nothing here depends on a model; adapters/training/tree_attention.py computes with it.
 
 Letters: N predictions (trained tokens), P trunk tokens, R rows, W tokens of a row.
@@ -30,33 +30,35 @@ from prime_node.ports.train_backend import TrainSample
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """One forward pass: P + R * W tokens, and which of their outputs predict what.
+    """One forward pass: P + R * W tokens, and which of their outputs predict which tokens.
 
-    Two completions "ab", "ac" of the prompt "xy" (the last token of a sequence predicts nothing, so it is not computed):
-    trunk "xy", predictions (y -> a), (a -> b), (y -> a), (a -> c), one row "a".
+    Two completions "ab", "ac" of the prompt "xy" (the last token of a sequence predicts nothing, so it is not
+    computed):
+
+        trunk "xy", predictions (y -> a), (a -> b), (y -> a), (a -> c), one row "a".
     """
 
     token_ids: npt.NDArray[np.int64]  # [P + R * W] the trunk, then the rows
     positions: npt.NDArray[np.int64]  # [P + R * W] place of each token in its sequence
     subtree_end_RW: npt.NDArray[np.int64]
-    """[R, W] first token of the row that is no descendant of this one; padding sees itself alone."""
+    """[R, W] first token of the row that is not a descendant of this one; padding sees only itself."""
     trunk_tokens: int
-    """P."""
+    """Length P of the trunk."""
     samples: tuple[int, ...]
-    """Which samples are here, by their index in the batch, in the order of the predictions."""
+    """Samples in this pass, by their index in the batch, in the order of the predictions."""
     sources_N: npt.NDArray[np.int64]
-    """[N] whose output predicts: an index into token_ids."""
+    """[N] source of each prediction: an index into token_ids."""
     targets_N: npt.NDArray[np.int64]
-    """[N] the token that is predicted: the completions of `samples`, one after another."""
+    """[N] predicted token: the completions of `samples`, concatenated."""
     num_distinct: int
     """Tokens without padding."""
 
 
 def pack(samples: Sequence[TrainSample], *, row_tokens: int, micro_batch_tokens: int) -> list[PackedRows]:
-    """Every sample once, in as many forward passes as `micro_batch_tokens` asks for.
+    """Pack every sample once, in as many forward passes as `micro_batch_tokens` requires.
 
-    `row_tokens` is the wished W: a longer sample makes all rows longer, a small batch makes them shorter. The result is a
-    pure function of the arguments.
+    `row_tokens` is the preferred W: a longer sample makes all rows longer, a small batch makes them shorter. The result
+    is a pure function of the arguments.
     """
     if not samples:
         return []
@@ -76,14 +78,14 @@ def pack(samples: Sequence[TrainSample], *, row_tokens: int, micro_batch_tokens:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Samples that go into one row together, in sorted order, and the row tokens that they need."""
+    """Samples that share one row, in sorted order, and the row tokens that they need."""
 
     members: tuple[int, ...]
     num_tokens: int
 
 
 def _trunk_tokens(sequences: Sequence[tuple[int, ...]], order: Sequence[int]) -> int:
-    """Length of what all sequences share, but at least one token of each stays for the rows."""
+    """Return the length of the prefix that all sequences share, leaving at least one token of each for the rows."""
     shared = _common_prefix(sequences[order[0]], sequences[order[-1]])
     return min(shared, min(map(len, sequences)) - 1)
 
@@ -95,7 +97,7 @@ def _pieces(
     trunk: int,
     width: int,
 ) -> Iterator[_Piece]:
-    """The samples of one prompt stay together, unless their subtree is longer than a row."""
+    """Iterate over pieces: the samples of one prompt stay together, unless their subtree is longer than a row."""
     members: list[int] = []
     num_tokens = 0
     for index in order:
@@ -176,19 +178,19 @@ def _build(
 
 
 class _RowTree:
-    """One row's tokens in depth-first order, grown by sequences that come sorted."""
+    """One row's tokens in depth-first order, built from sorted sequences."""
 
     def __init__(self, trunk: int) -> None:
         self._trunk = trunk
         self._sequence: tuple[int, ...] = ()
         self.path: list[int] = []
-        """Row places of the last sequence's tokens below the trunk."""
+        """Row positions of the last sequence's tokens below the trunk."""
         self.token_ids: list[int] = []
         self.positions: list[int] = []
         self.ends: list[int] = []
 
     def add(self, sequence: tuple[int, ...]) -> None:
-        """Walk down what the last sequence shares with this one, then branch off."""
+        """Follow the prefix shared with the last sequence, then branch off."""
         shared = min(_common_prefix(self._sequence, sequence) - self._trunk, len(self.path))
         self._close(max(0, shared))
         depth = self._trunk + len(self.path)
@@ -200,7 +202,7 @@ class _RowTree:
         self._sequence = sequence
 
     def leave(self) -> None:
-        """Back to the trunk: what comes next shares nothing with the last sequence."""
+        """Return to the trunk: the next sequence shares nothing with the last one."""
         self._close(0)
 
     def _close(self, depth: int) -> None:

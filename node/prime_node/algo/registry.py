@@ -1,4 +1,4 @@
-"""How algorithms are found: by name among ours, or by the import path of somebody else's."""
+"""Lookup of algorithms: built-in ones by name, custom ones by import path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 def find_by_name(kind: str, name: str, known: Mapping[str, T]) -> T:
-    """Raises LocalError with the names that there are."""
+    """Return the entry of this name. Raises LocalError with the known names."""
     if name not in known:
         raise LocalError(f"no {kind} is called {name!r}; known are {', '.join(sorted(known))}")
     return known[name]
 
 
 def import_object(path: str) -> Any:
-    """The object at "package.module.name". Raises LocalError that says which half of the path is wrong."""
+    """Return the object at "package.module.name". Raises LocalError that names the wrong half of the path."""
     module_name, _, name = path.rpartition(".")
     if not module_name:
         raise LocalError(f"import path {path!r}: expected package.module.name")

@@ -1,7 +1,7 @@
-"""Learning rates: warm-up and decay, and a brake for when inference and trainer drift apart.
+"""Learning rates: warm-up and decay, and damping for when inference and trainer diverge.
 
-The brake reads the mean |log ratio| of rollouts that a validator has accepted, so a worker can push it by no more than the
-validator's tolerance. One that adapts to unchecked claims would hand the learning rate to strangers.
+Damping reads the mean |log ratio| of rollouts that a validator has accepted, so a worker can move it by no more than
+the validator's tolerance. Damping on unchecked claims would give strangers control of the learning rate.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from enum import StrEnum
 
 
 class Decay(StrEnum):
-    """How the learning rate goes from its height after the warm-up to its final share."""
+    """Shape of the decay from the peak after the warm-up to the final share."""
 
     CONSTANT = "constant"
-    """Not at all."""
+    """No decay."""
     LINEAR = "linear"
     COSINE = "cosine"
-    """Half a wave: slow, fast, slow (arXiv 1608.03983, without restarts)."""
+    """Cosine: slow, fast, slow (arXiv 1608.03983, without restarts)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSchedule:
-    """Up to `lr` over the warm-up, then down to `final_share * lr`.
+    """Schedule up to `lr` over the warm-up, then down to `final_share * lr`.
 
     Example: ParameterSchedule(4e-4, 5, 400, 0.1).at(0) is 8e-5.
     """
@@ -35,6 +35,7 @@ class ParameterSchedule:
     decay: Decay = Decay.LINEAR
 
     def at(self, step: int) -> float:
+        """Return the learning rate of a step, counted from 0."""
         warmup = min(1.0, (step + 1) / max(1, self.warmup_steps))
         progress = min(1.0, step / max(1, self.total_steps))
         match self.decay:
@@ -49,14 +50,17 @@ class ParameterSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Damping:
-    """Scales the learning rate down while policies move faster than rollouts can follow, and slowly up again."""
+    """A multiplier on the learning rate.
+
+    It falls while policies move faster than rollouts can follow, and slowly recovers.
+    """
 
     log_ratio_max: float
-    """Nats. Below it the multiplier recovers; above one and a half times it, the multiplier falls."""
+    """Threshold in nats. Below it the multiplier recovers; above 1.5 times the threshold it falls."""
     multiplier_min: float = 0.15
 
     def after(self, multiplier: float, log_ratio_abs: float) -> float:
-        """The multiplier of the next step, from this step's mean |log ratio|."""
+        """Return the multiplier of the next step, from this step's mean |log ratio|."""
         if log_ratio_abs > 1.5 * self.log_ratio_max:
             return max(self.multiplier_min, 0.75 * multiplier)
         if log_ratio_abs < self.log_ratio_max:

@@ -1,7 +1,7 @@
-"""Packing without sharing: sequences of any length one after another, each seeing itself alone (block-diagonal).
+"""Packing without sharing: concatenated sequences of any length, each seeing only itself (block-diagonal).
 
-What algo/packing.py saves by sharing prefixes pays with masks of the square of a row; here nothing is square, so sequences
-may be as long as the memory for one of them.
+algo/packing.py saves work by sharing prefixes, but its masks grow with the square of a row. Here nothing is square, so
+a sequence may be as long as memory allows.
 
 Letters: N predictions (trained tokens), T tokens of a pass.
 """
@@ -28,24 +28,24 @@ class PackedSequences:
     token_ids: npt.NDArray[np.int64]  # [T]
     positions: npt.NDArray[np.int64]  # [T] place of each token in its sequence
     lengths: tuple[int, ...]
-    """Of each sequence; T in all."""
+    """Length of each sequence; T in all."""
     samples: tuple[int, ...]
-    """Which samples are here, by their index in the batch."""
+    """Samples in this pass, by their index in the batch."""
     sources_N: npt.NDArray[np.int64]
-    """[N] whose output predicts: an index into token_ids."""
+    """[N] source of each prediction: an index into token_ids."""
     targets_N: npt.NDArray[np.int64]
-    """[N] the token that is predicted: the completions of `samples`, one after another."""
+    """[N] predicted token: the completions of `samples`, concatenated."""
 
     @property
     def num_distinct(self) -> int:
-        """All tokens; there is no padding."""
+        """Return the number of tokens; there is no padding."""
         return len(self.token_ids)
 
 
 def pack_sequences(samples: Sequence[TrainSample], *, micro_batch_tokens: int) -> list[PackedSequences]:
-    """Every sample once, first fit decreasing into passes of `micro_batch_tokens`. A pure function.
+    """Pack every sample once, first fit decreasing into passes of `micro_batch_tokens`. A pure function.
 
-    Raises LocalError where one sequence alone is longer than that: it cannot be split over passes.
+    Raises LocalError if one sequence alone is longer than that: it cannot be split over passes.
     """
     passes: list[list[int]] = []
     room: list[int] = []

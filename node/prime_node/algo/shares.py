@@ -1,4 +1,4 @@
-"""From a batch to what each rank computes: balanced, packed, counted. Pure, so it may run ahead of the step and anywhere."""
+"""From a batch to each rank's share: balanced, packed, counted. Pure, so it may run ahead of the step and anywhere."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ Packed = PackedRows | PackedSequences
 
 
 class Packing(StrEnum):
-    """How sequences become a forward pass."""
+    """Method of packing sequences into a forward pass."""
 
     TREE = "tree"
-    """Shared prefixes once: for short sequences that begin alike, as those of one prompt do. Masks take a row's square."""
+    """Shared prefixes once: for short sequences with common beginnings, such as those of one prompt. Masks take a row's
+    square."""
     SEQUENCES = "sequences"
-    """One after another, each by itself: for long ones."""
+    """Concatenation, each sequence by itself: for long ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackingSettings:
-    """Example: PackingSettings(Packing.SEQUENCES, micro_batch_tokens=32_768)."""
+    """Packing method and sizes. Example: PackingSettings(Packing.SEQUENCES, micro_batch_tokens=32_768)."""
 
     packing: Packing = Packing.TREE
     row_tokens: int = 128
-    """Of a tree's row."""
+    """Tokens of a tree's row."""
     micro_batch_tokens: int = 16_384
-    """Of one forward pass."""
+    """Tokens of one forward pass."""
     quadratic_tokens: int = 4_096
-    """The length at which attention costs as much as the linear layers, for the balance of ranks."""
+    """Length at which attention costs as much as the linear layers, for the balance of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,9 @@ class Pass:
 
     packed: Packed
     samples: tuple[TrainSample, ...]
-    """In the order of its predictions."""
+    """Samples, in the order of its predictions."""
     places: tuple[int, ...]
-    """Of these samples in the batch."""
+    """Positions of these samples in the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +54,29 @@ class RankShare:
 
     passes: tuple[Pass, ...]
     num_passes: int
-    """Of the rank that has most: the others join its collectives with empty ones."""
+    """Passes of the rank with the most: the others join its collectives with empty ones."""
     num_tokens: int
     """Trainable tokens of the whole batch."""
     num_sequences: int
-    """Sequences of the whole batch that have any."""
+    """Sequences of the whole batch with any trainable token."""
     computed_tokens: int
-    """Of all ranks, padding not counted, shared prefixes once."""
+    """Computed tokens of all ranks, without padding, shared prefixes once."""
     packing_share: float
-    """Of the tokens that all ranks compute, those that are no padding."""
+    """Share of non-padding tokens among those that all ranks compute."""
     balance_share: float
-    """Mean over ranks of the work / the most that one has. What is missing to 1 is waited for."""
+    """Mean over ranks of their work, divided by the largest. The rest to 1 is idle time."""
     sharing_ratio: float
-    """Tokens of all sequences / tokens that are computed for them; above 1 where prefixes are shared."""
+    """Tokens of all sequences / tokens computed for them; above 1 if prefixes are shared."""
 
 
 def batch_counts(samples: Sequence[TrainSample]) -> tuple[int, int]:
-    """Trainable tokens, and sequences that have any."""
+    """Return the number of trainable tokens, and of sequences with any."""
     trained = [sample.num_trained for sample in samples]
     return sum(trained), sum(count > 0 for count in trained)
 
 
 def shares(samples: Sequence[TrainSample], settings: PackingSettings, *, ranks: int) -> list[RankShare]:
-    """One for each rank; every sample is in one of them, once. Raises LocalError where one is too long."""
+    """Return one share for each rank; every sample is in exactly one. Raises LocalError if one is too long."""
     everything = [list(range(len(samples)))]
     chosen = everything if ranks == 1 else balance(samples, ranks, quadratic_tokens=settings.quadratic_tokens)
     passes = [_passes([samples[index] for index in members], members, settings) for members in chosen]
@@ -116,7 +117,7 @@ def _passes(samples: Sequence[TrainSample], places: Sequence[int], settings: Pac
 
 
 def _cost(one: Pass, settings: PackingSettings) -> float:
-    """As balancing.py counts it. A tree's rows are computed whole, its trunk once more for each of them."""
+    """Return the cost as in balancing.py. A tree's rows are computed whole, its trunk again for each of them."""
     quadratic = settings.quadratic_tokens
     if isinstance(one.packed, PackedSequences):
         return sum(sequence_cost(length, quadratic_tokens=quadratic) for length in one.packed.lengths)

@@ -1,12 +1,13 @@
 """From the turns of a rollout to training samples: best-effort interleaving.
 
-A rollout over several turns is recorded as independent requests and answers. Most often the prompt of a turn is all that was said
-before and something new behind it; then both turns are one sample, and what lies between two answers is masked. Where it is not
-(thinking was stripped, the context was compacted, a sub-agent has a context of its own), a new sample begins. Nothing is rendered
-or tokenised again: every sampled token is trained exactly once, behind exactly the tokens that it was sampled behind.
+A multi-turn rollout is recorded as independent requests and answers. Most often the prompt of a turn is the whole
+conversation so far plus something new. Then both turns are one sample, and the text between two answers is masked.
+Otherwise (thinking was stripped, the context was compacted, a sub-agent has a context of its own), a new sample begins.
+Nothing is rendered or tokenised again: every sampled token is trained exactly once, after exactly the tokens that
+preceded it when it was sampled.
 
-The rule is prime-rl's: of the samples so far whose tokens are a prefix of the turn's prompt, the longest one is continued. Of two
-as long, the older one is.
+The rule is prime-rl's: of the existing samples whose tokens are a prefix of the turn's prompt, the longest one is
+continued; of two equally long ones, the older one.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from prime_protocol.turns import Turn
 
 @dataclass(frozen=True, slots=True)
 class Interleaved:
-    """One sample: the first turn's prompt, and everything that came after it."""
+    """One sample: the first turn's prompt, and everything after it."""
 
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Nats; 0 on what was not sampled."""
+    """Logprobs (nats); 0 on tokens that were not sampled."""
     loss_mask: tuple[bool, ...]
-    """True on what was sampled."""
+    """True on sampled tokens."""
     turns: tuple[int, ...]
-    """Which turns are here, by their index in the rollout."""
+    """Turns in this sample, by their index in the rollout."""
 
 
 def interleave(turns: Sequence[Turn]) -> list[Interleaved]:
-    """The samples of one rollout, in the order of their first turns. A turn without an answer teaches nothing and is left out."""
+    """Return the samples of one rollout, in the order of their first turns.
+
+    A turn without an answer trains nothing and is left out.
+    """
     samples: list[_Sample] = []
     for index, turn in enumerate(turns):
         if not turn.completion.token_ids:

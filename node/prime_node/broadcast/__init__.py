@@ -1,1 +1,1 @@
-"""How checkpoints travel: the publisher's side, and the side of everybody who follows."""
+"""Distribution of checkpoints: the publisher's side and the followers' side."""

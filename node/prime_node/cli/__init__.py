@@ -1,1 +1,1 @@
-"""The command line: one file a command. wire.py is the only place where adapters are chosen."""
+"""The command line: one file per command. Only wire.py chooses adapters."""

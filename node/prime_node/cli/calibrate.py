@@ -1,4 +1,4 @@
-"""`prime-node calibrate`: measures how far honest engines differ on this machine, and writes what validators allow by it."""
+"""`prime-node calibrate`: measure how far honest engines differ on this machine, and write the tolerances for validators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prime_protocol.calibration import PairMoments
 
 RANDOM_MODEL_SPREAD = 0.15
-"""Standard deviation of a random model's weights: its logits are as far apart as a trained model's."""
+"""Standard deviation of a random model's weights: it spreads the logits as widely as a trained model's."""
 
 
 def calibrate(
@@ -32,7 +32,7 @@ def calibrate(
     sampler: Annotated[
         list[str],
         typer.Option(help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16."),
-    ] = ["transformers/fp32", "transformers/bf16"],  # noqa: B006 - typer reads it, nobody changes it
+    ] = ["transformers/fp32", "transformers/bf16"],  # noqa: B006 - typer reads it, nothing changes it
     judge: Annotated[list[str], typer.Option(help="An engine that judges: transformers/fp32, transformers/bf16.")] = [  # noqa: B006
         "transformers/fp32",
         "transformers/bf16",
@@ -78,7 +78,7 @@ def calibrate(
 
 
 def random_model(folder: Path) -> Path:
-    """Configuration and tokenizer of a small model whose random weights make logits like a trained one's."""
+    """Write the configuration and tokenizer of a small model whose random weights make logits like a trained one's."""
     from prime_node.cli import wire_new
     from prime_node.coordinator.new_run import TinyModel
 
@@ -100,7 +100,7 @@ async def _measure(
     completion_tokens_max: int,
     prompt_tokens_max: int,
 ) -> list[PairMoments]:
-    """Raises LocalError."""
+    """Return the moments of the error for each pair of a sampler and a judge. Raises LocalError."""
     from prime_node.cli import wire
     from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample_honestly
 

@@ -1,4 +1,4 @@
-"""`prime-node config`: every setting with its default and its meaning, from the code itself."""
+"""`prime-node config`: every setting with its default and its meaning, taken from the code."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from prime_node.config import Settings
 def config(
     section: Annotated[Section | None, typer.Argument(help="All if left out.")] = None,
 ) -> None:
-    """Print every setting with its default and what it means."""
+    """Print every setting with its default and its meaning."""
     for settings in all_settings():
         if section in (None, settings.section):
             say(*describe_settings(settings, settings.section), "")
 
 
 def all_settings() -> list[type[Settings]]:
-    """One class a table, in the order of the flow."""
+    """Return one settings class per table, in the order of the data flow."""
     from prime_node.cli.up_config import UpConfig
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.new_run import RunConfig
@@ -37,14 +37,14 @@ def all_settings() -> list[type[Settings]]:
 
 
 def check_settings(options: Options, *, with_run: bool) -> None:
-    """Every role's, before one of them is started. Raises LocalError."""
+    """Check the settings of every role before any role starts. Raises LocalError."""
     for settings in all_settings():
         if with_run or settings.section != "run":
             options.load(settings)
 
 
 def describe_settings(model: type[BaseModel], table: str) -> Iterator[str]:
-    """TOML with a comment above each setting; nested tables after the plain settings."""
+    """Yield TOML lines with a comment above each setting; nested tables follow the plain settings."""
     yield f"[{table}]"
     nested: list[tuple[str, type[BaseModel]]] = []
     for name, field in model.model_fields.items():

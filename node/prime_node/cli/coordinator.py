@@ -1,4 +1,4 @@
-"""`prime-node coordinator`: the daemon that leases work, takes rollouts in and serves checkpoints."""
+"""`prime-node coordinator`: the daemon that leases work, accepts rollouts and serves checkpoints."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PORT = 8400
-"""Where neither the settings nor the join link name one."""
+"""Default port, used if neither the settings nor the join link name one."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def coordinator(
     run: Annotated[Path, typer.Argument(help="Run directory made by `prime-node new`.")],
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
     stop_with_parent: StopWithParent = False,
 ) -> None:
@@ -58,7 +58,7 @@ def coordinator(
 
 
 def unreachable(link: JoinLink, settings: CoordinatorConfig) -> Iterator[str]:
-    """Why the join link leads nowhere, unless something forwards to us."""
+    """Yield the reasons why contributors cannot reach the join link unless something forwards connections to this machine."""
     url = urlsplit(link.url)
     port = url.port or {"http": 80, "https": 443}[url.scheme]
     listening = listening_port(link, settings)
@@ -72,7 +72,7 @@ def unreachable(link: JoinLink, settings: CoordinatorConfig) -> Iterator[str]:
 
 
 def listening_port(link: JoinLink, settings: CoordinatorConfig) -> int:
-    """What is set, else what the join link names."""
+    """Return the configured port, or else the port in the join link."""
     return settings.port if settings.port is not None else urlsplit(link.url).port or PORT
 
 
@@ -83,7 +83,7 @@ async def _coordinate(
     from prime_node.coordinator.daemon import serve_coordinator
 
     refuse_links(run_dir.model)
-    lock = FolderLock(run_dir.coordinator)  # before anything in the folder is opened or swept
+    lock = FolderLock(run_dir.coordinator)  # taken before anything in the folder is opened or removed
     pinned = run_dir.load_run()
     if not run_dir.join_link_file.exists():
         write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port or PORT}")

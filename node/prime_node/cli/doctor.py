@@ -1,4 +1,4 @@
-"""`prime-node doctor`: what this machine can do, what is missing, and what to do about it. Each line is told when it is found."""
+"""`prime-node doctor`: what this machine can do, what is missing and how to fix it. Each line appears as soon as it is known."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from prime_protocol.visible import printable
 DISK_GIB_MIN = 5.0
 MEMORY_GIB_MIN = 2.0
 CLOCK_S_SEEN = 3.0
-"""An answer tells whole seconds, and was under way."""
+"""Smallest clock difference that is shown: an HTTP date has whole seconds, and the answer takes time to arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `needed_for` is empty where nothing works without it."""
+    """One line of the report. `needed_for` is empty if nothing works without it."""
 
     what: str
     ok: bool
@@ -48,13 +48,13 @@ def doctor(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Look this machine over: what it can do, and what is missing for the rest.
+    """Check what this machine can do, and what is missing for the rest.
 
     \b
-    Exit codes: 0 it can take part; 3 it cannot, and what to do is said.
+    Exit codes: 0 it can take part; 3 it cannot, and the output says what to do.
 
     \b
-    --json prints one object: ok, and findings: [{what, ok, seen, advice, needed_for}]; needed_for is empty where nothing works
+    --json prints one object: ok, and findings: [{what, ok, seen, advice, needed_for}]; needed_for is empty if nothing works
     without it.
     """
     findings = []
@@ -85,7 +85,7 @@ def _python() -> Finding:
 
 
 def _disk() -> Finding:
-    """Where the roles of a contributor keep what they fetch. A service's user may have no home at all."""
+    """Check the disk on which a contributor's roles store what they fetch. A service user may have no home folder."""
     place = next(folder for folder in (HOME, *HOME.parents) if os.access(folder, os.F_OK))
     free, is_ours = shutil.disk_usage(place).free / 2**30, os.access(place, os.W_OK | os.X_OK)
     return Finding(
@@ -117,7 +117,7 @@ def _loopback() -> Finding:
 
 
 def _sandbox() -> Finding:
-    """Landlock, seccomp and namespaces, tried in a child."""
+    """Try Landlock, seccomp and namespaces in a child process."""
     from prime_node.cli.wire_sandbox import level_here
 
     level = level_here()
@@ -128,7 +128,7 @@ def _sandbox() -> Finding:
 
 
 def _torch() -> Finding:
-    """Imported, which takes seconds, only where there may be a GPU that it alone can name."""
+    """Check torch. It is imported, which takes seconds, only if there may be a GPU that only torch can name."""
     missing = Finding("torch", False, "not installed", _extra("train"), "training, validating, generating")
     if importlib.util.find_spec("torch") is None:
         return missing
@@ -165,7 +165,7 @@ def _extra(name: str) -> str:
 
 
 def _run(link: str) -> Iterator[Finding]:
-    """What its coordinator, or whoever answers in its place, says. Not proven: `join` verifies."""
+    """Yield the status from the link's server. It is unverified: `join` verifies."""
     try:
         status = run_status(link)[0]
     except LocalError as error:
@@ -186,7 +186,7 @@ def _run(link: str) -> Iterator[Finding]:
 
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
-"""Of NVIDIA's driver on Linux, and of WSL."""
+"""Device files of NVIDIA's driver on Linux and on WSL."""
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,

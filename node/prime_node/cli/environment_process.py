@@ -1,8 +1,8 @@
-"""The process in which environments run: `python -m prime_node.cli.environment_process`, started by their host, never by hand.
+"""The process that runs environments: `python -m prime_node.cli.environment_process`, started by its host, never by hand.
 
-The invariant: before any environment's code is loaded, and before the first thread is started, this process can do nothing but
-what its command line names, and it has never heard of a key. So it imports the rest when it is confined. A writer to its
-stdin cannot widen its walls, because it builds them before it reads the first line. It ends with its host.
+Invariant: before it loads environment code or starts a thread, this process can access only what its command line names, and it
+has never held a key. It therefore imports the rest after it is confined. Input on stdin cannot loosen the sandbox, because the
+process applies it before it reads the first line. It ends when its host ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK_BYTES = 2**16
 
 
 def first_line() -> bytes:
-    """Of stdin; the host says nothing more before it is answered."""
+    """Read the first line of stdin. The host sends nothing more until it gets an answer."""
     found = b""
     while not found.endswith(b"\n"):
         chunk = os.read(STDIN, CHUNK_BYTES)
@@ -32,8 +32,9 @@ def first_line() -> bytes:
 
 
 def run_environment_process() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host, who ends us when its own work is done
-    # What an environment prints is no answer of ours: it goes to the host's log.
+    """Confine this process, then serve its environments until the host ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the host, which then ends this process
+    # Output that an environment prints is not protocol data: it goes to the host's log.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
@@ -43,11 +44,11 @@ def run_environment_process() -> None:
 
         asyncio.Runner().run(serve_environments(out, hello, folder=folder, missing=missing))
     except BrokenPipeError:
-        os._exit(1)  # the host was killed while it was answered: nobody is left to tell
+        os._exit(1)  # the host was killed during the answer: nothing is left to report to
     except BaseException:  # noqa: BLE001 (the process's edge; environments' code may call sys.exit)
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # without its host it must end, whatever hangs in its threads
+    os._exit(0)  # without its host it must end, even if threads hang
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a process of environments does once it is confined: it answers lines of JSON (adapters/environments/frames.py).
+"""The service inside a confined environment process: it answers lines of JSON (adapters/environments/frames.py).
 
-Who waits for whom: requests come one by one from stdin; scores are computed at once, episodes are tasks beside them, and an
-episode waits for the answers that it asked its host for. What blocks in an episode's threads keeps no other one waiting: there
-are more threads than episodes, and a process that has lost many of them says so, with the reward, and is replaced.
+Concurrency: requests arrive one at a time on stdin. Scores are computed at once; episodes run as concurrent tasks, and an
+episode waits for the answers that it requested from its host. An episode that blocks its threads delays no other, because there
+are more threads than episodes. A process that has lost many threads says so with the reward, and the host replaces it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from prime_protocol.run_spec import EnvironmentSpec
 
 LINE_BYTES_MAX = 2**26
 THREADS_MAX = 1_024
-"""Made as they are needed. Python's own bound is a few more than there are processors: so many graders that hang would keep
-every other episode of the process from ever being graded."""
+"""Limit on threads, which are created on demand. Python's default is slightly above the number of processors: that many hanging
+graders would keep every other episode of the process from being graded."""
 LEFT_BEHIND_MAX = 64
-"""Calls of episodes that are over which still block a thread: a grader that gives up on its thread leaves one behind."""
+"""Limit on calls of finished episodes that still block a thread. A grader that abandons its thread leaves one behind."""
 EPISODE: ContextVar[int | None] = ContextVar("episode", default=None)
-"""Whose code runs."""
+"""Episode whose code is running."""
 
 
 class Host:
-    """The other end of the pipes."""
+    """The host at the other end of the pipes."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
@@ -45,10 +45,12 @@ class Host:
         self._asked: dict[int, asyncio.Future[Completion | None]] = {}
 
     def tell(self, **message: Any) -> None:
+        """Write one message to the host."""
         self._out.write(json.dumps(message).encode() + b"\n")
         self._out.flush()
 
     async def sample(self, episode: int, prompt_token_ids: tuple[int, ...]) -> Completion | None:
+        """Ask the host for the model's completion of a prompt; None if the rollout has no turn or room left."""
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         self.tell(ask=number, id=episode, prompt=prompt_token_ids)
@@ -56,6 +58,7 @@ class Host:
         return found
 
     def answered(self, number: int, completion: Mapping[str, Any] | None) -> None:
+        """Complete a pending request with the host's answer."""
         answer = self._asked.pop(number, None)
         if answer is not None and not answer.done():
             answer.set_result(
@@ -68,33 +71,35 @@ class Host:
 
 
 class Threads(ThreadPoolExecutor):
-    """Knows which calls are not done, and of which episode they are."""
+    """Thread pool that tracks unfinished calls and the episode of each."""
 
     def __init__(self) -> None:
         super().__init__(THREADS_MAX, "episode")
         self._open: dict[Future[Any], int | None] = {}
 
     def submit(self, call: Callable[..., Any], /, *args: Any, **named: Any) -> Future[Any]:
+        """Start a call, recorded under the current episode."""
         future = super().submit(call, *args, **named)
         self._open[future] = EPISODE.get()
         future.add_done_callback(lambda done: self._open.pop(done, None))
         return future
 
     def left_behind(self, playing: Container[int]) -> int:
-        """Calls of episodes that are not being played any more."""
+        """Return the number of unfinished calls from episodes that are no longer played."""
         return sum(episode is not None and episode not in playing for episode in self._open.copy().values())
 
 
 class Service:
-    """Does what the host asks for."""
+    """Handler of the host's requests."""
 
     def __init__(self, host: Host, environments: Mapping[str, Environment], threads: Threads) -> None:
         self._host, self._environments, self._threads = host, environments, threads
         self._held_out: dict[tuple[str, int], list[HeldOutProblem]] = {}
-        """By environment and number of problems."""
+        """Held-out problems by environment and number of problems."""
         self._episodes: dict[int, asyncio.Task[None]] = {}
 
     def handle(self, message: dict[str, Any]) -> None:
+        """Start the work that a message of the host asks for."""
         if "answer" in message:
             self._host.answered(message["answer"], message["completion"])
         elif "cancel" in message:
@@ -110,7 +115,7 @@ class Service:
             number = message.pop("id")
             try:
                 self._host.tell(id=number, result=self._answer(**message))
-            except Exception as error:  # noqa: BLE001 (the code is not ours; the host is told, and goes on or gives up)
+            except Exception as error:  # noqa: BLE001 (the code is not ours; the host gets the error and decides)
                 self._host.tell(id=number, error=f"{type(error).__name__}: {error}"[:500])
 
     def _answer(self, method: str, environment: str, **its: Any) -> Any:
@@ -155,7 +160,7 @@ class Service:
 
 
 def kept_model(files: Mapping[str, str], folder: Path) -> Path:
-    """The run's tokenizer and configuration, in a folder of this process's own."""
+    """Write the run's tokenizer and configuration to a folder of this process."""
     folder.mkdir()
     for name, data in files.items():
         write_inside(folder, name, base64.b64decode(data))
@@ -163,7 +168,10 @@ def kept_model(files: Mapping[str, str], folder: Path) -> Path:
 
 
 async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder: Path, missing: Sequence[str]) -> None:
-    """Until the host closes the pipe. `missing`: what is not enforced of the walls around this process."""
+    """Serve until the host closes the pipe.
+
+    `missing` lists the parts of this process's sandbox that the system does not enforce.
+    """
     host = Host(out)
     loop, threads = asyncio.get_running_loop(), Threads()
     loop.set_default_executor(threads)

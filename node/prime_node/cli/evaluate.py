@@ -1,4 +1,4 @@
-"""`prime-node evaluate`: evaluate a run's policies on held-out problems, on any machine, beside the training."""
+"""`prime-node evaluate`: evaluate a run's policies on held-out problems, on any machine, in parallel with training."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def evaluate(
         typer.Option(help="Key to go by [FOLDER/identity.key, made on first use].", show_default=False),
     ] = None,
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "WARNING",
     stop_with_parent: StopWithParent = False,
 ) -> None:
-    """Evaluate the newest policies on held-out problems until the run is over; one line and one row each.
+    """Evaluate the newest policies on held-out problems until the run ends; one line and one row for each.
 
-    The [trainer] settings evaluation_* say how, the [worker] settings on which engine. Rows are marked: `eval_trusted` is true
-    only under a key of the run's own.
+    The [trainer] settings evaluation_* define the evaluation, the [worker] settings the engine. Each row is labelled:
+    `eval_trusted` is true only for a key of the run.
     """
     from prime_node.cli.lifetime import run_role
     from prime_node.envs.settings import EnvironmentSettings
@@ -125,7 +125,7 @@ async def _evaluate(
 
 
 def marks_of(run: PinnedRun, key_id: str) -> dict[str, Any]:
-    """Who evaluated, and whether the run trusts that key with anything."""
+    """Return the labels of a row: the evaluating key, and whether the run trusts it in any role."""
     keys = run.keys.current
     return {
         "eval_by": key_id,
@@ -143,7 +143,10 @@ async def each_policy(
     every: int,
     marks: dict[str, Any],
 ) -> None:
-    """Until `stop`, or until the run's last policy is evaluated. Policies that come while one is evaluated are passed over."""
+    """Evaluate policies until `stop` is set or the run's last policy is evaluated.
+
+    Skip policies that arrive during an evaluation.
+    """
     version, last = -1, run.spec.max_steps
     while version < last:
         policy = await unless(stop.wait(), wait_newer(version))

@@ -1,4 +1,4 @@
-"""`prime-node evidence`: what a ban rests on, checked again by anyone, offline. SPEC.md, section 22."""
+"""`prime-node evidence`: offline check, open to anyone, of the evidence for a ban. SPEC.md, section 22."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BY_FORWARD_PASS = frozenset(
         RejectReason.PROOF_MISMATCH,
     }
 )
-"""What a model finds in a well-formed bundle. Copies, equivocation and contexts are found by other means."""
+"""Reasons that a forward pass finds in a well-formed bundle. Other checks find copies, equivocation and bad contexts."""
 
 evidence = typer.Typer(
     help="Check what a ban rests on.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
@@ -50,7 +50,7 @@ evidence = typer.Typer(
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A file whose every signature verifies."""
+    """A ban dossier whose signatures all verify."""
 
     run: PinnedRun
     statement: BanStatement
@@ -60,7 +60,7 @@ class _Case:
 
 @evidence.callback()
 def _group() -> None:
-    """Commands of their own: without this, typer would fold the only one into the group."""
+    """Group of evidence commands. Without this callback, typer would fold its only command into the group."""
 
 
 @evidence.command("verify")
@@ -88,14 +88,16 @@ def evidence_verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check again what a ban rests on. Signatures, receipts, sums, and the deciding bundle if it lies beside the file.
+    """Check the evidence for a ban.
+
+    It checks signatures, receipts, sums, and the deciding bundle if it is in the same folder.
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault.
 
     \b
     --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, bundle: what was found about it, and
-    seeds: what --ledger says of them.
+    seeds: the result of --ledger.
     """
     opened, said, seeds, fault = None, "", "", ""
     try:
@@ -128,7 +130,7 @@ def evidence_verify(
 
 
 def _read(path: Path, *, pinned: str | None) -> _Case:
-    """Raises LocalError for the disk and PeerError for what is in the file."""
+    """Read a dossier. Raises LocalError for disk errors and PeerError for faults in the file's content."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -158,7 +160,10 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
 
 
 def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
-    """What the bundle itself says. Raises PeerError where it contradicts the ban, LocalError for --model without a bundle."""
+    """Check the bundle itself and return the result.
+
+    Raises PeerError if it contradicts the ban, LocalError for --model without a bundle.
+    """
     from prime_node.validator.judge import OpenedBundle, open_bundle
 
     bundle, lease = case.statement.bundle, case.lease
@@ -189,7 +194,7 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
 
 
 async def _about_the_seeds(case: _Case, ledger: str) -> str:
-    """Step (6) of SPEC.md, section 22. Raises PeerError where the lease is not what the seed chain gives."""
+    """Check the seeds: step (6) of SPEC.md, section 22. Raises PeerError if the lease does not match the seed chain."""
     from prime_node.cli.ledger import open_ledger
 
     lease, chain = case.lease, case.run.spec.seed_chain
@@ -206,7 +211,7 @@ async def _about_the_seeds(case: _Case, ledger: str) -> str:
 
 
 async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_class: str) -> str:
-    """Raises PeerError where the forward pass does not find what was refused."""
+    """Repeat the forward pass. Raises PeerError if it does not confirm the refusal."""
     from prime_node.cli import wire
     from prime_node.validator.judge import evidence_in, verdict_on, weigh_bundle
     from prime_node.validator.spans import policies_of
@@ -221,14 +226,14 @@ async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_cl
         found, *_ = await weigh_bundle(bundle, scorer, run=case.run)
     finally:
         await scorer.close()
-    weighed = evidence_in(bundle, found, case.run, judged_by=judge_class)  # whatever device this machine has
+    weighed = evidence_in(bundle, found, case.run, judged_by=judge_class)  # on any device that this machine has
     if case.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
         return compared(decided.evidence, weighed)
     return confirmed(decided.reason, verdict_on(summary(found), weighed, case.run.spec.checks))
 
 
 def confirmed(reason: RejectReason | None, verdict: Verdict) -> str:
-    """What a forward pass says of a refusal. Raises PeerError where it ought to have found it, and does not."""
+    """Compare a forward pass with a refusal. Raises PeerError if the pass should have confirmed the refusal and does not."""
     if verdict.reason is reason:
         return f"{reason} by a forward pass"
     if reason in BY_FORWARD_PASS:
@@ -237,13 +242,13 @@ def confirmed(reason: RejectReason | None, verdict: Verdict) -> str:
 
 
 def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
-    """What a bundle adds, beside what its receipt says. Raises PeerError where it is far less."""
+    """Compare the evidence of a bundle with the claim in its receipt. Raises PeerError if it is much weaker."""
     nats = {name: max(sums.log_e) for name, sums in claimed.sums.items() if sums.log_e}
     mine = {name: max(sums.log_e) for name, sums in found.sums.items() if sums.log_e} if found else {}
     if not nats:
         return "its receipt adds nothing"
     loudest = max(nats, key=lambda name: nats[name])
-    if loudest in REWARD_RANKS and claimed.compared:  # check_case has repeated it
+    if loudest in REWARD_RANKS and claimed.compared:  # check_case has already recomputed it
         return f"{loudest} adds {nats[loudest]:.1f} nats, as the rewards in its receipt do"
     if loudest in REWARD_RANKS:
         return f"{loudest} adds {nats[loudest]:.1f} nats, by the validator's own samples, which a forward pass does not repeat"

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 5
 PEERS_S = 1.0
-"""Time to find peers before the download begins; what is not found by then joins in."""
+"""Time to find peers before the download begins; peers found later join it."""
 
 
 def fetch(
@@ -44,13 +44,13 @@ def fetch(
         ),
     ] = None,
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "WARNING",
 ) -> None:
     """Download a policy from the run's peers, verify every byte, and export it with its provenance.
 
     \b
-    Exit codes: 0 done; 3 this machine is at fault, or there is no such policy yet; 4 nobody has it any more.
+    Exit codes: 0 done; 3 this machine is at fault, or there is no such policy yet; 4 no peer has it any more.
     """
     from prime_node.cli.kernels import ready_kernels
     from prime_node.folder_lock import FolderLock
@@ -97,7 +97,7 @@ async def _fetch(
 
 
 async def _policy(follower: Follower, policy_version: int | None) -> Policy:
-    """Raises LocalError where it is not published yet, PeerError where nobody has it any more."""
+    """Fetch a policy. Raises LocalError if it is not published yet, PeerError if no peer has it any more."""
     from prime_node.ports.transport import Unreachable
 
     await follower.heads.look()
@@ -116,7 +116,7 @@ async def _policy(follower: Follower, policy_version: int | None) -> Policy:
                 raise LocalError(f"policy {wanted}: {error}; what has come is kept: run it again") from None
             log.warning("policy %d: %s; trying again", wanted, error)
         except PeerError as error:
-            # Where the coordinator gives no bytes, a peer to whom we are not linked yet may have them.
+            # If the coordinator serves no bytes, a peer that is not connected yet may have them.
             if error.code is not ErrorCode.NOT_FOUND or attempt == ATTEMPTS_MAX:
                 raise
             await asyncio.sleep(PEERS_S)

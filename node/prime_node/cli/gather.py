@@ -1,4 +1,4 @@
-"""From the coordinator's status and the roles' own files to one `RunProgress`."""
+"""Combine the coordinator's status and the roles' own files into one `RunProgress`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def progress_of(
     *,
     elapsed_s: float,
 ) -> RunProgress:
-    """`rows` are the trainer's metrics, `status` is the coordinator's; empty before it has answered."""
+    """Return the progress of a run.
+
+    `rows` are the trainer's metrics. `status` is the coordinator's; it is empty until the coordinator first answers.
+    """
     trained = [row for row in rows if "reward_mean" in row]
     workers = {worker["worker"]: worker for worker in status.get("workers", ())}
     return RunProgress(
@@ -44,7 +47,10 @@ def progress_of(
 
 
 def _key_id(folder: Path) -> str:
-    """Of the worker in this folder, by its own status file. Names prove nothing: a stranger may call himself worker-1."""
+    """Return the key id of the worker in this folder, from its status file.
+
+    Names prove nothing: any worker may use "worker-1" as its name.
+    """
     try:
         return str(json.loads(read_regular(folder / "status.json"))["worker"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -70,7 +76,7 @@ def _evaluation(rows: list[dict[str, Any]]) -> str:
 
 
 def _broadcast(rows: list[dict[str, Any]], status: Mapping[str, Any]) -> str:
-    """What the newest policy costs a worker that keeps up, beside its size; and how soon the last ones could be used."""
+    """Describe the download size of the newest policy for a worker that keeps up, its raw size, and the time to available."""
     published = [row for row in rows if "raw_bytes" in row]
     if not published:
         return ""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the checks at work. You will be banned."
 
 TIMELINE_BYTES_MAX = 2**24
-"""Of a worker's timeline.jsonl; a full one is kept beside the one that follows it."""
+"""Size limit of a worker's timeline.jsonl. A full file is kept next to its successor."""
 
 
 def join(
@@ -52,7 +52,7 @@ def join(
         bool, typer.Option("--private", help="Outbound only: announce no address, serve no other worker.")
     ] = False,
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
     unsafe_cheat: Annotated[str | None, typer.Option(help=UNSAFE, show_default=False)] = None,
     unsafe_cheat_after: Annotated[int, typer.Option(help="Policies to serve honestly before cheating.")] = 0,
@@ -86,7 +86,7 @@ def join(
     place = (folder or HOME / "runs" / parsed.run[:16]).resolve()
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     cheat = None if unsafe_cheat is None else (unsafe_cheat, unsafe_cheat_after)
-    FolderLock(place).release()  # another worker there is told at once; this one locks it for good when it is set up
+    FolderLock(place).release()  # fail early if another worker runs there; set_up takes the lock that is kept
     ready_kernels()
     launcher = environment_launcher(grants, settings.sandbox, folder=place)
     key = load_or_create(key_file)
@@ -120,10 +120,10 @@ async def _join(
         async with wire.client(link, key) as client:
 
             async def set_up() -> tuple[PinnedRun, Engine, dict[str, TurnEnvironment]]:
-                """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
+                """Wait for an unreachable coordinator, and build in a thread so that signals are still handled."""
                 run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
                 model = folder / "model"
-                # The environments' process starts while this one imports what the engine needs: seconds each.
+                # The environment process starts while this process imports the engine's modules: each takes seconds.
                 made, worlds = await asyncio.gather(
                     asyncio.to_thread(wire.engine, settings, model, run, cheat=cheat),
                     asyncio.to_thread(wire.turn_environments, run.spec, model, grants, launcher, folder=folder),
@@ -166,7 +166,7 @@ async def _join(
 
 @contextlib.contextmanager
 def download_bar() -> Iterator[Callable[[DownloadProgress], None]]:
-    """A progress bar for policies that take long enough to see one; nothing where nobody looks."""
+    """Show a progress bar for downloads that take long enough; show nothing without a terminal."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 

@@ -1,13 +1,13 @@
-"""The codec's kernels: compiled once per installation, before anything that has a deadline, and not in every process at once.
+"""Compilation of the codec's kernels: once per installation, before anything with a deadline, and in one process at a time.
 
-Who waits for whom: the first process that finds nothing compiled holds a lock beside numba's cache while two children compile,
-one the decoder and one the encoder, since numba compiles one function at a time in a process. Whoever comes meanwhile waits for
-the lock, LOCK_S_MAX at most; then all load machine code. Lock and children fall with their process, so a killed one leaves the
-work to the next. Who has compiled clears away what was compiled of older sources.
+Concurrency: the first process that finds nothing compiled holds a lock file in numba's cache folder while two children compile.
+One compiles the decoder and one the encoder, because numba compiles one function at a time per process. Other processes wait
+for the lock, at most LOCK_S_MAX; then all load machine code. The lock and the children end with their process, so if it is
+killed the next process does the work. The process that compiled also removes the output of older sources.
 
-Nothing ends because of a compiler: a process whose children fail, or are killed for memory, codes without kernels.
+A compiler failure ends no process: a process whose children fail, or are killed for lack of memory, codes without kernels.
 
-    python -m prime_node.cli.kernels        what the set-up and `up` run, so that neither imports numba itself
+The set-up and `up` run `python -m prime_node.cli.kernels`, so that neither imports numba itself.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 COMPILE_S_MAX = 900.0
-"""A compiler that takes longer hangs: on two busy cores it takes 20 s."""
+"""Limit after which a compiler counts as hung; compiling takes 20 s on two busy cores."""
 LOCK_S_MAX = COMPILE_S_MAX + 60.0
-"""Who holds the lock for longer hangs, or was stopped."""
+"""Limit after which a lock holder counts as hung or suspended."""
 LOOK_S = 0.1
-"""How often a process that waits looks whether the lock is free."""
+"""Interval at which a waiting process tries the lock."""
 KEPT_S = 14 * 86_400.0
-"""What other sources were compiled to, after its last start."""
+"""Time for which the output of other sources is kept after their last use."""
 COMPILED = re.compile(r"(\w+\.\w+-(\w{8})-\d+\.py\w+\.(nbi|\d+\.nbc)|kernels-(\w{8})\b.*\.compiled)")
-"""The files that numba writes for a kernel, and our own mark. Each name carries the checksum of the kernels' sources."""
+"""File names of numba's output for a kernel, and of our own marker. Each contains the checksum of the kernels' sources."""
 
 _CHILD = """
 import gc, os, threading
@@ -50,13 +50,14 @@ gc.disable()
 from {module} import {name}
 {name}()
 """
-"""Its standard input is a pipe that only its parent holds open."""
+"""Program of a compiling child. Its standard input is a pipe that only its parent holds open."""
 
 
 def ready_kernels(say: Say = log.info) -> None:
-    """For a process that decodes or encodes: compile what is not compiled, and load it. Does nothing where numba is missing.
+    """Compile the kernels if necessary and load them, for a process that decodes or encodes.
 
-    Where numba finds no folder to write to, this process compiles for itself; where nothing compiles, it does without.
+    Do nothing without numba. If numba finds no writable folder, this process compiles for itself. If compilation fails, it runs
+    without kernels.
     """
     if compile_once(say):
         warm_up()
@@ -65,13 +66,13 @@ def ready_kernels(say: Say = log.info) -> None:
 
 
 def compile_once(say: Say) -> bool:
-    """Returns when the cache holds the kernels, or False where they do not compile."""
+    """Compile the kernels unless the cache holds them. Return False if they do not compile."""
     place = cache_place()
     if place is None:
         return True
     folder, done = Path(place[0]), Path(place[0]) / f"kernels-{place[1]}.compiled"
     if done.exists():
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # the file belongs to another user
             done.touch()
         return True
     with _turn(folder / "kernels.lock", say):
@@ -95,13 +96,13 @@ def compile_once(say: Say) -> bool:
 
 
 def _compiling(half: Callable[[], None]) -> subprocess.Popen[bytes]:
-    """Leaving its context ends it."""
+    """Start a child that compiles one half. Leaving its context ends it."""
     program = _CHILD.format(module=half.__module__, name=half.__name__)
     return subprocess.Popen([sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def _code(process: subprocess.Popen[bytes], began_s: float) -> int:
-    """The exit code; a child that hangs is killed."""
+    """Return the exit code of a child, and kill a child that hangs."""
     try:
         return process.wait(max(0.0, began_s + COMPILE_S_MAX - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -111,7 +112,7 @@ def _code(process: subprocess.Popen[bytes], began_s: float) -> int:
 
 @contextmanager
 def _turn(path: Path, say: Say) -> Iterator[None]:
-    """One process at a time. Where no lock can be had, several may compile the same: that costs time only."""
+    """Let one process compile at a time. Without a lock several may compile the same kernels, which only costs time."""
     with ExitStack() as stack:
         try:
             descriptor = _open(path)
@@ -127,7 +128,7 @@ def _turn(path: Path, say: Say) -> Iterator[None]:
 
 
 def _wait_for(descriptor: int, path: Path) -> None:
-    """A lock that another process holds; after LOCK_S_MAX without it."""
+    """Wait for a lock that another process holds; after LOCK_S_MAX continue without it."""
     until_s = time.monotonic() + LOCK_S_MAX
     while time.monotonic() < until_s:
         time.sleep(LOOK_S)
@@ -143,22 +144,25 @@ def _wait_for(descriptor: int, path: Path) -> None:
 
 
 def _clear(folder: Path, key: str) -> None:
-    """Remove what was compiled of sources that nobody starts any more. A folder belongs to the sources in one place, but
-    containers may share it that hold different ones in that place: each start marks its own as used."""
+    """Remove the output of sources that are no longer used.
+
+    A folder belongs to the sources at one path, but containers that share it may hold different sources at that path. Each
+    start therefore marks its own output as used.
+    """
     found = [(path, match[2] or match[4]) for path in folder.iterdir() if (match := COMPILED.fullmatch(path.name))]
     since_s = time.time() - KEPT_S
     used = {sources for path, sources in found if path.suffix == ".compiled" and path.stat().st_mtime > since_s}
     for path, sources in found:
         if sources not in used and not key.startswith(sources):
-            with suppress(OSError):  # another user's
+            with suppress(OSError):  # the file belongs to another user
                 path.unlink()
 
 
 def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only what may be written
-    except PermissionError:  # another user's
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # NFS locks only files open for writing
+    except PermissionError:  # the file belongs to another user
         return os.open(path, os.O_RDONLY)
 
 

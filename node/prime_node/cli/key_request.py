@@ -1,7 +1,7 @@
-"""The file that carries the next key ring from root key to root key, and what is known of the run that it is for.
+"""The file that carries the next key ring from root key to root key, and the verified state of its run.
 
-It is the ring's envelope, with as many signatures as it has so far. Nothing in it is trusted: whoever takes it in checks it
-against the chain of rings that he has.
+The file is the ring's envelope with the signatures collected so far. Nothing in it is trusted: each reader checks it against
+the chain of key rings that it already has.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from prime_protocol.run_spec import PinnedRun, open_run_spec
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A run as its coordinator or its folder shows it."""
+    """State of a run as its coordinator or its folder shows it."""
 
     run: PinnedRun
     published: ChainPoint | None
@@ -47,7 +47,7 @@ class Known:
 
 
 async def known_of(target: str) -> Known:
-    """The run, every key ring, and the newest manifest, verified. Raises LocalError or PeerError."""
+    """Return the run, every key ring and the newest manifest, verified. Raises LocalError or PeerError."""
     with _answering(target):
         async with open_source(target) as source:
             envelope = await source.run_spec()
@@ -67,9 +67,9 @@ def _answering(target: str) -> Iterator[None]:
 
 
 def changed(keys: RoleKeys, changes: Mapping[str, object]) -> RoleKeys:
-    """The keys with some roles' changed. Raises LocalError where they do not fit together.
+    """Return the keys with those of some roles changed.
 
-    A threshold that the keys that are left cannot meet becomes their number.
+    Raises LocalError if they are inconsistent. A threshold that exceeds the number of remaining keys becomes that number.
     """
     fields = keys.model_dump() | dict(changes)
     for role in (Role.ROOT, Role.TRAINER):
@@ -84,7 +84,7 @@ def changed(keys: RoleKeys, changes: Mapping[str, object]) -> RoleKeys:
 
 
 def signed_with(envelope: Envelope | None, *keys: SigningKey | Path, ring: KeyRing | None = None) -> Envelope:
-    """The envelope, or a new one around `ring`, with the signatures of more keys. A key signs once."""
+    """Return the envelope, or a new one around `ring`, with further signatures. A key signs once."""
     if envelope is None:
         assert ring is not None
         envelope = Envelope(PayloadType.KEY_RING, ring.model_dump_json().encode(), ())
@@ -96,7 +96,7 @@ def signed_with(envelope: Envelope | None, *keys: SigningKey | Path, ring: KeyRi
 
 
 def read_request(file: Path) -> tuple[Envelope, KeyRing]:
-    """Raises LocalError where it is no request."""
+    """Read a request. Raises LocalError if the file is not a request."""
     try:
         envelope = open_envelope(file.read_bytes(), unsigned=True)
         return envelope, parse_json(envelope.payload, KeyRing)
@@ -107,6 +107,7 @@ def read_request(file: Path) -> tuple[Envelope, KeyRing]:
 
 
 def write_request(file: Path, envelope: Envelope) -> None:
+    """Write a request durably. Raises LocalError."""
     try:
         write_durably(file, envelope.to_bytes())
     except OSError as error:
@@ -114,7 +115,7 @@ def write_request(file: Path, envelope: Envelope) -> None:
 
 
 def signatures_missing(known: KeyChain, envelope: Envelope, ring: KeyRing) -> list[str]:
-    """A line for the old root and one for the new, where too few of its keys have signed."""
+    """Return a line for the old root and one for the new root if too few of its keys have signed."""
     lines = []
     for whose, keys in (("present", known.current), ("new", ring.keys)):
         signed, needed = {one.key_id for one in envelope.signatures} & set(keys.root), keys.threshold(Role.ROOT)
@@ -124,8 +125,10 @@ def signatures_missing(known: KeyChain, envelope: Envelope, ring: KeyRing) -> li
 
 
 async def submit_to(target: str, known: Known, envelope: Envelope) -> None:
-    """Give the ring to the coordinator at the target's address; put it into the folder where none works there. Raises PeerError
-    or LocalError."""
+    """Send the ring to the coordinator at the target, or write it to the run's folder if no coordinator runs there.
+
+    Raises PeerError or LocalError.
+    """
     run_dir = None if is_url(target) else RunDir(Path(target))
     if run_dir is None:
         await _post(target, envelope)
@@ -134,7 +137,7 @@ async def submit_to(target: str, known: Known, envelope: Envelope) -> None:
         raise LocalError(f"{target} is no run directory; give that, or the address of the coordinator")
     try:
         lock = FolderLock(run_dir.coordinator)
-    except LocalError:  # it runs
+    except LocalError:  # the coordinator runs
         await _post(str(run_dir.join_link()), envelope)
         return
     try:
@@ -152,7 +155,7 @@ async def _post(url: str, envelope: Envelope) -> None:
 
 
 async def _put(run_dir: RunDir, known: Known, envelope: Envelope) -> None:
-    """What the coordinator does with it, while it does not run."""
+    """Store the ring as the coordinator would, while it does not run."""
     from prime_node.cli import wire
     from prime_node.coordinator.api.statements import check_published, key_ring_name
 
@@ -169,7 +172,7 @@ async def _put(run_dir: RunDir, known: Known, envelope: Envelope) -> None:
 
 
 def use_new_keys(run_dir: RunDir, ring: KeyRing) -> Iterator[str]:
-    """Put keys that were made for the ring in their roles' places; the former ones stay beside them, renamed."""
+    """Install keys that were made for the ring as their roles' keys; rename the former ones and keep them."""
     for role in Role:
         made, place = run_dir.next_key(role, ring.version), run_dir.key(role)
         if made.exists() and load_key(made).key_id in ring.keys.of(role):
@@ -180,7 +183,7 @@ def use_new_keys(run_dir: RunDir, ring: KeyRing) -> Iterator[str]:
 
 
 def describe_key_request(known: Known) -> Iterator[str]:
-    """The keys of today, then the rings."""
+    """Yield the current keys, then the key rings."""
     keys = known.run.keys
     yield f"run {known.run.spec.name} ({known.run.digest[:12]}), key ring {keys.version}"
     yield from _role_lines(keys.current)
@@ -189,7 +192,7 @@ def describe_key_request(known: Known) -> Iterator[str]:
 
 
 def ring_lines(ring: KeyRing) -> Iterator[str]:
-    """What a ring says."""
+    """Yield the content of a ring as lines."""
     yield f"key ring {ring.version} of {date_of(ring.created_at_ms)}, run {ring.run[:12]}: {ring.reason}"
     yield from _role_lines(ring.keys)
     if ring.published is not None:

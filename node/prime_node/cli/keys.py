@@ -1,8 +1,8 @@
-"""`prime-node keys`: who may sign what in a run, and how its root changes that.
+"""`prime-node keys`: which keys may sign for a run, and how its root changes them.
 
-The root's keys may lie on machines without a network. So a change goes by a file: `rotate` and `revoke` write the next key ring
-into it, `sign` adds a root key's signature wherever that key is, `submit` hands it to the coordinator, or puts it into the
-folder of one that does not run. What a ring is, and what it must satisfy, says SPEC.md, section 7.
+The root's keys may be on machines without a network, so a change travels in a file. `rotate` and `revoke` write the next key
+ring to it, and `sign` adds a root key's signature on the machine with that key. `submit` sends it to the coordinator, or writes
+it to the folder of a coordinator that does not run. SPEC.md, section 7 defines a ring and its validity.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Out = Annotated[
 
 @keys.command()
 def show(target: Target) -> None:
-    """Print the keys of today and the key rings before them."""
+    """Print the current keys and the earlier key rings."""
     known = asyncio.run(known_of(target))
     for line in describe_key_request(known):
         say(line)
@@ -60,7 +60,7 @@ def show(target: Target) -> None:
 
 @keys.command()
 def make(file: Annotated[Path, typer.Argument(help="New key file, mode 0600.")]) -> None:
-    """Make a key and print its id. For a root, or a role whose key lies on another machine."""
+    """Make a key and print its id. For a root, or for a role whose key is on another machine."""
     say(create_key(file).key_id)
 
 
@@ -73,7 +73,7 @@ def rotate(
         typer.Option(
             "--key", help="Id of a new key, may be given often; else one is made in RUN/keys.", show_default=False
         ),
-    ] = [],  # noqa: B006 - typer reads it, nobody changes it
+    ] = [],  # noqa: B006 - typer reads it, nothing changes it
     keep: Annotated[bool, typer.Option("--keep", help="Beside the present keys, not in their place.")] = False,
     threshold: Annotated[
         int | None,
@@ -84,11 +84,11 @@ def rotate(
     reason: Reason = "rotation",
     out: Out = None,
 ) -> None:
-    """Write a request for new keys of a role. The run directory's root key signs it, where it lies there.
+    """Write a request for new keys of a role. The run directory's root key signs it, if it is there.
 
     \b
-    A change of the trainer's key without haste takes two steps: `rotate --keep`, start the trainer with the new key,
-    then `revoke` the old one. In haste, stop the trainer, `rotate` and start it again.
+    A planned change of the trainer's key takes two steps: `rotate --keep`, start the trainer with the new key,
+    then `revoke` the old one. In an emergency, stop the trainer, `rotate` and start it again.
     """
     known = asyncio.run(known_of(target))
     new = tuple(key) or (_made_key(target, role, known),)
@@ -108,7 +108,7 @@ def revoke(
     reason: Reason = "revoked",
     out: Out = None,
 ) -> None:
-    """Write a request that takes keys away. The run directory's root key signs it, where it lies there."""
+    """Write a request that removes keys. The run directory's root key signs it, if it is there."""
     known = asyncio.run(known_of(target))
     current = known.run.keys.current
     changes: dict[str, object] = {}
@@ -130,7 +130,7 @@ def sign(
     request: Request,
     key: Annotated[Path, typer.Option("--key", help="Key file of a root key, of the old root or of the new one.")],
 ) -> None:
-    """Read a request, and add a root key's signature to it. Needs no network."""
+    """Show a request, and add a root key's signature to it. Needs no network."""
     envelope, ring = read_request(request)
     for line in ring_lines(ring):
         say(line)
@@ -140,7 +140,10 @@ def sign(
 
 @keys.command()
 def submit(request: Request, target: Target) -> None:
-    """Hand a signed request to the run's coordinator. Or to its folder while it does not run. Exit code 4: it was refused."""
+    """Send a signed request to the run's coordinator.
+
+    Without a running coordinator, write it to its folder. Exit code 4: refused.
+    """
     envelope, ring = read_request(request)
     known = asyncio.run(known_of(target))
     missing = signatures_missing(known.run.keys, envelope, ring)
@@ -154,7 +157,7 @@ def submit(request: Request, target: Target) -> None:
 
 
 def _made_key(target: str, role: Role, known: Known) -> str:
-    """A new key in the run directory, beside the one in use until the ring is in force."""
+    """Make a new key in the run directory. It does not replace the current key until the ring is in force."""
     if is_url(target):
         raise typer.BadParameter("a URL has no folder for a new key; make one with `keys make`", param_hint="--key")
     path = RunDir(Path(target)).next_key(role, known.run.keys.version + 1)
@@ -164,7 +167,7 @@ def _made_key(target: str, role: Role, known: Known) -> str:
 
 
 def _propose(target: str, known: Known, wanted: RoleKeys, *, reason: str, out: Path | None) -> None:
-    """Write the request, signed as far as the keys at hand allow, and say what is to be done next."""
+    """Write the request, signed with the available keys, and print the next steps."""
     version = known.run.keys.version + 1
     ring = KeyRing(
         run=known.run.digest,
@@ -189,7 +192,7 @@ def _propose(target: str, known: Known, wanted: RoleKeys, *, reason: str, out: P
 
 
 def _roots_at_hand(home: RunDir | None, version: int) -> Sequence[Path]:
-    """Root key files of the run directory: the one in use, and one that was made for this ring."""
+    """Return the root key files of the run directory: the current one, and one made for this ring."""
     if home is None:
         return ()
     files = (home.key(Role.ROOT), home.next_key(Role.ROOT, version))

@@ -1,10 +1,10 @@
-"""`prime-node trainer --nproc N`: torchrun with what this machine needs, and an end in order.
+"""`prime-node trainer --nproc N`: torchrun with the settings that this machine needs, and an orderly shutdown.
 
-Who waits for whom: this process waits for torchrun, torchrun for the ranks. A request to stop goes to torchrun alone (its ranks
-are in a session of their own), which hands it on; rank 0 finishes its step, saves, publishes and dismisses the others. If this
-process dies, the pipe that is the ranks' standard input ends, and rank 0 stops likewise. A rank that dies makes torchrun
-start all of them again. What rank 0 ends with on purpose, an error in its settings for example, would be the same
-again: it leaves that code in a file and ends without a failure.
+Concurrency: this process waits for torchrun, and torchrun for the ranks. A stop request goes only to torchrun (its ranks are in
+their own session), which forwards it; rank 0 finishes its step, saves, publishes and dismisses the other ranks. If this process
+dies, the pipe on the ranks' standard input closes, and rank 0 stops in the same way. If a rank dies, torchrun restarts all of
+them. A restart would only repeat an intentional exit of rank 0, for example for an error in its settings. Rank 0 then writes
+its exit code to a file and exits with success.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SHUTDOWN_S = 60
-"""Ranks that have not ended so long after the request are killed."""
+"""Time after the stop request before remaining ranks are killed."""
 
 
 def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str]) -> list[str]:
-    """torch's own launcher, on this machine alone. Example: torchrun_command(2, restarts_max=3, arguments=["runs/demo"])."""
+    """Return the torchrun command for this machine.
+
+    Example: torchrun_command(2, restarts_max=3, arguments=["runs/demo"]).
+    """
     return [
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts_max)),
@@ -33,7 +36,10 @@ def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str])
 
 
 async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int) -> int:
-    """Run it to its end. Returns the exit code that rank 0 has left, or torchrun's; `unfinished` after a request to stop."""
+    """Run the command to its end and return an exit code.
+
+    It is rank 0's code if there is one; else `unfinished` after a stop request; else torchrun's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
         process = await asyncio.create_subprocess_exec(
@@ -41,7 +47,7 @@ async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int
             *("--stop-with-parent", "--outcome-file", str(outcome)),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
-            # Three of six restarts failed with the store that torchrun shares with its ranks, none of six without.
+            # With the store that torchrun shares with its ranks three of six restarts failed, without it none of six.
             # PYTHONSAFEPATH is -P for the ranks.
             env={
                 "OMP_NUM_THREADS": "1",
@@ -59,7 +65,7 @@ async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int
         finally:
             for task in (ending, stopping):
                 task.cancel()
-            if process.returncode is None:  # cancelled: the grace period was not enough
+            if process.returncode is None:  # cancelled: the grace period was too short
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError, ValueError):

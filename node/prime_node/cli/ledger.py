@@ -1,4 +1,4 @@
-"""`prime-node ledger`: who did what in a run, in one order that the coordinator cannot change afterwards. SPEC.md, section 21."""
+"""`prime-node ledger`: the work done in a run, in one order that the coordinator cannot change later. SPEC.md, section 21."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ledger_export(
 ) -> None:
     """Write the ledger to a file that verifies offline.
 
-    One JSON text a line: the RunSpec and key rings as signed envelopes, the entries, and the signed head.
+    One JSON text per line: the RunSpec and key rings as signed envelopes, the entries, and the signed head.
     """
     from prime_node.broadcast.audit.ledger_file import export_ledger
 
@@ -79,7 +79,7 @@ def ledger_verify(
     known: Annotated[
         list[Path],
         typer.Option("--known", show_default=False, help="A ledger that was exported earlier; may be given often."),
-    ] = [],  # noqa: B006 - typer reads it, nobody changes it
+    ] = [],  # noqa: B006 - typer reads it, nothing changes it
     evidence: Annotated[
         Path | None,
         typer.Option(
@@ -93,9 +93,10 @@ def ledger_verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Verify a ledger. Is the chain whole and signed, does it hold one's own receipts, who did what, and by whose choice?
+    """Verify a ledger: its chain, signatures and your receipts.
 
-    Workers are shown by the end of their keys, as by `status`; --json has them whole.
+    It also shows the work of each worker, and checks its problems and seeds against the seed chain. Workers are shown by the
+    end of their keys, as in `status`; --json has the complete keys.
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault; 4 the other side refuses.
@@ -127,7 +128,7 @@ def ledger_verify(
 
 @contextlib.asynccontextmanager
 async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
-    """A ledger from an exported file, a join link, a URL or a run directory. Raises LocalError and PeerError."""
+    """Open a ledger from an exported file, a join link, a URL or a run directory. Raises LocalError and PeerError."""
     from prime_node.broadcast.audit.ledger_file import open_ledger_file
     from prime_node.cli import wire, wire_coordinator
     from prime_node.cli.key_request import known_of
@@ -152,7 +153,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
 
 
 def _receipts(path: Path) -> list[Envelope]:
-    """Lines that a crash broke are no receipts. Raises LocalError."""
+    """Read receipts, skipping lines that a crash truncated. Raises LocalError."""
     file = path / "receipts.jsonl" if path.is_dir() else path
     found = []
     try:

@@ -1,8 +1,8 @@
-"""How a role's process lives and ends: one event loop, one stop event.
+"""The life of a role's process: one event loop, one stop event.
 
-The first SIGINT or SIGTERM sets the stop event, and the role ends in order; a second one, or the end of `grace_s`, cancels it.
-With `stop_with_parent`, the end of standard input does the same as a signal: a supervisor that dies, by whatever cause, closes
-the pipe, so nothing is orphaned.
+The first SIGINT or SIGTERM sets the stop event, and the role stops in order; a second signal, or the end of `grace_s`, cancels
+it. With `stop_with_parent`, end of file on standard input acts like a signal: the pipe closes when the supervisor dies, however
+that happens, so no process is orphaned.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-"""Exit code after a second signal, or where the grace period was not enough."""
+"""Exit code after a second signal, or if the grace period was too short."""
 SETTLED_S = 60.0
-"""What was imported by then stays for good. A collection that looked at all of it would stop the loop for 0.2 s."""
+"""Delay before objects made by imports are frozen. A garbage collection that scans all of them would stop the loop for 0.2 s."""
 
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
@@ -31,7 +31,7 @@ def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_paren
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(
         OSError, ValueError
-    ):  # 1,024 descriptors, the usual soft limit, are two networks' connections
+    ):  # two networks' connections exceed 1,024 descriptors, the usual soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_live(main, stop_with_parent=stop_with_parent, grace_s=grace_s))
@@ -76,11 +76,11 @@ async def _cut_after(stop: asyncio.Event, cut: asyncio.Event, grace_s: float) ->
 
 
 def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Blocks until standard input ends. Raw reads: the interpreter's own lock on sys.stdin would block its shutdown."""
+    """Block until standard input ends. Raw reads are used because a lock on sys.stdin would block the interpreter's shutdown."""
     with contextlib.suppress(OSError):
         while os.read(sys.stdin.fileno(), 1_024):
             pass
-    with contextlib.suppress(RuntimeError):  # the loop has ended by itself meanwhile
+    with contextlib.suppress(RuntimeError):  # the loop has already ended
         loop.call_soon_threadsafe(stop.set)
 
 

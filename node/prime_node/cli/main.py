@@ -1,4 +1,4 @@
-"""`prime-node`: the commands. Each is imported when it is called, so nobody waits for what another one needs."""
+"""`prime-node`: the commands. Each is imported when it is called, so no command waits for another's imports."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ SUMMARIES = {
     "evidence": "Check what a ban rests on.",
     "version": "Print the version.",
 }
-"""In one line of a terminal; the commands say more themselves. Each is named like its module beside this one, and like what that
-defines: a function, or a Typer with commands of its own."""
+"""Summary of each command for one terminal line; the commands' own help says more. Each key is the name of a module in this
+package and of the function or Typer group that it defines."""
 
 
 CONFINED = frozenset({"join", "seed", "validator"})
-"""Commands that confine themselves, which binds the threads to come. numpy would start some as it is imported."""
+"""Commands that confine themselves, which restricts only threads started later. Importing numpy would start some."""
 
 
 class Commands(Mapping[str, "Command"]):
-    """By name, as typer knows them."""
+    """Commands by name, in the form that typer expects."""
 
     def __getitem__(self, name: str) -> Command:
         if name not in SUMMARIES:
@@ -72,16 +72,18 @@ class Commands(Mapping[str, "Command"]):
 
 
 class Overview(TyperGroup):
-    """Shows and finds commands without importing the others."""
+    """Group that lists and finds commands without importing the others."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = Commands()  # type: ignore[assignment]  # nobody adds one
+        self.commands = Commands()  # type: ignore[assignment]  # nothing adds one
 
     def list_commands(self, ctx: Context) -> list[str]:
+        """Return the commands in the order of the overview."""
         return list(SUMMARIES)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
+        """Write the summaries without importing the commands."""
         with formatter.section("Commands"):
             formatter.write_dl(list(SUMMARIES.items()))
 
@@ -112,7 +114,7 @@ def overview(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Train one model with workers that nobody has to trust."""
+    """Train one model with untrusted workers."""
 
 
 def version() -> None:
@@ -121,10 +123,11 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point: errors that we raise on purpose become one line, everything else is a bug and keeps its traceback."""
+    """Run the command line. Print expected errors as one line; anything else is a bug and keeps its traceback."""
     if sys.argv[1:2] and sys.argv[1] in CONFINED:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # The interpreter's last collection would look through all that torch and transformers made: seconds after the last word.
+    # Freeze all objects at exit: the interpreter's last collection would scan all that torch and transformers made, for
+    # seconds.
     atexit.register(gc.freeze)
     try:
         app()

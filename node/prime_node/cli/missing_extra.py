@@ -1,4 +1,4 @@
-"""What is said where a command needs an extra that is not installed."""
+"""Error for a command that needs an extra that is not installed."""
 
 from __future__ import annotations
 
@@ -6,4 +6,5 @@ from prime_protocol.errors import LocalError
 
 
 def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
+    """Return the error, with the command that installs the extra."""
     return LocalError(f'{purpose} need the extra {extra!r} ({error}); install it: pip install "prime-node[{extra}]"')

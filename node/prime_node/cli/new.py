@@ -1,4 +1,4 @@
-"""`prime-node new`: makes the folder of a run: keys, model files, RunSpec, join link."""
+"""`prime-node new`: make the folder of a run: keys, model files, RunSpec, join link."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def new(
     directory: Annotated[Path, typer.Argument(help="Where to make the run.")],
     url: Annotated[str, typer.Option(help="Where contributors will reach the coordinator.")] = "http://127.0.0.1:8400",
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
 ) -> None:
     """Make a run: keys, model files, the signed RunSpec and the join link."""
     options = Options(config, assignments)
@@ -50,9 +50,10 @@ def new(
 
 
 def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> PinnedRun:
-    """Everything but the join link. The RunSpec is written last: a folder without it is half made and made again.
+    """Make a run without its join link.
 
-    Raises LocalError where the folder already holds a run.
+    The RunSpec is written last: a folder without it is incomplete and is made again. Raises LocalError if the folder already
+    holds a run.
     """
     from prime_node.cli import wire, wire_adapters, wire_new
     from prime_node.coordinator.assignments import secret_of
@@ -84,7 +85,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         adapters=wire_adapters.adapter_spec(settings),
         calibration=_calibration(settings.calibration, model.files[CONFIG_FILE]),
     )
-    # A mistake in their options is said before anything is signed for good.
+    # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
     if config_file is not None:
         write_durably(run_dir.config, config_file.read_bytes())
@@ -94,7 +95,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
 
 
 def _calibration(choice: str, config_json: bytes) -> Calibration | None:
-    """Raises LocalError for a file that does not cover the run's model; the shipped one is left out then."""
+    """Return the calibration. Raises LocalError for a file that does not cover the model; a shipped one is omitted instead."""
     from prime_node.coordinator.new_run import covers
 
     if choice == "none":
@@ -110,7 +111,7 @@ def _calibration(choice: str, config_json: bytes) -> Calibration | None:
 
 
 def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:
-    """The link for contributors. It changes with the address; the digest in it never does."""
+    """Write the link for contributors. It changes with the address; its digest never changes."""
     link = JoinLink.parse(f"{url.rstrip('/')}/#{run.digest}")
     write_durably(run_dir.join_link_file, f"{link}\n".encode())
     return link

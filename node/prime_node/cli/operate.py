@@ -1,4 +1,4 @@
-"""`prime-node operate`: what the operator of a run does to those who take part."""
+"""`prime-node operate`: ban, unban, drain and invite, for the operator of a run."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ operate = typer.Typer(
 )
 DAY_MS = 86_400_000
 ENDING_MIN = 6
-"""Characters of a key id that may stand for it."""
+"""Minimum number of final characters that may stand for a key id."""
 KEY_ID_MIN = 50
-"""Any key id is longer."""
+"""Minimum length of a complete key id."""
 
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 WorkerId = Annotated[
@@ -46,19 +46,19 @@ def ban(
     worker: WorkerId,
     reason: Annotated[str, typer.Option("--reason", help="Why; the worker is told.")] = "by the operator",
 ) -> None:
-    """Ban a key. Its leases end, and what waits for a verdict is refused."""
+    """Ban a key. Its leases end, and its bundles without a verdict are refused."""
     say(f"banned {_ask(run, 'ban', worker, reason)}")
 
 
 @operate.command()
 def unban(run: Run, worker: WorkerId) -> None:
-    """Forgive a banned key. It may join again, as a newcomer, without strikes and evidence against it."""
+    """Forgive a banned key. It may join again as a newcomer, without its strikes and the evidence against it."""
     say(f"forgave {_ask(run, 'unban', worker)}")
 
 
 @operate.command()
 def drain(run: Run) -> None:
-    """Give out no new work and take in what is out. Workers finish and leave."""
+    """Give out no new work and accept outstanding work. Workers finish and leave."""
     _ask(run, "drain")
     say("draining: no new work is given out")
 
@@ -69,9 +69,11 @@ def invite(
     keys: Annotated[int, typer.Option("--keys", min=1, help="So many keys may come with it.")] = 1,
     days: Annotated[float, typer.Option("--days", min=0.001, help="For so long new keys may come.")] = 7.0,
 ) -> None:
-    """Print an invitation. For runs with coordinator.invites_needed; needs no network.
+    """Print an invitation.
 
-    Its user sets it as worker.invite: prime-node join LINK --set worker.invite=...
+    For runs with coordinator.invites_needed; needs no network.
+
+    A contributor sets it as worker.invite: prime-node join LINK --set worker.invite=...
     """
     run_dir = RunDir(run)
     invitation = Invite(
@@ -84,7 +86,7 @@ def invite(
 
 
 def _whole(run: Path, worker: str) -> str:
-    """The one key id that ends so. Raises LocalError where that is not one."""
+    """Return the only key id with this ending. Raises LocalError if there is none or more than one."""
     if len(worker) >= KEY_ID_MIN:
         return worker
     found = keys_that_end(str(run), worker) if len(worker) >= ENDING_MIN else []
@@ -108,7 +110,7 @@ def _key(run_dir: RunDir) -> SigningKey:
 def _ask(
     run: Path, action: Literal["ban", "unban", "drain"], worker: str | None = None, reason: str = ""
 ) -> str | None:
-    """The key id that it was done to."""
+    """Send a request to the coordinator and return the key id that it was applied to."""
     from prime_node.cli import wire
 
     run_dir = RunDir(run)

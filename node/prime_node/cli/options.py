@@ -1,4 +1,4 @@
-"""Options that several commands share, and how they become settings."""
+"""Options that several commands share, and their conversion to settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prime_node.config import Settings, check_sections, parse_overrides, read_to
 
 Section = Literal["run", "up", "coordinator", "trainer", "validator", "worker", "environments"]
 SECTIONS = set(get_args(Section))
-"""Tables that a config file may hold."""
+"""Tables that a config file may contain."""
 
 ConfigFile = Annotated[
     Path | None,
@@ -38,7 +38,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class Options:
-    """A parsed config file and the overrides of the command line."""
+    """Parsed config file with the overrides of the command line."""
 
     def __init__(self, file: Path | None, assignments: list[str]) -> None:
         self.tables: dict[str, Any] = {} if file is None else read_toml(file)
@@ -50,12 +50,12 @@ class Options:
 
     @classmethod
     def of_run(cls, run: str, file: Path | None, assignments: list[str]) -> Self:
-        """What a role is told: by the run's own folder where no file is given, and by the command line above that."""
+        """Return a role's options: from the run's folder if no file is given, overridden by the command line."""
         run_dir = RunDir(Path(run))
         if file is not None or not run_dir.exists:
             return cls(file, assignments)
         return cls(run_dir.config if run_dir.config.exists() else None, [*run_dir.overrides(), *assignments])
 
     def load(self, settings: type[S]) -> S:
-        """One role's settings. Raises LocalError."""
+        """Load the settings of one role. Raises LocalError."""
         return settings.load(self.tables, self.overrides.get(settings.section))

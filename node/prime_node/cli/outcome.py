@@ -1,4 +1,4 @@
-"""What every command does with an error.
+"""Conversion of errors to exit codes and messages, for every command.
 
 Exit codes: 0 done; 1 a check did not hold (verify); 2 wrong usage; 3 this machine or its settings are at fault; 4 the other
 side refused (banned, wrong run, ...); 5 a trainer was asked to stop before the run was over; 130 interrupted.
@@ -20,11 +20,11 @@ DISK_FAULTS = {
     errno.EROFS: "choose another folder",
     errno.EACCES: "choose another folder, or change who may use this one",
 }
-"""And what to do about each."""
+"""Disk errors and the advice for each."""
 
 
 def tell(error: BaseException) -> int:
-    """Say an error that was raised on purpose in one line; returns the exit code. Any other is raised again."""
+    """Print an expected error as one line and return the exit code. Raise any other error again."""
     told = outcome_of(error)
     if told is None:
         raise error
@@ -34,9 +34,9 @@ def tell(error: BaseException) -> int:
 
 
 def outcome_of(error: BaseException) -> tuple[int, str] | None:
-    """Exit code and line for an error that was raised on purpose; None where a bug is in it.
+    """Return the exit code and line of an expected error; None if the error contains a bug.
 
-    The tasks of a role run in groups, so what one of them raises arrives in a group.
+    The tasks of a role run in groups, so their errors arrive as exception groups.
     """
     causes = [_local(cause) or cause for cause in causes_of(error)]
     if not all(isinstance(cause, PrimeError) for cause in causes):
@@ -46,7 +46,7 @@ def outcome_of(error: BaseException) -> tuple[int, str] | None:
 
 
 def _local(error: BaseException) -> LocalError | None:
-    """What the disk refuses is no bug of ours."""
+    """Return the LocalError for an error of the disk, which is no bug in this program."""
     if not isinstance(error, OSError) or error.errno not in DISK_FAULTS:
         return None
     where = f"{error.filename}: " if error.filename else ""

@@ -17,7 +17,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink
 
 HOME = Path.home() / ".prime-node"
-"""Where a contributor's key is, and what its roles keep where no folder is named."""
+"""Folder of a contributor's key, and of its roles' data if no folder is named."""
 
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
 Key = Annotated[
@@ -29,17 +29,17 @@ Folder = Annotated[Path | None, typer.Option("--folder", help="Where the role ke
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A role's run, key and folder."""
+    """Run, key and folder of a role."""
 
     link: JoinLink
     key: SigningKey
     folder: Path
     lock: FolderLock
-    """Held as long as the process lives."""
+    """Lock that is held as long as the process lives."""
 
 
 def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) -> Place:
-    """Raises LocalError where something is missing."""
+    """Find the run, key and folder of a role. Raises LocalError if something is missing."""
     if run.startswith(("http://", "https://")):
         if key is None or folder is None:
             raise LocalError(f"with a join link, {role} needs --key FILE and --folder DIR")
@@ -52,7 +52,7 @@ def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) ->
 
 
 def parse_link(text: str) -> JoinLink:
-    """Raises LocalError: the link was typed or pasted by a person."""
+    """Parse a join link. Raises LocalError because a person typed or pasted it."""
     try:
         return JoinLink.parse(text)
     except ValueError as error:

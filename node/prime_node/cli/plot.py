@@ -12,7 +12,7 @@ from prime_protocol.visible import printable
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What the plot shows, by step. Rewards are means over a step's rollouts, evaluations are on held-out problems."""
+    """Content of the plot by step. Rewards are means over a step's rollouts; evaluations are on held-out problems."""
 
     steps: Sequence[int]
     rewards: Sequence[float]
@@ -20,11 +20,11 @@ class Curve:
     greedy: Sequence[float]
     sampled: Sequence[float]
     ban_step: int | None = None
-    """The step at which a worker was banned."""
+    """Step at which a worker was banned."""
 
 
 def curve_of(rows: Sequence[dict[str, Any]], *, ban_step: int | None = None) -> Curve:
-    """From the trainer's metrics. A step that was trained again after a crash counts once."""
+    """Build the curve from the trainer's metrics. A step that was repeated after a crash counts once."""
     trained = {row["step"]: row["reward_mean"] for row in rows if "reward_mean" in row}
     evaluated = {row["step"]: row for row in rows if "eval_greedy" in row and "eval_sampled" in row}
     return Curve(
@@ -38,6 +38,7 @@ def curve_of(rows: Sequence[dict[str, Any]], *, ban_step: int | None = None) -> 
 
 
 def save_curves_png(curve: Curve, path: Path, *, title: str) -> None:
+    """Write the curve as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,13 +55,14 @@ def save_curves_png(curve: Curve, path: Path, *, title: str) -> None:
     if curve.ban_step is not None:
         axes.axvline(curve.ban_step, color="#b3261e", linewidth=1, linestyle=":", label="cheater banned")
     axes.set(xlabel="step", ylabel="exact answers / reward", ylim=(0, 1))
-    axes.set_title(printable(title, 200), parse_math=False)  # a run may be called "$\\frac"
+    axes.set_title(printable(title, 200), parse_math=False)  # a run's name may be "$\\frac"
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower right")
     figure.savefig(path)
 
 
 def terminal_plot(curve: Curve, *, width: int = 76, height: int = 15) -> str:
+    """Return the curve as text for a terminal."""
     import plotext
 
     plotext.clear_figure()

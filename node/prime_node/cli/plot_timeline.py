@@ -1,4 +1,4 @@
-"""The timeline as a picture: a line a lane, coloured by the policy at work. Checks wait for one another and overlap, so pale."""
+"""The timeline as a picture: one row per lane, coloured by policy. Checks queue and overlap, so they are pale."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 from prime_node.cli.timeline import CHECKS, TRAINER, Activity, Timeline
 
 COLOURS = ("#1b6ca8", "#d9822b", "#3d8b52", "#8e5aa8", "#b0503f", "#6b7a8f")
-"""One policy after another. A step is drawn in the colour of the policy that it makes from."""
+"""Colours of consecutive policies. A step has the colour of the policy that it starts from."""
 PALE = {"wait": "#e6e8ec", "save": "#c9cdd4", "submit": "#c9cdd4", "swap": "#2b2f36"}
 
 
 def save_timeline_png(timeline: Timeline, path: Path, *, title: str) -> None:
+    """Write the timeline as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,10 +1,10 @@
-"""The folder of a run: who keeps what where.
+"""The folder of a run: which role stores what, and where.
 
 config.toml        the settings that the run was made with
-overrides          the --set assignments beside it, one a line
+overrides          the --set assignments for it, one per line
 run.json           the signed RunSpec
 join-link          the link that contributors need (the digest in it is the trust root)
-keys/ROLE.key      private keys, mode 0600; ROLE-N.key one for key ring N, ROLE-until-N.key one of before it
+keys/ROLE.key      private keys, mode 0600; ROLE-N.key one for key ring N, ROLE-until-N.key one from before it
 key-ring-N.json    a request for key ring N
 model/             configuration and tokenizer
 coordinator/       state, bundles, and public/ (what anyone may download)
@@ -23,7 +23,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 
 SECRET = "assignment.secret"
-"""In the coordinator's folder."""
+"""File name of the assignment secret in the coordinator's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,74 +34,86 @@ class RunDir:
 
     @property
     def config(self) -> Path:
+        """Settings that the run was made with."""
         return self.path / "config.toml"
 
     @property
     def overrides_file(self) -> Path:
+        """File of the `--set` assignments that the run was made with."""
         return self.path / "overrides"
 
     def overrides(self) -> list[str]:
-        """The `--set` assignments that the run was made with."""
+        """Return the `--set` assignments that the run was made with."""
         return self.overrides_file.read_text(encoding="utf-8").splitlines() if self.overrides_file.exists() else []
 
     @property
     def run_spec(self) -> Path:
+        """File of the signed RunSpec."""
         return self.path / "run.json"
 
     @property
     def join_link_file(self) -> Path:
+        """File of the join link for contributors."""
         return self.path / "join-link"
 
     @property
     def model(self) -> Path:
+        """Folder of the model's configuration and tokenizer."""
         return self.path / "model"
 
     @property
     def coordinator(self) -> Path:
+        """Folder of the coordinator's state and bundles."""
         return self.path / "coordinator"
 
     @property
     def assignment_secret(self) -> Path:
-        """What problems and seeds follow from. It outlives the coordinator's keys."""
+        """Secret from which problems and seeds are derived. It outlives the coordinator's keys."""
         return self.coordinator / SECRET
 
     @property
     def public(self) -> Path:
-        """What the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
+        """Folder that the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
         return self.coordinator / "public"
 
     @property
     def trainer(self) -> Path:
+        """Folder of the trainer."""
         return self.path / "trainer"
 
     @property
     def trainer_metrics(self) -> Path:
+        """File of the trainer's metrics: one JSON row per step and per policy."""
         return self.trainer / "metrics.jsonl"
 
     @property
     def validator(self) -> Path:
+        """Folder of the validator."""
         return self.path / "validator"
 
     def worker(self, number: int) -> Path:
+        """Return the folder of worker `number` on this machine."""
         return self.path / f"worker-{number}"
 
     def log(self, role: str) -> Path:
+        """Return the log file of a role."""
         return self.path / "logs" / f"{role}.log"
 
     def key(self, role: str) -> Path:
+        """Return the private key file of a role."""
         return self.path / "keys" / f"{role}.key"
 
     def next_key(self, role: str, ring: int) -> Path:
-        """A key that was made for a key ring that is not in force yet."""
+        """Return the path of a key made for a key ring that is not in force yet."""
         return self.path / "keys" / f"{role}-{ring}.key"
 
     @property
     def exists(self) -> bool:
-        """True once the run has been made; the RunSpec is written last."""
+        """Whether the run has been made; the RunSpec is written last."""
         return self.run_spec.exists()
 
     def join_link(self) -> JoinLink:
-        """Raises LocalError where it is not written yet."""
+        """Read the join link. Raises LocalError if it is not written yet."""
         if not self.join_link_file.exists():
             raise LocalError(
                 f"{self.path} has no join link yet; `prime-node coordinator {self.path}` or `up` writes it"
@@ -109,7 +121,7 @@ class RunDir:
         return JoinLink.parse(self.join_link_file.read_text(encoding="utf-8"))
 
     def load_run(self) -> PinnedRun:
-        """The RunSpec of this folder, which is its own trust root. Raises LocalError where there is none."""
+        """Read this folder's RunSpec, which is its own trust root. Raises LocalError if there is none."""
         if not self.exists:
             raise LocalError(f"{self.path} holds no run: no run.json. `prime-node new {self.path}` makes one")
         envelope = open_envelope(self.run_spec.read_bytes())

@@ -1,6 +1,6 @@
 """A run's status, /v1/status, fetched and parsed: for `prime-node status`, `operate` and `up`.
 
-Not signed, so nothing in it is proven. It is read up to a bound, and parsed once.
+It is not signed, so nothing in it is proven. The size read is bounded, and it is parsed once.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
 
 STATUS_BYTES_MAX = 16 * 2**20
-"""Ten times what a thousand workers take."""
+"""Size limit of a status: ten times what a thousand workers take."""
 ANSWER_S_MAX = 5.0
 
 
 class Told(BaseModel):
-    """Parsed from outside: what a newer coordinator says besides is passed over."""
+    """Base of untrusted answers. Unknown fields, which a newer coordinator may send, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class BanRow(Told):
+    """Ban of a worker."""
+
     step: int
     reason: str = ""
 
 
 class WorkerLine(Told):
-    """One worker of /v1/status."""
+    """One worker in /v1/status."""
 
     worker: str
-    """Key id."""
+    """Key id of the worker."""
     name: str = ""
     state: str = ""
     active: bool = False
@@ -61,7 +63,7 @@ class WorkerLine(Told):
 
 
 class StepLine(Told):
-    """Groups of one step, by where they are."""
+    """Groups of one step, counted by state."""
 
     step: int
     open: int = 0
@@ -72,11 +74,15 @@ class StepLine(Told):
 
 
 class RolloutCounts(Told):
+    """Accepted rollouts, and refused ones by reason."""
+
     accepted: int = 0
     refused: dict[str, int] = Field(default_factory=dict)
 
 
 class UsableRow(Told):
+    """Time until workers could use a policy: half of them, and nine of ten."""
+
     policy_version: int
     workers: int
     median_s: float
@@ -84,13 +90,13 @@ class UsableRow(Told):
 
 
 class Problems(Told):
-    """Problems whose environment failed whoever played them."""
+    """Problems whose environment failed for every worker that tried them."""
 
     redrawn: int = 0
 
 
 class ContradictionRow(Told):
-    """A bundle of which validators say different things."""
+    """Bundle on which validators disagree."""
 
     bundle: str = ""
     said: dict[str, str] = {}
@@ -104,7 +110,7 @@ class Differing(Told):
 
 
 class Unanswered(Told):
-    """A validator that gave no word on bundles that it was to confirm."""
+    """Validator that sent no verdict on bundles that it was asked to confirm."""
 
     validator: str = ""
     total: int = 0
@@ -112,13 +118,15 @@ class Unanswered(Told):
 
 
 class Validators(Told):
+    """Disagreement among the validators."""
+
     num_contradictions: int = 0
     contradictions: tuple[ContradictionRow, ...] = ()
     differing: tuple[Differing, ...] = ()
     unanswered: tuple[Unanswered, ...] = ()
 
     def lines(self) -> list[str]:
-        """What an operator must look at. Empty where all agree."""
+        """Return what an operator must look at; empty if all validators agree."""
         found = [f"{' and '.join(one.validators)} differ: {one.how}" for one in self.differing]
         for silent in self.unanswered:
             ended = "" if silent.waited_for else "; strikes no longer wait for it"
@@ -131,7 +139,7 @@ class Validators(Told):
 
 
 class RunStatus(Told):
-    """/v1/status, as far as it is shown."""
+    """Fields of /v1/status that are shown."""
 
     run: str
     name: str = ""
@@ -154,7 +162,7 @@ class RunStatus(Told):
 
 
 def get_status(url: str) -> dict[str, Any] | None:
-    """What the coordinator at `url` says of its run; None where there is no answer, or none that makes sense."""
+    """Return the status that the coordinator at `url` gives of its run; None without a valid answer."""
     try:
         return _get(url, "/v1/status")
     except LocalError:
@@ -162,13 +170,16 @@ def get_status(url: str) -> dict[str, Any] | None:
 
 
 def keys_that_end(target: str, ending: str) -> list[str]:
-    """Key ids of workers that a run's coordinator knows, active or not; no more than it tells at once. Raises LocalError."""
+    """Return the key ids with this ending that the coordinator knows, active or not, up to its limit per answer.
+
+    Raises LocalError.
+    """
     found = _get(_url_of(target), f"/v1/workers/{quote(ending, safe='')}").get("workers")
     return [str(key) for key in found] if isinstance(found, list) else []
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
-    """An answer of the coordinator at `url`. Raises LocalError with what stands in the way."""
+    """Request an answer from the coordinator at `url`. Raises LocalError with the cause if it fails."""
     try:
         with urllib.request.urlopen(f"{url}{path}", timeout=ANSWER_S_MAX) as answer:
             body = answer.read(STATUS_BYTES_MAX + 1)
@@ -181,7 +192,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """And what next."""
+    """Return the cause of an error and advice on it."""
     if isinstance(error, HTTPError):
         return f"HTTP {error.code}: is it the address of a coordinator?"
     if isinstance(error, ValueError | RecursionError | HTTPException):
@@ -195,7 +206,7 @@ def _why(error: Exception) -> str:
 
 
 def clock_ahead_s(target: str) -> float | None:
-    """How far this machine's clock is ahead of that of whoever answers there, to a second; None where no answer says."""
+    """Return how far this machine's clock is ahead of the server's, accurate to a second; None if no answer contains a date."""
     try:
         with urllib.request.urlopen(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
             told = parsedate_to_datetime(answer.headers["Date"] or "")
@@ -205,7 +216,7 @@ def clock_ahead_s(target: str) -> float | None:
 
 
 def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
-    """Of a run directory, a join link or a URL: parsed, and as it came. Raises LocalError."""
+    """Return the status of a run directory, a join link or a URL: parsed, and as received. Raises LocalError."""
     url = _url_of(target)
     try:
         raw = _get(url, "/v1/status")

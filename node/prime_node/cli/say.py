@@ -1,4 +1,4 @@
-"""What commands print. Nothing else in this package writes words to a terminal, so none from outside arrives there as it came."""
+"""Output of the commands. Only this module writes text to a terminal, so text from outside is always escaped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 LINE_CHARS_MAX = 16_384
-"""Of one line; an invitation takes 4,096."""
+"""Length limit of one line; an invitation takes 4,096 characters."""
 
 
 def say(*lines: str, console: Console | None = None) -> None:
-    """Each on a line of its own, on standard output or where `console` writes; neither markup nor a line break inside counts."""
+    """Print each argument on its own line, on standard output or to `console`. Markup and line breaks inside have no effect."""
     for line in lines:
         shown = printable(line, LINE_CHARS_MAX)
         if console is None:

@@ -1,6 +1,6 @@
 """What `prime-node up` shows while it runs: a live table on a terminal, one line every few seconds elsewhere.
 
-Pure rendering: everything comes from `RunProgress`, which up.py fills from the coordinator's status and the trainer's metrics.
+Rendering only: all data comes from `RunProgress`, which up.py fills from the coordinator's status and the trainer's metrics.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One process."""
+    """One process in the table."""
 
     name: str
     process: str
-    """running, restarting, done, ..."""
+    """State of the process: running, restarting, done, ..."""
     doing: str
     policy: str = ""
     accepted: int = 0
@@ -35,10 +35,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """A moment of the run."""
+    """Progress of the run at one moment."""
 
     phase: str
-    """Starting, teaching the format, learning, finishing."""
+    """Phase: starting, teaching the format, learning, finishing."""
     step: int
     max_steps: int
     elapsed_s: float
@@ -47,13 +47,14 @@ class RunProgress:
     lag_mean: float | None = None
     evaluation: str = ""
     broadcast: str = ""
-    """The newest policy: bytes sent, raw bytes, ratio."""
+    """Newest policy: bytes sent, raw bytes, ratio."""
     rows: Sequence[Row] = ()
     waiting_for: str = ""
     refused: Mapping[str, int] = field(default_factory=dict)
 
 
 def render(progress: RunProgress) -> RenderableType:
+    """Return the live table."""
     head = Table.grid(padding=(0, 2))
     head.add_row(
         Text(printable(progress.phase), style="bold"),
@@ -79,7 +80,7 @@ def render(progress: RunProgress) -> RenderableType:
 
 
 def one_line(progress: RunProgress) -> str:
-    """For a log or a pipe."""
+    """Return the progress as one line, for a log or a pipe."""
     parts = [
         f"{progress.elapsed_s:6.0f} s  {progress.phase}",
         f"step {progress.step}/{progress.max_steps}",
@@ -97,7 +98,7 @@ def one_line(progress: RunProgress) -> str:
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """Values in [0, 1] as bars, averaged to `width` columns."""
+    """Return values in [0, 1] as bars, averaged to `width` columns."""
     if not values:
         return ""
     columns = min(width, len(values))
@@ -109,7 +110,7 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """1536 -> '1.5 kB'."""
+    """Format a size. Example: 1536 -> '1.5 kB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1_000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -118,7 +119,7 @@ def size(num_bytes: float) -> str:
 
 
 def recent(rows: Sequence[Mapping[str, Any]], name: str, *, count: int = 20) -> float | None:
-    """Mean of the last values of a metric."""
+    """Return the mean of a metric's last `count` values."""
     values = [row[name] for row in rows if name in row][-count:]
     return sum(values) / len(values) if values else None
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 STATUS_S = 10.0
-"""Between two lines for the owner."""
+"""Interval between two status lines."""
 
 
 def seed(
@@ -37,11 +37,11 @@ def seed(
         Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False)
     ] = None,
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
     stop_with_parent: StopWithParent = False,
 ) -> None:
-    """Keep a run's newest policies and serve them to its workers: bandwidth without a GPU. Settings: [worker.swarm]."""
+    """Store a run's newest policies and serve them to its workers: bandwidth without a GPU. Settings: [worker.swarm]."""
     from prime_node.cli.lifetime import run_role
     from prime_node.cli.wire_sandbox import Needs, confine_role
     from prime_node.folder_lock import FolderLock
@@ -87,7 +87,11 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: Signi
 
 
 async def require_admission(client: PeerFinder, key: SigningKey) -> None:
-    """Raises PeerError where the run names its peers to no such key. A coordinator that is away is asked again later."""
+    """Check that the run admits this key.
+
+    Raises PeerError if the run lists no peers for this key. If the coordinator is unreachable, log a warning and return: the
+    peer asks again later.
+    """
     from prime_node.ports.transport import Unreachable
     from prime_protocol.errors import PeerError
     from prime_protocol.messages import PeersRequest
@@ -108,7 +112,7 @@ async def require_admission(client: PeerFinder, key: SigningKey) -> None:
 
 
 async def _tell(peer: Peer, holdings: Holdings) -> NoReturn:
-    """One line every so often."""
+    """Log a status line every STATUS_S seconds."""
     while True:
         await asyncio.sleep(STATUS_S)
         log.info("policy %d | %s", holdings.head, peer.describe())

@@ -1,4 +1,4 @@
-"""Where the shipped configurations and the calibration are: in a checkout's configs/, or inside an installed wheel."""
+"""The paths of the shipped configurations and calibration: in a checkout's configs/, or inside an installed wheel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_protocol.errors import LocalError, PeerError
 
 
 def config_path(name: str) -> Path:
-    """Path of a shipped config. Raises LocalError with the known names."""
+    """Return the path of a shipped config. Raises LocalError with the known names."""
     package = Path(prime_node.__file__).parent
     folders = [package / "_configs", package.parents[1] / "configs"]
     for folder in folders:
@@ -22,7 +22,7 @@ def config_path(name: str) -> Path:
 
 
 def read_calibration(path: Path) -> Calibration:
-    """A file by `prime-node calibrate`. Raises LocalError."""
+    """Read a file made by `prime-node calibrate`. Raises LocalError."""
     try:
         return parse_json(path.read_bytes(), Calibration)
     except OSError as error:
@@ -32,5 +32,5 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def shipped_calibration() -> Calibration:
-    """The default one, measured as its note says."""
+    """Return the default calibration; its note says how it was measured."""
     return read_calibration(config_path("calibration.json"))

@@ -1,7 +1,7 @@
-"""`prime-node status`: a run as its coordinator tells it, or the workers of this machine as they tell it themselves.
+"""`prime-node status`: a run as its coordinator reports it, or this machine's workers as they report themselves.
 
-Nothing here is proven: /v1/status is not signed, and what a worker calls itself is its own choice. `verify` and `ledger verify`
-prove. What comes from outside is shown without what could steer a terminal.
+Nothing here is proven: /v1/status is not signed, and a worker chooses its own name. `verify` and `ledger verify` prove.
+Characters of untrusted text that could control a terminal are shown as `?`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def status(
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it anew every two seconds, until Ctrl-C.")] = False,
 ) -> None:
-    """How a run goes, who works for it, and what it waits for. Without a target: what this machine does for others.
+    """Show the state of a run, its workers and what it waits for. Without a target: this machine's own workers.
 
-    It is what the coordinator, or the worker, says of itself; `prime-node verify` and `ledger verify` prove things.
+    The coordinator, or the worker, reports this itself; `prime-node verify` and `ledger verify` prove things.
 
     \b
-    Exit codes: 0 shown; 3 nobody answers, or there is nothing to show.
+    Exit codes: 0 shown; 3 no answer, or there is nothing to show.
     """
     if as_json:
         print(json.dumps(_raw(target), indent=1))
@@ -60,7 +60,7 @@ def status(
                 time.sleep(REFRESH_S)
                 try:
                     live.update(_view(target), refresh=True)
-                except LocalError as error:  # a coordinator that is being restarted comes back
+                except LocalError as error:  # a restarting coordinator comes back
                     live.update(Text(printable(str(error))), refresh=True)
     except KeyboardInterrupt:
         pass
@@ -92,7 +92,7 @@ def _is_worker(folder: Path) -> bool:
 
 
 def _worker_folders(target: str | None) -> list[Path]:
-    """The newest last. Raises LocalError where there is none."""
+    """Return the folders of workers, the newest last. Raises LocalError if there are none."""
     if target is not None:
         return [Path(target)]
     found = [path.parent for path in (HOME / "runs").glob("*/status.json")]

@@ -1,4 +1,4 @@
-"""How `prime-node status` looks. Pure rendering; every foreign text goes through `printable`."""
+"""Rendering of `prime-node status`. Pure; all untrusted text goes through `printable`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from prime_node.worker.status import Status
 
 WORKERS_SHOWN_MAX = 50
-"""Of a run; `--json` has them all."""
+"""Number of a run's workers that are shown; `--json` has them all."""
 SILENT_S_MIN = 30.0
-"""A worker that has not been heard of for less is not called silent."""
+"""Minimum silence before a worker is labelled silent."""
 STOPPED_MS = 60_000
-"""A status file of this age is of a worker that does not run, or sleeps."""
+"""Age of a status file above which its worker counts as stopped or asleep."""
 
 
 def of_run(run: RunStatus) -> RenderableType:
-    """Example: `demo   step 42 of 400   policy 42   k = 2   learning`, what it waits for, its steps and its workers."""
+    """Render a run. Example: `demo   step 42 of 400   policy 42   k = 2   learning`, then its waits, steps and workers."""
     state = "complete" if run.complete else "draining" if run.draining else "under way"
     head = Table.grid(padding=(0, 3))
     head.add_row(
@@ -57,7 +57,7 @@ def of_run(run: RunStatus) -> RenderableType:
 
 
 def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableType:
-    """The workers of this machine, each in its folder."""
+    """Render the workers of this machine, each with its folder."""
     lines: list[RenderableType] = []
     for folder, status in found:
         age_ms = now_ms - status.at_ms
@@ -89,7 +89,7 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
 
 
 def _steps(run: RunStatus) -> Table:
-    """Where the groups of each step are, and after how long half of the workers, and nine of ten, could use its policy."""
+    """Render where each step's groups are, and the time until half, and nine of ten, of the workers could use its policy."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("groups of step", "open", "leased", "unjudged", "accepted", "trained", "policy usable after"):
         table.add_column(column, justify="right")
@@ -101,7 +101,7 @@ def _steps(run: RunStatus) -> Table:
 
 
 def _workers(run: RunStatus) -> RenderableType:
-    """A line each, and under the table what there is to say of some."""
+    """Render one line per worker, and notes on some of them below the table."""
     shown = run.workers[:WORKERS_SHOWN_MAX]
     table = Table(box=None, pad_edge=False, header_style="dim")
     numbers = ("policy", "leases", "accepted", "refused", "audited")
@@ -124,7 +124,7 @@ def _workers(run: RunStatus) -> RenderableType:
 
 
 def _note(worker: WorkerLine) -> str:
-    """What an operator wants to see at once. Empty where there is nothing."""
+    """Return what an operator needs to notice about a worker; empty if there is nothing."""
     if worker.banned is not None:
         return f"was banned at step {worker.banned.step}: {worker.banned.reason}"
     notes = []
@@ -147,7 +147,7 @@ def _counted(accepted: int, refused: Mapping[str, int]) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """90 -> '90 s'; 7200 -> '120 min'."""
+    """Format a duration: 90 -> '90 s'; 7200 -> '120 min'."""
     return (
         f"{seconds:.0f} s"
         if seconds < 120

@@ -1,4 +1,4 @@
-"""The end of `prime-node up`: what was learned, what was refused, who was banned, and whether the whole chain verifies."""
+"""The summary at the end of `prime-node up`: learning, refusals, bans, and whether the whole chain verifies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prime_protocol.visible import printable
 
 
 async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], console: Console) -> int:
-    """Print and write the summary. Returns 0, or 1 where the chain does not verify."""
+    """Print and write the summary. Return 0, or 1 if the chain does not verify."""
     rows = read_json_lines(run_dir.trainer_metrics)
     bans = [
         {"worker": worker["name"], **worker["banned"]}
@@ -56,7 +56,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """First and last evaluation on held-out problems."""
+    """Return the first and last evaluation on held-out problems."""
     evaluated = [row for row in rows if "eval_greedy" in row]
     if not evaluated:
         return {}
@@ -69,7 +69,7 @@ def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _broadcast(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What a worker that kept up downloaded over the whole run, beside all policies raw."""
+    """Return the bytes that a worker that kept up downloaded over the whole run, and the raw bytes of all policies."""
     published = [row for row in rows if "raw_bytes" in row]
     if not published:
         return {}
@@ -78,7 +78,7 @@ def _broadcast(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _idle_share(rows: list[dict[str, Any]]) -> float | None:
-    """Share of the reinforcement learning's time in which the trainer waited for a batch."""
+    """Return the share of the reinforcement learning time that the trainer spent waiting for a batch."""
     idle = sum(row.get("idle_seconds", 0.0) for row in rows)
     total = sum(row.get("step_seconds", 0.0) for row in rows)
     return idle / total if total else None
@@ -88,7 +88,7 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
 
     def row(label: str, value: str) -> None:
-        table.add_row(Text(printable(label)), Text(printable(value)))  # names come from strangers and are no markup
+        table.add_row(Text(printable(label)), Text(printable(value)))  # untrusted names must not act as markup
 
     evaluation = summary["evaluation"]
     if evaluation:

@@ -1,8 +1,8 @@
-"""The processes of `prime-node up`: started in order, watched, started again when they die, stopped in order.
+"""The processes of `prime-node up`: started in order, watched, restarted when they die, stopped in order.
 
-Each child runs in a session of its own, so a Ctrl-C in the terminal reaches only the supervisor, which then stops them in the
-order that loses nothing: workers, validators, trainer, coordinator. Each child's standard input is a pipe from the supervisor;
-when it closes, the child stops by itself, so that a killed supervisor leaves no orphans.
+Each child runs in its own session, so Ctrl-C in the terminal reaches only the supervisor. It then stops the children in the
+order that loses no data: workers, validators, trainer, coordinator. Each child's standard input is a pipe from the supervisor.
+When the pipe closes, the child stops by itself, so a killed supervisor leaves no orphans.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from prime_node.inside import open_regular
 log = logging.getLogger(__name__)
 
 RESTARTS_MAX = 5
-"""Unexpected ends of one child within RESTART_WINDOW_S before it is given up."""
+"""Unexpected exits of one child within RESTART_WINDOW_S before the supervisor gives up on it."""
 RESTART_WINDOW_S = 300.0
 
 
 class ChildState(StrEnum):
+    """State of a child process."""
+
     RUNNING = "running"
     RESTARTING = "restarting"
     DONE = "done"
-    """Ended by itself with success, or with a code that says not to try again."""
+    """Ended by itself, with success or with a code that rules out a restart."""
     FAILED = "failed"
     """Died too often."""
     STOPPED = "stopped"
@@ -48,16 +50,16 @@ class Child:
     log_file: Path
     environment: dict[str, str] = field(default_factory=dict)
     final_codes: frozenset[int] = frozenset({0})
-    """Exit codes after which it is not started again."""
+    """Exit codes after which the child is not restarted."""
     process: asyncio.subprocess.Process | None = None
     state: ChildState = ChildState.RUNNING
     exit_code: int | None = None
     ends: list[float] = field(default_factory=list)
-    """When it died unexpectedly."""
+    """Times of unexpected exits."""
 
 
 class Supervisor:
-    """Children by name, in the order in which they were started."""
+    """Supervisor of children, by name and in start order."""
 
     def __init__(self, *, log_bytes_max: int = 16 * 2**20) -> None:
         self.children: dict[str, Child] = {}
@@ -66,17 +68,18 @@ class Supervisor:
         self._stopping: set[str] = set()
 
     async def start(self, child: Child) -> None:
+        """Start a child and restart it when it dies."""
         self.children[child.name] = child
         await self._spawn(child)
         self._watchers[child.name] = asyncio.create_task(self._watch(child))
 
     async def wait(self, name: str) -> Child:
-        """Until the child has ended for good. Who gives up waiting does not disturb the watch."""
+        """Wait until the child has ended and will not be restarted. Cancelling the wait does not affect the supervision."""
         await asyncio.shield(self._watchers[name])
         return self.children[name]
 
     async def stop(self, name: str, *, grace_s: float) -> None:
-        """Ask it to end; kill it after `grace_s`."""
+        """Ask a child to stop; kill it after `grace_s`."""
         child = self.children.get(name)
         if child is None or name in self._stopping:
             return
@@ -93,17 +96,17 @@ class Supervisor:
             child.state = ChildState.STOPPED
 
     def rotate_logs(self) -> None:
-        """Copy what is too long to NAME.1 and begin anew. Blocking; a line written in between is lost.
+        """Copy logs that are too long to NAME.1 and empty them.
 
-        A child writes through the descriptor that it was given, so the file is emptied, not renamed. It is open for appending:
-        what comes next goes to its new end.
+        Blocking; a line written in between is lost. A child keeps writing through its inherited descriptor, so the file is
+        emptied, not renamed. It is open for appending, so the next line goes to the new end.
         """
         for path in {child.log_file for child in self.children.values()}:
             try:
                 if path.stat().st_size >= self._log_bytes_max:
                     shutil.copyfile(path, path.with_name(path.name + ".1"))
                     os.truncate(path, 0)
-            except OSError as error:  # a full disk is the children's to report
+            except OSError as error:  # the children report a full disk themselves
                 log.debug("log %s: %s", path, error)
 
     async def _spawn(self, child: Child) -> None:
@@ -111,7 +114,7 @@ class Supervisor:
         with os.fdopen(open_regular(child.log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as output:
             child.process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # nothing that lies in the current folder is imported in place of a module
+                "-P",  # no file in the current folder may shadow a module
                 *child.arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
@@ -125,7 +128,7 @@ class Supervisor:
         while True:
             assert child.process is not None
             child.exit_code = await child.process.wait()
-            _signal(child.process, signal.SIGKILL, group=True)  # whatever it started itself
+            _signal(child.process, signal.SIGKILL, group=True)  # including processes that it started
             if child.name in self._stopping:
                 return
             if child.exit_code in child.final_codes:
@@ -146,19 +149,19 @@ class Supervisor:
                 return
             try:
                 await self._spawn(child)
-            except OSError as error:  # no memory, no process left, no room for the log
+            except OSError as error:  # no memory, no free process, no room for the log
                 log.error("%s cannot be started again and is given up: %s", child.name, error)
                 child.state = ChildState.FAILED
                 return
 
 
 def child_environment(extra: dict[str, str]) -> dict[str, str]:
-    """What a child inherits, plus `extra`. Machines with few cores suffer when every process takes all of them."""
+    """Return the environment of a child: the inherited variables and `extra`."""
     return {**os.environ, "PYTHONUNBUFFERED": "1", **extra}
 
 
 def last_lines(path: Path, count: int) -> str:
-    """The end of a log, for an error message."""
+    """Return the last lines of a log, for an error message."""
     with contextlib.suppress(OSError):
         return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
     return ""

@@ -1,4 +1,4 @@
-"""What `verify` and `keys` are pointed at: a join link, a URL, a run directory or a published folder."""
+"""The targets of `verify` and `keys`: a join link, a URL, a run directory or a published folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def is_url(target: str) -> bool:
+    """Return whether the target is an http or https address."""
     return target.startswith(("http://", "https://"))
 
 
 def pinned_by(target: str) -> str | None:
-    """The run's digest, where the target itself tells it: a join link, or a run directory that holds one."""
+    """Return the run's digest if the target contains it: a join link, or a run directory that holds one."""
     if is_url(target):
         return urlsplit(target).fragment or None
     run_dir = RunDir(Path(target))
@@ -29,7 +30,7 @@ def pinned_by(target: str) -> str | None:
 
 @contextlib.asynccontextmanager
 async def open_source(target: str) -> AsyncIterator[PublicSource]:
-    """Where the target's bytes come from. Raises LocalError where it is neither a URL nor a folder."""
+    """Open the source of the target's bytes. Raises LocalError if it is neither a URL nor a folder."""
     from prime_node.cli import wire
 
     if is_url(target):
@@ -40,7 +41,7 @@ async def open_source(target: str) -> AsyncIterator[PublicSource]:
 
 
 def published_folder(target: str) -> Path:
-    """Raises LocalError where nothing is published."""
+    """Return the published folder of a target. Raises LocalError if nothing is published there."""
     public = RunDir(Path(target)).public
     folder = public if public.is_dir() else Path(target)
     if not (folder / "run.json").is_file():

@@ -1,10 +1,10 @@
-"""What everyone did when, from the files of a run's folder.
+"""Activities of all roles over time, from the files in a run's folder.
 
     coordinator/timeline.jsonl   leases, verdicts, policies, and when each worker could use them
-    trainer/metrics.jsonl        a row a step and a row a policy: when they ended, and how long each phase took
+    trainer/metrics.jsonl        one row per step and per policy: when it ended, and how long each phase took
     worker-N/timeline.jsonl      swaps and generation of the workers on this machine
 
-Of workers elsewhere there are their leases. Times are the coordinator's clock; the trainer's are its own machine's.
+For workers elsewhere there are only leases. Times are the coordinator's clock; the trainer's are its own machine's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TRAINER, PUBLISHER, BROADCAST, CHECKS = "trainer", "publisher", "broadcast", "ch
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Something that took time. Example: Activity("worker-1", "generate", 10.0, 12.5, step=4, policy_version=3)."""
+    """Activity with a duration. Example: Activity("worker-1", "generate", 10.0, 12.5, step=4, policy_version=3)."""
 
     lane: str
     name: str
     begin_s: float
-    """Since 1970."""
+    """Start, in seconds since 1970."""
     end_s: float
     step: int = -1
     policy_version: int = -1
@@ -37,6 +37,7 @@ class Activity:
 
     @property
     def title(self) -> str:
+        """Label with name, step and policy version."""
         parts = [self.name]
         if self.step >= 0:
             parts.append(f"step {self.step}")
@@ -47,13 +48,13 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """In the order of their beginning; `lanes` in that of a picture, from the top."""
+    """Activities in order of their start; `lanes` are in the order of the picture, from the top."""
 
     lanes: tuple[str, ...]
     activities: tuple[Activity, ...]
 
     def between(self, first_step: int, last_step: int) -> Timeline:
-        """What happened while the trainer was at these steps. Raises LocalError where it trained none of them."""
+        """Return the activities during these steps of the trainer. Raises LocalError if it trained none of them."""
         steps = [each for each in self.activities if each.lane == TRAINER and first_step <= each.step <= last_step]
         if not steps:
             raise LocalError(f"the trainer's rows hold no step from {first_step} to {last_step}")
@@ -63,7 +64,7 @@ class Timeline:
 
 
 def read_timeline(run_dir: RunDir) -> Timeline:
-    """Raises LocalError where the run has left nothing to draw."""
+    """Read the timeline of a run. Raises LocalError if the run has no timeline."""
     told = _read(run_dir.coordinator / "timeline.jsonl")
     names, own = _own_workers(run_dir)
     activities = [*_of_trainer(read_json_lines(run_dir.trainer_metrics)), *_of_coordinator(told, names, own.keys())]
@@ -98,7 +99,7 @@ def _of_trainer(rows: Iterable[Mapping[str, Any]]) -> list[Activity]:
 
 
 def _of_coordinator(rows: Iterable[Mapping[str, Any]], names: Mapping[str, str], own: Iterable[str]) -> list[Activity]:
-    """Leases only of workers that did not tell more themselves."""
+    """Return the coordinator's activities, with leases only for workers without a timeline of their own."""
     tells_more = set(own)
     found = []
     broadcasts: dict[int, Mapping[str, Any]] = {}
@@ -118,7 +119,7 @@ def _of_coordinator(rows: Iterable[Mapping[str, Any]], names: Mapping[str, str],
 
 
 def _own_workers(run_dir: RunDir) -> tuple[dict[str, str], dict[str, list[dict[str, Any]]]]:
-    """Key -> folder's name, and key -> rows, of the workers that ran in this folder."""
+    """Return key -> folder name and key -> rows of the workers that ran in this folder."""
     names: dict[str, str] = {}
     rows: dict[str, list[dict[str, Any]]] = {}
     for folder in sorted(run_dir.path.glob("worker-*")):
@@ -133,13 +134,13 @@ def _own_workers(run_dir: RunDir) -> tuple[dict[str, str], dict[str, list[dict[s
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The file, and before it the full one that it followed; what is not a line of a timeline is left out."""
+    """Read the rows of a file and of its full predecessor, ignoring lines that are no timeline rows."""
     rows = [*read_json_lines(path.with_name(path.name + ".1")), *read_json_lines(path)]
     return [row for row in rows if isinstance(row, dict) and {"kind", "begin_ms", "end_ms"} <= row.keys()]
 
 
 def _lane(row: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Names prove nothing: strangers' ones carry the end of their key."""
+    """Return a worker's lane. Names prove nothing, so a remote worker's name carries the end of its key."""
     key = str(row["worker"])
     return names.get(key) or f"{row.get('name') or 'worker'} {key[-4:]}"
 

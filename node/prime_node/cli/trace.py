@@ -1,4 +1,4 @@
-"""`prime-node trace`: the picture of a run's pipeline, for Perfetto and Chrome, from what the roles wrote while it went on."""
+"""`prime-node trace`: a run's pipeline as a picture for Perfetto and Chrome, from the files that the roles wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trace(
         str | None, typer.Option(help="Only what happened during these steps, for example 40:46.", show_default=False)
     ] = None,
 ) -> None:
-    """Show what trainer, broadcast and workers did when: a trace for ui.perfetto.dev or chrome://tracing."""
+    """Show when trainer, broadcast and workers did what: a trace for ui.perfetto.dev or chrome://tracing."""
     run_dir = RunDir(run)
     run_dir.load_run()
     timeline = read_timeline(run_dir)
@@ -50,7 +50,7 @@ def trace(
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The Trace Event Format: complete events, a thread for each lane; verdicts, which overlap, as asynchronous ones."""
+    """Return the Trace Event Format: complete events, one thread per lane; verdicts, which overlap, are asynchronous events."""
     begin_s = timeline.activities[0].begin_s
     threads = {lane: number for number, lane in enumerate(timeline.lanes, start=1)}
     events: list[dict[str, Any]] = [

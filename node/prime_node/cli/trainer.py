@@ -1,4 +1,4 @@
-"""`prime-node trainer`: turns accepted rollouts into policies and publishes them; on one process, or on those of torchrun."""
+"""`prime-node trainer`: turn accepted rollouts into policies and publish them, in one process or in those of torchrun."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from prime_node.trainer.trainer import Trainer
 
 GRACE_S = 50.0
-"""Time to finish the step under way, save and publish."""
+"""Time to finish the current step, save and publish."""
 UNFINISHED = 5
-"""Exit code where it was asked to stop before the run was over."""
+"""Exit code after a stop request before the run was over."""
 
 NumProcesses = Annotated[
     int | None,
@@ -44,13 +44,13 @@ def trainer(
     key: Key = None,
     folder: Folder = None,
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
     stop_with_parent: StopWithParent = False,
     nproc: NumProcesses = None,
     outcome_file: OutcomeFile = None,
 ) -> None:
-    """Train: supervised first where configured, then on accepted rollouts; publish every policy. Resumes where it stopped.
+    """Train: supervised first if configured, then on accepted rollouts; publish every policy. Resumes where it stopped.
 
     \b
     Exit codes: 0 the run is over; 3 this machine is at fault; 4 refused; 5 stopped as asked before the run was over; 130 stopped
@@ -65,7 +65,7 @@ def trainer(
     setup_logging("trainer", level=log_level)
     options = Options.of_run(run, config, assignments)
     settings, grants = options.load(TrainerConfig), options.load(EnvironmentSettings)
-    ready_kernels()  # before torchrun too: each rank encodes
+    ready_kernels()  # also needed before torchrun: each rank encodes
     if wire_training.is_under_torchrun():
         ranks = wire_training.trainer_ranks(settings)
         if not ranks.is_first:
@@ -111,7 +111,7 @@ def _lead(
     *,
     stop_with_parent: bool,
 ) -> int:
-    """Rank 0. What it ends with on purpose dismisses the others; after a bug they end with it, and torchrun starts all again."""
+    """Run rank 0. It dismisses the other ranks on an expected end; on a bug they end with it, and torchrun restarts all."""
     from prime_node.cli import wire_training
     from prime_node.cli.outcome import tell
     from prime_protocol.errors import PrimeError
@@ -126,13 +126,13 @@ def _lead(
 
 
 def _follow(ranks: Ranks) -> None:
-    """Any other rank. It ends when rank 0 says so, or has ended; requests to stop are rank 0's matter."""
+    """Run any other rank until rank 0 dismisses it or dies. Only rank 0 handles stop requests."""
     from prime_node.cli import wire_training
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     wire_training.follow_first_rank(ranks)
-    # Everything is written. The interpreter's own end would abort while gloo's threads live ("terminate called").
+    # Everything is written. A normal interpreter exit would abort while gloo's threads live ("terminate called").
     logging.shutdown()
     os._exit(0)
 
@@ -165,7 +165,7 @@ async def _train(
     async with wire.client(place.link, place.key) as client, contextlib.AsyncExitStack() as seeding:
 
         async def set_up() -> Trainer:
-            """Waits for a coordinator that is away, and builds in a thread: signals are heard all the while."""
+            """Wait for an unreachable coordinator, and build in a thread so that signals are still handled."""
             run = await wire.pinned_run(client, place.link.run, place.folder)
             model = place.folder / "model"
             trust = await wire.trust(run, [(client.url, client)], place.folder)
@@ -179,7 +179,7 @@ async def _train(
             if peer is not None:
                 tended = peer.tended
                 tended.on_fault = lambda: rows.record(swarm_faults=tended.num_faults)
-            # The environments' process starts while this one builds the model: seconds each.
+            # The environment process starts while this process builds the model: each takes seconds.
             worlds, backend = await asyncio.gather(
                 asyncio.to_thread(wire.environments, run.spec, model, grants, folder=place.folder),
                 asyncio.to_thread(wire_training.train_backend, settings, run.spec, ranks, model=model),

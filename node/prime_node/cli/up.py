@@ -1,8 +1,7 @@
-"""`prime-node up`: the whole system on one machine, from nothing or from where it stopped.
+"""`prime-node up`: the whole system on one machine, new or resumed.
 
-Order of life: coordinator, then trainer, validators and workers together. Order of death: workers, validators, trainer,
-coordinator, so that everything that was made is taken in. A child that dies unexpectedly is started again; each resumes from
-its own disk.
+Start order: coordinator, then trainer, validators and workers together. Stop order: workers, validators, trainer, coordinator,
+so that all finished work is accepted. A child that dies unexpectedly is restarted; each resumes from its own disk.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ log = logging.getLogger(__name__)
 
 COORDINATOR, TRAINER, VALIDATOR = "coordinator", "trainer", "validator"
 FINAL_CODES = frozenset({0, 2, 3, 4})
-"""Exit codes after which a child is not started again: done, wrong usage, this machine or its settings, refused for good."""
+"""Exit codes after which a child is not restarted: done, wrong usage, a fault of this machine or its settings, refused."""
 REFRESH_S = 0.5
 LINE_S = 5.0
-"""Without a terminal: one line this often."""
+"""Interval between lines without a terminal."""
 START_S_MAX = 60.0
-"""For the coordinator to answer."""
+"""Limit on the time until the coordinator answers."""
 GRACE_S = {"worker": 15.0, VALIDATOR: 10.0, TRAINER: 60.0, COORDINATOR: 15.0}
 
 
@@ -54,16 +53,16 @@ def up(
         Path, typer.Argument(help="Folder of the run; made if it is not there, resumed if it is.")
     ] = Path("runs/demo"),
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     engine: Annotated[EngineName, typer.Option(help="Inference engine of the workers.")] = "auto",
 ) -> None:
-    """Start everything on this machine and train, or go on with a run that was stopped."""
+    """Start everything on this machine and train, or resume a run that was stopped."""
     from prime_node.observe import setup_logging
 
     run_dir = RunDir(directory)
     options = _options(run_dir, config, assignments)
     settings = _settings(run_dir, options)
-    lock = FolderLock(run_dir.path)  # makes the folder, so whatever the command line gets wrong has been said by now
+    lock = FolderLock(run_dir.path)  # makes the folder, so errors in the command line must be reported before this line
     setup_logging("up", file=run_dir.log("up"), bytes_max=settings.log_bytes_max)
     code = asyncio.run(_up(run_dir, options, settings, config_file=config or _shipped_demo(), engine=engine))
     lock.release()
@@ -103,7 +102,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
 
 
 class UpSession:
-    """One stretch of a run: from `up` to its end or to Ctrl-C."""
+    """One session of a run: from `up` to its end or to Ctrl-C."""
 
     def __init__(
         self,
@@ -124,9 +123,10 @@ class UpSession:
         self.progress = RunProgress("starting", 0, run.spec.max_steps, 0.0)
 
     async def start(self) -> None:
-        """All children; of a run that is over, only the coordinator, to tell what became of it.
+        """Start all children.
 
-        Raises LocalError with the end of the coordinator's log where it does not come up.
+        For a finished run start only the coordinator, to show its result. Raises LocalError with the end of the coordinator's
+        log if it does not start.
         """
         host, port = self._settings.host, self._link.url.rpartition(":")[2]
         await self._start(COORDINATOR, "--set", f"coordinator.host={host}", "--set", f"coordinator.port={port}")
@@ -138,7 +138,7 @@ class UpSession:
             compiling.cancel()
         if self.status.get("complete"):
             return
-        # On one machine there is no NAT to get through: libp2p would cost every process a second and buy nothing.
+        # One machine has no NAT to traverse: libp2p would cost every process a second without any benefit.
         await self._start(TRAINER, "--set", f"trainer.swarm.host={host}", "--set", "trainer.swarm.p2p=off")
         await self._start(VALIDATOR, "--set", "validator.swarm.p2p=off")
         for number, name in enumerate(self._workers, start=1):
@@ -190,7 +190,7 @@ class UpSession:
         return trainer.done() and failed is None
 
     def _given_up(self) -> Child | None:
-        """A role without which nothing goes on, and which is not started again."""
+        """Return a child of an essential role that is not restarted, if there is one."""
         for name in (COORDINATOR, TRAINER, VALIDATOR):
             child = self._supervisor.children.get(name)
             if child is not None and (
@@ -200,13 +200,13 @@ class UpSession:
         return None
 
     async def stop(self) -> None:
-        """In the order that loses nothing."""
+        """Stop all children in the order that loses no data."""
         await asyncio.gather(*(self._supervisor.stop(name, grace_s=GRACE_S["worker"]) for name in self._workers))
         for name in (VALIDATOR, TRAINER, COORDINATOR):
             await self._supervisor.stop(name, grace_s=GRACE_S[name])
 
     async def _start(self, name: str, *arguments: str, command: str | None = None, positional: bool = True) -> None:
-        # A worker knows the link alone.
+        # A worker gets only the link.
         where = [str(self._run_dir.path)] if positional else ["--config", str(self._run_dir.config)]
         for assignment in self._assignments:
             where += ["--set", assignment]
@@ -221,7 +221,7 @@ class UpSession:
         )
 
     async def _until_healthy(self) -> dict[str, Any]:
-        """The coordinator's first status."""
+        """Wait for the coordinator's first status and return it."""
         child = self._supervisor.children[COORDINATOR]
         deadline = time.monotonic() + START_S_MAX
         while (status := await self._get_status()) is None:
@@ -248,12 +248,12 @@ class UpSession:
         )
 
     async def _get_status(self) -> dict[str, Any] | None:
-        """Of our own coordinator; None where it does not answer."""
+        """Return the status of this machine's coordinator; None if it does not answer."""
         return await asyncio.to_thread(get_status, self._link.url)
 
 
 async def _compile_kernels() -> None:
-    """Before the children do so all at once. In a process of its own, which alone imports numba."""
+    """Compile the kernels before the children do so all at once, in a separate process that alone imports numba."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "prime_node.cli.kernels")
     try:
         if await process.wait() != 0:
@@ -264,19 +264,22 @@ async def _compile_kernels() -> None:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """What libraries of the children read when they are imported."""
+    """Return the variables that the children's libraries read on import."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "NUMBA_NUM_THREADS": str(threads),
-        # glibc gives large blocks back to the kernel at once and gets them again, page fault by page fault, at each
-        # forward pass; keeping them saves a fifth of the time of small models.
+        # By default glibc returns large blocks to the kernel and faults them in again at each forward pass. Keeping them saves
+        # a fifth of the time of small models.
         "MALLOC_MMAP_THRESHOLD_": str(2**28),
         "MALLOC_TRIM_THRESHOLD_": str(2**30),
     }
 
 
 def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:
-    """A new run takes the given config, or the demo's. A run that exists keeps its own; only its roles may be overridden."""
+    """Return the options: a new run takes the given config, or the demo's.
+
+    An existing run keeps its own, apart from role settings.
+    """
     if not run_dir.exists:
         return Options(config or _shipped_demo(), assignments)
     if config is not None and config.read_bytes() != run_dir.config.read_bytes():
@@ -288,7 +291,7 @@ def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Op
 
 
 def _settings(run_dir: RunDir, options: Options) -> UpConfig:
-    """What `up` itself is told; all that its children are told is looked at too. Raises LocalError."""
+    """Return the settings of `up`, and check those of its children too. Raises LocalError."""
     check_settings(options, with_run=not run_dir.exists)
     return options.load(UpConfig)
 
@@ -302,7 +305,7 @@ def _open_or_make(run_dir: RunDir, options: Options, config_file: Path) -> tuple
 
 
 def _choose_address(run_dir: RunDir, run: PinnedRun, settings: UpConfig) -> JoinLink:
-    """The address of last time if it is free, else the configured port, else any free one."""
+    """Choose the address: the previous one if it is free, else the configured port, else any free port."""
     from prime_node.cli.new import write_join_link
 
     wanted = [settings.port]

@@ -10,20 +10,22 @@ from prime_node.config import Settings, SettingsConfigDict
 
 
 class UpConfig(Settings):
+    """Settings of the [up] table."""
+
     model_config = SettingsConfigDict(env_prefix="PRIME_UP_")
     section: ClassVar[str] = "up"
 
     num_workers: int = Field(default=3, ge=0)
-    """Workers on this machine; with 0 all come by the join link."""
+    """Workers on this machine; with 0 all workers join by the link."""
     unsafe_cheaters: dict[str, str] = Field(default={"3": "altered"})
-    """Which of them cheat, and how (a name that `prime-node join --unsafe-cheat` takes), to see them caught."""
+    """Workers that cheat, to show that they are caught: number -> kind (a name that `prime-node join --unsafe-cheat` takes)."""
     cheat_after_policies: int = Field(default=40, ge=0)
-    """A cheater is honest for this many policies first, so that it is caught in the middle of the run."""
+    """Number of policies for which a cheater is honest first, so that it is caught in the middle of the run."""
     host: str = "127.0.0.1"
-    """Address that the coordinator listens on. Others can join only where they can reach it."""
+    """Address that the coordinator listens on. Others can join only if they can reach it."""
     port: int = Field(default=8400, ge=0, le=65535)
-    """Its port; the next free one is taken where it is in use."""
+    """Port of the coordinator; if it is in use, the next free one is taken."""
     threads: int = Field(default=1, ge=1)
-    """Threads of each process for arithmetic. More than cores / processes makes everything slower."""
+    """Arithmetic threads of each process. More than cores / processes makes everything slower."""
     log_bytes_max: int = Field(default=16 * 2**20, ge=2**16)
-    """A log file that has grown to this becomes NAME.log.1, in the place of the one before, and begins anew."""
+    """Size at which a log file is moved to NAME.log.1, replacing the previous one, and a new file begins."""

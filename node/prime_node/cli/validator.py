@@ -1,4 +1,4 @@
-"""`prime-node validator`: judges rollouts. Several may run at once."""
+"""`prime-node validator`: judge rollouts. Several may run at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def validator(
     key: Key = None,
     folder: Folder = None,
     config: ConfigFile = None,
-    assignments: Set = [],  # noqa: B006 - typer reads it, nobody changes it
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
     stop_with_parent: StopWithParent = False,
 ) -> None:
@@ -77,12 +77,12 @@ async def _validate(
     async with wire.client(place.link, place.key) as client:
 
         async def set_up() -> tuple[PinnedRun, SamplingScorer, Lanes]:
-            """Waits for a coordinator that is away, and builds in threads: signals are heard all the while."""
+            """Wait for an unreachable coordinator, and build in threads so that signals are still handled."""
             run = await wire.pinned_run(client, place.link.run, place.folder, mirrors=settings.mirrors)
             lanes = wire.scoring_lanes(
                 run.spec, model, grants, launcher, folder=place.folder, lanes_max=settings.scorers
             )
-            # The environments' process starts while this one imports what the scorer needs: seconds each.
+            # The environment process starts while this process imports the scorer's modules: each takes seconds.
             scorer, _ = await asyncio.gather(asyncio.to_thread(wire.scorer, settings, model, run), lanes.open())
             return run, scorer, lanes
 
@@ -124,7 +124,7 @@ async def _validate(
 
 
 async def _follow(trust: Trust, follower: Follower) -> None:
-    """Policies by the keys of today. A validator that is shown a frozen run does no harm: it judges what it is asked to."""
+    """Follow policies with the current keys. Showing a validator a frozen run does no harm: it judges what it is asked to."""
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(trust.follow())
         tasks.create_task(follower.follow())

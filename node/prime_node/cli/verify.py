@@ -1,7 +1,7 @@
 """`prime-node verify`: is a published checkpoint what it claims to be? Offline on a folder, online on a URL, without torch.
 
-What it finds out is the business of broadcast/ (audit, one_tensor, compare, export); how it is said, of verify_output. Here it
-is asked for.
+The checks are in broadcast/ (audit, one_tensor, compare, export), and the output is in verify_output. This module connects
+them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from prime_node.cli.verify_output import Found, Wanted
 
 DOES_NOT_HOLD = 1
-"""Exit code where a check fails or the weights of --against are others; 0 where all holds."""
+"""Exit code if a check fails or the weights of --against differ; 0 if all holds."""
 
 
 def verify(
@@ -91,18 +91,18 @@ def verify(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check signatures, chain and every byte of a published checkpoint, and compare, prove or export what it holds.
+    """Check signatures, chain and every byte of a published checkpoint, and compare, prove or export its content.
 
     \b
     Nine checks: (1) run, (2) signatures, (3) manifests, (4) chain, (5) parts, (6) chunks, (7) tensors,
     (8) model files, (9) freshness. The first one that does not hold ends it. --tensor leaves out (5) and (8).
-    A URL must show a timestamp of its newest policy that has not expired; of a folder, its date is told.
-    A source that gives less than 32 KiB a second on the whole is given up.
+    A URL must show an unexpired timestamp of its newest policy; for a folder, its date is only shown.
+    A source that sends less than 32 KiB a second on average is abandoned.
 
     \b
     Exit codes:
       0    everything asked for holds
-      1    a check does not hold, or the weights of --against are others
+      1    a check does not hold, or the weights of --against differ
       2    wrong usage, or no tensor of that name
       3    this machine is at fault: no such folder, a file that is no safetensors file, a full disk
       130  interrupted
@@ -111,11 +111,11 @@ def verify(
     --json prints one object. Fields may be added, none is renamed:
       ok              everything asked for holds
       checks          [{number, title, passed, detail}] in order; a failed one is the last
-      run             digest of the RunSpec, null where it did not verify
+      run             digest of the RunSpec, null if it did not verify
       pinned          whether you named the run, by its link or by --run
-      policy_version  the newest policy, -1 where none was verified
-      key_ring        version of the newest key ring that was verified, 0 where the keys are the RunSpec's
-      timestamp       null, or the coordinator's word on what is newest:
+      policy_version  the newest policy, -1 if none was verified
+      key_ring        version of the newest key ring that was verified, 0 if the keys are the RunSpec's
+      timestamp       null, or the coordinator's statement on what is newest:
                       {policy_version, key_ring, issued_at_ms, expires_at_ms}
       num_manifests   manifests that were verified
       num_policies    policies whose every byte was verified
@@ -175,13 +175,13 @@ async def _verify(target: str, run: str | None, wanted: Wanted, console: Console
             say(as_line(check), console=console)
 
     bound_threads()
-    # What only this machine can get wrong is found out before minutes are spent on the rest.
+    # Find the errors of this machine before spending minutes on the rest.
     other = None if wanted.against is None else read_weights(wanted.against)
     base = None if wanted.base is None else read_weights(wanted.base)
     key = None if wanted.sign is None else load_key(wanted.sign)
     if wanted.export is not None:
         check_free(wanted.export)
-    now_ms = time.time_ns() // 1_000_000 if is_url(target) else None  # of a copy on a disk the age is told, not judged
+    now_ms = time.time_ns() // 1_000_000 if is_url(target) else None  # the age of a copy on a disk is shown, not judged
     kept: list[Verified] = []
     proof = None
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What `prime-node verify` says: one JSON object for programs, lines for people. Pure."""
+"""The output of `prime-node verify`: one JSON object for programs, lines for people. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role
 
 DIFFERENCES_SHOWN = 5
-"""Tensors that differ are named up to here; --json names all."""
+"""Number of differing tensors that are named; --json names all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is to be found out beside the checks."""
+    """Requests besides the checks."""
 
     chain: bool = False
     policy_version: int | None = None
@@ -35,27 +35,28 @@ class Wanted:
 
 @dataclass(slots=True)
 class Found:
-    """Everything that there is to say."""
+    """All results."""
 
     report: AuditReport
     pinned: bool
     """Whether the user named the run."""
     seconds: float
-    """That the checks took."""
+    """Duration of the checks."""
     policy: dict[str, Any] | None = None
-    """What `about` says of the policy asked for, once every check has passed."""
+    """Fields that `about` returns for the requested policy, once every check has passed."""
     proof: TensorProof | None = None
     comparison: CheckpointComparison | None = None
     files: dict[str, str] = field(default_factory=dict)
-    """Exported: name -> SHA-256."""
+    """Exported files: name -> SHA-256."""
 
     @property
     def ok(self) -> bool:
+        """Whether everything asked for holds."""
         return self.report.passed and (self.comparison is None or self.comparison.equal)
 
 
 def about(verified: Verified) -> dict[str, Any]:
-    """The policy asked for."""
+    """Return the fields of the requested policy."""
     manifest, trainers = verified.signed.manifest, verified.run.keys.ever(Role.TRAINER)
     return {
         "policy_version": manifest.policy_version,
@@ -69,7 +70,7 @@ def about(verified: Verified) -> dict[str, Any]:
 
 
 def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
-    """What --json prints; the command's help says what each field is."""
+    """Return the object that --json prints; the command's help explains each field."""
     report, comparison = found.report, found.comparison
     against, stamp = None, report.timestamp
     if comparison is not None:
@@ -101,7 +102,7 @@ def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
 
 
 def keep_evidence(statements: Sequence[Envelope], folder: Path) -> None:
-    """Each under its digest: who shows both convicts the signer. Raises LocalError."""
+    """Write each statement under its digest: the two together convict the signer. Raises LocalError."""
     try:
         for envelope in statements:
             folder.mkdir(parents=True, exist_ok=True)
@@ -111,11 +112,12 @@ def keep_evidence(statements: Sequence[Envelope], folder: Path) -> None:
 
 
 def as_line(check: Check) -> str:
+    """Return the line of one check."""
     return f"{'ok  ' if check.passed else 'FAIL'} ({check.number}) {check.title}: {check.detail}"
 
 
 def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
-    """What is printed after the checks."""
+    """Yield the lines that are printed after the checks."""
     report, comparison, proof = found.report, found.comparison, found.proof
     if not report.passed:
         yield "does NOT hold; nothing after the failed check was looked at"

@@ -1,4 +1,4 @@
-"""The only place where adapters are chosen. Everything is imported on use: `verify` must not wait for torch."""
+"""The only place that chooses adapters. Everything is imported on use: `verify` must not wait for torch."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ if TYPE_CHECKING:
 
 
 def clock() -> SystemClock:
+    """Return the machine's own clock."""
     from prime_node.adapters.system_clock import SystemClock
 
     return SystemClock()
 
 
-# Where things come from
+# Sources
 
 
 def client(link: JoinLink, key: SigningKey) -> HttpClient:
-    """A role's client of the coordinator; to be used as a context manager."""
+    """Return a role's client of the coordinator, for use as a context manager."""
     from prime_node.adapters.web.http_client import HttpClient
 
     return HttpClient(link.url, run=link.run, clock=clock(), key=key)
@@ -62,7 +63,7 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 @contextlib.asynccontextmanager
 async def public_source(url: str) -> AsyncIterator[HttpClient]:
-    """The public half of a coordinator or of a mirror; whoever reads much from it wraps it in paced()."""
+    """Open the public half of a coordinator or of a mirror. Callers that read much from it wrap it in paced()."""
     from prime_node.adapters.web.http_client import HttpClient
 
     parts = urlsplit(url)
@@ -72,30 +73,35 @@ async def public_source(url: str) -> AsyncIterator[HttpClient]:
 
 
 def paced(source: PublicSource) -> PublicSource:
-    """The same source, given up where it is too slow on the whole."""
+    """Return the same source, abandoned if it is too slow on average."""
     from prime_node.broadcast.audit.paced import PacedSource
 
     return PacedSource(source, clock=clock())
 
 
 def folder_source(folder: Path) -> FolderSource:
+    """Return a source that reads a published folder."""
     from prime_node.adapters.storage.folder_source import FolderSource
 
     return FolderSource(folder)
 
 
 async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditReport:
+    """Audit a published folder; with `chain`, every policy."""
     from prime_node.broadcast.audit.audit import audit
 
     return await audit(folder_source(folder), run.digest, chain=chain)
 
 
-# What a run is made of
+# Parts of a run
 
 
 async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: Sequence[str] = ()) -> PinnedRun:
-    """The run of that digest, its configuration and tokenizer in `folder`/model: from the coordinator, or a mirror that answers
-    while it is away. Raises PeerError, Unreachable, or LocalError for files that this machine does not read."""
+    """Return the run of that digest, with its configuration and tokenizer in `folder`/model.
+
+    They come from the coordinator, or from a mirror if it is unreachable. Raises PeerError, Unreachable, or LocalError for
+    unreadable files.
+    """
     from prime_node.adapters.models.model_folder import require_listed, require_plain
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.follow.pinned import fetch_model_files, fetch_run
@@ -113,13 +119,14 @@ async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: 
 
 
 def tokenizer(model: Path) -> Tokenizer:
+    """Return the tokenizer in a model folder. Raises LocalError."""
     from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 
     return HfTokenizer(model)
 
 
 def environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path) -> dict[str, Environment]:
-    """All environments of a run, by name, in a process that can open nothing of a role's `folder`. Raises LocalError."""
+    """Return all environments of a run by name, in a process that cannot open the role's `folder`. Raises LocalError."""
     from prime_node.cli.wire_environments import start_environments
 
     return dict(start_environments(spec.environments, model, hidden=_secrets(folder), settings=settings))
@@ -134,9 +141,9 @@ def scoring_lanes(
     folder: Path,
     lanes_max: int,
 ) -> Lanes:
-    """For a validator: so many times all environments of a run, each time in a process of its own.
+    """Return a validator's scoring workers, at most `lanes_max`: each has all environments of the run, in its own process.
 
-    `launcher`: what starts them where this process has confined itself.
+    `launcher` starts the processes if this process has confined itself.
     """
     from prime_node.cli.wire_environments import end_environments, start_environments
     from prime_node.validator.lanes import Lanes
@@ -148,7 +155,7 @@ def scoring_lanes(
 
 
 def check_environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path) -> None:
-    """Whether they can be built. Raises LocalError."""
+    """Check that the environments can be built. Raises LocalError."""
     from prime_node.cli.wire_environments import end_environments, start_environments
 
     end_environments(start_environments(spec.environments, model, hidden=_secrets(folder), settings=settings))
@@ -157,9 +164,11 @@ def check_environments(spec: RunSpec, model: Path, settings: EnvironmentSettings
 def turn_environments(
     spec: RunSpec, model: Path, settings: EnvironmentSettings, launcher: Launcher | None, *, folder: Path
 ) -> dict[str, TurnEnvironment]:
-    """Those that a worker must run: they answer what the model says. In a process of their own too. Raises LocalError.
+    """Return the environments that a worker must run because they answer the model, in their own process.
 
-    `launcher`: what starts it where this process has confined itself.
+    Raises LocalError.
+
+    `launcher` starts the process if this process has confined itself.
     """
     from prime_node.cli.wire_environments import start_environments
     from prime_node.ports.environment import TurnEnvironment
@@ -172,22 +181,22 @@ def turn_environments(
 
 
 def environment_launcher(settings: EnvironmentSettings, sandbox: SandboxSettings, *, folder: Path) -> Launcher | None:
-    """For a role that is about to confine itself: starts its environments' processes later. None where that gains nothing."""
+    """Return a launcher for a role that will confine itself and start its environments later; None if it has no benefit."""
     from prime_node.cli.wire_environments import open_launcher
 
     return open_launcher(settings, hidden=_secrets(folder), changeable=(folder, *sandbox.also_write))
 
 
 def _secrets(folder: Path) -> tuple[Path, ...]:
-    """What no environment may open, wherever the role's folder lies."""
+    """Return what no environment may open, wherever the role's folder is."""
     return folder, folder.parent / "keys", HOME
 
 
-# The roles' parts
+# Parts of the roles
 
 
 async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path) -> Trust:
-    """What the run's key rings and timestamps say, looked up once before anything is verified by them. Raises LocalError."""
+    """Return the run's key rings and timestamps, refreshed once before anything is verified with them. Raises LocalError."""
     from prime_node.broadcast.follow.trust import Trust
 
     made = Trust(run, sources, folder / "trust", clock=clock())
@@ -196,7 +205,7 @@ async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folde
 
 
 def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[SigningKey]:
-    """The trainer's other keys. Raises LocalError before anything is computed that could not be published."""
+    """Return the trainer's other keys. Raises LocalError before computing anything that could not be published."""
     from prime_node.keyfile import load_key
 
     cosigners = [load_key(file) for file in files]
@@ -211,11 +220,11 @@ def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[S
 
 
 def _check_size(model: Path, run: PinnedRun) -> None:
-    """Before anything is built. Raises LocalError where the run's own limits do not allow a policy of its model."""
+    """Check, before anything is built, that the run's limits allow a policy of its model. Raises LocalError."""
     from prime_node.adapters.models.model_config import require_within
 
     if run.spec.adapters is not None:
-        return  # policies are small; the base is not published
+        return  # policies are small, and the base is not published
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
 
 
@@ -236,7 +245,10 @@ def _vllm() -> type[VllmEngine]:
 
 
 def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: int) -> Engine:
-    """An engine outside of any run. Example: plain_engine("vllm/bf16", folder, ...). Raises LocalError."""
+    """Return an engine outside of any run. Raises LocalError.
+
+    Example: plain_engine("vllm/bf16", folder, ...).
+    """
     name, _, dtype = kind.partition("/")
     if name not in ("transformers", "vllm") or dtype not in ("fp32", "bf16"):
         raise LocalError(f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16")
@@ -246,7 +258,7 @@ def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: in
 
 
 def plain_scorer(kind: str, model: Path, *, threads: int) -> TransformersEngine:
-    """A scorer outside of any run. Raises LocalError."""
+    """Return a scorer outside of any run. Raises LocalError."""
     name, _, dtype = kind.partition("/")
     if name != "transformers" or dtype not in ("fp32", "bf16"):
         raise LocalError(f"engine {kind}: transformers/fp32 and transformers/bf16 can judge")
@@ -254,7 +266,7 @@ def plain_scorer(kind: str, model: Path, *, threads: int) -> TransformersEngine:
 
 
 def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
-    """A model folder's own weights, or random ones for its configuration. Raises LocalError."""
+    """Return a model folder's own weights, or random ones for its configuration. Raises LocalError."""
     if random_seed is not None:
         from prime_node.adapters.models.tiny_model import initial_weights
 
@@ -265,19 +277,21 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
 
 
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingScorer:
+    """Return a validator's scorer. Raises LocalError."""
     _check_size(model, run)
     made = _transformers(model, dtype=settings.dtype, threads=settings.threads)
     return wire_adapters.merging_scorer(made, run, settings.base_model)
 
 
 def describe_hardware() -> Hardware:
+    """Return what this machine computes with."""
     from prime_node.adapters.hardware import hardware as found
 
     return found()
 
 
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
-    """The worker's engine. `cheat` is (how, after how many policies), for demonstrations. Raises LocalError."""
+    """Return the worker's engine. `cheat` is (kind, number of honest policies), for demonstrations. Raises LocalError."""
     from prime_node.adapters.hardware import has_gpu
 
     made: Engine
@@ -314,7 +328,7 @@ def trainer_parts(
     model: Path,
     folder: Path,
 ) -> Trainer:
-    """Everything that the trainer's loop works with. Raises LocalError."""
+    """Return all parts of the trainer's loop. Raises LocalError."""
     from prime_node.broadcast.publish.publisher import Publisher
     from prime_node.cli.wire_training import evaluator_of
     from prime_node.replay.feed import Feed

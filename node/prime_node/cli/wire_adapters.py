@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def adapter_spec(config: RunConfig) -> AdapterSpec | None:
-    """What a new run says about its adapters, the base's state root included. Raises LocalError."""
+    """Return what a new run's spec says about its adapters, including the base's state root. Raises LocalError."""
     from prime_node.coordinator.new_run import PretrainedModel
 
     wanted, model = config.adapters, config.model
@@ -37,7 +37,7 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
 
 
 def base_weights(adapters: AdapterSpec, here: str | None) -> Weights:
-    """The base model, from where this machine has it or else by its name, and no other. Raises LocalError."""
+    """Load the base model, from this machine's copy or else by its name, and check its state root. Raises LocalError."""
     name = here or adapters.base
     weights = _pretrained(name)
     found = _root(weights)
@@ -50,7 +50,7 @@ def base_weights(adapters: AdapterSpec, here: str | None) -> Weights:
 
 
 def merging_engine(engine: Engine, run: PinnedRun, here: str | None) -> Engine:
-    """The engine, or for policies that are adapters one that merges them into the base first. Raises LocalError."""
+    """Return the engine; for adapter policies wrap it in one that first merges them into the base. Raises LocalError."""
     if run.spec.adapters is None:
         return engine
     from prime_node.adapters.engines.merging_engine import MergingEngine
@@ -59,7 +59,7 @@ def merging_engine(engine: Engine, run: PinnedRun, here: str | None) -> Engine:
 
 
 def merging_scorer(scorer: SamplingScorer, run: PinnedRun, here: str | None) -> SamplingScorer:
-    """The same of a validator's."""
+    """Return a validator's scorer, wrapped in the same way. Raises LocalError."""
     if run.spec.adapters is None:
         return scorer
     from prime_node.adapters.engines.merging_engine import MergingScorer

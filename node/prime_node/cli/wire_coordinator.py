@@ -1,4 +1,4 @@
-"""A coordinator's adapters: the part of wire.py that only it needs."""
+"""The part of wire.py for the adapters that only a coordinator needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def coordinator_parts(
     public: Path,
     model: Path,
 ) -> Parts:
-    """State in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
+    """Return the coordinator's parts: state in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
     try:
         from prime_node.adapters.prometheus_metrics import PrometheusMetrics
         from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
@@ -80,7 +80,7 @@ async def coordinator_parts(
 
 @contextlib.asynccontextmanager
 async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncIterator[StoredLedger]:
-    """The ledger in a coordinator's folder, whether it is at work or not. Raises LocalError."""
+    """Open the ledger in a coordinator's folder, whether or not the coordinator runs. Raises LocalError."""
     try:
         from prime_node.adapters.storage.sqlite_store import open_sqlite
     except ImportError as error:
@@ -109,9 +109,9 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
 
 
 def _secret(run: PinnedRun, folder: Path, key: SigningKey) -> bytes:
-    """The assignment secret in a coordinator's folder; where it is not kept there, what the key gives, if that is the run's.
+    """Return the assignment secret from a coordinator's folder, or else the one derived from the key if it fits the run.
 
-    Raises LocalError before a wrong one is kept for good.
+    Raises LocalError before a wrong secret is stored.
     """
     from prime_node.coordinator.assignments import secret_of, secrets_of
     from prime_node.keyfile import read_secret
@@ -124,7 +124,7 @@ def _secret(run: PinnedRun, folder: Path, key: SigningKey) -> bytes:
 
 
 def _libp2p_dial_back() -> DialBack | None:
-    """None where libp2p is not installed: then the libp2p addresses of peers are told to nobody."""
+    """Return None if libp2p is not installed: the libp2p addresses of peers are then given to no other peer."""
     try:
         from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
     except ImportError:
@@ -133,7 +133,7 @@ def _libp2p_dial_back() -> DialBack | None:
 
 
 def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorConfig) -> PeerNetwork | None:
-    """Raises LocalError."""
+    """Return the coordinator's libp2p host, or None if it has no listen address. Raises LocalError."""
     if not settings.p2p_listen:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Where environments are chosen, by the ids that a RunSpec may name."""
+"""Chooses environments by the ids that a RunSpec may name."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".md")
-"""Kinds of files beside a run's weights."""
+"""Suffixes of the files in a model folder, apart from weights."""
 MODEL_FILE_BYTES_MAX = 2**26
 READERS = ("jsonl", "parquet")
 """Implementations that read one local file, `options.path`."""
 Renderers = Callable[[str], Renderer]
-"""By name: "template", or what the package renderers knows."""
+"""Function from a name, "template" or one known to the package renderers, to a renderer."""
 
 
 def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[str, Environment]:
-    """By name, in this process. `model`: the folder of the run's tokenizer, for environments that answer. Raises LocalError."""
+    """Build environments by name, in this process.
+
+    Environments that answer need `model`, the folder of the run's tokenizer. Raises LocalError.
+    """
     renderer = partial(_renderer, model)
     factories: dict[str, EnvironmentFactory] = {
         "reasoning_gym": partial(_reasoning_gym, renderer),
@@ -55,10 +58,10 @@ def start_environments(
     settings: EnvironmentSettings,
     launcher: Launcher | None = None,
 ) -> dict[str, ProcessEnvironment]:
-    """By name, in processes of their own, which cannot open what is in `hidden`. Raises LocalError.
+    """Start environments by name, in their own processes, which cannot open the paths in `hidden`.
 
-    `launcher`: of a role that has confined itself. Environments that the settings give the network to have a process apart from
-    the others. Blocks until all are ready.
+    Raises LocalError. A role that has confined itself passes its `launcher`. Environments with access to the network share a
+    process apart from the others. Blocks until all are ready.
     """
     made: dict[str, ProcessEnvironment] = {}
     try:
@@ -126,9 +129,9 @@ def _start_process(
 def open_launcher(
     settings: EnvironmentSettings, *, hidden: Sequence[Path], changeable: Sequence[Path] = ()
 ) -> Launcher | None:
-    """Start the launcher of a role that is about to confine itself: afterwards it can give no process namespaces of its own.
+    """Start the launcher of a role that will confine itself and can then give no process its own namespaces.
 
-    `changeable`: folders that the role may write. Returns None where namespaces are not to be had anyway.
+    `changeable`: folders that the role may write. Returns None if namespaces are not available anyway.
     """
     from prime_node.adapters.environments.hub_files import cache_folder
     from prime_node.adapters.environments.launcher import Launcher, Plan
@@ -138,7 +141,7 @@ def open_launcher(
         return None
     data = [] if settings.data_folder is None else [settings.data_folder]
     choices = [path.resolve() for path in (*data, cache_folder()) if path.exists()]
-    # Where the role may put a link in place of a file, the file is not bound alone: the link would decide what is bound.
+    # If the role could replace a file by a link, do not bind the file alone: the link would decide what is bound.
     whole = [one for one in choices if any(_overlap(one, other.resolve()) for other in changeable)]
     chosen = tuple(str(one) for one in choices if one not in whole)
     plans = {
@@ -155,12 +158,12 @@ def _overlap(one: Path, other: Path) -> bool:
 
 
 def _readable(settings: EnvironmentSettings) -> list[str]:
-    """List what the settings let all environments read."""
+    """List the paths that the settings let all environments read."""
     return [str(path) for path in settings.readable if path.exists()]
 
 
 def _command(hidden: Sequence[Path]) -> list[str]:
-    """The role's folder stands in it for whoever looks at the list of processes."""
+    """Return the command. It contains the role's folder only to identify it in a process list."""
     return [sys.executable, "-P", "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
 
 
@@ -183,7 +186,7 @@ def _walls(
 
 
 def _model_files(model: Path) -> dict[str, str]:
-    """By name, in base64: the process gets the tokenizer's files themselves, and no folder of the role's. Raises LocalError."""
+    """Return the tokenizer's files by name, in base64: the process gets no access to the role's folder. Raises LocalError."""
     if not model.is_dir():
         return {}
     found: dict[str, str] = {}
@@ -196,7 +199,7 @@ def _model_files(model: Path) -> dict[str, str]:
 
 
 def end_environments(made: Mapping[str, Environment]) -> None:
-    """The process that holds them. Idempotent."""
+    """End the processes that hold these environments. Idempotent."""
     from prime_node.adapters.environments.process import ProcessEnvironment
 
     for environment in made.values():
@@ -207,9 +210,10 @@ def end_environments(made: Mapping[str, Environment]) -> None:
 def with_file_at_hand(
     spec: EnvironmentSpec, settings: EnvironmentSettings, *, hidden: Sequence[Path] = ()
 ) -> EnvironmentSpec:
-    """The same with the absolute path of its dataset's file, which has the digest that the RunSpec names. Raises LocalError.
+    """Return the spec with the absolute path of its dataset file, whose digest the RunSpec names.
 
-    Files of the hub are fetched here: their cache is other programs' too, and environments' code must not change it.
+    Raises LocalError. Files of the hub are fetched here: other programs share their cache, and environment code must not change
+    it.
     """
     from prime_node.adapters.environments.data_files import digest_of_file, find_file
 
@@ -277,7 +281,7 @@ def _dataset(renderer: Renderers, read: Callable[[bytes], Iterator[Row]], spec: 
 
 
 def _renderer(model: Path, name: str) -> Renderer:
-    """Raises ValueError and LocalError."""
+    """Return the renderer of that name. Raises ValueError and LocalError."""
     if name == "template":
         from prime_node.adapters.models.template_renderer import TemplateRenderer
 

@@ -1,4 +1,4 @@
-"""What a new run is made of: its model's files, and the digests of its datasets."""
+"""The parts of a new run: its model's files, and the digests of its datasets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NewModel:
-    """The files of a new run's model, and what the RunSpec says about it."""
+    """Files of a new run's model, and its description in the RunSpec."""
 
     files: dict[str, bytes]
     vocab_size: int
@@ -25,7 +25,7 @@ class NewModel:
 
 
 def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewModel:
-    """Put configuration and tokenizer of the run's model into `folder`. Raises LocalError."""
+    """Write configuration and tokenizer of the run's model to `folder`. Raises LocalError."""
     from prime_node.coordinator.new_run import TinyModel
 
     try:
@@ -47,7 +47,10 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
 
 def pin_datasets(config: RunConfig, settings: EnvironmentSettings) -> RunConfig:
-    """The RunSpec must name the digest of every dataset file; a config need not. Raises LocalError where a file is missing."""
+    """Add the digest of each dataset file, which a config may omit and the RunSpec must name.
+
+    Raises LocalError for a missing file.
+    """
     from prime_node.adapters.environments.data_files import digest_of_file, find_file
 
     def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:

@@ -1,4 +1,4 @@
-"""Rows of metrics: which files and services get them. Part of wire.py."""
+"""The part of wire.py for metrics: which files and services receive the rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 def rows_in(
     folder: Path, run: PinnedRun, *, tensorboard: bool, wandb_project: str | None, who: str | None = None
 ) -> Recorder:
-    """metrics.jsonl always, TensorBoard and W&B where the settings say so; `who` tells the roles of one run apart there.
+    """Return a recorder to metrics.jsonl, and if configured to TensorBoard and W&B.
 
-    Raises LocalError.
+    There `who` distinguishes the roles of a run. Raises LocalError.
     """
     rows: list[Recorder] = [JsonLines(folder / "metrics.jsonl")]
     if tensorboard:

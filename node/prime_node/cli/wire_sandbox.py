@@ -1,7 +1,7 @@
-"""How `join`, `seed` and `validator` confine themselves: what each may touch, and the line that says what the system enforces.
+"""How `join`, `seed` and `validator` confine themselves: what each may access, and the log line on what the system enforces.
 
-Order in a role: read settings, lock the folder, compile the codec's kernels, load the key; then `confine_role`; then the network.
-So nothing that a stranger sends is looked at by a process that could still open a file of its user's.
+Order in a role: read settings, lock the folder, compile the codec's kernels, load the key; then `confine_role`; then the
+network. So a process that could still open its user's files never handles untrusted input.
 """
 
 from __future__ import annotations
@@ -35,38 +35,40 @@ SECRETS = re.compile(
     r"|(AMQP|BROKER|DATABASE|MONGO\w*|POSTGRES\w*|REDIS)_UR[IL]$"
     r"|^(AWS|AZURE|GOOGLE|GCP|GITHUB|GH|GITLAB|NPM|DOCKER|KUBE|VAULT|SSH|GPG|DBUS|XDG_RUNTIME)"
 )
-"""Names of environment variables that are taken away."""
+"""Pattern for names of environment variables that are removed."""
 OURS = "PRIME_"
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 LIBRARIES = ("CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH")
 SHARED_LIBRARIES = "LD_LIBRARY_PATH"
 SYSFS = ("bus", "class", "dev", "devices", "module", "fs/cgroup", "kernel/mm")
-"""Of /sys, what drivers of GPUs look for: not its debugging and firmware parts, which root alone may read."""
+"""Folders of /sys that GPU drivers read: without the debugging and firmware parts, which only root may read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a role needs beside its folder."""
+    """Access that a role needs besides its folder."""
 
     read: tuple[Path, ...] = ()
     """Models and datasets that its own settings name."""
     environments: bool = False
-    """Whether it starts environments' processes, which root gives to another user."""
+    """Whether it starts environment processes, which root runs as another user."""
     hands_on_keys: bool = False
-    """Whether it gives PRIME_ENVIRONMENT_ variables to processes that it starts later itself."""
+    """Whether it will itself pass PRIME_ENVIRONMENT_ variables to processes that it starts later."""
     vllm: bool = False
     """Whether vLLM may run: compilers, GPUs, processes that talk over Unix sockets and shared memory."""
 
 
 def absolute_model(model: str | None) -> str | None:
-    """A folder by its whole path, since a role may leave the working folder; a hub's name as it is."""
+    """Return a folder as an absolute path, since a role may leave the working folder; a hub name stays as it is."""
     return str(Path(model).resolve()) if model is not None and Path(model).is_dir() else model
 
 
 def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
-    """Confine this process for good, and say in one line what the system does not enforce. Raises LocalError.
+    """Confine this process irrevocably, and log in one line what the system does not enforce.
 
-    `folder`, an absolute path, is the role's own: it writes there, and elsewhere nothing that outlives the process.
+    Raises LocalError.
+
+    `folder`, an absolute path, is the role's own: it writes there, and nothing that it writes elsewhere outlives the process.
     """
     if settings.unsafe_off:
         log.warning("NOT CONFINED (sandbox.unsafe_off): one mistake in this program, and a hostile run has your files")
@@ -80,7 +82,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
             f"folder {folder} is a home, and a role may write everything in its folder: choose one inside it"
         )
     kept, scratch = _hub_cache(), process_folder("role")
-    scratch.chmod(0o711)  # environments may run as another user, in a folder below
+    scratch.chmod(0o711)  # environments may run as another user, in a subfolder
     rules = role_rules(settings, folder, scratch, needs)
     _import_what_acts()
     forget_secrets(settings.keep_environment, keys_of_judges=not needs.hands_on_keys)
@@ -95,7 +97,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
 
 
 def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Needs) -> SandboxRules:
-    """What a role's process may do. Nothing in it comes from a run."""
+    """Return what a role's process may do. None of it comes from a run."""
     from prime_node.adapters.sandbox import privileges, system_paths
     from prime_node.adapters.sandbox.rules import NETWORK, Family, SandboxRules
 
@@ -103,7 +105,7 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
     read += [*needs.read, _hub_cache(), *settings.also_read]
     write, devices, families = [folder, scratch, *settings.also_write], [*system_paths.devices()], NETWORK
     if os.geteuid() != 0:
-        read.append(Path("/etc"))  # a user reads no secrets there, and programs replace its files while a role runs
+        read.append(Path("/etc"))  # a user can read no secrets there, and programs replace its files while a role runs
     if needs.vllm:
         read += [Path("/sys") / name for name in SYSFS]
         devices += system_paths.gpu_devices()
@@ -123,6 +125,7 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
 
 
 def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
+    """Return the access that a worker needs besides its folder."""
     from prime_node.adapters.sandbox.system_paths import gpu_devices
 
     vllm = settings.engine == "vllm" or (settings.engine == "auto" and bool(gpu_devices()))
@@ -131,23 +134,24 @@ def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings, launcher: 
 
 
 def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
+    """Return the access that a validator needs besides its folder."""
     keys = _hands_on_keys(grants, launcher)
     return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys)
 
 
 def _hands_on_keys(grants: EnvironmentSettings, launcher: Launcher | None) -> bool:
-    """A launcher has its own copy of the variables."""
+    """Return whether the process must keep the keys of judges: a launcher has its own copy of the variables."""
     return launcher is None and bool(grants.unsafe_network)
 
 
 def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:
-    """What this machine's own settings name: the base model where it is a folder, and datasets."""
+    """Return the paths in this machine's own settings: the base model if it is a folder, and datasets."""
     data = () if grants.data_folder is None else (grants.data_folder,)
     return (*(() if model is None else (Path(model),)), *data, *grants.readable)
 
 
 def level_here() -> SandboxLevel:
-    """What this system would enforce of a role, tried in a child."""
+    """Return what this system would enforce for a role, tried in a child process."""
     import json
 
     from prime_node.adapters.sandbox.confine import confine
@@ -175,9 +179,9 @@ def level_here() -> SandboxLevel:
 
 
 def forget_secrets(kept: Iterable[str], *, keys_of_judges: bool) -> None:
-    """Take environment variables away whose names look like secrets, and wipe them where the process was handed them.
+    """Remove environment variables whose names look like secrets, and overwrite their initial values in the process's memory.
 
-    `keys_of_judges`: PRIME_ENVIRONMENT_ variables too.
+    `keys_of_judges`: also remove PRIME_ENVIRONMENT_ variables.
     """
     from prime_node.adapters.environments import variables
 
@@ -187,7 +191,7 @@ def forget_secrets(kept: Iterable[str], *, keys_of_judges: bool) -> None:
 
 
 def _move_home(folder: Path, scratch: Path, hub_cache: Path) -> None:
-    """Libraries keep their caches in the role's folder: a hostile run that poisons one reaches no other program by it."""
+    """Move the libraries' caches to the role's folder, so that a hostile run that poisons one affects no other program."""
     home = folder / "home"
     home.mkdir(exist_ok=True, mode=0o700)
     for name in [name for name in os.environ if name.startswith("XDG_")]:
@@ -199,11 +203,11 @@ def _move_home(folder: Path, scratch: Path, hub_cache: Path) -> None:
         "HF_HOME": str(home / ".cache" / "huggingface"),
         "TORCHINDUCTOR_CACHE_DIR": str(home / ".cache" / "torchinductor"),
     }
-    tempfile.tempdir = None  # or it stays what it was
+    tempfile.tempdir = None  # otherwise the old folder stays cached
 
 
 def _hub_cache() -> Path:
-    """Where files of the hub lie that the user has fetched. Its token lies beside that folder, not in it."""
+    """Return the folder of the user's downloads from the hub. Its token is next to that folder, not in it."""
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     return Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
 
@@ -215,7 +219,7 @@ def _named_by_variables() -> list[Path]:
 
 
 def _import_what_acts() -> None:
-    """While files may still be opened: the walls are built by modules that are imported on use."""
+    """Import the sandbox modules while files may still be opened: they are otherwise imported on use."""
     for name in ("landlock", "namespaces", "privileges", "seccomp"):
-        with suppress(ImportError):  # what the system does not have, it does not need
+        with suppress(ImportError):  # a module that the system does not support is not needed
             importlib.import_module(f"prime_node.adapters.sandbox.{name}")

@@ -1,4 +1,4 @@
-"""The swarm's half of wire.py: followers, seeders and the adapters under them. Imported on use, as everything there."""
+"""The part of wire.py for the swarm: followers, seeders and their adapters. Imported on use."""
 
 from __future__ import annotations
 
@@ -36,35 +36,52 @@ if TYPE_CHECKING:
 
 
 class FollowerSettings(Protocol):
-    """What a worker's and a validator's settings say of how policies come."""
+    """Settings of a worker and a validator for fetching policies."""
 
     @property
-    def mirrors(self) -> tuple[str, ...]: ...
+    def mirrors(self) -> tuple[str, ...]:
+        """URLs that also serve the run's checkpoints. They are not trusted."""
+        ...
+
     @property
-    def swarm(self) -> SwarmConfig: ...
+    def swarm(self) -> SwarmConfig:
+        """Settings of this peer in the swarm."""
+        ...
+
     @property
-    def poll_seconds(self) -> float: ...
+    def poll_seconds(self) -> float:
+        """Interval between two requests for the newest policy."""
+        ...
+
     @property
-    def policies_kept(self) -> int: ...
+    def policies_kept(self) -> int:
+        """Number of policies held in memory."""
+        ...
+
     @property
-    def pieces_bytes_max(self) -> int: ...
+    def pieces_bytes_max(self) -> int:
+        """Memory for pieces of a checkpoint during a download."""
+        ...
+
     @property
-    def parts_bytes_max(self) -> int: ...
+    def parts_bytes_max(self) -> int:
+        """Disk that downloaded parts may take."""
+        ...
 
 
 SEED_BYTES_MAX = 256 * 2**30
-"""Disk that the trainer's own copy of its newest policies may take."""
+"""Disk limit for the trainer's own copy of its newest policies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a peer serves, and where it lies."""
+    """What a peer serves, and where it is stored."""
 
     holdings: Holdings
     parts: PartStore
     manifest: Callable[[int], Envelope | None]
     folder: Path
-    """Of the role: the model files lie in `model`, key rings and the newest timestamp in `trust`."""
+    """Folder of the role: the model files are in `model`, key rings and the newest timestamp in `trust`."""
 
 
 def make_peer(
@@ -78,7 +95,7 @@ def make_peer(
     pool: SourcePool | None = None,
     network: PeerNetwork | None = None,
 ) -> Peer:
-    """A peer over HTTP, and over `network` with those whom HTTP does not reach; the peer starts and closes it.
+    """Return a peer over HTTP, and over `network` with peers that HTTP does not reach; the peer starts and closes it.
 
     Without a `pool` to put neighbours into, the peer only serves.
     """
@@ -111,11 +128,11 @@ def make_peer(
             return directory.authorization(record.peer)
 
         if record.peer in run.keys.current.coordinator:
-            return None  # its host gives no bytes
+            return None  # the coordinator's libp2p host serves no bytes
         bounds = run.spec.limits
         if record.urls:
             if not directory.may_dial(record.urls[0]):
-                return None  # the directory has seen to it; this is the second look
+                return None  # the directory has checked it; this is a second check
             return HttpPeer(record.urls[0], run=run.digest, clock=clock(), bounds=bounds, authorization=shown)
         if network is not None and record.addresses:
             return NetworkPeer(network, record, bounds=bounds, authorization=shown)
@@ -154,8 +171,10 @@ def make_peer(
 def peer_network(
     run: PinnedRun, key: SigningKey, config: SwarmConfig, coordinator_hosts: frozenset[str]
 ) -> PeerNetwork | None:
-    """libp2p with the role's key, or None where it is off or not installed. Raises LocalError where it is on and missing, and for
-    an address in the settings that nobody can be sent to."""
+    """Return a libp2p network with the role's key; None if it is off or not installed.
+
+    Raises LocalError if it is on and not installed, and for an address in the settings that other peers cannot use.
+    """
     if config.p2p == "off":
         return None
     try:
@@ -182,12 +201,12 @@ def peer_network(
         near=tuple(coordinator_hosts),
     )
     network = Libp2pNetwork(key, run=run.digest, settings=settings)
-    network.learn(bootstrap)  # whom a newcomer asks while no coordinator names anybody
+    network.learn(bootstrap)  # peers that a newcomer asks while no coordinator names any
     return network
 
 
 def require_tcp(setting: str, addresses: Sequence[str]) -> None:
-    """Raises LocalError for an address that is no IP address with a TCP port: peers look no names up."""
+    """Check addresses. Raises LocalError for one without an IP address and TCP port: peers resolve no names."""
     for address in addresses:
         end = endpoint_of(address)
         if end is None or place_of(end.host) is None:
@@ -207,9 +226,9 @@ async def swarm_follower(
     accepted: Switch | None = None,
     on_progress: Callable[[DownloadProgress], None] = lambda progress: None,
 ) -> AsyncIterator[tuple[Follower, Trust, Peer | None]]:
-    """Follows the coordinator, the mirrors that the owner names, and other peers. The model files are in `folder`/model.
+    """Follow the coordinator, the mirrors that the owner names, and other peers.
 
-    With `accepted`, this machine takes part in the swarm only while that is on.
+    The model files are in `folder`/model. With `accepted`, this machine takes part in the swarm only while that switch is on.
     """
     from prime_node.broadcast.follow.follower import Follower
 
@@ -251,7 +270,7 @@ async def swarm_follower(
 def trainer_seeding(
     run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
 ) -> tuple[Seeding, Peer]:
-    """The port through which the trainer publishes, and the peer that serves what went through it."""
+    """Return the port through which the trainer publishes, and the peer that serves what it published."""
     from prime_node.broadcast.swarm.announced import announce
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.part_store import PartStore
@@ -270,7 +289,7 @@ def trainer_seeding(
 async def mirror(
     run: PinnedRun, key: SigningKey, client: HttpClient, folder: Path, settings: WorkerConfig
 ) -> AsyncIterator[tuple[Mirror, Peer]]:
-    """A seeder of others' policies: it keeps them, decodes nothing, and serves. The model files are in `folder`/model."""
+    """Run a seeder of others' policies: it stores and serves them without decoding. The model files are in `folder`/model."""
     from prime_node.broadcast.swarm.mirror import Mirror
 
     async with contextlib.AsyncExitStack() as stack:
@@ -297,7 +316,7 @@ async def mirror(
 async def _sources(
     stack: contextlib.AsyncExitStack, run: PinnedRun, client: HttpClient, settings: FollowerSettings
 ) -> list[tuple[str, HttpClient]]:
-    """The coordinator, and the mirrors that the contributor names."""
+    """Return the coordinator, and the mirrors that the contributor names."""
     from prime_node.adapters.web.http_client import HttpClient
 
     made = [(client.url, client)]

@@ -1,4 +1,4 @@
-"""The training engine's part of wire.py: which backend, on which processes."""
+"""The part of wire.py for the training engine: which backend, on which processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def is_under_torchrun() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     try:
         from prime_node.adapters.training.ranks import is_launched
     except ImportError as error:
@@ -38,7 +38,7 @@ def is_under_torchrun() -> bool:
 
 
 def trainer_ranks(settings: TrainerConfig) -> Ranks:
-    """The processes that torchrun started, this one among them. Raises LocalError."""
+    """Return the processes that torchrun started, including this one. Raises LocalError."""
     from prime_node.adapters.training.ranks import Ranks
 
     timeout = timedelta(seconds=settings.ranks.timeout_seconds)
@@ -46,21 +46,21 @@ def trainer_ranks(settings: TrainerConfig) -> Ranks:
 
 
 def follow_first_rank(ranks: Ranks) -> None:
-    """A rank that is not the first works here until the first one dismisses it. Raises LocalError."""
+    """Serve the first rank as another rank until it dismisses this one. Raises LocalError."""
     from prime_node.adapters.training.leading_backend import follow
 
     follow(ranks)
 
 
 def dismiss_ranks(ranks: Ranks) -> None:
-    """The first rank: the others may go. They must be waiting for a call."""
+    """Dismiss the other ranks, from the first one. They must be waiting for a call."""
     from prime_node.adapters.training.leading_backend import dismiss
 
     dismiss(ranks)
 
 
 def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *, model: Path) -> TrainBackend:
-    """In this process, or on all ranks, which this one then leads. Raises LocalError."""
+    """Return a backend in this process, or on all ranks with this one leading. Raises LocalError."""
     from prime_node.adapters.models.lora import LoraSettings
     from prime_node.adapters.training.leading_backend import LeadingBackend
     from prime_node.adapters.training.ranks import ALONE, Ranks
@@ -84,7 +84,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
                 "trainer.lora: this run's policies are adapters already, and its RunSpec says which; leave it out"
             )
         initial_weights = initial_weights or spec.adapters.base
-        wire_adapters.base_weights(spec.adapters, initial_weights)  # ours, or said before anything is computed
+        wire_adapters.base_weights(spec.adapters, initial_weights)  # check the base model before anything is computed
         adapters = spec.adapters
         lora = LoraSettings(rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets, alone=True)
     make = partial(
@@ -108,7 +108,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
 
 @contextlib.asynccontextmanager
 async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) -> AsyncIterator[Recorder]:
-    """Where the trainer's rows go: metrics.jsonl always, and wherever the settings say. Raises LocalError."""
+    """Open the trainer's metrics: metrics.jsonl always, and the services that the settings name. Raises LocalError."""
     from prime_node.observe import Headlines, Recorders
     from prime_node.trainer.rows import line_of
 
@@ -139,7 +139,7 @@ def evaluator_of(
     tokenizer: Tokenizer,
     environments: Mapping[str, Environment],
 ) -> Evaluator:
-    """Evaluates policies of a run with an engine on this machine."""
+    """Return an evaluator of a run's policies, with an engine on this machine."""
     from prime_node.envs.episodes import bounds_of
     from prime_node.trainer.evaluate import Evaluator, held_out
 

@@ -1,4 +1,4 @@
-"""The walls of a process of environments, from inside. Imports nothing that starts a thread."""
+"""The sandbox of an environment process, from inside. Imports nothing that starts a thread."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def confined(told: str) -> tuple[Path, list[str]]:
-    """Leave this process what `told`, an argument of its command line, names; for good. Returns its folder, and what the
-    system does not enforce, one clause each."""
+    """Confine this process irrevocably to what `told`, an argument of its command line, names.
+
+    Returns its folder, and what the system does not enforce, one clause each.
+    """
     from prime_node.adapters.environments.walls import confine_here, read_order
 
     walls, folder = read_order(told)

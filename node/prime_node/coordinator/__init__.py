@@ -1,1 +1,1 @@
-"""The coordinator: leases work, takes rollouts in, has them judged, and hands the accepted ones to the trainer."""
+"""The coordinator: leases work, accepts rollouts, has them judged, and gives the accepted ones to the trainer."""

@@ -1,22 +1,22 @@
-"""Whether validators say the same of the same bundle. Soft state: after a restart what waited is judged from the start.
+"""Agreement of validators on the same bundle. Soft state: after a restart, pending bundles are judged from the start.
 
-A verdict that would be a strike, or whose evidence would ban its worker, is held while another validator of the same class of
-engine is at work, and the bundle goes to that one: another arithmetic may see less and contradict nobody. Where both say so,
-the verdict stands. Where they contradict each other, a third validator decides; without one the bundle is unverifiable, which
-is no strike, and the operator is told who said what. So nobody is banned by the word of one validator that another one denies.
+A verdict that would be a strike, or whose evidence would ban its worker, is held while another validator of the same engine
+class is active. That validator judges the bundle too. (Different arithmetic may see less without a contradiction.) If both
+convict, the verdict stands. If they contradict each other, a third validator decides; without one the bundle is unverifiable,
+which is no strike, and the operator is notified. So no worker is banned by one validator's verdict that another one denies.
 
-A held bundle that no other validator judges in time, or that all others call unverifiable, is refused as unverifiable too, which
-is no strike: its worker gains nothing and loses nothing by the word of one. Each validator that was asked and gave no word is
-counted. After UNANSWERED_MAX times in a row, strikes no longer wait for that validator, but for one try in each RETRY_CHECKS
-check times, until it gives its word on a held bundle or on a second look. So a validator that is broken, or sides with cheats,
-shields few of them. Where one validator of a class is at work, its word is enough.
+A held bundle that no other validator judges in time, or that all others call unverifiable, is refused as unverifiable too. That
+is no strike: one validator's verdict neither helps nor harms its worker. Each validator that was asked and did not answer is
+counted. After UNANSWERED_MAX times in a row, strikes do not wait for that validator any more, except for one try every
+RETRY_CHECKS check times. This ends when it answers on a held bundle or on a second look. So a validator that is broken, or
+sides with cheats, shields few of them. If only one validator of a class is active, its verdict is enough.
 
-A share of the accepted bundles is judged by a second validator as well, after the verdict, which it does not change: a validator
-that accepts what another refuses is found so.
+A second validator also judges a share of the accepted bundles, after the verdict, which it does not change. This finds a
+validator that accepts what another refuses.
 
-Validators take bundles from one queue, so what two of one class find is alike but for chance. For each pair, the coordinator
-counts how often either convicts, and how often either finds evidence of 10 to 1, while both are at work. They differ where two
-shares explain the counts DIFFER_FACTOR times as well as one does (both uniform beforehand).
+Validators take bundles from one queue, so the results of two validators of one class differ only by chance. For each pair, the
+coordinator counts how often either convicts, and how often either finds evidence of 10 to 1, while both are active. They differ
+if two shares explain the counts DIFFER_FACTOR times as well as one does (both with uniform priors).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from prime_protocol.verdict import RejectReason, Verdict
 log = logging.getLogger(__name__)
 
 TOLD_MAX = 32
-"""Contradictions that are remembered."""
+"""Newest contradictions kept."""
 LOOKS_MAX = 64
 """Accepted bundles that wait for a second look."""
 PAIRS_MAX = 256
 """Pairs of validators whose verdicts are counted."""
 UNANSWERED_MAX = 3
-"""A validator that left so many held bundles in a row without a word is no longer waited for."""
+"""Held bundles in a row that a validator leaves unanswered before verdicts stop waiting for it."""
 RETRY_CHECKS = 20
-"""In check times: how often one held bundle waits for such a validator all the same."""
+"""Interval, in check times, at which one held bundle waits for such a validator anyway."""
 UNCONFIRMED = "one validator found a fault, and another one that was asked gave no word; the operator is told"
 CONTRADICTED = "two validators contradict each other on it; the operator is told"
 DIFFER_FACTOR = 1e4
@@ -53,22 +53,23 @@ SUSPICIOUS_NATS = math.log(10.0)
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What one validator says of a bundle."""
+    """One validator's result for a bundle."""
 
     validator: str
     result: CheckResultRequest
     convicts: bool
-    """It would be a strike or a ban."""
+    """Whether it would be a strike or a ban."""
 
     @property
     def says(self) -> str:
+        """The verdict in words, for the log and the status."""
         verdict = self.result.verdict
         return str(verdict.reason or ("accepted, with evidence for a ban" if self.convicts else "accepted"))
 
 
 @dataclass(slots=True)
 class Look:
-    """An accepted bundle that a second validator is to judge."""
+    """An accepted bundle that a second validator has to judge."""
 
     pending: PendingBundle
     first: Opinion
@@ -77,38 +78,40 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
+    """Contradicting verdicts of validators on one bundle."""
+
     bundle: str
     worker: str
     said: tuple[tuple[str, str], ...]
-    """Validator and what it says."""
+    """Pairs of a validator and its verdict."""
     at_ms: int
 
 
 @dataclass(slots=True)
 class HeldVerdict:
-    """A bundle whose verdict waits for another validator's word."""
+    """A bundle whose verdict waits for another validator's."""
 
     until_s: float
     waited_for: list[str]
-    """Validators whose word is waited for; one that has answered is removed."""
+    """Validators that have not answered yet."""
     opinions: list[Opinion] = field(default_factory=list)
     handed: set[str] = field(default_factory=set)
-    """Validators that were given the bundle because it is held."""
+    """Validators that got the bundle because it is held."""
 
 
 @dataclass(slots=True)
 class Silence:
-    """Held bundles that one validator left without a word."""
+    """Counts of the held bundles that one validator left unanswered."""
 
     total: int = 0
     in_a_row: int = 0
     retry_s: float = 0.0
-    """When a bundle waits for this validator again, where `in_a_row` is UNANSWERED_MAX or more."""
+    """Time from which a bundle waits for this validator again, if `in_a_row` is UNANSWERED_MAX or more."""
 
 
 @dataclass(slots=True)
 class VerdictCounts:
-    """What one validator of a pair found while the other was at work."""
+    """Counts of one validator of a pair, while the other was active."""
 
     judged: int = 0
     convicted: int = 0
@@ -117,49 +120,50 @@ class VerdictCounts:
 
 @dataclass(slots=True)
 class Agreement:
-    """`check_s`: how long a validator has for a bundle."""
+    """Comparison of validators. `check_s` is the time that a validator has for a bundle."""
 
     check_s: float
     looks: dict[str, Look] = field(default_factory=dict)
-    """By bundle."""
+    """Second looks by bundle."""
     contradictions: deque[Contradiction] = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
     num_contradictions: int = 0
     _held: dict[str, HeldVerdict] = field(default_factory=dict)
-    """By bundle."""
+    """Held verdicts by bundle."""
     _silent: dict[str, Silence] = field(default_factory=dict)
-    """By validator."""
+    """Unanswered counts by validator."""
     _heard: dict[str, float] = field(default_factory=dict)
-    """Validator -> when it last asked or answered."""
+    """Validator -> time of its last request or answer."""
     _classes: dict[str, str] = field(default_factory=dict)
     """Validator -> class of its engine, by its last evidence."""
     _pairs: dict[tuple[str, str], dict[str, VerdictCounts]] = field(default_factory=dict)
 
     def heard(self, validator: str, now_s: float, result: CheckResultRequest | None = None) -> None:
-        """A validator asked for work, or answered with this."""
+        """Record that a validator asked for work, or answered with `result`."""
         self._heard[validator] = now_s
         if result is not None and result.evidence is not None:
             self._classes[validator] = result.evidence.validator
 
     def may_judge(self, bundle: str, validator: str) -> bool:
-        """Whether a bundle waits for this validator's word too. A validator is given a held one once."""
+        """Return whether a bundle waits for this validator too. A validator gets a held bundle once."""
         if (held := self._held.get(bundle)) is not None:
             return validator in held.waited_for and validator not in held.handed
         look = self.looks.get(bundle)
         return look is None or (validator != look.first.validator and self._is_like(validator, look.first.validator))
 
     def handed(self, bundle: str, validator: str) -> None:
-        """A validator was given a bundle."""
+        """Record that a validator got a bundle."""
         if (held := self._held.get(bundle)) is not None:
             held.handed.add(validator)
 
     def others(self, than: str, now_s: float) -> list[str]:
-        """Other validators that are at work, of the same class as this one."""
+        """Return the other active validators of the same class."""
         recent_s = now_s - 2 * self.check_s
         return [
             one for one, at_s in self._heard.items() if one != than and at_s >= recent_s and self._is_like(one, than)
         ]
 
     def opinion(self, state: State, worker: str, validator: str, result: CheckResultRequest) -> Opinion:
+        """Return a validator's result as an opinion: whether it convicts the worker."""
         reason, pending = result.verdict.reason, state.bundles.get(result.bundle)
         known = state.workers.get(worker)
         convicts = known is not None and suspicion.would_ban(state.rules, known, result.evidence)
@@ -171,7 +175,7 @@ class Agreement:
         return Opinion(validator, result, convicts)
 
     def conclude(self, mine: Opinion, worker: str, now_s: float, now_ms: int) -> Opinion | None:
-        """By which opinion a waiting bundle is decided. None: another validator is to be asked first."""
+        """Return the opinion that decides a pending bundle; None if another validator has to be asked first."""
         bundle = mine.result.bundle
         if (held := self._held.get(bundle)) is None:
             waited_for = self._to_confirm(mine.validator, now_s) if mine.convicts else []
@@ -179,7 +183,7 @@ class Agreement:
                 return mine
             self._held[bundle] = HeldVerdict(now_s + 2 * self.check_s, waited_for, [mine])
             return None
-        if mine.validator not in held.waited_for:  # it said so before
+        if mine.validator not in held.waited_for:  # a repeated answer
             return None
         held.waited_for.remove(mine.validator)
         if mine.result.verdict.reason is RejectReason.UNVERIFIABLE:
@@ -198,7 +202,7 @@ class Agreement:
         return None if held.waited_for else self.settle(bundle, now_s)
 
     def settle(self, bundle: str, now_s: float) -> Opinion:
-        """By which opinion a held bundle is decided where nobody else answers: it is nobody's fault."""
+        """Return the verdict on a held bundle that no other validator judged: unverifiable, which is no strike."""
         held = self._held.pop(bundle)
         for validator in [one for one in held.waited_for if one in held.handed] or held.waited_for:
             self._left(validator, now_s)
@@ -207,23 +211,24 @@ class Agreement:
         return Opinion("", CheckResultRequest(bundle=bundle, verdict=unverifiable, rewards=()), False)
 
     def is_held(self, bundle: str) -> bool:
+        """Return whether the bundle's verdict is held."""
         return bundle in self._held
 
     def overdue(self, now_s: float) -> list[str]:
-        """Held bundles that nobody else has judged in time. Forgets second looks that nobody takes."""
+        """Return the held bundles that no other validator has judged in time. Drop second looks that no validator takes."""
         for bundle in [bundle for bundle, look in self.looks.items() if look.until_s < now_s]:
             del self.looks[bundle]
         return [bundle for bundle, held in self._held.items() if held.until_s < now_s]
 
     def look_again(self, pending: PendingBundle, first: Opinion, now_s: float) -> bool:
-        """Whether an accepted bundle is to be judged once more."""
+        """Schedule a second look at an accepted bundle. Return whether there is room and another validator for it."""
         if len(self.looks) >= LOOKS_MAX or not self.others(first.validator, now_s):
             return False
         self.looks[pending.bundle] = Look(pending, first, now_s + 4 * self.check_s)
         return True
 
     def looked(self, mine: Opinion, *, exact_rewards: bool, now_ms: int) -> Contradiction | None:
-        """Compare a second validator's word on an accepted bundle with the first one's."""
+        """Compare a second validator's result for an accepted bundle with the first one's."""
         look = self.looks.pop(mine.result.bundle)
         theirs, reason = look.first.result, mine.result.verdict.reason
         if reason is RejectReason.UNVERIFIABLE or mine.validator == look.first.validator:
@@ -234,7 +239,7 @@ class Agreement:
         return self._note(mine.result.bundle, look.pending.lease.worker, [look.first, mine], now_ms)
 
     def count(self, mine: Opinion, now_s: float) -> str:
-        """Count an audited bundle's verdict; says once of two validators that they differ, else nothing."""
+        """Count an audited bundle's verdict. Return a message when two validators begin to differ, else an empty string."""
         evidence = mine.result.evidence
         is_suspicious = evidence is not None and any(
             log_e >= SUSPICIOUS_NATS for sums in evidence.sums.values() for log_e in sums.log_e
@@ -255,7 +260,7 @@ class Agreement:
         return said
 
     def as_row(self) -> dict[str, Any]:
-        """For the status."""
+        """Return the row for the status."""
         return {
             "num_contradictions": self.num_contradictions,
             "contradictions": [
@@ -279,7 +284,7 @@ class Agreement:
         }
 
     def _to_confirm(self, first: str, now_s: float) -> list[str]:
-        """Validators that a conviction by this one waits for. Notes that a try that is due takes place now."""
+        """Return the validators that a conviction by this one waits for. Start the next interval for one whose retry is due."""
         found = []
         for validator in self.others(first, now_s):
             silence = self._silent.get(validator)
@@ -295,7 +300,7 @@ class Agreement:
             self._silent[validator].in_a_row = 0
 
     def _left(self, validator: str, now_s: float) -> None:
-        """A validator left a held bundle without a word."""
+        """Record that a validator left a held bundle unanswered."""
         silence = self._silent.setdefault(validator, Silence())
         silence.total += 1
         silence.in_a_row += 1
@@ -319,7 +324,7 @@ class Agreement:
 
 
 def _differ(first: VerdictCounts, second: VerdictCounts) -> str:
-    """How the shares of two validators differ; empty where chance explains it."""
+    """Describe how the shares of two validators differ; empty if chance explains it."""
     for name in ("convicted", "suspicious"):
         mine, theirs = getattr(first, name), getattr(second, name)
         apart = _log_beta(mine, first.judged - mine) + _log_beta(theirs, second.judged - theirs)
@@ -330,5 +335,5 @@ def _differ(first: VerdictCounts, second: VerdictCounts) -> str:
 
 
 def _log_beta(hits: int, misses: int) -> float:
-    """Log of the chance of this sequence where each share is as likely as any."""
+    """Return the log of the probability of this sequence under a uniform prior on its share."""
     return math.lgamma(hits + 1) + math.lgamma(misses + 1) - math.lgamma(hits + misses + 2)

@@ -1,7 +1,8 @@
-"""Writes a case (prime_protocol/case.py) for every ban into the operator's folder, where `prime-node evidence verify` reads it.
+"""Ban dossiers: for every ban, write a case file (prime_protocol/case.py) into the operator's folder.
 
-Who waits for whom: `decide` puts a banned worker into `core.banned` and never waits; one task here takes it out, waits until the
-receipts are durable, and writes. Cases that a crash or a full disk prevented are written after the next start.
+`prime-node evidence verify` reads them there. `decide` puts a banned worker into `core.banned` and never waits. One task here
+takes it out, waits until the receipts are durable, and writes. Dossiers that a crash or a full disk prevented are written after
+the next start.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 async def keep_cases(core: Core) -> None:
-    """The task. Ends when it is cancelled."""
+    """Write the ban dossiers until cancelled."""
     for known in core.state.workers.values():
         if known.banned is not None:
             core.banned.put_nowait(known.worker)
@@ -38,6 +39,7 @@ async def keep_cases(core: Core) -> None:
 
 
 def case_name(worker: str, ban: Ban) -> str:
+    """Return the name of a ban dossier's file."""
     return f"ban-{worker}-{ban.at_ms}.jsonl"
 
 
@@ -79,10 +81,10 @@ async def _keep_parcel(core: Core, bundle: str) -> None:
 
 
 async def _receipts(core: Core, worker: WorkerRecord, ban: Ban) -> list[Envelope]:
-    """The receipts that count, oldest first: a statistical ban's weighed ones, a hard one's strikes.
+    """Return the receipts that count, oldest first: the weighed ones for a statistical ban, the strikes for a hard one.
 
-    A receipt that replaced another comes later and says the same number, so the numbers give the order; of an earlier life of
-    the worker, before it was forgiven, the same numbers are older.
+    A receipt that replaced another comes later with the same number, so the numbers give the order. Receipts from before the
+    worker was unbanned are older than those with the same numbers.
     """
     if ban.kind is BanKind.OPERATOR:
         return []
@@ -107,6 +109,6 @@ async def _receipts(core: Core, worker: WorkerRecord, ban: Ban) -> list[Envelope
 
 
 def _opened(stored: StoredReceipt) -> tuple[Envelope, Receipt]:
-    """One that we signed ourselves."""
+    """Open a receipt of our own."""
     envelope = open_envelope(stored.envelope.encode())
     return envelope, parse_json(envelope.payload, Receipt)

@@ -1,7 +1,7 @@
-"""Bundles that wait for a verdict, and who is looking at which one. Soft state: rebuilt from the state after a restart.
+"""The queue of bundles that wait for a verdict. Soft state: rebuilt from the state after a restart.
 
-A bundle goes to one validator at a time, with a deadline; after it, to the next one. One that several validators left unanswered
-is handed out no more: it might be what stops them. Who may judge what another one has judged before, agreement.py says.
+A bundle goes to one validator at a time, with a deadline; after it, to the next one. A bundle that several validators left
+unanswered is not handed out any more: it may be what stops them. agreement.py says which validator may judge a bundle again.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 COMPARED_FACTOR = 4
-"""So many times as long has a validator where rewards are compared: it samples what they are compared with."""
+"""Factor on a validator's time if rewards are compared: it has to sample the completions for the comparison."""
 LOOK_AHEAD_MAX = 256
-"""How many waiting bundles are looked through for one whose policy the validator holds."""
+"""Pending bundles that are searched for one whose policy the validator holds."""
 
 
 @dataclass(slots=True)
 class CheckQueue:
-    """Bundle digest -> what is known, in order of arrival. Times are of a clock that is never set."""
+    """The queue, in order of arrival. Times are monotonic."""
 
     check_s: float
     attempts_max: int
@@ -28,10 +28,11 @@ class CheckQueue:
     _attempts: dict[str, int] = field(default_factory=dict)
 
     def add(self, bundle: str, policy_version: int) -> None:
+        """Append a bundle."""
         self._waiting[bundle] = policy_version
 
     def again(self, bundle: str, policy_version: int) -> None:
-        """It is to be judged once more, before what came later."""
+        """Put a bundle at the front, to be judged again."""
         self._handed.pop(bundle, None)
         self._attempts.pop(bundle, None)
         self._waiting = {bundle: policy_version, **self._waiting}
@@ -39,8 +40,10 @@ class CheckQueue:
     def take(
         self, policy_versions: Collection[int], now_s: float, *, may: Callable[[str], bool] = lambda bundle: True
     ) -> str | None:
-        """A bundle, whose verdict is due in `check_s`: the oldest of these policies, or else the oldest. Of those that this
-        validator may judge."""
+        """Hand out a bundle whose verdict is due in `check_s`: the oldest of these policies, or else the oldest.
+
+        Consider only bundles that this validator may judge.
+        """
         head = [bundle for bundle, _ in zip(self._waiting, range(LOOK_AHEAD_MAX), strict=False) if may(bundle)]
         if not head:
             return None
@@ -50,7 +53,7 @@ class CheckQueue:
         return bundle
 
     def overdue(self, now_s: float) -> list[str]:
-        """Put bundles whose deadline has passed back in front; returns those that were handed out too often."""
+        """Put bundles whose deadline has passed back in front. Return those that were handed out too often."""
         late = []
         for bundle, (deadline_s, policy_version) in self._handed.items():
             if deadline_s > now_s:
@@ -67,7 +70,7 @@ class CheckQueue:
         return given_up
 
     def settled(self, bundles: Iterable[str]) -> None:
-        """These have a verdict."""
+        """Remove bundles that have a verdict."""
         for bundle in bundles:
             self._waiting.pop(bundle, None)
             self._handed.pop(bundle, None)

@@ -1,4 +1,4 @@
-"""Settings of the coordinator: the [coordinator] table. What a run is, is in its RunSpec; this is how it is served."""
+"""Settings of the coordinator: the [coordinator] table. The RunSpec defines the run; these settings define how it is served."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from prime_protocol.limits import TIMESTAMP_LIFETIME_S_MAX
 
 
 class CurriculumConfig(BaseModel):
-    """Which problems are asked. With both thresholds away and no filtering, every problem is."""
+    """Selection of problems. Without thresholds and filtering, all problems are used."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     easy_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    """A problem whose group's mean reward is at or above this is not asked again."""
+    """Mean reward of a group at or above which its problem is not asked again."""
     hard_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    """A problem whose group's mean reward is at or below this is not asked again."""
+    """Mean reward of a group at or below which its problem is not asked again."""
     easy_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the easy pool that is asked again from each start of the coordinator on, drawn at random."""
+    """Share of the easy pool, drawn at random, that returns to use at each start of the coordinator."""
     hard_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the hard pool likewise."""
+    """Share of the hard pool that returns likewise."""
     online_difficulty_filtering: bool = False
-    """Groups whose rewards are all 0 or all 1 do not reach the trainer; another problem takes their place."""
+    """Whether to drop groups whose rewards are all 0 or all 1, and to sample another problem instead."""
     oversampling_factor: float = Field(default=2.0, ge=1.0)
-    """Groups generated for a step over those that it trains on, at most; beyond that, such groups reach the trainer after all."""
+    """Maximum of the groups generated for a step, as a multiple of those that it trains on. Beyond it, no group is dropped."""
 
     @model_validator(mode="after")
     def _ordered(self) -> CurriculumConfig:
@@ -41,9 +41,11 @@ class CurriculumConfig(BaseModel):
 
     @property
     def is_on(self) -> bool:
+        """Whether any selection of problems is on."""
         return self.online_difficulty_filtering or self.easy_threshold is not None or self.hard_threshold is not None
 
     def pool_of(self, reward_mean: float) -> Pool:
+        """Return the pool of a problem by its group's mean reward."""
         if self.easy_threshold is not None and reward_mean >= self.easy_threshold:
             return Pool.EASY
         if self.hard_threshold is not None and reward_mean <= self.hard_threshold:
@@ -51,57 +53,61 @@ class CurriculumConfig(BaseModel):
         return Pool.NORMAL
 
     def filtered_as(self, reward_mean: float) -> Pool | None:
-        """Why a group teaches nothing, None where it may."""
+        """Return the pool for which a group is dropped; None if it is kept."""
         if not self.online_difficulty_filtering or 0.0 < reward_mean < 1.0:
             return None
         return Pool.HARD if reward_mean <= 0.0 else Pool.EASY
 
 
 class EvaluationConfig(BaseModel):
-    """Evaluations by the workers. They cost the run's own inference; their figures are marked as not trusted."""
+    """Evaluations by the workers. They cost the run's own inference; their results are labelled untrusted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     every: int = Field(default=0, ge=0)
-    """A policy is evaluated after so many steps, the first one included; 0: none is."""
+    """Number of steps between evaluated policies, the first one included; 0: none is evaluated."""
     at: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Policies that are evaluated besides."""
+    """Additional policies to evaluate."""
     problems: int = Field(default=64, ge=1, le=4_096)
-    """Held-out problems of each environment; each is answered rollouts_per_group times."""
+    """Held-out problems of each environment; each gets rollouts_per_group completions."""
     pass_at: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """The k of pass@k, at most rollouts_per_group."""
+    """Values of k for pass@k, at most rollouts_per_group."""
 
     def is_due(self, policy_version: int) -> bool:
+        """Return whether a policy is to be evaluated."""
         return policy_version in self.at or (self.every > 0 and policy_version % self.every == 0)
 
 
 class CoordinatorConfig(Settings):
+    """The [coordinator] table."""
+
     model_config = SettingsConfigDict(env_prefix="PRIME_COORDINATOR_")
     section: ClassVar[str] = "coordinator"
 
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 lets other machines join."""
     port: int | None = Field(default=None, ge=0, le=65_535)
-    """Port to listen on; 0 takes any free one. None takes the join link's, and 8400 where that names none, as behind a proxy."""
+    """Port to listen on; 0 takes any free one. None takes the join link's port, or 8400 if the link has none, as behind a
+    proxy."""
     tick_seconds: float = Field(default=0.5, gt=0.0)
-    """How often expired leases, silent workers and overdue checks are looked for."""
+    """Interval of the checks for expired leases, silent workers and overdue verdicts."""
     check_seconds: float = Field(default=30.0, gt=0.0)
-    """How long a validator has for one bundle before another one gets it; four times as long where rewards are compared."""
+    """Time that a validator has for one bundle before another one gets it; four times as long if rewards are compared."""
     check_attempts_max: int = Field(default=3, ge=1)
-    """A bundle that this many validators left unanswered is refused as unverifiable; its groups are leased again."""
+    """Validators that may leave a bundle unanswered before it is refused as unverifiable; its groups are then leased again."""
     second_look_share: float = Field(default=0.05, ge=0.0, le=1.0)
-    """Where several validators are at work: this share of the audited bundles that are accepted is judged by a second one too."""
+    """Share of the accepted audited bundles that a second validator judges too, if several validators are active."""
     watchdog_seconds: float = Field(default=120.0, gt=0.0)
-    """When nothing has moved for so long, the log says who everything waits for."""
+    """Time without progress after which the log names what the run waits for."""
     snapshot_events: int = Field(default=2_000, ge=1)
-    """A snapshot of the state is written after this many events; a restart replays at most these."""
+    """Events between two snapshots of the state; a restart replays at most these."""
     checkpoints_kept: int | None = Field(default=None, ge=1)
-    """Newest policies whose every encoding is kept, beside the anchor of policy 0 and the cheapest way from nothing to each of
-    them. A worker that was away longer begins from there. None keeps all, so that the whole chain can be verified."""
+    """Number of newest policies whose every encoding is kept, with the anchor of policy 0 and the cheapest update paths to
+    them. A worker that was away longer starts from there. None keeps all encodings, so that the whole chain can be verified."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """Which problems are asked."""
+    """Selection of problems."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """Which policies the workers evaluate on held-out problems."""
+    """Evaluation of policies by the workers, on held-out problems."""
     trusted_networks: tuple[str, ...] = (
         "127.0.0.0/8",
         "::1/128",
@@ -110,80 +116,80 @@ class CoordinatorConfig(Settings):
         "192.168.0.0/16",
         "fc00::/7",
     )
-    """Networks whose newcomers are not limited together: by default this machine and private addresses. Behind a reverse proxy
-    or a container's bridge every worker seems to come from there: name the proxy in `proxies`, or leave its address out here."""
+    """Networks without shared limits for their newcomers: by default this machine and private addresses. Behind a reverse proxy
+    or a container's bridge all workers appear to come from there: name the proxy in `proxies`, or leave its address out here."""
     proxies: tuple[str, ...] = ()
-    """Addresses or networks of reverse proxies of your own, for example ["127.0.0.1"]. What they write at the end of
-    X-Forwarded-For is the caller's address; nobody else's header is read."""
+    """Addresses or networks of your own reverse proxies, for example ["127.0.0.1"]. The address that they append to
+    X-Forwarded-For is the caller's; the header of any other sender is ignored."""
     hosts: tuple[str, ...] = ()
-    """Names under which it is asked for besides the join link's, for example ["rl.example.org"]. A caller at a private address
-    that names another one is refused: a web page can lead the browser on this machine here under a name of its own."""
+    """Host names that requests may use besides the join link's, for example ["rl.example.org"]. A request with another name
+    from a private address is refused, because a web page can lead the browser on this machine here under its own name."""
     connects_per_second: float = Field(default=50.0, gt=0.0)
-    """New connections from one network, sustained; a burst of five times as many is taken. Others are reset."""
+    """New connections per second from one network, sustained; a burst of five times as many is accepted. Others are reset."""
     public_requests_per_second: float = Field(default=500.0, gt=0.0)
-    """Requests from one network on connections where nobody has shown a member's signature; others wait. All of them together get
-    a fifth of the coordinator's time. What members sign is bounded by `requests_per_second`."""
+    """Requests per second from one network on connections without a member's signature; others wait. All of them together get a
+    fifth of the coordinator's time. `requests_per_second` limits what members sign."""
     workers_per_network_max: int = Field(default=64, ge=1)
-    """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, but for trusted ones."""
+    """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, except for trusted networks."""
     allowed_workers: tuple[KeyId, ...] = ()
-    """Keys that may join; empty: any may."""
+    """Keys that may join; empty: any key."""
     invites_needed: bool = False
-    """New keys need an invitation; `prime-node operate invite` makes one."""
+    """Whether new keys need an invitation; `prime-node operate invite` creates one."""
     seeders: tuple[KeyId, ...] = ()
-    """Keys of seeders (`prime-node seed`) that do not join and count as members of the swarm. A run that takes invited or listed
-    workers alone names its peers to no other key that has not joined."""
+    """Keys of seeders (`prime-node seed`) that do not join and count as members of the swarm. A run for invited or listed
+    workers lists its peers to no other key that has not joined."""
     software_min: str = Field(default="", pattern=r"^(\d{1,6}(\.\d{1,6}){0,3})?$")
-    """Workers with an older prime-node are told to upgrade; empty: none is."""
+    """Minimum version of prime-node. Older workers get an error that asks for an upgrade. Empty: any version."""
     requests_per_second: float = Field(default=50.0, gt=0.0)
-    """Signed requests of one worker, sustained; a burst of ten times as many is allowed."""
+    """Signed requests per second of one worker, sustained; a burst of ten times as many is accepted."""
     faults_per_second: float = Field(default=5.0, gt=0.0)
-    """Faulty requests and new keys from one network address, sustained; a burst of fifty times as many is allowed.
-    Beyond that, keys that neither take part nor belong to the run are turned away there."""
+    """Faulty requests and new keys per second from one network address, sustained; a burst of fifty times as many is accepted.
+    Beyond that, keys at this address that neither take part nor belong to the run are rejected."""
     nonces_max: int = Field(default=1_000_000, ge=1_000)
-    """Nonces remembered against replays, about 200 bytes each: half of them members', a quarter the run's own keys', a quarter
-    strangers'. When a part is used up, requests of its kind are refused for a while."""
+    """Nonces remembered against replays, about 200 bytes each: half of them for members, a quarter for the run's own keys, a
+    quarter for strangers. When a part is used up, requests of its kind are refused for a while."""
     timestamp_seconds: float = Field(default=30.0, gt=0.0)
-    """How often the statement of which policy and keys are newest is signed anew."""
+    """Interval at which the statement of the newest policy and keys is signed again."""
     timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)
-    """How long one holds. A worker that has seen none for longer takes no new work: it may be shown a frozen run."""
+    """Lifetime of that statement. A worker without a fresh one accepts no new work: it may be shown a frozen run."""
     tensorboard: bool = False
-    """Write the numbers of each step for TensorBoard too, beside metrics.jsonl."""
+    """Whether to write the numbers of each step for TensorBoard too, in addition to metrics.jsonl."""
     wandb_project: str | None = None
-    """Send them to this project of Weights & Biases too, which keeps its own settings in WANDB_* variables."""
+    """Project of Weights & Biases that gets the numbers too. WANDB_* variables contain its own settings."""
     timeline_bytes_max: int = Field(default=2**26, ge=2**16)
-    """Of timeline.jsonl, which `prime-node trace` draws from; a full one is kept beside the one that follows it."""
+    """Maximum size of timeline.jsonl, which `prime-node trace` reads. A full file is kept with the next one."""
     serve_chunks: bool = True
-    """Give the bytes of checkpoints over HTTP. Without it the coordinator gives words and model files alone, and policies come
-    from peers, the trainer's seeder and mirrors: for a thin uplink, or where a CDN gives the bytes."""
+    """Whether to serve the bytes of checkpoints over HTTP. Without it the coordinator serves only documents and model files;
+    policies come from peers, the trainer's seeder and mirrors. Useful for a slow uplink, or if a CDN serves the bytes."""
     p2p_listen: tuple[str, ...] = ()
-    """Multiaddrs of a libp2p host of the coordinator's own, for example ["/ip4/0.0.0.0/tcp/8401"]: workers meet there, and it
-    relays for those behind NATs. Empty: no such host, and peers talk over HTTP alone. Needs the extra p2p."""
+    """Multiaddrs of the coordinator's own libp2p host, for example ["/ip4/0.0.0.0/tcp/8401"]: a bootstrap peer for workers, and
+    a relay for those behind NATs. Empty: no such host, and peers use HTTP alone. Needs the extra p2p."""
     p2p_announce: tuple[str, ...] = ()
-    """Multiaddrs at which workers reach that host, for example ["/ip4/203.0.113.7/tcp/8401"]: needed where it listens on
+    """Multiaddrs at which workers reach that host, for example ["/ip4/203.0.113.7/tcp/8401"]. Required if it listens on
     0.0.0.0."""
     grace_seconds: float = Field(default=5.0, ge=0.0)
-    """How long requests under way may take to finish when the coordinator stops."""
+    """Time that requests in progress get to finish when the coordinator stops."""
 
     @field_validator("trusted_networks", "proxies")
     @classmethod
     def _networks_are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
         for network in networks:
-            ipaddress.ip_network(network)  # raises ValueError with what is wrong
+            ipaddress.ip_network(network)  # raises ValueError with the reason
         return networks
 
     @cached_property
     def trusted(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
-        """trusted_networks, parsed."""
+        """The parsed `trusted_networks`."""
         return tuple(ipaddress.ip_network(network) for network in self.trusted_networks)
 
     @cached_property
     def behind(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
-        """proxies, parsed."""
+        """The parsed `proxies`."""
         return tuple(ipaddress.ip_network(network) for network in self.proxies)
 
     @property
     def unlimited(self) -> tuple[str, ...]:
-        """Networks of others' machines whose newcomers have no limits, where it listens for others at all."""
+        """Networks of other machines whose newcomers have no limits; empty if the coordinator listens only for this machine."""
         if self.proxies or self.host in ("127.0.0.1", "::1", "localhost"):
             return ()
         return tuple(str(network) for network in self.trusted if not network.is_loopback)

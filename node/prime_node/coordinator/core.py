@@ -1,4 +1,4 @@
-"""What the coordinator's handlers share, and the one way in which they change the state."""
+"""The shared parts of the coordinator's handlers, and the one way in which they change the state."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BatchDigests:
-    """What names a batch that was handed out."""
+    """The digests of a batch that was handed out."""
 
     payload: str
-    """For the batch after it in the same step."""
+    """Digest that the next batch of the same step names."""
     envelope: str
-    """For the manifest of the policy that comes from it."""
+    """Digest that the manifest of the resulting policy names."""
 
 
 @dataclass(slots=True)
@@ -59,11 +59,11 @@ class Core:
     assigner: Assigner
     store: Store
     bundles: Blobs
-    """Uploaded bundles. Never shown to anyone but validators and the trainer."""
+    """Uploaded bundles. Only validators and the trainer can read them."""
     public: Blobs
-    """Model files and checkpoint parts. Shown to everyone."""
+    """Model files and checkpoint parts. Public."""
     published: Documents
-    """run.json, head.json, manifests/: what a mirror copies, beside the public blobs."""
+    """The documents run.json, head.json and manifests/. Mirrors copy them with the public blobs."""
     private: Documents
     """Evidence, for the operator."""
     metrics: Metrics
@@ -74,36 +74,37 @@ class Core:
     agreement: Agreement
     evaluations: Evaluations
     blobs_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a publication's blobs are checked and while blobs are deleted: what was found to be there stays. And while a
-    key ring is taken in: no manifest comes between."""
+    """Lock held while a publication's blobs are checked and while blobs are deleted, so that checked blobs stay.
+
+    Also held while a key ring is accepted, so that no manifest comes between."""
     head: SignedManifest | None = None
-    """The newest published manifest."""
+    """Newest published manifest."""
     timestamp: tuple[Timestamp, Envelope] | None = None
-    """The last one that was signed."""
+    """Last signed timestamp."""
     revoked: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a key ring has taken our own key away: whatever we sign from then on is refused."""
+    """Event set when a key ring has revoked our own key: all later signatures are rejected."""
     ledger_head: tuple[LedgerHead, Envelope] | None = None
-    """The last one that was signed."""
+    """Last signed ledger head."""
     ledger_turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while one is signed and written down."""
+    """Lock held while a ledger head is signed and stored."""
     batch_digests: dict[tuple[int, int], BatchDigests] = field(default_factory=dict)
-    """By step and part, so that publishing a policy does not make and sign its batches anew."""
+    """Digests by step and part, so that publishing a policy does not make and sign its batches again."""
     peers: Peers = field(default_factory=Peers)
-    """Who serves checkpoints to others."""
+    """Peers that serve checkpoints to others."""
     banned: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
-    """Workers whose case is to be written (cases.py)."""
+    """Workers whose ban dossier has to be written (cases.py)."""
     environment_fault: str = ""
-    """Why the last problem could not be made into a prompt; empty once one could."""
+    """Error of the last attempt to make a problem into a prompt; empty if it succeeded."""
     hints: dict[str, str] = field(default_factory=dict)
     """Worker -> why its last request for work got nothing, for its screen and for the operator."""
 
     @property
     def state(self) -> State:
-        """To be read only; `decide` changes it."""
+        """The state. Read only; `decide` changes it."""
         return self.journal.state
 
     def decide(self, event: ev.Event) -> None:
-        """Make an event happen. It is durable once `journal.synced` returns, which every answer waits for."""
+        """Apply an event. It is durable once `journal.synced` returns, which every answer waits for."""
         effects = self.journal.record(event)
         self.observer.note(event, effects, self.state, self.clock.now_ms())
         for effect in effects:
@@ -111,7 +112,7 @@ class Core:
                 self.news.offer(effect.topic, self._is_work_left)
             elif isinstance(effect, Woken):
                 self.news.publish(effect.topic)
-            elif isinstance(effect, Settled) and not isinstance(event, ev.SuretyReleased):  # those were told before
+            elif isinstance(effect, Settled) and not isinstance(event, ev.SuretyReleased):  # those were counted before
                 self._follow_bundle(effect)
             elif isinstance(effect, Evaluated):
                 row = self.evaluations.row_of(self.state.results[effect.policy_version])
@@ -143,7 +144,7 @@ class Core:
 
 
 def receipt_signer(run: PinnedRun, key: SigningKey, assigner: Assigner) -> Callable[[Settled, int], Envelope]:
-    """How a settled bundle becomes a receipt."""
+    """Return the function that makes a receipt from a settled bundle."""
 
     def sign(settled: Settled, at_ms: int) -> Envelope:
         lease = settled.lease

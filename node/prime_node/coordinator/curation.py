@@ -1,8 +1,8 @@
-"""Decides about the curriculum: which problem a slot draws, where an accepted group puts its problem, which group is thrown away.
+"""Curriculum decisions: the problem that a slot draws, the pool of a problem, and the groups that are filtered.
 
-The pools live with the coordinator, because it is the coordinator that chooses problems and knows the validators' rewards
-first. They are part of its state, so a restart goes on with them; beside that they are written out whenever the trainer's
-checkpoint moves on, as easy_examples.jsonl and hard_examples.jsonl, and a run whose folder holds such files begins with them.
+The pools belong to the coordinator, because it chooses problems and gets the validators' rewards first. They are part of its
+state, so a restart keeps them. They are also written to easy_examples.jsonl and hard_examples.jsonl whenever the trainer's
+checkpoint advances. A new run whose folder contains such files starts with them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from prime_protocol.errors import LocalError
 log = logging.getLogger(__name__)
 
 TRIES_MAX = 64
-"""Draws in a row that meet pooled problems, before a slot takes what comes: then nearly everything is pooled."""
+"""Pooled problems in a row after which a slot takes any problem: then nearly all are pooled."""
 DRAW_MAX = limits.LEASE_DRAWS_MAX - DRAWS_MAX
-"""Then a slot draws no more: whoever checks its seeds tries no draw beyond the limit, and prompts that are too long cost some."""
+"""Last draw of a slot. A verifier of its seeds tries no draw beyond the protocol's limit, and too long prompts use some."""
 _FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
 
 
 def draws_of(core: Core, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """The draw of each slot that is about to be leased; empty where all take their first.
+    """Return the draw of each slot that is about to be leased; empty if all take their first.
 
-    Without a curriculum, too, a problem that always fails is exchanged (state/failing.py)."""
+    A problem that always fails is exchanged even without a curriculum (state/failing.py).
+    """
     curriculum = core.state.curriculum
     if core.state.is_evaluation(slots) or (
         not core.config.curriculum.is_on and not curriculum.draws and not curriculum.redraw
@@ -48,7 +49,7 @@ def _draw(core: Core, slot: int) -> int:
     state = core.state
     draw = state.curriculum.draws.get(slot, 0)
     if slot in state.steps[slot // state.rules.groups_per_step].held:
-        return draw  # somebody works on it already
+        return draw  # another worker holds it already
     if slot in state.curriculum.redraw:
         draw = core.assigner.asked_draw(slot, draw) + 1
     if state.curriculum.examples:
@@ -59,7 +60,7 @@ def _draw(core: Core, slot: int) -> int:
 
 
 def rate(core: Core, lease: LeaseRecord, bundle: str) -> None:
-    """After a bundle was accepted: rate the groups that now fill their slots."""
+    """Rate the groups of an accepted bundle that fill their slots."""
     config, state = core.config.curriculum, core.state
     step = state.steps.get(lease.step)
     if not config.is_on or step is None:
@@ -86,15 +87,15 @@ def rate(core: Core, lease: LeaseRecord, bundle: str) -> None:
 
 
 def report(core: Core) -> None:
-    """Every figure under the name that prime-rl gives it. All examples are looked at: for readers, not for each bundle."""
+    """Set the gauges, under the names of prime-rl. It visits all examples, so call it for readers, not for each bundle."""
     for name, value in {**core.state.curriculum.shares(), **core.state.curriculum.counts}.items():
         core.metrics.set("prime_curriculum", value, name=name)
 
 
 async def restore_pools(core: Core, rng: random.Random) -> None:
-    """When the coordinator starts: take in what an earlier run left, and lift shares of the pools back into `normal`.
+    """Read the pools that an earlier run left, and lift shares of them back into `normal`, at the start of the coordinator.
 
-    Raises LocalError where a file cannot be read.
+    Raise LocalError if a file cannot be read.
     """
     config, curriculum = core.config.curriculum, core.state.curriculum
     if not config.is_on:
@@ -114,7 +115,7 @@ async def restore_pools(core: Core, rng: random.Random) -> None:
 
 
 async def save(core: Core) -> None:
-    """Write the pools out, one example a line. Beside the event loop: of 100,000 examples that takes a second."""
+    """Write the pools, one example per line. In a thread: 100,000 examples take a second."""
     known = list(core.state.curriculum.examples.items())
     for pool, name in _FILES.items():
         await core.private.write(name, await asyncio.to_thread(_lines, pool, known))

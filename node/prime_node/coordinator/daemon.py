@@ -1,9 +1,9 @@
-"""The coordinator daemon: puts the parts together, serves, and keeps time.
+"""The coordinator daemon: assembles the parts, serves, and runs the timer.
 
-Who waits for whom: handlers wait for news (waiting.py, each with a deadline) and for the journal's writer; the writer waits for
-events; the ticker waits for the clock and wakes everything that only time can decide: expired leases, silent workers, overdue
-checks. If the writer or the ticker fails, the daemon ends with its error: what was promised is in the store, and a restart goes
-on from there.
+Handlers wait for notifications (waiting.py, each with a deadline) and for the journal's writer. The writer waits for events.
+The ticker waits for the clock and handles everything that depends on time alone: expired leases, silent workers, overdue
+checks. If the writer or the ticker fails, the daemon ends with its error. All confirmed events are in the store, and a restart
+continues from there.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a coordinator is made of. Core explains the storage."""
+    """The parts of a coordinator. Core explains the storage."""
 
     run: PinnedRun
     key: SigningKey
     secret: bytes = field(repr=False)
-    """Of the assignments (assignments.py): it stays when the key is replaced, and the run's seed chain follows from it."""
+    """Secret of the assignments (assignments.py). It stays when the key is replaced, and the run's seed chain derives from it."""
     config: CoordinatorConfig
     clock: Clock
     store: Store
@@ -80,24 +80,24 @@ class Parts:
     web: WebServer
     metrics: Metrics
     environments: Mapping[str, Environment]
-    """By the names in the RunSpec."""
+    """Environments by their names in the RunSpec."""
     tokenizer: Tokenizer
     dial_back: DialBack | None = None
-    """Tries the HTTP addresses that peers announce; without it, none is told to others."""
+    """Check of the HTTP addresses that peers announce; without it, none is listed."""
     dial_back_libp2p: DialBack | None = None
-    """The same for libp2p."""
+    """The same check for libp2p."""
     network: PeerNetwork | None = None
-    """A libp2p host of the coordinator's own, where its operator wants one."""
+    """A libp2p host of the coordinator's own, if its operator wants one."""
     rows: Recorder = field(default_factory=Recorders)
-    """Gets the numbers of each step."""
+    """Recorder of the numbers of each step."""
     timeline: Recorder = field(default_factory=Recorders)
-    """Gets a line for each lease, verdict, batch and policy."""
+    """Recorder of a line for each lease, verdict, batch and policy."""
 
 
 async def serve_coordinator(
     parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None
 ) -> None:
-    """Serve until `stop` is set; `ready` is told the port. Everything promised is durable when it returns. Closes the store."""
+    """Serve until `stop` is set, then make all events durable and close the store. Call `ready` with the port."""
     try:
         core = await open_core(parts)
         await _serve(core, parts, stop, ready)
@@ -159,7 +159,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
 
 
 async def open_core(parts: Parts) -> Core:
-    """Restore the state, and with it everything that follows from it."""
+    """Restore the state and everything that depends on it."""
     config, run = parts.config, parts.run
     parts.metrics.declare(*METRICS, *report.METRICS)
     await restore_keys(run, parts.published, parts.key)
@@ -217,7 +217,7 @@ async def open_core(parts: Parts) -> Core:
 
 
 async def _sweep(core: Core) -> None:
-    """Delete bundles that nothing refers to: uploads whose event was not written before a crash, and interrupted deletions."""
+    """Delete unreferenced bundles: uploads whose event was not written before a crash, and interrupted deletions."""
     state = core.state
     kept = {*state.evidence, *state.bundles, *state.step_bundles()}
     orphans = [digest async for digest in core.bundles.digests() if digest not in kept]
@@ -228,8 +228,8 @@ async def _sweep(core: Core) -> None:
 
 
 async def _keep_time(core: Core) -> None:
-    """What only the passing of time decides."""
-    # Workers may have tried in vain while the daemon was away: they get a moment before their leases expire.
+    """Handle everything that only the passing of time decides."""
+    # Workers may have failed to reach the daemon while it was down: their leases get a grace period before they expire.
     grace_s = min(HEARTBEATS_MISSED_MAX * core.run.spec.heartbeat_seconds, core.run.spec.lease_seconds)
     expire_from_s = core.clock.monotonic_s() + grace_s
     saved_step = core.state.durable_step

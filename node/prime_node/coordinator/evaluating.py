@@ -1,6 +1,6 @@
-"""What the coordinator does about evaluations by workers: when they begin, on which problems, and what is told of them.
+"""The coordinator's part of evaluations by workers: when they begin, on which problems, and their reports.
 
-Everything in between is the state machine's (state/evaluations.py): leases, verdicts and results.
+The state machine does the rest (state/evaluations.py): leases, verdicts and results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EVALUATED_BY = "workers"
 
 
 class Evaluations:
-    """Remembers the problems, which are the same for every policy."""
+    """Evaluations of policies on held-out problems, which are the same for every policy."""
 
     def __init__(self, config: EvaluationConfig, assigner: Assigner, *, rollouts_per_group: int) -> None:
-        """Raises LocalError where the settings ask for more than the run's groups hold."""
+        """Raise LocalError if the settings need more completions than the run's groups have."""
         if max(config.pass_at, default=0) > rollouts_per_group:
             raise LocalError(
                 f"coordinator.evaluation.pass_at: k is at most the run's rollouts_per_group, {rollouts_per_group}"
@@ -34,13 +34,16 @@ class Evaluations:
         self._slots: tuple[int, ...] = ()
 
     def due(self, state: State) -> ev.EvaluationBegun | None:
-        """The newest policy's, if it has one. The run's last policy has none: no work is left that workers would stay for."""
+        """Return the evaluation of the newest policy, if it is due.
+
+        The run's last policy has none: no work is left for which workers would stay.
+        """
         version = state.head
         if not self._config.is_due(version) or version >= state.rules.max_steps:
             return None
         try:
             self._slots = self._slots or self._askable()
-        except Exception:  # an environment's code is not ours: whatever it raises, the coordinator goes on
+        except Exception:  # an environment's code may raise anything; the coordinator goes on
             log.exception("policy %d is not evaluated: its held-out problems cannot be had", version)
         if not self._slots:
             return None
@@ -48,7 +51,7 @@ class Evaluations:
         return ev.EvaluationBegun(version, self._slots)
 
     def row_of(self, results: Results) -> dict[str, Any]:
-        """The figures of one evaluation, marked as nobody's whom the run trusts."""
+        """Return the figures of one evaluation, labelled untrusted."""
         marks: dict[str, list[Mark]] = {}
         for slot, mark in results.marks.items():
             if mark.num_completions:
@@ -63,7 +66,7 @@ class Evaluations:
         }
 
     def as_rows(self, state: State) -> list[dict[str, Any]]:
-        """For the status: those that are over, then those under way."""
+        """Return the rows for the status: completed evaluations, then those under way."""
         over = [{"policy_version": version, **self.row_of(results)} for version, results in state.results.items()]
         under_way = [
             {
@@ -76,7 +79,7 @@ class Evaluations:
         return over + under_way
 
     def _askable(self) -> tuple[int, ...]:
-        """The problems that there are and whose prompts fit."""
+        """Return the slots of the available problems whose prompts fit."""
         slots, num_too_long = [], 0
         for slot in self._assigner.held_out_slots(self._config.problems):
             try:

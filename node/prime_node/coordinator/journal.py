@@ -1,12 +1,12 @@
 """The journal: applies events to the state at once, and makes them durable in groups.
 
-Who waits for whom: `record` never waits. One writer task takes all events that came while it wrote the last ones and appends
-them in one transaction, so that the cost of a durable write is shared. Whoever answers a peer awaits `synced` first: then no
-answer leaves before everything that it could rest on is durable.
+`record` never waits. One writer task takes all events that arrived during its last write and appends them in one transaction,
+so that they share the cost of a durable write. A handler awaits `synced` before it answers. So no answer leaves before
+everything that it may depend on is durable.
 
-Invariant: what the store holds is always a prefix of what the state has seen. If the store fails, the state is ahead of it for
-good, so the journal fails for good too and the daemon ends; a restart goes on from the prefix, and no peer was told otherwise.
-The same where `tick` raises: it may have changed half of what the event means, and the log does not hold it.
+Invariant: the store always holds a prefix of the events in the state. If the store fails, the state stays ahead of it, so the
+journal fails permanently too and the daemon ends. A restart continues from the prefix, and no peer got an answer beyond it. The
+same holds if `tick` raises: it may have applied half of the event, and the log does not contain it.
 
 A settled receipt becomes a line of the ledger (prime_protocol/ledger.py) in the transaction of the event that settled it.
 """
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The state with its log. Made by `open_journal`."""
+    """The state with its log. Created by `open_journal`."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Journal:
         said_ms: int,
         snapshot_events: int,
     ) -> None:
-        """`said_ms`: of the ledger's last line, or of its last head."""
+        """Continue after `said_ms`, the time of the ledger's last line or of its last head."""
         self.state = state
         self.ledger = ledger
-        """To be read only. What it says is durable once `synced` returns."""
+        """The ledger. Read only. It is durable once `synced` returns."""
         self._store = store
         self._clock = clock
         self._sign_receipt = sign_receipt
@@ -80,7 +80,7 @@ class Journal:
         return self._number
 
     def record(self, event: ev.Event) -> list[Effect]:
-        """Apply an event now and queue it for the log. The caller does what the effects ask but for the bundles."""
+        """Apply an event now and queue it for the log. The caller carries out the effects, except for deleting bundles."""
         if self._failed or self._closing:
             raise _unavailable()
         at_ms = self._clock.now_ms()
@@ -99,7 +99,7 @@ class Journal:
         return effects
 
     async def synced(self) -> None:
-        """Return once every event so far is durable. Raises PeerError(UNAVAILABLE) where it cannot become so."""
+        """Return once every event so far is durable. Raise PeerError(UNAVAILABLE) if that has become impossible."""
         if self._failed:
             raise _unavailable()
         if self._durable < self._number:
@@ -108,7 +108,7 @@ class Journal:
             await future
 
     async def write(self, forget: Callable[[Sequence[str]], None]) -> None:
-        """The writer task. `forget` is told which bundles may be deleted. Ends after `close`, with all events durable."""
+        """Run the writer task. Call `forget` with bundles that may be deleted. Return after `close`, with all events durable."""
         try:
             while True:
                 await self._wanted.wait()
@@ -128,13 +128,15 @@ class Journal:
             raise
 
     def said_ms(self) -> int:
-        """The time for a receipt or a head of the ledger. It never goes back, though the machine's clock be set back: by these
-        times two statements are compared, and an honest coordinator's must not contradict each other."""
+        """Return the time for a receipt or a ledger head. It never goes back, even if the machine's clock does.
+
+        Statements are compared by these times, and those of an honest coordinator must not contradict each other.
+        """
         self._said_ms = max(self._said_ms, self._clock.now_ms())
         return self._said_ms
 
     def close(self) -> None:
-        """No more events; the writer finishes."""
+        """Refuse further events and let the writer finish."""
         self._closing = True
         self._wanted.set()
 
@@ -167,9 +169,9 @@ class Journal:
 
 
 async def restore_state(store: Store, rules: SchedulerRules) -> tuple[int, State]:
-    """The number of the last event and the state after it: a snapshot, then every event since.
+    """Return the number of the last event and the state after it, from a snapshot and every event since.
 
-    Raises LocalError where the store belongs to another run or release.
+    Raise LocalError if the store belongs to another run or release.
     """
     try:
         number, state = await _load(store, rules)
@@ -189,7 +191,7 @@ async def open_journal(
     snapshot_events: int,
     shown_ms: int = 0,
 ) -> Journal:
-    """Goes on from what `restore_state` gave. `shown_ms`: of the ledger's last head."""
+    """Open the journal after `restore_state`. `shown_ms` is the time of the ledger's last head."""
     number, state = restored
     invariants.check_invariants(state)
     chain = await load_chain(store, state.rules.run)
@@ -217,7 +219,7 @@ async def _load(store: Store, rules: SchedulerRules) -> tuple[int, State]:
 
 
 def _latest(receipts: list[StoredReceipt]) -> list[StoredReceipt]:
-    """The last receipt of each bundle: the earlier ones were never shown to anybody."""
+    """Return the last receipt of each bundle: no peer has seen the earlier ones."""
     return list({receipt.bundle: receipt for receipt in receipts}.values())
 
 

@@ -1,4 +1,4 @@
-"""The ledger as the store keeps it (prime_protocol/ledger.py): what the journal goes on from, and what others are shown."""
+"""The ledger in the store (prime_protocol/ledger.py): where the journal continues, and a source for readers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from prime_protocol.seed_chain import OpenSecret
 
 
 async def load_chain(store: Store, run: str) -> LedgerChain:
-    """Where the stored ledger stands."""
+    """Return the length and last digest of the stored ledger."""
     length = await store.ledger_length()
     last = await _last(store)
     return LedgerChain(run, length, digest_of(last) if last else "")
 
 
 async def settled_last_ms(store: Store) -> int:
-    """When the last line was settled; 0 where there is none."""
+    """Return when the last line was settled; 0 if there is none."""
     last = await _last(store)
     return parse_json(last, LedgerEntry).receipt.at_ms if last else 0
 
@@ -34,19 +34,21 @@ async def _last(store: Store) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredLedger:
-    """Implements ports.transport.LedgerSource for a run whose coordinator does not have to be at work."""
+    """A ports.transport.LedgerSource for a run whose coordinator need not be active."""
 
     store: Store
     run: str
     key: SigningKey
     now_ms: Callable[[], int]
     secret: Callable[[], Awaitable[OpenSecret | None]]
-    """The newest one of the seed chain that is open. Asked after the chain was read: no line may be newer than it."""
+    """Newest open secret of the seed chain. Called after the chain was read, so that no line is newer than it."""
 
     async def ledger_head(self) -> Envelope:
+        """Return the signed head of the stored ledger."""
         chain = await load_chain(self.store, self.run)
         at_ms = max(self.now_ms(), await settled_last_ms(self.store))
         return seal(chain.head(at_ms, await self.secret()), PayloadType.LEDGER_HEAD, self.key)
 
     async def ledger(self, start: int) -> list[bytes]:
+        """Return the ledger's lines from line `start` on."""
         return [line.encode() for line in await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)]

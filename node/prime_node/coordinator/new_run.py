@@ -1,7 +1,7 @@
-"""Making a run: the [run] table of a config, some keys and the model's files become a signed RunSpec.
+"""Creation of a run: the [run] table of a config, some keys and the model's files become a signed RunSpec.
 
-What the RunSpec says is fixed for the life of the run; another RunSpec is another run. Everything that may be changed while a
-run goes on is in the roles' own settings instead.
+The RunSpec is fixed for the life of the run; another RunSpec is another run. Settings that may change during a run are in the
+roles' own tables instead.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from prime_protocol.seed_chain import committed
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 ROLES = ("root", "coordinator", "trainer", "validator")
-"""One key each is made for a new run."""
+"""Roles of the keys that are made for a new run, one each."""
 REFERENCE_SHARE = 0.25
-"""Of a new run that takes unseeded engines."""
+"""Reference share of a new run that takes unseeded engines."""
 
 
 class TinyModel(BaseModel):
-    """A small Qwen3-architecture model with a byte-level tokenizer, made on the spot."""
+    """A small Qwen3-architecture model with a byte-level tokenizer, generated locally."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -44,48 +44,48 @@ class TinyModel(BaseModel):
     hidden_size: int = Field(default=128, ge=16)
     """Width."""
     num_layers: int = Field(default=2, ge=1)
-    """Decoder layers."""
+    """Number of decoder layers."""
     num_heads: int = Field(default=4, ge=1)
-    """Attention heads; key and value heads are as many."""
+    """Number of attention heads, and of key and value heads."""
     intermediate_size: int = Field(default=384, ge=16)
     """Width of the MLP."""
 
 
 class PretrainedModel(BaseModel):
-    """A model folder in Hugging Face format, or a model of a hub."""
+    """A model folder in Hugging Face format, or a model from a hub."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["pretrained"]
     name_or_path: str
-    """A folder with config.json, tokenizer files and safetensors, or a hub's model name such as `Qwen/Qwen3-0.6B`."""
+    """Folder with config.json, tokenizer files and safetensors, or a hub's model name such as `Qwen/Qwen3-0.6B`."""
 
 
 class AdapterConfig(BaseModel):
-    """Low-rank adapters of a pretrained model, published by themselves: policies of megabytes beside a base of gigabytes."""
+    """Low-rank adapters of a pretrained model, published without the base: megabytes per policy instead of gigabytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     rank: int = Field(ge=1)
-    """Width of the factors."""
+    """Rank of the factors."""
     alpha: int = Field(default=32, ge=1)
-    """The adapters' product is scaled by alpha / rank."""
+    """Scale of the adapters' product, which is alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers, such as "q_proj"; none takes all but the head."""
+    """Names of linear layers, such as "q_proj"; empty: all but the head."""
 
 
 class RunConfig(Settings):
-    """The [run] table: read once, when the run directory is made."""
+    """The [run] table. It is read once, when the run directory is created."""
 
     model_config = SettingsConfigDict(env_prefix="PRIME_RUN_")
     section: ClassVar[str] = "run"
 
     name: str = "run"
-    """What contributors see."""
+    """Name that contributors see."""
     async_level: int = Field(default=2, ge=0, le=64)
-    """k: inference may be this many policies behind the trainer. 2 hides the broadcast."""
+    """Number of policies that inference may be behind the trainer, k. 2 hides the broadcast."""
     max_steps: int = Field(default=1_000, ge=1)
-    """The run ends with this policy."""
+    """Number of the run's last policy."""
     groups_per_step: int = Field(default=64, ge=1)
     """Prompts of one step."""
     rollouts_per_group: int = Field(default=8, ge=1)
@@ -93,40 +93,41 @@ class RunConfig(Settings):
     temperature: float = Field(default=1.0, gt=0.0)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Choose among the most probable tokens that have this share of the probability. 1: among all."""
+    """Share of the probability: sample among the most probable tokens that have it together. 1: among all."""
     top_k: int = Field(default=0, ge=0)
-    """Choose among so many of the most probable tokens. 0: among all."""
+    """Number of the most probable tokens to sample among. 0: all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Choose among tokens with this share of the most probable one's probability. 0: among all."""
+    """Minimum probability of a token to sample, as a share of the most probable one's. 0: sample among all tokens."""
     completion_tokens_max: int = Field(default=1_024, ge=1)
-    """Length limit of a completion, the stop token included."""
+    """Length limit of a completion, including the stop token."""
     lease_seconds: float = Field(default=600.0, gt=0.0)
-    """How long a worker has for one lease."""
+    """Time that a worker has for one lease."""
     heartbeat_seconds: float = Field(default=5.0, ge=0.1)
-    """How often a worker reports."""
+    """Time between a worker's heartbeats."""
     model: Annotated[TinyModel | PretrainedModel, Field(discriminator="kind")] = TinyModel()
-    """What is trained."""
+    """Model to train."""
     adapters: AdapterConfig | None = None
-    """Train and publish adapters of that model, which every worker then has beside them; none trains and publishes all of it."""
+    """Adapters of that model to train and publish; workers then need the base model once. None: train and publish the whole
+    model."""
     environments: tuple[EnvironmentSpec, ...] = Field(min_length=1)
-    """Where problems come from, with their weights."""
+    """Sources of problems, with their weights."""
     limits: Limits = Limits()
-    """Bounds on everything that a peer may send."""
+    """Limits on everything that a peer may send."""
     checks: CheckPolicy = CheckPolicy(
         proofs=True, audits=AuditPolicy(), flips_explained=True, shading_seen=True, logprobs_judged=True
     )
-    """When a validator refuses. New runs ask for hidden-state proofs and audit a share of the bundles unless told otherwise."""
+    """Checks by validators. By default, new runs require hidden-state proofs and audit a share of the bundles."""
     calibration: str = "shipped"
-    """What honest tokens do, so that evidence against a worker can add up: `shipped`, as far as it covers the model; `none`; or a
-    file by `prime-node calibrate`."""
+    """Calibration of honest tokens, which lets evidence against a worker add up: `shipped`, if it covers the model; `none`; or
+    a file from `prime-node calibrate`."""
     schedule: Schedule = Schedule()
-    """The asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
+    """Asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""
 
     @field_validator("checks", mode="before")
     @classmethod
     def _checks_of_new_runs(cls, checks: Any) -> Any:
-        """A RunSpec that does not speak of them has none of these checks, and all bundles audited; new runs have them."""
+        """Fill in the checks of new runs. In a RunSpec, an absent check is off and all bundles are audited."""
         if not isinstance(checks, dict):
             return checks
         compared = {"reference_share": REFERENCE_SHARE, "references_told": True} if checks.get("unseeded") else {}
@@ -135,7 +136,7 @@ class RunConfig(Settings):
 
 
 def covers(calibration: Calibration, config_json: bytes) -> bool:
-    """Whether a model is no larger than the one that was measured: errors grow with width and depth."""
+    """Return whether a model is at most as large as the measured one: errors grow with width and depth."""
     config = json.loads(config_json)
     hidden_size, num_layers = config.get("hidden_size"), config.get("num_hidden_layers")
     if not isinstance(hidden_size, int) or not isinstance(num_layers, int):
@@ -154,9 +155,9 @@ def build_run_spec(
     adapters: AdapterSpec | None = None,
     calibration: Calibration | None = None,
 ) -> PinnedRun:
-    """Sign the RunSpec with the root key. Raises LocalError where the settings do not fit together.
+    """Sign the RunSpec with the root key. Raise LocalError if the settings do not fit together.
 
-    `calibration` becomes part of the checks, unless they hold one already.
+    `calibration` becomes part of the checks, unless they contain one already.
     """
     checks = config.checks
     if calibration is not None and checks.calibration is None:

@@ -1,7 +1,7 @@
-"""The coordinator's libp2p host: where peers find each other, a relay for those behind NATs, and the first to announce a head.
+"""The coordinator's libp2p host: a bootstrap peer, a relay for peers behind NATs, and the first to announce a head.
 
-Who waits for whom: the host starts after the web server and waits for nobody; announcements wait for a new head. Nothing of a run
-depends on it: if the host ends, peers go on over HTTP, and it is opened again; the log and `prime_p2p_host_faults` tell of it.
+The host starts after the web server and waits for nothing; announcements wait for a new head. No run depends on it: if the host
+ends, peers continue over HTTP, and it is opened again. The log and `prime_p2p_host_faults` report the fault.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 FAULTS = "prime_p2p_host_faults"
 SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}", "/v1/timestamp")
-"""What the host answers: words, no bytes of checkpoints."""
+"""Endpoints of the host: documents, no bytes of checkpoints."""
 
 
 async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -> None:
-    """Raises LocalError where the machine cannot."""
+    """Start the host. Raise LocalError if the machine cannot."""
     serve_routes(network, [route for route in routes if route.path in SHOWN])
     network.subscribe(TOPIC, _judge, _hear)
     await network.start()
@@ -43,7 +43,7 @@ async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -
 
 
 async def keep_host(network: PeerNetwork, core: Core) -> NoReturn:
-    """Announce heads, and open a host that has ended again, until cancelled."""
+    """Announce heads, and reopen the host when it has ended, until cancelled."""
     tended = Tended(core.clock)
     core.metrics.declare(Metric(MetricKind.GAUGE, FAULTS, "Faults of the coordinator's libp2p host since its start."))
     core.metrics.set(FAULTS, 0.0)
@@ -61,7 +61,7 @@ async def keep_host(network: PeerNetwork, core: Core) -> NoReturn:
 
 
 async def announce_heads(network: PeerNetwork, core: Core) -> None:
-    """Tell every new head, until the daemon stops or the host has ended."""
+    """Announce every new head, until the daemon stops or the host has ended."""
     told = core.head
 
     def is_told(head: SignedManifest | None) -> bool:
@@ -79,7 +79,7 @@ async def announce_heads(network: PeerNetwork, core: Core) -> None:
 
 
 async def _judge(sender: KeyId, data: bytes) -> GossipJudgement:
-    """Of heads the coordinator hears nothing new: it takes them from the trainer."""
+    """The coordinator ignores gossiped heads: it gets them from the trainer."""
     return GossipJudgement.IGNORE
 
 

@@ -1,9 +1,9 @@
-"""Who serves checkpoints to others, and who is told of them. Soft state: peers offer themselves again every so often.
+"""Peers that serve checkpoints, and which of them a client gets. Soft state: peers repeat their announcements.
 
-An address is told to others only after the offering key has answered a dial-back there, over HTTP and libp2p alike. Dial-backs go
-only to addresses that the offer itself comes from, so the list can neither send a swarm to a stranger's machine nor be used to
-scan one. An address that is not of the public internet is told only inside the network where it was heard. The asker gets a
-random sample, of members before guests: guests are keys that do not take part, and have places of their own.
+An address is listed only after the announcing key has answered a dial-back there, over HTTP and libp2p alike. Dial-backs go
+only to addresses that the announcement itself comes from. So the list can neither send a swarm to a stranger's machine nor be
+used to scan one. An address outside the public internet is listed only inside the network where it was announced. A client gets
+a random sample, members before guests. Guests are keys that do not take part, and have places of their own.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from prime_protocol.peers import PeerRecord
 log = logging.getLogger(__name__)
 
 OFFER_S_MAX = 180.0
-"""An offer that is not repeated is forgotten."""
+"""Lifetime of an announcement that is not repeated."""
 TRIED_AGAIN_S = 60.0
-"""An address where nobody answered is tried again after this."""
+"""Pause before the next dial-back to an address that did not answer."""
 VERIFIED_S_MAX = 600.0
-"""An address where the key answered is tried again after this."""
+"""Pause before the next dial-back to an address that answered."""
 PREFIX_BITS = {4: 24, 6: 48}
-"""Addresses of one network, for the bounds on what one network may ask for."""
+"""Prefix length of one network, for the limits per network."""
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """Whether the key answers at one address."""
+    """Result of the dial-back to one address."""
 
     found: bool | None = None
-    """None before the first answer."""
+    """Whether the key answered; None before the first result."""
     tried_s: float = -math.inf
     is_under_way: bool = False
 
@@ -56,11 +56,11 @@ class _Offer:
     record: PeerRecord
     heard_s: float
     network: str
-    """Which network it counts against; empty for one that is not of the public internet."""
+    """Network that it counts against; empty for an address outside the public internet."""
     is_guest: bool = False
-    """Its key does not take part in the run."""
+    """Whether its key does not take part in the run."""
     verdicts: dict[str, _Verdict] = field(default_factory=dict)
-    """By address, for those that may be dialled back."""
+    """Results by address, for addresses that may be dialled back."""
 
     @property
     def is_listed(self) -> bool:
@@ -68,20 +68,20 @@ class _Offer:
 
     @property
     def reachable(self) -> bool | None:
-        """Over HTTP."""
+        """Whether the peer can be reached over HTTP; None if unknown."""
         verdict = self.verdicts.get(self.record.urls[0]) if self.record.urls else None
         return None if verdict is None else verdict.found
 
 
 class Peers:
-    """The offers."""
+    """The announced peers."""
 
     def __init__(self, over_http: DialBack | None = None, over_libp2p: DialBack | None = None) -> None:
-        """Without a way to dial back, nothing that would be reached that way is told to anybody."""
+        """Create the list. Addresses of a transport without a dial-back are never listed."""
         self.own: Callable[[], PeerRecord | None] = lambda: None
-        """The coordinator's own libp2p host, which every list names: bootstrap peer and relay."""
+        """Record of the coordinator's own libp2p host, which every list contains as bootstrap peer and relay."""
         self.link_hosts: Callable[[KeyId], Collection[str] | None] = lambda peer: None
-        """The IP addresses that a peer's direct links to that host come from; None where it is not linked."""
+        """IP addresses of a peer's direct connections to that host; None if it is not connected."""
         self._dial_backs = {"http": over_http, "libp2p": over_libp2p}
         self._offers: dict[KeyId, _Offer] = {}
         self._dials: dict[asyncio.Task[None], bool] = {}
@@ -102,15 +102,14 @@ class Peers:
         is_trusted: bool = False,
         is_guest: bool = False,
     ) -> bool | None:
-        """Take an offer that came from the IP address `seen_at` in, or up again. Returns whether the peer is reached over
-        HTTP, as far as that is known.
+        """Add or renew an announcement from the IP address `seen_at`. Return whether the peer is reached over HTTP, if known.
 
-        A trusted key, the trainer's say, may name addresses that its offer does not come from. `offers_max` bounds members;
-        PEER_GUESTS_MAX bounds guests.
+        A trusted key, such as the trainer's, may name addresses that its announcement does not come from. `offers_max` limits
+        members; PEER_GUESTS_MAX limits guests.
         """
         self._forget(now_s)
         known = self._offers.get(record.peer)
-        if known is not None and known.is_guest != is_guest:  # it has joined or left, and counts among the others now
+        if known is not None and known.is_guest != is_guest:  # it has joined or left, and counts in the other group now
             self.withdraw(record.peer)
             known = None
         if known is None:
@@ -138,13 +137,16 @@ class Peers:
         return known.reachable
 
     def withdraw(self, peer: KeyId) -> None:
+        """Remove a peer's announcement."""
         self._offers.pop(peer, None)
 
     def sample(
         self, asker: KeyId, peers_max: int, now_s: float, rng: random.Random, *, address: str
     ) -> tuple[PeerRecord, ...]:
-        """Some peers that can be reached from the asker's IP address: the coordinator's own host, where it has one, members in
-        random order, and then a few guests where there is room."""
+        """Return some peers that can be reached from the client's IP address.
+
+        They are the coordinator's own host, if it has one, members in random order, and then a few guests if there is room.
+        """
         self._forget(now_s)
         own = self.own()
         told = None if own is None else own.model_copy(update={"addresses": _named(own.addresses, address)})
@@ -160,7 +162,7 @@ class Peers:
         return tuple(islice(listed, peers_max))
 
     def _shown(self, offer: _Offer, asker: str, relay: PeerRecord | None) -> PeerRecord | None:
-        """What an asker at an address is told: where the key has answered, and the way over our own relay while it is linked."""
+        """Return a peer as listed for a client: its verified addresses, and those over our own relay while it is connected."""
         verified = [address for address, verdict in offer.verdicts.items() if verdict.found]
         urls = _named([address for address in offer.record.urls if address in verified], asker)
         addresses = _named([address for address in offer.record.addresses if address in verified], asker)
@@ -172,8 +174,11 @@ class Peers:
         return PeerRecord(peer=offer.record.peer, urls=urls, addresses=addresses)
 
     def _has_room(self, network: str, offers_max: int, is_guest: bool) -> bool:
-        """One network may not take all places, and offers at which nobody answers give way. Guests of one network have a quarter
-        of the guests' places, and take none of its members'."""
+        """Return whether there is room for one more announcement, after removing one that never answered if necessary.
+
+        One network may not take all places. Guests of one network have a quarter of the guests' places, and none of the
+        members'.
+        """
         alike = {peer: offer for peer, offer in self._offers.items() if offer.is_guest == is_guest}
         of_network = sum(offer.network == network for offer in alike.values())
         if network and of_network >= (offers_max // 4 if is_guest else limits.PEER_OFFERS_PER_NETWORK_MAX):
@@ -199,7 +204,7 @@ class Peers:
             try:
                 self._rates.require(offer.network, now_s)
             except PeerError:
-                return  # asked for again with the next offer
+                return  # tried again with the next announcement
             self._rates.charge(offer.network, now_s)
         verdict.tried_s, verdict.is_under_way = now_s, True
         task = asyncio.create_task(self._dial(offer.record.peer, address, verdict, dial_back))
@@ -221,13 +226,13 @@ class Peers:
 
 
 def _named(addresses: Collection[str], asker: str) -> tuple[str, ...]:
-    """Those that lead to the same machine for the asker."""
+    """Return the addresses that lead to the same machine for the client."""
     found: list[tuple[str, Endpoint | None]] = [(address, endpoint_of(address)) for address in addresses]
     return tuple(one for one, end in found if end is not None and may_be_named(end.host, between=(asker,)))
 
 
 def _network_of(address: str) -> str:
-    """Empty for what is not of the public internet: whoever is there could dial his neighbours himself."""
+    """Return the network of a public address; empty for others, because peers there can dial their neighbours themselves."""
     found = parse_ip(address)
     if found is None or place_of(address) != GLOBAL:
         return ""

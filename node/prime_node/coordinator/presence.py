@@ -1,4 +1,4 @@
-"""Who was heard of when. Soft state: lost at a restart, after which everybody counts as just seen."""
+"""Last sign of life of each worker. Soft state: lost at a restart, after which all workers count as just seen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prime_protocol.messages import HeartbeatRequest, WorkerState
 
 HEARTBEATS_MISSED_MAX = 4
-"""A worker that missed this many is lost."""
+"""Missed heartbeats after which a worker is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,42 +16,48 @@ class LastSeen:
     """A worker's last sign of life."""
 
     at_s: float
-    """Monotonic."""
+    """Monotonic time."""
     state: WorkerState = WorkerState.IDLE
     policy_version: int = -1
     bundles_spooled: int = 0
 
 
 class Presence:
-    """Last signs of life of the workers that take part."""
+    """Last signs of life of the active workers."""
 
     def __init__(self, *, heartbeat_s: float) -> None:
         self._silence_s_max = HEARTBEATS_MISSED_MAX * heartbeat_s
         self._seen: dict[str, LastSeen] = {}
 
     def heard(self, worker: str, now_s: float) -> None:
-        """Any valid request is a sign of life."""
+        """Record any valid request, which is a sign of life."""
         old = self._seen.get(worker)
         self._seen[worker] = (
             LastSeen(now_s) if old is None else LastSeen(now_s, old.state, old.policy_version, old.bundles_spooled)
         )
 
     def reported(self, worker: str, beat: HeartbeatRequest, now_s: float) -> None:
+        """Record a heartbeat."""
         self._seen[worker] = LastSeen(now_s, beat.state, beat.policy_version, beat.bundles_spooled)
 
     def forget(self, worker: str) -> None:
+        """Forget a worker."""
         self._seen.pop(worker, None)
 
     def lasts_s(self, worker: str, now_s: float) -> float:
-        """Seconds until a worker is lost if nothing more is heard from it."""
+        """Return the seconds until a worker is lost if it sends nothing more."""
         seen = self._seen.get(worker)
         return self._silence_s_max if seen is None else max(0.0, seen.at_s + self._silence_s_max - now_s)
 
     def get(self, worker: str) -> LastSeen | None:
+        """Return a worker's last sign of life, if known."""
         return self._seen.get(worker)
 
     def silent(self, active: Iterable[str], now_s: float) -> tuple[str, ...]:
-        """Those of `active` that were silent for too long. One never heard of is counted from now on; others are forgotten."""
+        """Return those of `active` that were silent for too long.
+
+        Start counting for unknown workers, and forget those that are not in `active`.
+        """
         active = set(active)
         self._seen = {worker: seen for worker, seen in self._seen.items() if worker in active}
         lost = []

@@ -1,11 +1,11 @@
-"""Which encodings are kept, and deleting the others.
+"""Retention of encodings: which are kept, and deletion of the others.
 
-A policy may be needed by whoever holds a lease for it, by a worker that joins now, by one that was away, and as the base of a
-delta. So the newest policies keep everything; older ones keep what the cheapest ways from nothing to those lead over; and the
-anchor of policy 0 stays: it is what a whole run is compared with, and what root deltas are taken against.
+A policy may be needed by a worker that holds a lease for it, that joins now, or that was away, and as the base of a delta. So
+the newest policies keep everything. Older ones keep the encodings on the cheapest update paths from nothing to the newest. The
+anchor of policy 0 stays: a whole run is compared with it, and root deltas have it as base.
 
-Invariant (invariants.py checks it): from nothing a way leads to every policy that a lease may name. A publication whose base has
-a way has one itself, and forgetting leaves the ways that are in use alone.
+Invariant (invariants.py checks it): an update path leads from nothing to every policy that a lease may name. A publication
+whose base has a path has one itself, and deletion does not change the paths in use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from prime_protocol.manifest import Manifest
 log = logging.getLogger(__name__)
 
 Name = tuple[int, int | None]
-"""An encoding: its policy and its base, None for an anchor."""
+"""Name of an encoding: its policy and its base, None for an anchor."""
 
 
 def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
-    """Encodings whose bytes must stay."""
+    """Return the encodings whose bytes must stay."""
     newest = max(checkpoints_kept, state.rules.async_level + 2, state.head + 1 - oldest_policy_needed(state))
     routes = {version: publication.routes for version, publication in state.published.items()}
     kept: set[Name] = {(0, None)}
@@ -42,7 +42,7 @@ def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
 
 
 async def forget_old_encodings(core: Core) -> None:
-    """Delete the blobs that only forgotten encodings use. The fact comes first: then no reader is sent to missing bytes."""
+    """Delete the blobs that only forgotten encodings use. The event comes first, so that no reader is sent to missing bytes."""
     limit = core.config.checkpoints_kept
     if limit is None or core.state.head < 0 or not _forgettable(core.state, limit):
         return
@@ -57,7 +57,7 @@ async def forget_old_encodings(core: Core) -> None:
 
 
 async def sweep_blobs(core: Core) -> None:
-    """After a restart: delete what an interrupted deletion left. A publication that is under way is uploaded again."""
+    """Delete what an interrupted deletion left, after a restart. The trainer uploads an interrupted publication again."""
     if core.config.checkpoints_kept is None or core.state.head < 0:
         return
     needed = await _needed(core)
@@ -74,12 +74,12 @@ def _forgettable(state: State, checkpoints_kept: int) -> set[Name]:
 
 
 async def _needed(core: Core) -> set[str]:
-    """Digests of the blobs that must stay. An older encoding may share one with a newer: both name it by digest."""
+    """Return the digests of the blobs that must stay. An older encoding may share a blob with a newer one."""
     return await _blobs(core, _known(core.state)) | {file.digest for file in core.run.spec.model_files}
 
 
 async def _blobs(core: Core, names: set[Name]) -> set[str]:
-    """Digests of everything that these encodings consist of."""
+    """Return the digests of all blobs of these encodings."""
     found = set()
     for version in {version for version, _ in names}:
         manifest = parse_json((await read_manifest(core, version)).payload, Manifest)

@@ -1,11 +1,11 @@
-"""Long polls: a request is held open until there is something to answer, or its time is up.
+"""Long polls: a request waits until there is an answer, or its time is up.
 
-Who waits for whom: a handler waits for the news of one topic; the state machine's `Woken` effects tell it. News for everyone
-wakes all who wait. Work that came up is offered: that wakes whoever waits longest, who passes the offer on to the next behind him
-once he has looked, while anything is left. So it wakes no more than there is work for, and those who cannot take it. Nobody can
-drop it: who was woken passes it on whether he took something, found nothing for himself, was refused, timed out or was cancelled
-meanwhile. Who comes later looks before he waits. Each waiter has a deadline too: a missed wake-up would cost one request, and
-wedge nothing.
+A handler waits for the notifications of one topic; the state machine's `Woken` effects send them. A published notification
+wakes all waiters. New work is offered instead: the offer wakes the longest waiter. After that one has looked, the offer goes to
+the next, while work is left. So an offer wakes only as many waiters as there is work for, plus those that cannot take it. No
+waiter can drop an offer: it passes it on whether it took work, found none for itself, was refused, timed out or was cancelled
+meanwhile. A later request looks before it waits. Each waiter has a deadline too: a missed wake-up would cost one request and
+block nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from prime_node.ports.clock import Clock
 T = TypeVar("T")
 
 Left = Callable[[], bool]
-"""Whether anything of what was offered is left."""
+"""Function that returns whether anything of an offer is left."""
 
 
 class _Line:
-    """Who waits for one topic, by numbers that ascend: whoever waits longest has the lowest."""
+    """The waiters of one topic by ascending numbers: the longest waiter has the lowest."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._calls: dict[int, asyncio.Future[Left | None]] = {}
-        """What wakes them: an offer, or None where the news is for everyone."""
+        """Wake-up of each waiter: an offer, or None if the notification is for all."""
         self._last = 0
 
     def enter(self) -> int:
@@ -52,7 +52,7 @@ class _Line:
                 call.set_result(None)
 
     def call_behind(self, number: int, is_left: Left) -> None:
-        """Where anything is left, the next one who is not on his way to look already."""
+        """If anything is left, wake the next waiter that is not awake already."""
         if not is_left():
             return
         for place in range(bisect_right(self._numbers, number), len(self._numbers)):
@@ -62,7 +62,7 @@ class _Line:
                 return
 
     def pass_on(self, number: int) -> None:
-        """Whoever was called looks now, and what he was offered goes on once he has done so."""
+        """Renew the future of a waiter that was woken, and pass its offer on once it has looked."""
         call = self._calls[number]
         if call.done():
             loop = asyncio.get_running_loop()
@@ -72,7 +72,7 @@ class _Line:
 
 
 class Notifications:
-    """Wakes those who wait for a topic: all of them, or one after another."""
+    """Wake-ups of the waiters of a topic: all at once, or one after another."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -80,15 +80,15 @@ class Notifications:
         self._closed = False
 
     def publish(self, topic: Topic) -> None:
-        """Wake everyone who waits for it now."""
+        """Wake all current waiters of the topic."""
         self._lines[topic].call_all()
 
     def offer(self, topic: Topic, is_left: Left) -> None:
-        """Wake whoever waits for it longest, then the next, while `is_left`."""
+        """Wake the longest waiter of the topic, then the next, while `is_left`."""
         self._lines[topic].call_behind(0, is_left)
 
     def close(self) -> None:
-        """Wake everyone, and let nobody wait any more: the daemon stops."""
+        """Wake all waiters, and let none wait any more: the daemon stops."""
         self._closed = True
         for topic in Topic:
             self.publish(topic)
@@ -96,9 +96,10 @@ class Notifications:
     async def until(
         self, topic: Topic, look: Callable[[], T], *, is_worth_waiting: Callable[[T], bool], wait_s: float
     ) -> T:
-        """What `look` finds: at once, or at the first news after which it is not worth waiting, or when the time is up.
+        """Return the result of `look` once it is not worth waiting, or when the time is up.
 
-        The caller takes what was offered to him before he next awaits anything: then the offer goes on.
+        `look` runs at once and after each notification. The caller must take the offered work before its next await: then the
+        offer goes on.
         """
         found = look()
         if wait_s <= 0 or self._closed or not is_worth_waiting(found):

@@ -1,4 +1,4 @@
-"""When nothing moves: say so, and say who everything waits for. Every wait has a deadline or a named waker; this names it."""
+"""The watchdog: warns when nothing moves, and names what the run waits for. Every wait has a deadline or a named waker."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from prime_node.coordinator.state.scheduler import waits_for
 
 
 def waiting(core: Core) -> list[str]:
-    """What the run waits for, in words; the operator's own business first."""
+    """Describe what the run waits for, the operator's own tasks first."""
     fault = [f"the operator: {core.environment_fault}"] if core.environment_fault else []
     return [*fault, *waits_for(core.state)]
 
 
 @dataclass(slots=True)
 class Watchdog:
-    """Barks once for each `quiet_seconds` in which no bundle was settled, no batch given and no policy published."""
+    """Warns once for each `quiet_seconds` in which no bundle was settled, no batch given and no policy published."""
 
     quiet_seconds: float
     _seen: tuple[int, ...] = ()
     _since_s: float = 0.0
 
     def look(self, core: Core, now_s: float) -> str | None:
-        """What to tell the operator, if anything."""
+        """Return the warning for the operator, if any."""
         state = core.state
         moved = (state.head, state.accepted, sum(state.refused.values()), sum(map(len, state.batches.values())))
         if moved != self._seen:

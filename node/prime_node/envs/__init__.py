@@ -1,1 +1,4 @@
-"""Problems and their scoring: what is ours. Where the problems come from is a ProblemSource; adapters wrap foreign ones."""
+"""Problems and their scoring: built-in environments.
+
+Problems come from a ProblemSource; adapters wrap third-party ones.
+"""

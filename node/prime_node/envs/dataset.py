@@ -17,16 +17,16 @@ from prime_node.envs.source import SourceProblem
 from prime_protocol.digest import digest_of
 
 Row = tuple[str, Mapping[str, Any]]
-"""Where it stands, for messages, and its fields."""
+"""Row's position, for messages, and its fields."""
 
 
 def is_same_text(answer: str, reference: str) -> bool:
-    """Equal but for white space and case."""
+    """Return whether two texts are equal except for white space and case."""
     return answer.split() == reference.split() or answer.casefold().split() == reference.casefold().split()
 
 
 def is_same_number(answer: str, reference: str) -> bool:
-    """The last number of the answer equals the last number of the reference. "So 1,250.00 dollars" is "1250"."""
+    """Return whether the last numbers of answer and reference are equal. "So 1,250.00 dollars" matches "1250"."""
     number, wanted = _last_number(answer), _last_number(reference)
     return number is not None and number == wanted
 
@@ -35,7 +35,7 @@ COMPARISONS: dict[str, Callable[[str, str], bool]] = {"text": is_same_text, "num
 
 
 def rows_of_json_lines(data: bytes) -> Iterator[Row]:
-    """One JSON object a line. Raises ValueError."""
+    """Iterate over the rows: one JSON object a line. Raises ValueError."""
     for number, line in enumerate(data.decode("utf-8").splitlines(), start=1):
         if line.strip():
             try:
@@ -48,7 +48,10 @@ def rows_of_json_lines(data: bytes) -> Iterator[Row]:
 
 
 class DatasetSource:
-    """Example line: {"question": "What is 2 + 2?", "answer": "4"}. Fields of other names are named in the options."""
+    """Problems of a dataset file.
+
+    Example line: {"question": "What is 2 + 2?", "answer": "4"}. The options name other fields.
+    """
 
     def __init__(
         self,
@@ -62,8 +65,11 @@ class DatasetSource:
         answer_field: str = "answer",
         answer_after: str = "",
     ) -> None:
-        """`path`: of a file here. `answer_after` cuts a worked answer down to what follows its last occurrence, as "####"
-        does in GSM8K. Raises ValueError and OSError."""
+        """Read the dataset.
+
+        `path` names a local file. `answer_after` cuts a worked answer to the text after its last occurrence, as "####"
+        does in GSM8K. Raises ValueError and OSError.
+        """
         data = Path(path).read_bytes()
         if digest_of(data) != digest:
             raise ValueError(f"{path} has digest {digest_of(data)}, the run wants {digest}")
@@ -85,9 +91,11 @@ class DatasetSource:
             raise ValueError(f"{path} holds no problems")
 
     def draw(self, number: int) -> SourceProblem:
+        """Return problem `number`, modulo the number of rows."""
         return self._problems[number % len(self._problems)]
 
     def grade(self, problem: SourceProblem, answer: str) -> float:
+        """Return 1 if the comparison accepts the answer, else 0."""
         return float(self._is_same(answer, problem.answer))
 
 

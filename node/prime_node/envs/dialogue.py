@@ -1,7 +1,8 @@
-"""An environment whose partner answers the model: a SplitEnvironment with several turns.
+"""A multi-turn environment in which a partner answers the model.
 
-The partner's words come as a user's message. Prompts are extended behind what was sampled wherever the renderer allows it; where
-it does not (a template strips thinking from earlier answers, say), the conversation is rendered anew, and a new sample begins.
+The partner's text is a user message. Prompts extend the sampled tokens if the renderer allows it. Otherwise (for
+example, if a template strips thinking from earlier answers) the conversation is rendered again, and a new sample
+begins.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ TokenIds = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Plays one problem."""
+    """Player of one problem's conversation."""
 
     judge: Judge
     partner: Partner
     renderer: Renderer
 
     async def credit(self, problem: SourceProblem, prompt_token_ids: TokenIds, ask: Ask) -> float:
-        """Of the last answer."""
+        """Play the conversation and return the credit of its last answer."""
         messages: list[Message] = [{"role": "user", "content": self.judge.frame.ask(problem.question)}]
         answers: list[str] = []
         prompt, finished = prompt_token_ids, False
@@ -50,25 +51,28 @@ class Conversation:
 
 
 class DialogueEnvironment(SplitEnvironment):
-    """Implements ports.environment.TurnEnvironment."""
+    """Implementation of ports.environment.TurnEnvironment with a partner."""
 
     def __init__(self, judge: Judge, *, seed: int, partner: Partner, renderer: Renderer) -> None:
         super().__init__(judge, seed=seed)
         self._conversation = Conversation(judge, partner, renderer)
 
     async def play(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        """Play one rollout of training problem `index` and return its reward."""
         credit = await self._conversation.credit(self.problem(index), prompt_token_ids, ask)
         return self.judge.worth(credit)
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
+        """Return different held-out problems; fewer than `count` if the source has no more."""
         return [HeldOutDialogue(self.judge, found.problem, self._conversation) for found in self.drawn_held_out(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutDialogue(HeldOutInSplit):
-    """Implements ports.environment.TurnProblem."""
+    """Implementation of ports.environment.TurnProblem."""
 
     conversation: Conversation
 
     async def play(self, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        """Play one rollout and return its reward."""
         return self.judge.worth(await self.conversation.credit(self.problem, prompt_token_ids, ask))

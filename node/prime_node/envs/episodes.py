@@ -1,8 +1,8 @@
-"""Rollouts of several turns: played with an engine, and played again with what was recorded.
+"""Multi-turn rollouts: played with an engine, and replayed with recorded answers.
 
-Who waits for whom: an episode waits for its answers; the desk gathers what is asked while the engine works and asks for all of it
-at once; whoever cancels an episode or the desk ends its waits. Worker, validator and evaluation have the same bounds, so they
-agree on when an episode has no turn or no room left.
+Concurrency: an episode waits for its answers. The batching queue gathers requests while the engine works and then sends
+all of them as one batch. Cancelling an episode or the queue ends its waits. Worker, validator and evaluation have the
+same bounds, so they agree on when an episode has no turn or no room left.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 TokenIds = tuple[int, ...]
 Play = Callable[[Ask], Awaitable[float]]
-"""One rollout of an environment; its reward."""
+"""Function that plays one rollout of an environment and returns its reward."""
 OTHERS_S_MAX = 10.0
-"""For an episode's other agents to ask for what is recorded, while one asks for what is not."""
+"""Seconds for which one agent's unrecorded request waits for the episode's other agents to send recorded ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How far an episode may go. Example: Bounds(turns_max=4, prompt_tokens_max=120)."""
+    """Limits of an episode. Example: Bounds(turns_max=4, prompt_tokens_max=120)."""
 
     turns_max: int
     prompt_tokens_max: int
-    """Of one turn: what is left of the context when the longest answer is taken off."""
+    """Prompt tokens of one turn: the context without the longest answer."""
 
 
 def bounds_of(spec: RunSpec) -> dict[str, Bounds]:
-    """Of each environment, by its name."""
+    """Return each environment's bounds, by name."""
     answer = spec.sampling.completion_tokens_max
     return {one.name: Bounds(one.turns_max, spec.context_tokens_max(one) - answer) for one in spec.environments}
 
 
 class Desk:
-    """Gathers requests into batches of an engine. To be served beside the episodes."""
+    """A batching queue: it gathers requests into batches of an engine. Run it concurrently with the episodes."""
 
     def __init__(self, generate: Callable[[list[GenerateRequest]], Awaitable[list[Completion]]]) -> None:
         self._generate = generate
@@ -54,16 +54,17 @@ class Desk:
         self._news = asyncio.Event()
 
     async def ask(self, request: GenerateRequest) -> Completion:
+        """Queue a request and return its completion."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
         self._news.set()
         return await answer
 
     async def serve(self) -> None:
-        """Until it is cancelled, or the engine fails: then so does this."""
+        """Run until cancelled, or until the engine fails; its error is raised."""
         while True:
             await self._news.wait()
-            await asyncio.sleep(0)  # whoever is about to ask may do so
+            await asyncio.sleep(0)  # let other tasks add their requests
             asked, self._waiting = [one for one in self._waiting if not one[1].done()], []
             self._news.clear()
             if asked:
@@ -73,7 +74,7 @@ class Desk:
                         answer.set_result(completion)
 
     async def serving(self, work: Awaitable[T]) -> T:
-        """What the episodes give, while this serves them. Raises what ended either."""
+        """Serve requests while `work` runs, and return its result. Raises the error that ended either."""
         playing, serving = asyncio.ensure_future(work), asyncio.create_task(self.serve())
         try:
             await asyncio.wait((playing, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -87,7 +88,7 @@ class Desk:
 
 
 class EpisodeRecorder:
-    """The model's side of one episode: asks the engine, and keeps what was asked and answered."""
+    """The model's side of one episode: it sends requests to the engine and records requests and answers."""
 
     def __init__(self, seed: int, bounds: Bounds, ask: Callable[[GenerateRequest], Awaitable[Completion]]) -> None:
         self._seed, self._bounds, self._ask = seed, bounds, ask
@@ -95,15 +96,16 @@ class EpisodeRecorder:
 
     @property
     def turns(self) -> list[Turn]:
-        """What was answered, in the order in which it was asked for."""
+        """Return the answered turns, in the order of their requests."""
         answered = []
         for turn in self._turns:
             if turn is None:
-                break  # the seeds of later turns count on this one
+                break  # the seeds of later turns depend on this one
             answered.append(turn)
         return answered
 
     async def __call__(self, prompt_token_ids: TokenIds) -> Completion | None:
+        """Send a request for the next turn and record it; return None if no turn or no room is left."""
         number = len(self._turns)
         if number >= self._bounds.turns_max or not 1 <= len(prompt_token_ids) <= self._bounds.prompt_tokens_max:
             return None
@@ -114,8 +116,11 @@ class EpisodeRecorder:
 
 
 async def again_alone(play: Callable[[], Awaitable[float]], alone: asyncio.Lock) -> float:
-    """The reward of one episode of several. Where a process ends under them, each is played once more, one at a time (`alone` is
-    theirs in common), so that the one to blame fails alone. Raises what the environment raises."""
+    """Play one of several concurrent episodes and return its reward.
+
+    If a process exits, each of its episodes is played once more, one at a time (they share `alone`), so that only the
+    faulty one fails. Raises whatever the environment raises.
+    """
     try:
         return await play()
     except EnvironmentGone as error:
@@ -125,17 +130,21 @@ async def again_alone(play: Callable[[], Awaitable[float]], alone: asyncio.Lock)
 
 
 class WrongContext(Exception):
-    """What was recorded is not what the environment asks for."""
+    """The recorded turns are not what the environment asks for."""
 
 
 class CutShort(WrongContext):
-    """All that was recorded is what the environment asks for, and then it asks for more: it failed where it was played."""
+    """The recorded turns match the environment, but it asks for more.
+
+    The environment failed where they were recorded.
+    """
 
 
 async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: bool) -> float:
-    """The reward of a recorded episode. `exact`: the environment must ask for the recorded prompts, all of them and no other.
+    """Replay a recorded episode and return its reward.
 
-    Raises WrongContext, CutShort among them, and whatever the environment raises.
+    `exact`: the environment must ask for the recorded prompts, all of them and no others. Raises WrongContext,
+    including CutShort, and whatever the environment raises.
     """
     left, num_asked, unknown = list(turns), 0, False
     all_asked = asyncio.Event()
@@ -149,7 +158,7 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
         turn = next(matching, None)
         if turn is None:
             unknown = exact
-            if left:  # recorded answers come at once, so one agent may run ahead of what another has still to ask for
+            if left:  # recorded answers come at once, so one agent may run ahead of another
                 with suppress(TimeoutError):
                     await asyncio.wait_for(all_asked.wait(), OTHERS_S_MAX)
             return None
@@ -163,7 +172,7 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
     except Exception:
         if not unknown:
             raise
-        reward = 0.0  # it has no answer to go on with, and that is the recording's fault
+        reward = 0.0  # it fails for lack of an answer, which is the recording's fault
     if exact and unknown:
         kind = WrongContext if left else CutShort
         raise kind("it asks for a prompt that is not recorded")
@@ -173,5 +182,5 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
 
 
 async def scored(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: bool, scorings: int) -> list[float]:
-    """The rewards of so many replays. Raises as `replayed` does."""
+    """Return the rewards of `scorings` replays. Raises as `replayed` does."""
     return [await replayed(play, turns, bounds, exact=exact) for _ in range(scorings)]

@@ -1,9 +1,9 @@
-"""Who answers the model between two turns of a rollout. Pure.
+"""Partners: they answer the model between two turns of a rollout. Pure.
 
     calculator   an answer "calc 12 + 7" gets "19"; any other answer is the last one
     retry        a wrong answer gets "No. Try again."; a right one is the last
 
-The last answer of a rollout is what is scored.
+The last answer of a rollout is scored.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from prime_node.envs.source import SourceProblem
 
 Grade = Callable[[SourceProblem, str], float]
-"""Credit of a completion's text, in [0, 1]."""
+"""Function that returns the credit of a completion's text, in [0, 1]."""
 Partner = Callable[[SourceProblem, Sequence[str], Grade], str | None]
-"""What is said to the answers so far; None where the rollout is over."""
+"""Function that returns the reply to the answers so far; None if the rollout is over."""
 
 EXPRESSION_CHARS_MAX = 200
 _CALL = re.compile(r"calc\s+(?P<expression>\S.*)", re.DOTALL)
@@ -25,7 +25,7 @@ DEPTH_MAX = 20
 
 
 def calculator(problem: SourceProblem, answers: Sequence[str], grade: Grade) -> str | None:
-    """Whole numbers, + - * and parentheses."""
+    """Reply to a call with its value (whole numbers, + - * and parentheses); None if the answer is no call."""
     call = _CALL.fullmatch(answers[-1].strip())
     if call is None:
         return None
@@ -36,6 +36,7 @@ def calculator(problem: SourceProblem, answers: Sequence[str], grade: Grade) -> 
 
 
 def retry(problem: SourceProblem, answers: Sequence[str], grade: Grade) -> str | None:
+    """Ask for another try after a wrong answer; None after a right one."""
     return None if grade(problem, answers[-1]) == 1.0 else "No. Try again."
 
 
@@ -43,7 +44,10 @@ PARTNERS: dict[str, Partner] = {"calculator": calculator, "retry": retry}
 
 
 def calculate(expression: str) -> int:
-    """Example: calculate("2 * (3 + 4)") == 14. Raises ValueError."""
+    """Return the value of an expression. Raises ValueError.
+
+    Example: calculate("2 * (3 + 4)") == 14.
+    """
     if len(expression) > EXPRESSION_CHARS_MAX:
         raise ValueError("too long")
     tokens, place = [], 0

@@ -1,4 +1,4 @@
-"""Environments by name. The wire says which implementations there are, so nothing here imports one.
+"""Environments by name. The caller passes the implementations, so nothing here imports one.
 
 Example: build_environment(spec, {"jsonl": from_source(JsonlSource), "reasoning_gym": from_source(ReasoningGymSource)}).
 """
@@ -23,7 +23,7 @@ EnvironmentFactory = Callable[[EnvironmentSpec], Environment]
 
 
 def build_environment(spec: EnvironmentSpec, factories: Mapping[str, EnvironmentFactory]) -> Environment:
-    """The environment that a RunSpec describes. Raises LocalError with what is wrong with its description."""
+    """Build the environment that a RunSpec describes. Raises LocalError that explains an invalid description."""
     if spec.id not in factories:
         raise LocalError(
             f"environment {spec.name}: no implementation {spec.id!r}; there are {', '.join(sorted(factories))}"
@@ -35,9 +35,10 @@ def build_environment(spec: EnvironmentSpec, factories: Mapping[str, Environment
 
 
 def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Renderer]) -> EnvironmentFactory:
-    """A factory of environments over a source. Options of the split and the frame are taken out; `make` gets the others.
+    """Return a factory of environments over a source.
 
-    exact_share, prefix, suffix, answer_tag: see envs/split.py; partner, renderer: of several turns (envs/dialogue.py).
+    It removes the options of split and frame; `make` gets the others. exact_share, prefix, suffix, answer_tag: see
+    envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py).
     """
 
     def build(spec: EnvironmentSpec) -> Environment:
@@ -58,7 +59,10 @@ def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Re
 
 
 def _known(make: Callable[..., ProblemSource], options: dict[str, Option]) -> dict[str, Option]:
-    """The options, if `make` takes them. A TypeError from inside `make` would be a bug; this one is the user's."""
+    """Return the options if `make` accepts them.
+
+    A TypeError from inside `make` would be a bug; this one is the user's error.
+    """
     try:
         inspect.signature(make).bind(**options)
     except TypeError as error:

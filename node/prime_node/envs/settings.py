@@ -1,6 +1,6 @@
 """Settings of environments' processes: the [environments] table, which every role reads on its own machine.
 
-The invariant: what an environment's code may read, use or reach follows from these settings alone. A RunSpec names environments
+Invariant: these settings alone decide what an environment's code may read, use or reach. A RunSpec names environments
 and their options; nothing in it widens a grant.
 """
 
@@ -25,19 +25,21 @@ Folder = Annotated[Path, AfterValidator(_absolute)]
 
 
 class EnvironmentSettings(Settings):
+    """Limits and grants for environments' processes on this machine."""
+
     model_config = SettingsConfigDict(env_prefix="PRIME_ENVIRONMENTS_")
     section: ClassVar[str] = "environments"
 
     data_folder: Folder | None = None
-    """Folder that holds this machine's datasets. A run's `options.path` is relative to it, and no other local file is opened.
+    """Folder of this machine's datasets. A run's `options.path` is relative to it, and no other local file is opened.
     None refuses runs that name a local file."""
     readable: tuple[Folder, ...] = ()
     """Further files and folders that environments' code may read, for example a dataset in the hub's cache."""
     unsafe_network: tuple[str, ...] = ()
-    """Names of the environments whose code may use the network, and gets the PRIME_ENVIRONMENT_ variables. All others have no
-    network."""
+    """Names of the environments whose code may use the network, and gets the PRIME_ENVIRONMENT_ variables. All others
+    have no network."""
     hub_file_bytes_max: int = Field(default=4 * 2**30, ge=0)
-    """Bytes of one dataset file that is fetched from the hub because a run names it. 0 fetches none."""
+    """Maximum bytes of one dataset file that is fetched from the hub because a run names it. 0 fetches none."""
     memory_bytes_max: int = Field(default=8 * 2**30, ge=2**28)
     """Bytes of private memory of each process of environments."""
     processes_max: int = Field(default=2_048, ge=16)

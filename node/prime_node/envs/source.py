@@ -1,4 +1,4 @@
-"""Where problems come from."""
+"""Sources of problems."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ class SourceProblem:
 
     question: str
     answer: str
-    """The reference answer."""
+    """Reference answer."""
     entry: Any = None
-    """What the source needs to grade it."""
+    """Data that the source needs to grade the problem."""
 
 
 class ProblemSource(Protocol):
     """A numbered set of problems, the same on every machine. Different numbers may give the same problem.
 
-    Sources need not keep training and evaluation apart: `SplitEnvironment` does.
+    Sources need not separate training and evaluation: `SplitEnvironment` does.
     """
 
     def draw(self, number: int) -> SourceProblem:
-        """Problem `number`, any number >= 0. Pure and fast."""
+        """Return problem `number`, any number >= 0. Pure and fast."""
         ...
 
     def grade(self, problem: SourceProblem, answer: str) -> float:
-        """Credit for an answer, in [0, 1]; 1 where it is right. Pure."""
+        """Return the credit for an answer, in [0, 1]; 1 if it is right. Pure."""
         ...

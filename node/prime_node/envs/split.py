@@ -1,9 +1,9 @@
-"""An Environment over any ProblemSource: the held-out split, the mix of the reward, and the frame around question and answer.
+"""An Environment over any ProblemSource: the held-out split, the reward's mix, and the frame of question and answer.
 
 A question whose sha256 is 0 modulo 8 is for evaluation, all others are for training. So the two never overlap, however
-often a generator repeats itself and with whatever seed. Training problem `index` is found by drawing numbers from a hash
-of (seed, index, attempt) until one is not held out; evaluation problems by counting through numbers of their own. Problem
-HELD_OUT_START + n is evaluation problem n, so that leases can ask for it like for any other.
+often a generator repeats itself and with any seed. Training problem `index` is found by drawing numbers from a hash of
+(seed, index, attempt) until one is not held out; evaluation problems by counting through numbers of their own. Problem
+HELD_OUT_START + n is evaluation problem n, so that leases can request it like any other.
 
     reward = exact_share * (credit == 1) + (1 - exact_share) * credit        0 if the completion was cut off
 """
@@ -20,39 +20,41 @@ from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import HELD_OUT_START
 
 HELD_OUT_MODULUS = 8
-"""One question of eight is held out."""
+"""Modulus: one question of eight is held out."""
 NUMBER_BYTES = 6
-"""Numbers of training problems are drawn below 2**48."""
+"""Bytes of a training problem's number: numbers are below 2**48."""
 DRAWS_MAX = 10_000
-"""Draws in a row without finding anything new, before a source counts as exhausted."""
+"""Consecutive draws without a new problem after which a source counts as exhausted."""
 EVALUATION_START = 10_000_000
-"""The evaluation's own seed: it counts from here, whatever the seed of the run."""
+"""First number of the evaluation's problems, whatever the seed of the run."""
 CACHED_PROBLEMS = 4_096
 HELD_OUT_CACHED = 256
-"""Evaluation problems that are drawn at a time, where one is asked for by its number."""
+"""Evaluation problems drawn at a time when one is requested by its number."""
 
 
 def is_held_out(question: str) -> bool:
-    """True if a question belongs to the evaluation."""
+    """Return whether a question belongs to the evaluation."""
     return sha256(question.encode()).digest()[-1] % HELD_OUT_MODULUS == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """How questions are asked and answers are read. Example: Frame(suffix=" Answer in <answer> tags.", answer_tag="answer")."""
+    """Format of questions and answers. Example: Frame(suffix=" Answer in <answer> tags.", answer_tag="answer")."""
 
     prefix: str = ""
-    """Put before each question."""
+    """Text before each question."""
     suffix: str = ""
-    """Put after each question."""
+    """Text after each question."""
     answer_tag: str = ""
-    """If set, the answer is what stands in the last <tag>...</tag> of a completion. Otherwise it is the whole completion."""
+    """Tag of the answer: if set, the answer is the content of the last <tag>...</tag> of a completion, else the whole
+    completion."""
 
     def ask(self, question: str) -> str:
+        """Return the prompt's text for a question."""
         return f"{self.prefix}{question}{self.suffix}"
 
     def read(self, completion: str) -> str | None:
-        """The answer in a completion, None where there is none."""
+        """Return the answer in a completion, None if there is none."""
         if not self.answer_tag:
             return completion
         _, opening, rest = completion.rpartition(f"<{self.answer_tag}>")
@@ -60,13 +62,13 @@ class Frame:
         return answer.strip() if opening and closing else None
 
     def write(self, answer: str) -> str:
-        """A completion that `read` finds this answer in."""
+        """Return a completion in which `read` finds this answer."""
         return f"<{self.answer_tag}>{answer}</{self.answer_tag}>" if self.answer_tag else answer
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Turns completions into rewards."""
+    """Scorer of completions."""
 
     source: ProblemSource
     frame: Frame = Frame()
@@ -78,19 +80,21 @@ class Judge:
             raise ValueError(f"exact_share must be between 0 and 1, got {self.exact_share}")
 
     def credit(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
+        """Return the source's credit for a completion; 0 if it was cut off or holds no answer."""
         answer = self.frame.read(completion) if finished else None
         return 0.0 if answer is None else self.source.grade(problem, answer)
 
     def reward(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
+        """Return the reward of a completion."""
         return self.worth(self.credit(problem, completion, finished=finished))
 
     def worth(self, credit: float) -> float:
-        """The reward for so much credit."""
+        """Return the reward for a credit."""
         return self.exact_share * (credit == 1.0) + (1.0 - self.exact_share) * credit
 
 
 class SplitEnvironment:
-    """Implements ports.environment.Environment."""
+    """Implementation of ports.environment.Environment over a source."""
 
     def __init__(self, judge: Judge, *, seed: int) -> None:
         self.judge = judge
@@ -100,19 +104,23 @@ class SplitEnvironment:
         self._held_out: list[HeldOutInSplit] = []
 
     def prompt(self, index: int) -> str:
+        """Return the prompt's text of problem `index`."""
         return self.judge.frame.ask(self.problem(index).question)
 
     def answer(self, index: int) -> str:
+        """Return a completion with the reference answer."""
         return self.judge.frame.write(self.problem(index).answer)
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
+        """Return the reward of a completion for problem `index`."""
         return self.judge.reward(self.problem(index), completion, finished=finished)
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
-        """Different questions each. Fewer than `count` where the source has no more."""
+        """Return different questions; fewer than `count` if the source has no more."""
         return self.drawn_held_out(count)
 
     def drawn_held_out(self, count: int) -> list[HeldOutInSplit]:
+        """Draw different held-out problems; fewer than `count` if the source has no more."""
         found: dict[str, SourceProblem] = {}
         number = last_new = EVALUATION_START
         while len(found) < count and number - last_new < DRAWS_MAX:
@@ -144,22 +152,25 @@ class SplitEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutInSplit:
-    """Implements ports.environment.HeldOutProblem."""
+    """Implementation of ports.environment.HeldOutProblem."""
 
     judge: Judge
     problem: SourceProblem
 
     @property
     def prompt(self) -> str:
+        """Return the prompt's text."""
         return self.judge.frame.ask(self.problem.question)
 
     @property
     def answer(self) -> str:
-        """The reference answer, as a completion gives it."""
+        """Return the reference answer, in the format of a completion."""
         return self.judge.frame.write(self.problem.answer)
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
+        """Return whether the completion gets full credit."""
         return self.judge.credit(self.problem, completion, finished=finished) == 1.0
 
     def score(self, completion: str, *, finished: bool) -> float:
+        """Return the reward of a completion."""
         return self.judge.reward(self.problem, completion, finished=finished)

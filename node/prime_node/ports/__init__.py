@@ -1,1 +1,1 @@
-"""Ports: what the roles need of the world, as small Protocols. Their docstrings are the contract of every adapter."""
+"""Ports: small Protocols for what the roles need from outside. Their docstrings are the contract of every adapter."""

@@ -1,4 +1,4 @@
-"""Blobs: immutable bytes under their own digest."""
+"""Blobs: immutable bytes, addressed by their digest."""
 
 from __future__ import annotations
 
@@ -7,29 +7,38 @@ from typing import Protocol
 
 
 class Blobs(Protocol):
-    """Content-addressed storage. Every method may raise OSError where the disk or the service fails; all may be retried."""
+    """Content-addressed storage.
+
+    Every method may raise OSError when the disk or the service fails; every call may be retried.
+    """
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
-        """Store, durably, and return the digest. Idempotent; no reader ever sees half a blob.
+        """Store bytes durably and return their digest.
 
-        `digest` is for a caller who has computed it from these bytes himself: it is taken as it is.
+        Idempotent; no reader ever sees half a blob. A caller that has computed the digest of these bytes itself may
+        pass it as `digest`; it is not checked.
         """
         ...
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end). Raises KeyError where there is none. The caller checks the digest if he does not trust the disk."""
+        """Return bytes [start, end).
+
+        Raises KeyError if the blob does not exist. A caller that does not trust the disk checks the digest.
+        """
         ...
 
     async def size(self, digest: str) -> int:
-        """Bytes of a blob. Raises KeyError."""
+        """Return the size of a blob in bytes. Raises KeyError if it does not exist."""
         ...
 
-    async def has(self, digest: str) -> bool: ...
+    async def has(self, digest: str) -> bool:
+        """Return whether a blob exists."""
+        ...
 
     async def delete(self, digest: str) -> None:
-        """Forget a blob. Idempotent."""
+        """Delete a blob. Idempotent."""
         ...
 
     def digests(self) -> AsyncIterator[str]:
-        """All digests, in no order. Blobs put meanwhile may be missing."""
+        """Iterate over all digests, in no order. Blobs stored during the iteration may be missing."""
         ...

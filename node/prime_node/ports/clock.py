@@ -1,4 +1,4 @@
-"""Time. Roles never call time.time() themselves, so that a simulation can run them on a virtual clock."""
+"""Time. Roles never call time.time() directly, so that a simulation can run them on a virtual clock."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for what crosses the wire, monotonic time for durations."""
+    """Source of wall time (for timestamps on the wire) and of monotonic time (for durations)."""
 
     def now_ms(self) -> int:
-        """Unix time in milliseconds. May jump when the machine wakes up or its clock is set."""
+        """Return Unix time in milliseconds. It may jump when the machine wakes up or its clock is set."""
         ...
 
     def monotonic_s(self) -> float:
-        """Seconds that never run backwards."""
+        """Return seconds that never run backwards."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Let others run for at least `seconds`. Cancellable."""
+        """Suspend the caller for at least `seconds`. Cancellable."""
         ...

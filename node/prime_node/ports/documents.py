@@ -6,12 +6,15 @@ from typing import Protocol
 
 
 class Documents(Protocol):
-    """Named bytes. Names are our own ("manifests/00000041.json"), never a peer's. May raise OSError; may be retried."""
+    """Storage of named bytes.
+
+    Names are our own ("manifests/00000041.json"), never a peer's. Methods may raise OSError and may be retried.
+    """
 
     async def write(self, name: str, data: bytes) -> None:
-        """Store or replace, durably; no reader ever sees half a document."""
+        """Store or replace a document durably; no reader ever sees half of it."""
         ...
 
     async def read(self, name: str) -> bytes:
-        """Raises KeyError where there is none."""
+        """Return the document's bytes. Raises KeyError if it does not exist."""
         ...

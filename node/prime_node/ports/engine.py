@@ -1,4 +1,4 @@
-"""Inference. An Engine samples (worker), a Scorer judges by one forward pass (validator, evaluation).
+"""Inference: an Engine samples (worker); a Scorer verifies by one forward pass (validator, evaluation).
 
 Letters: B requests, T completion tokens in all.
 """
@@ -16,7 +16,7 @@ from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
 
 Spans = tuple[tuple[int, int], ...]
-"""(policy version, number of tokens) of one completion, in order."""
+"""Pairs of (policy version, number of tokens) of one completion, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,46 +25,46 @@ class GenerateRequest:
 
     prompt_token_ids: tuple[int, ...]
     seed: int
-    """The assigned randomness: tokens are argmax(logits / temperature + noise.gumbel_noise(seed, position))."""
+    """Assigned randomness: tokens are argmax(logits / temperature + noise.gumbel_noise(seed, position))."""
     proofs: bool = False
-    """Whether the completion commits to its hidden states (`Completion.proofs`), alike for all requests of a call."""
+    """Whether the completion commits to its hidden states (`Completion.proofs`). All requests of a call agree on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """One finished completion to judge."""
+    """One finished completion to score."""
 
     prompt_token_ids: tuple[int, ...]
     completion_token_ids: tuple[int, ...]
     seed: int | None
-    """None, alike for all requests of a call: nobody assigned one, and what may be expected of a choice is wanted instead
-    (`Prefill.expected_T`)."""
+    """Assigned seed. None, for all requests of a call alike, if none was assigned; the result then holds
+    `Prefill.expected_T`, the expected statistics of a token choice."""
     hidden: bool = False
-    """Whether the last hidden states are wanted too (`Prefill.hidden_TD`), alike for all requests of a call."""
+    """Whether to return the last hidden states too (`Prefill.hidden_TD`). All requests of a call agree on it."""
 
 
 class Engine(Protocol):
-    """Samples completions. One policy at a time; `load` and `generate` are never called at once."""
+    """Sampler of completions. It holds one policy at a time. `load` and `generate` are never called concurrently."""
 
     @property
     def info(self) -> EngineInfo:
-        """What a rollout says about the software that made it."""
+        """Return the software's identity, which each rollout carries."""
         ...
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         """Swap to other weights (all of them, verified by the caller). Idempotent.
 
-        Raises EngineMismatch where the engine's logprobs on a probe prompt are not those of the weights afterwards:
-        upstream engines have had updates that silently did nothing (verl #7495, NeMo-RL #3839).
+        Raises EngineMismatch if the engine's logprobs on a probe prompt then differ from those of the weights: upstream
+        engines have had updates that silently did nothing (verl #7495, NeMo-RL #3839).
         """
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        """One completion for each request, in their order.
+        """Return one completion for each request, in order.
 
         Logprobs are taken at the sampling temperature, without the noise, over the whole vocabulary. Temperature 0 is
-        greedy: no noise, logprobs at temperature 1. A cancelled call leaves the engine usable. Not retried by the engine:
-        the same request gives the same tokens but for rare numerical ties.
+        greedy: no noise, logprobs at temperature 1. A cancelled call leaves the engine usable. The engine does not
+        retry: the same request gives the same tokens, except for rare numerical ties.
         """
         ...
 
@@ -79,24 +79,25 @@ class SwappingEngine(Engine, Protocol):
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
-        """What it can do with unfinished completions, of those that let one span policies."""
+        """Return the swap policies that let a completion span policies and that this engine supports."""
         ...
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
-        """Swap to other weights at the next token; `generate` goes on, and `Completion.spans` says which policy sampled what.
+        """Swap to other weights at the next token while `generate` continues.
 
-        The last token before the cut is forwarded by the new weights. Returns when the swap is done; with nothing under way
-        it is a `load`. Raises EngineMismatch, and so does the `generate` under way.
+        `Completion.spans` records which policy sampled which tokens. The new weights forward the last token before the
+        swap. Returns when the swap is done; with nothing in progress it is a `load`. Raises EngineMismatch, and so does
+        the `generate` in progress.
         """
         ...
 
 
 class Scorer(Protocol):
-    """Judges completions by one forward pass over prompt and completion."""
+    """Verifier of completions, by one forward pass over prompt and completion."""
 
     @property
     def info(self) -> EngineInfo:
-        """Which software judges, for calibration."""
+        """Return the identity of the scoring software, for calibration."""
         ...
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
@@ -104,12 +105,12 @@ class Scorer(Protocol):
         ...
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
-        """Logprobs and margins of all T completion tokens, in the requests' order.
+        """Return logprobs and margins of all T completion tokens, in the order of the requests.
 
-        A request whose prompt begins with the prompt and the completion of the one before it goes on where that one ended: the
-        turns of a rollout share one forward pass.
+        A request whose prompt begins with the previous request's prompt and completion continues from there: the turns
+        of a rollout share one forward pass.
 
-        margin = max over tokens of (logit / temperature + noise) minus the same for the chosen token; exactly 0.0 where
+        margin = max over tokens of (logit / temperature + noise) minus the same for the chosen token; exactly 0.0 if
         the chosen token is the best. Temperature 0: without noise, logprobs at temperature 1.
         """
         ...
@@ -121,10 +122,10 @@ class Scorer(Protocol):
         sampling: Sampling,
         policies: Mapping[int, Weights],
     ) -> Prefill:
-        """The same for completions whose policy changed under way with the keys and values kept (SwapPolicy.KEEP_KV).
+        """Score completions whose policy changed during generation with keys and values kept (SwapPolicy.KEEP_KV).
 
-        Each span is forwarded by its own policy, which sees what those before it left in the cache. Loads the policies in
-        ascending order, so the newest one is held afterwards.
+        Each span is forwarded by its own policy, which sees the cache that the earlier policies left. Loads the
+        policies in ascending order, so the newest one is held afterwards.
         """
         ...
 
@@ -134,8 +135,8 @@ class Scorer(Protocol):
 
 
 class SamplingScorer(Engine, Scorer, Protocol):
-    """A scorer that can sample from the policy that it holds, too."""
+    """A scorer that can also sample from its policy."""
 
 
 class EngineMismatch(Exception):
-    """The engine does not compute what its weights say. The worker must not upload until a swap succeeds."""
+    """The engine does not compute what its weights imply. The worker must not upload until a swap succeeds."""

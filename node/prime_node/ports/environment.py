@@ -9,12 +9,17 @@ from prime_protocol.rollout import Completion
 
 
 class EnvironmentGone(Exception):
-    """The process that held an environment ended in the middle of a question, or had to be ended because it gave no answer:
-    whatever was under way says nothing."""
+    """The environment's process exited during a request, or was killed because it did not answer.
+
+    The result of the request is unknown.
+    """
 
 
 class EnvironmentSilent(Exception):
-    """One episode did nothing for too long and was ended. Its process answers others, and would be silent again for this one."""
+    """One episode was idle for too long and was ended.
+
+    The process can serve other episodes; retrying this one would time out again.
+    """
 
 
 class Environment(Protocol):
@@ -26,34 +31,39 @@ class Environment(Protocol):
     """
 
     def prompt(self, index: int) -> str:
-        """The text of training problem `index` (any index >= 0), without the template of the tokenizer."""
+        """Return the text of training problem `index` (any index >= 0), without the tokenizer's template."""
         ...
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
-        """Reward in [0, 1] of a completion's text for training problem `index`. `finished`: it ended with a stop token."""
+        """Return the reward in [0, 1] of a completion's text for training problem `index`.
+
+        `finished` is whether the completion ended with a stop token.
+        """
         ...
 
     def answer(self, index: int) -> str:
-        """The reference answer, for supervised training on the task's format."""
+        """Return the reference answer, for supervised training on the task's format."""
         ...
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
-        """The first `count` evaluation problems, by the evaluation's own seed."""
+        """Return the first `count` evaluation problems, by the evaluation's own seed."""
         ...
 
 
 Ask = Callable[[tuple[int, ...]], Awaitable[Completion | None]]
-"""The model's answer to a prompt; None where the rollout has no turn or no room left, and then it must come to its end."""
+"""Function that returns the model's completion of a prompt. It returns None if the rollout has no turn or no room left;
+the episode must then end."""
 
 
 @runtime_checkable
 class TurnEnvironment(Environment, Protocol):
-    """An environment that answers: a rollout is several requests to the model."""
+    """A multi-turn environment: a rollout is several requests to the model."""
 
     async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
-        """One rollout of training problem `index`; its reward. `prompt_token_ids`: what `prompt` is as the lease renders it.
+        """Play one rollout of training problem `index` and return its reward.
 
-        Everything that it asks for is a pure function of the answers so far, unless the EnvironmentSpec says otherwise.
+        `prompt_token_ids` is `prompt` as the lease renders it. Every request is a pure function of the answers so far,
+        unless the EnvironmentSpec says otherwise.
         """
         ...
 
@@ -63,7 +73,7 @@ class TurnProblem(Protocol):
     """A held-out problem of a TurnEnvironment."""
 
     async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
-        """One rollout; its reward as in training, 1 where it ends exactly right and only there."""
+        """Play one rollout and return its reward as in training: 1 if and only if it ends exactly right."""
         ...
 
 
@@ -71,14 +81,16 @@ class HeldOutProblem(Protocol):
     """One evaluation problem."""
 
     @property
-    def prompt(self) -> str: ...
+    def prompt(self) -> str:
+        """Return the prompt's text, without the tokenizer's template."""
+        ...
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
-        """True if the completion is exactly right."""
+        """Return whether the completion is exactly right."""
         ...
 
     def score(self, completion: str, *, finished: bool) -> float:
-        """Reward in [0, 1], as in training."""
+        """Return the reward in [0, 1], as in training."""
         ...
 
 
@@ -86,21 +98,23 @@ class Tokenizer(Protocol):
     """Text <-> token ids, from the run's model files."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Return the number of token ids."""
+        ...
 
     @property
     def stop_token_id(self) -> int:
-        """Ends a completion."""
+        """Return the token that ends a completion."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """A problem's text as the token ids that the model is fed, template included."""
+        """Return a problem's text as the model's input token ids, template included."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Plain text, without template or special tokens."""
+        """Encode plain text, without template or special tokens."""
         ...
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of a completion, without special tokens. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of a completion, without special tokens. Invalid UTF-8 becomes U+FFFD."""
         ...

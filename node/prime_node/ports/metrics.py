@@ -1,4 +1,4 @@
-"""Metrics: counters, gauges and durations for operators. Nothing is decided by them."""
+"""Metrics: counters, gauges and durations for operators. No decision depends on them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Protocol
 
 
 class MetricKind(StrEnum):
+    """Type of a metric, as in Prometheus."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"
@@ -15,25 +17,25 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What a role reports. Example: Metric(MetricKind.COUNTER, "prime_uploads_total", "Bundles received.")."""
+    """One metric that a role reports. Example: Metric(MetricKind.COUNTER, "prime_uploads_total", "Bundles received.")."""
 
     kind: MetricKind
     name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets; empty: prometheus-client's, which suit seconds."""
+    """Upper bounds of a histogram's buckets. Empty: prometheus-client's defaults, which suit seconds."""
 
 
 class Metrics(Protocol):
-    """Cheap, never blocks, never raises for a metric that was declared."""
+    """Registry of metrics. Calls are cheap, never block, and never raise for a declared metric."""
 
     def declare(self, *metrics: Metric) -> None:
-        """Before anything is reported. Idempotent for the same metric."""
+        """Declare metrics before any value is reported. Idempotent for the same metric."""
         ...
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
-        """Raise a counter."""
+        """Increase a counter."""
         ...
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
@@ -41,9 +43,9 @@ class Metrics(Protocol):
         ...
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        """Put a value into a histogram."""
+        """Add a value to a histogram."""
         ...
 
     def exposition(self) -> tuple[bytes, str]:
-        """All of them as text, and its content type."""
+        """Return all metrics as text, and its content type."""
         ...

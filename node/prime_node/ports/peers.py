@@ -1,11 +1,11 @@
-"""The network between peers: who is there, requests to one of them, announcements to all.
+"""The peer-to-peer network: connected peers, requests to one of them, announcements to all.
 
-A peer's name is its key (KeyId), and every link proves it: what `request` answers came from that key, and the peer that a
-handler sees is the one that asked. Nothing else about a peer is trusted. All of it belongs to one run: peers of
-another run share neither protocols nor topics.
+A peer's name is its key (KeyId), and every link authenticates it: an answer to `request` came from that key, and the
+peer passed to a handler is the one that sent the request. Nothing else about a peer is trusted. The network belongs to
+one run: peers of another run share neither protocols nor topics.
 
-Raises Unreachable where there was no answer, PeerError where the peer refused or sent what makes no sense. Nothing is
-retried inside.
+Methods raise Unreachable if there was no answer, and PeerError if the peer refused or sent an invalid answer. Nothing
+is retried internally.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from prime_protocol.identity import KeyId, PublicKey
 
 
 class Reachability(StrEnum):
-    """What others can do to reach this peer, as far as it has found out."""
+    """Reachability of this peer, as far as it knows."""
 
     UNKNOWN = "unknown"
-    """Nobody has tried yet."""
+    """No peer has tried to dial it yet."""
     PUBLIC = "public"
     """Others have dialled one of its addresses."""
     RELAYED = "relayed"
-    """Behind a NAT or a firewall, reserved at a relay: peers can call, and holes are punched where the NAT lets them."""
+    """Behind a NAT or a firewall, with a reservation at a relay. Peers can connect, by hole punching where the NAT allows it."""
     OUTBOUND = "outbound"
-    """It reaches others and nobody reaches it. Everything can still be fetched."""
+    """It can dial others, but nobody can reach it. It can still fetch everything."""
     PRIVATE = "private"
-    """By its owner's choice: it announces no address and serves nothing."""
+    """Private by its owner's choice: it announces no address and serves nothing."""
 
 
 class GossipJudgement(StrEnum):
-    """What becomes of an announcement."""
+    """Outcome of validating an announcement."""
 
     ACCEPT = "accept"
-    """Handled here and forwarded."""
+    """Valid: handled here and forwarded."""
     REJECT = "reject"
-    """Nobody honest forwards this: dropped, and it costs the peer that sent it."""
+    """Invalid: no honest peer forwards it. It is dropped, and the peer that sent it is penalized."""
     IGNORE = "ignore"
-    """Not news, or not to be judged now: dropped, and nobody is to blame."""
+    """Not new, or cannot be validated now: dropped without a penalty."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a peer may be dialled. Example: PeerAddress("12D3KooW...", ("/ip4/203.0.113.7/tcp/4001",))."""
+    """A peer and its dialable addresses. Example: PeerAddress("12D3KooW...", ("/ip4/203.0.113.7/tcp/4001",))."""
 
     peer: KeyId
     addresses: tuple[str, ...]
-    """Multiaddrs without the /p2p part. One of a relay ends in /p2p/<relay>/p2p-circuit."""
+    """Multiaddrs without the /p2p part. A relay's address ends in /p2p/<relay>/p2p-circuit."""
 
     @staticmethod
     def parse(text: str) -> PeerAddress:
-        """Of a multiaddr that ends in /p2p/<key id>. Raises ValueError."""
+        """Parse a multiaddr that ends in /p2p/<key id>. Raises ValueError."""
         address, _, peer = text.rpartition("/p2p/")
         if not address.startswith("/"):
             raise ValueError(
@@ -70,125 +70,145 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ConnectedPeer:
-    """A peer that is linked at the moment."""
+    """A peer that is currently connected."""
 
     peer: KeyId
     is_relayed: bool
-    """Every link to it leads through a relay: good for words, too slow for bytes."""
+    """Whether every link to it leads through a relay: fit for small messages, too slow for bulk data."""
     hosts: tuple[str, ...] = ()
-    """The IP addresses at which its direct links end."""
+    """Remote IP addresses of its direct links."""
 
     @property
     def is_direct(self) -> bool:
+        """Return whether at least one link is direct."""
         return not self.is_relayed
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredAnswer:
-    """What a handler answers, where something is to happen once it is on its way: a slot is free again, say."""
+    """A handler's answer with a callback for when it has been sent, such as freeing a slot."""
 
     payload: bytes
     after: Callable[[], None]
-    """Called once, in the handler's event loop, whether the answer could be sent or not."""
+    """Callback, called once in the handler's event loop, whether or not the answer could be sent."""
 
 
 RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | DeferredAnswer]]
-"""(who asks, request) -> answer. May raise PeerError, which the asker then gets."""
+"""(requesting peer, request) -> answer. May raise PeerError, which the requesting peer receives."""
 Validate = Callable[[KeyId, bytes], Awaitable[GossipJudgement]]
-"""(who sent it on, announcement) -> what becomes of it. Decides within ANNOUNCEMENT_JUDGE_S_MAX, or it counts as IGNORE."""
+"""(forwarding peer, announcement) -> outcome. A decision that takes longer than ANNOUNCEMENT_JUDGE_S_MAX counts as IGNORE."""
 HandleAnnouncement = Callable[[KeyId, bytes], Awaitable[None]]
-"""(who made it, announcement), after it was accepted; each one once."""
+"""(author, announcement), called once for each accepted announcement."""
 
 
 class PeerNetwork(Protocol):
-    """One peer's view. `serve` and `subscribe` are called before `start`, everything else between `start` and `close`."""
+    """One peer's view of the network.
+
+    `serve` and `subscribe` are called before `start`, everything else between `start` and `close`.
+    """
 
     @property
-    def peer_id(self) -> KeyId: ...
+    def peer_id(self) -> KeyId:
+        """Return this peer's own key id."""
+        ...
 
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
-        """Answer requests of a protocol; a longer request is refused unread. Handlers run side by side, at most
-        PEER_REQUESTS_MAX for one peer. A private peer serves nobody, whatever is registered."""
+        """Answer requests of a protocol; a longer request is refused unread.
+
+        Handlers run concurrently, at most PEER_REQUESTS_MAX for one peer. A private peer serves nobody, whatever is
+        registered.
+        """
         ...
 
     def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
-        """Take part in a topic. Nothing is handled or forwarded that `validate` has not accepted."""
+        """Subscribe to a topic. Only announcements that `validate` accepts are handled or forwarded."""
         ...
 
     async def start(self) -> None:
-        """Listen, dial the bootstrap peers, join the topics; also once more after it has ended. Raises LocalError where the
-        machine cannot."""
+        """Listen, dial the bootstrap peers and join the topics.
+
+        May be called again after the network has ended. Raises LocalError if the machine cannot do it.
+        """
         ...
 
     def has_ended(self) -> bool:
-        """By itself, through a fault: every call raises Unreachable, and nobody is linked."""
+        """Return whether the network stopped because of a fault.
+
+        If so, every call raises Unreachable and no peer is connected.
+        """
         ...
 
     async def ended(self) -> None:
-        """Waits until it has."""
+        """Wait until the network has stopped because of a fault."""
         ...
 
     async def close(self) -> None:
-        """Idempotent. Requests under way end as Unreachable."""
+        """Stop. Idempotent. Requests in progress end as Unreachable."""
         ...
 
     def addresses(self) -> tuple[str, ...]:
-        """Where others may dial this peer, as far as is known: what it may announce. Empty for a private one."""
+        """Return the addresses at which others may dial this peer, as far as known. Empty for a private peer."""
         ...
 
-    def reachability(self) -> Reachability: ...
+    def reachability(self) -> Reachability:
+        """Return how others can reach this peer, as far as known."""
+        ...
 
     def punched(self) -> tuple[int, int]:
-        """(peers to which a hole was punched, peers with which it was tried) in this session."""
+        """Return (peers to which hole punching succeeded, peers with which it was tried) in this session."""
         ...
 
-    def connected(self) -> tuple[ConnectedPeer, ...]: ...
+    def connected(self) -> tuple[ConnectedPeer, ...]:
+        """Return the currently connected peers."""
+        ...
 
     def known(self) -> tuple[PeerAddress, ...]:
-        """Peers that were learnt, connected or not. Hints: an address may be stale or a lie."""
+        """Return the known peers, connected or not. These are hints: an address may be stale or false."""
         ...
 
     def learn(self, peers: tuple[PeerAddress, ...]) -> None:
-        """Remember addresses, at most KNOWN_PEERS_MAX of them. Nothing is dialled."""
+        """Remember addresses, at most KNOWN_PEERS_MAX of them. Dials nothing."""
         ...
 
     def stay_linked(self, address: PeerAddress) -> None:
-        """Link to a peer now and whenever the link is lost: a bootstrap peer. At most BOOTSTRAP_PEERS_MAX of them."""
+        """Connect to a bootstrap peer now and whenever the link is lost. At most BOOTSTRAP_PEERS_MAX of them."""
         ...
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
-        """Link to a peer, directly where one of its addresses or a punched hole allows it, else through a relay.
+        """Connect to a peer.
 
-        Idempotent. Raises Unreachable, also where whoever answers there has another key.
+        The link is direct if one of the peer's addresses or hole punching allows it, else through a relay. Idempotent.
+        Raises Unreachable, also if the peer that answers has another key.
         """
         ...
 
     async def disconnect(self, peer: KeyId) -> None:
-        """Close every link to it. Idempotent."""
+        """Close every link to a peer. Idempotent."""
         ...
 
     async def block(self, peer: KeyId, reason: str) -> None:
-        """Close every link to a peer that lied and take none from it until `close`. Idempotent."""
+        """Close every link to a misbehaving peer and accept none from it until `close`. Idempotent."""
         ...
 
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
-        """Ask a connected peer. Several requests may be under way; answers come in any order.
+        """Send a request to a connected peer and return its answer.
 
-        Raises Unreachable where no link is up or no whole answer came in time, PeerError where the peer says no
-        (its code), or answers with more than `reply_bytes_max` (TOO_LARGE).
+        Several requests may be in progress; answers come in any order. Raises Unreachable if there is no link or no
+        whole answer came in time. Raises PeerError if the peer refuses (with its code) or answers with more than
+        `reply_bytes_max` (TOO_LARGE).
         """
         ...
 
     async def announce(self, topic: str, data: bytes) -> None:
-        """Tell everybody in a topic, as far as this peer's links carry it. Raises ValueError above ANNOUNCEMENT_BYTES_MAX."""
+        """Publish to a topic, as far as this peer's links carry it. Raises ValueError above ANNOUNCEMENT_BYTES_MAX."""
         ...
 
     async def provide(self, digest: str) -> None:
-        """Leave a hint in the distributed table that this peer has what `digest` names. Costs seconds; may fail silently."""
+        """Record in the DHT that this peer provides the content named `digest`. Takes seconds; may fail silently."""
         ...
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        """Peers that are said to have it: hints of strangers, possibly stale, possibly none."""
+        """Return the peers that the DHT lists for `digest`: untrusted hints, possibly stale, possibly none."""
         ...

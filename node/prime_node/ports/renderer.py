@@ -1,4 +1,4 @@
-"""Conversations as token ids, and back."""
+"""Conversion of conversations to token ids and back."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 Message = Mapping[str, Any]
-"""As in OpenAI's chat format. Example: {"role": "user", "content": "Spell this word backward: sun"}."""
+"""Message in OpenAI's chat format. Example: {"role": "user", "content": "Spell this word backward: sun"}."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What an answer says."""
+    """A parsed answer of the model."""
 
     content: str
     reasoning: str = ""
@@ -20,7 +20,7 @@ class Parsed:
 
     @property
     def message(self) -> dict[str, Any]:
-        """As a part of the conversation that follows."""
+        """Return the answer as a message for the conversation that follows."""
         found: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
@@ -33,11 +33,11 @@ class Renderer(Protocol):
     """One model family's chat format. Pure: the same on every machine with the same release and the same model files."""
 
     def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
-        """The whole conversation, with the opening of the answer that comes next."""
+        """Render the whole conversation, with the opening of the next answer."""
         ...
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
-        """A sampled answer, its stop token included if it has one."""
+        """Parse a sampled answer, its stop token included if it has one."""
         ...
 
     def bridge_to_next_turn(
@@ -48,9 +48,9 @@ class Renderer(Protocol):
         *,
         tools: Sequence[Message] = (),
     ) -> list[int] | None:
-        """The next prompt: prompt and answer exactly as they were, and what is new behind them.
+        """Return the next prompt: prompt and answer exactly as they were, then the new messages.
 
-        None where the format cannot promise that it means the same as the whole conversation rendered anew: then `render_ids` is
-        to be asked, and what was sampled before is not a prefix of it.
+        Returns None if the format cannot guarantee that this equals the whole conversation rendered again. The caller
+        then calls `render_ids`, and the earlier samples are not a prefix of the result.
         """
         ...

@@ -1,6 +1,7 @@
-"""The coordinator's durable memory: a log of events, snapshots of the state that they fold to, receipts by bundle, the ledger.
+"""The coordinator's durable storage: an event log, state snapshots, receipts by bundle, the ledger.
 
-The state machine is pure (coordinator/state/tick.py), so the log is the truth: state = fold(snapshot, events after it).
+The state machine is pure (coordinator/state/tick.py), so the log is authoritative: state = fold(snapshot, events after
+it).
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 PAGE_CHARS_MAX = 2**20
-"""Characters of one page of receipts or of the ledger, where the caller says nothing else; as UTF-8 no more than
-LEDGER_PAGE_BYTES_MAX."""
+"""Default number of characters in one page of receipts or of the ledger; as UTF-8 at most LEDGER_PAGE_BYTES_MAX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class LoggedEvent:
     """One entry of the log. Example: LoggedEvent(1, 1763690000000, '{"type":"worker_joined",...}')."""
 
     number: int
-    """1, 2, 3, ... without gap."""
+    """Sequence number: 1, 2, 3, ... without gaps."""
     at_ms: int
     payload: str
     """JSON of the event."""
@@ -34,13 +34,13 @@ class StoredReceipt:
     worker: str
     step: int
     status: str
-    """BundleStatus."""
+    """Value of a BundleStatus."""
     envelope: str
-    """The signed receipt, JSON."""
+    """Signed receipt, as JSON."""
 
 
 class Store(Protocol):
-    """One writer. When a method that writes has returned, what it wrote survives kill -9 and power loss."""
+    """Durable storage with one writer. When a writing method has returned, its data survives kill -9 and power loss."""
 
     async def append(
         self,
@@ -48,44 +48,51 @@ class Store(Protocol):
         receipts: Sequence[StoredReceipt] = (),
         ledger: Sequence[str] = (),
     ) -> None:
-        """Add events, put receipts and add lines to the ledger in one transaction: all or nothing.
+        """Add events, receipts and ledger lines in one transaction: all or nothing.
 
-        A receipt replaces the one of the same bundle. Raises StoreConflict where an event number is taken (another
-        coordinator writes to the same store) or where a lease would be redeemed by a second bundle.
+        A receipt replaces the one of the same bundle. Raises StoreConflict if an event number is taken (another
+        coordinator writes to the same store) or if a lease would be redeemed by a second bundle.
         """
         ...
 
     def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
-        """Events with a number above `after`, in order."""
+        """Iterate over events with a number above `after`, in order."""
         ...
 
     async def save_snapshot(self, number: int, payload: str) -> None:
-        """The state after event `number`. Older snapshots and the events before it may be forgotten."""
+        """Save the state after event `number`. Older snapshots and the events before it may be deleted."""
         ...
 
-    async def latest_snapshot(self) -> tuple[int, str] | None: ...
+    async def latest_snapshot(self) -> tuple[int, str] | None:
+        """Return the newest snapshot as (event number, state), None if there is none."""
+        ...
 
-    async def receipt(self, bundle: str) -> StoredReceipt | None: ...
+    async def receipt(self, bundle: str) -> StoredReceipt | None:
+        """Return a bundle's latest receipt, None if there is none."""
+        ...
 
     async def receipts_of(
         self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
     ) -> tuple[list[StoredReceipt], int]:
-        """A worker's receipts, or None for everybody's, in the order of their last change, from a cursor; and the next cursor.
+        """Return receipts from cursor `after` on, in the order of their last change, and the next cursor.
 
-        At most `limit`, and no more than whose envelopes have `chars_max` together, but for a single one.
+        The receipts are one worker's, or everybody's if `worker` is None. There are at most `limit`, and their
+        envelopes have at most `chars_max` characters together; a single longer one is still returned.
         """
         ...
 
     async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
-        """Lines of the ledger from line `start` (0 is the first); bounded likewise."""
+        """Return ledger lines from line `start` (0 is the first), with the same bounds."""
         ...
 
     async def ledger_length(self) -> int:
-        """Lines in the ledger."""
+        """Return the number of lines in the ledger."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Close the store."""
+        ...
 
 
 class StoreConflict(Exception):
-    """The write would break the log. Nothing was written."""
+    """The write would corrupt the log. Nothing was written."""

@@ -1,4 +1,4 @@
-"""A link to one peer that gives checkpoints, over whatever carries it."""
+"""A link to one peer that serves checkpoints, over any transport."""
 
 from __future__ import annotations
 
@@ -12,44 +12,51 @@ from prime_protocol.peers import PeerNews
 
 
 class PeerLink(CheckpointSource, TimestampSource, Protocol):
-    """Raises PeerError and Unreachable as every CheckpointSource does."""
+    """Link to one peer. Methods raise PeerError and Unreachable, as in every CheckpointSource."""
 
     def news(self) -> AsyncIterator[PeerNews]:
-        """What the peer has: first everything, then what comes. Ends, with Unreachable, when the link is lost; silence of
-        PEER_SILENCE_S_MAX counts as that."""
+        """Iterate over the peer's have-set: first all of it, then each addition.
+
+        Raises Unreachable when the link is lost or the peer is silent for PEER_SILENCE_S_MAX.
+        """
         ...
 
     async def peers(self) -> str:
-        """The newest list of peers that it has, as the coordinator signed it."""
+        """Return the peer's newest list of peers, as the coordinator signed it."""
         ...
 
     async def prepare(self) -> None:
-        """Pieces are about to be asked for: what they need before can be done now. Idempotent."""
+        """Prepare for requests of pieces that follow shortly. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the link. Idempotent."""
         ...
 
 
 class PeerFinder(Protocol):
-    """The coordinator, as far as it knows who is there. Requests are signed by the adapter."""
+    """The coordinator's peer discovery. The adapter signs requests."""
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The IP addresses that its name has led to so far, in this process."""
+        """Return the IP addresses to which the coordinator's name has resolved so far, in this process."""
         ...
 
-    async def find_peers(self, request: PeersRequest) -> PeersReply: ...
+    async def find_peers(self, request: PeersRequest) -> PeersReply:
+        """Request peers; the reply holds those that the coordinator knows."""
+        ...
 
 
 class DialBack(Protocol):
-    """Tries an address that somebody has offered."""
+    """Prober of an address that a peer has announced."""
 
     async def answers(self, address: str, peer: KeyId) -> bool:
-        """Does `peer` itself answer there? Asks one small question, follows nothing, and takes a few seconds at most."""
+        """Return whether `peer` itself answers at an address.
+
+        Sends one small request, follows no redirect, and takes a few seconds at most.
+        """
         ...
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Release resources. Idempotent."""
         ...

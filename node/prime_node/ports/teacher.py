@@ -1,4 +1,4 @@
-"""A teacher: another model that says how probable it finds what the student wrote (on-policy distillation)."""
+"""The teacher: a model that scores the student's own tokens (on-policy distillation)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Protocol
 
 
 class Teacher(Protocol):
-    """Belongs to the operator and is trusted. Its tokens are the student's: the same tokenizer."""
+    """The operator's own, trusted model. It uses the student's tokenizer."""
 
     async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Nats, at temperature 1, of every token of each sequence but its first, which nothing predicts.
+        """Return the logprob in nats, at temperature 1, of every token of each sequence except its first.
 
-        Idempotent. Raises Unreachable where it may be asked again, LocalError where that would not help.
+        Idempotent. Raises Unreachable if the caller may retry, LocalError if a retry would not help.
         """
         ...
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Release resources. Idempotent."""
         ...

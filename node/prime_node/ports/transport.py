@@ -1,7 +1,7 @@
-"""How roles reach the coordinator, and where checkpoints come from.
+"""Ports to the coordinator, and sources of checkpoints.
 
-All methods raise PeerError for an answer that is an error or makes no sense, and Unreachable where there was no answer: the
-caller decides how long to try again. Nothing here is retried inside.
+All methods raise PeerError for an error or an invalid answer, and Unreachable if there was no answer. Nothing is
+retried internally: the caller decides how long to retry.
 """
 
 from __future__ import annotations
@@ -33,111 +33,135 @@ from prime_protocol.messages import (
 
 
 class Unreachable(Exception):
-    """No answer: refused, cut, timed out. Try again later; nothing is known about whether the request was carried out."""
+    """No answer: refused, cut or timed out.
+
+    The caller may retry later; whether the request was carried out is unknown.
+    """
 
 
 class CheckpointSource(Protocol):
-    """Where signed manifests and their bytes come from: a coordinator, a mirror, a folder. Nothing in it is trusted."""
+    """Untrusted source of signed manifests and their bytes: a coordinator, a mirror or a folder."""
 
-    async def run_spec(self) -> Envelope: ...
+    async def run_spec(self) -> Envelope:
+        """Return the signed RunSpec."""
+        ...
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
-        """The newest manifest that the source knows; None before the first. Cheap: may be polled each second.
+        """Return the newest manifest that the source knows; None before the first.
 
-        A source that can, holds the question for up to `wait_s` while it has nothing newer than what it answered last.
+        Cheap: may be polled each second. A source that supports long polling holds the request for up to `wait_s` while
+        it has nothing newer than its last answer.
         """
         ...
 
     async def manifest(self, policy_version: int) -> Envelope:
-        """Raises PeerError(NOT_FOUND)."""
+        """Return the signed manifest of a policy. Raises PeerError(NOT_FOUND)."""
         ...
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Bytes [start, end) of a blob, unverified: the caller compares digests. Raises PeerError(NOT_FOUND)."""
+        """Return bytes [start, end) of a blob, unverified: the caller compares digests. Raises PeerError(NOT_FOUND)."""
         ...
 
 
 class TimestampSource(Protocol):
-    """Who shows what is said to be the newest policy. Nothing in it is trusted."""
+    """Untrusted source of the signed timestamp, which names the newest policy."""
 
     async def timestamp(self) -> Envelope:
-        """The newest one that the source has. Raises PeerError(NOT_FOUND)."""
+        """Return the newest timestamp that the source has. Raises PeerError(NOT_FOUND)."""
         ...
 
 
 class StatementSource(TimestampSource, Protocol):
-    """Where a run's signed words about itself come from. Nothing in it is trusted."""
+    """Untrusted source of a run's signed statements."""
 
     async def key_ring(self, version: int) -> Envelope:
-        """Version 1 or above. Raises PeerError(NOT_FOUND) where there is none yet."""
+        """Return key ring `version`, 1 or above. Raises PeerError(NOT_FOUND) if there is none yet."""
         ...
 
 
 class LedgerSource(Protocol):
-    """Where a run's ledger comes from (prime_protocol/ledger.py). Nothing in it is trusted."""
+    """Untrusted source of a run's ledger (prime_protocol/ledger.py)."""
 
     async def ledger_head(self) -> Envelope:
-        """Signed by the coordinator. Lines that it speaks of are there from then on."""
+        """Return the head that the coordinator signed. The lines that it covers are available from then on."""
         ...
 
     async def ledger(self, start: int) -> list[bytes]:
-        """Lines from line `start` on, as many as come at once; none beyond the end. To be read in order."""
+        """Return lines from line `start` on, one page at a time, empty beyond the end. Read them in order."""
         ...
 
 
 class PublicSource(CheckpointSource, StatementSource, Protocol):
-    """All that a run shows to everyone."""
+    """All that a run publishes to everyone."""
 
 
 class WorkerPort(CheckpointSource, Protocol):
-    """What a worker asks of a coordinator. Requests are signed by the adapter with the worker's key and a fresh nonce."""
+    """A worker's requests to a coordinator. The adapter signs them with the worker's key and a fresh nonce."""
 
-    async def join(self, request: JoinRequest) -> JoinReply: ...
+    async def join(self, request: JoinRequest) -> JoinReply:
+        """Join the run, or join it again."""
+        ...
 
-    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply: ...
+    async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
+        """Report that the worker is alive; the reply holds the run's progress."""
+        ...
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
-        """A signed lease, not verified yet."""
+        """Request a lease; the answer is signed and not verified yet."""
         ...
 
-    async def return_lease(self, request: ReturnLeaseRequest) -> None: ...
+    async def return_lease(self, request: ReturnLeaseRequest) -> None:
+        """Hand back a lease that will not be fulfilled."""
+        ...
 
     async def upload(self, parcel: bytes) -> UploadReply:
-        """Idempotent by the parcel's digest: sending it again gives the same answer."""
+        """Upload a parcel. Idempotent by the parcel's digest: a repeated upload gets the same answer."""
         ...
 
-    async def receipts(self, request: ReceiptsRequest) -> ReceiptList: ...
+    async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
+        """Return the worker's signed receipts from a cursor on."""
+        ...
 
-    async def leave(self, request: LeaveRequest) -> None: ...
+    async def leave(self, request: LeaveRequest) -> None:
+        """Leave the run."""
+        ...
 
 
 class ValidatorPort(CheckpointSource, Protocol):
-    """What a validator asks of a coordinator."""
+    """A validator's requests to a coordinator."""
 
-    async def check(self, request: CheckRequest) -> CheckTask | NotYet: ...
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        """Request a bundle to verify; NotYet if there is none."""
+        ...
 
-    async def bundle(self, request: BundleRequest) -> bytes: ...
+    async def bundle(self, request: BundleRequest) -> bytes:
+        """Return an uploaded bundle's bytes, unverified."""
+        ...
 
     async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
-        """Store this validator's logprobs [T] of a bundle, signed, for the trainer. Idempotent; returns their digest."""
+        """Store this validator's signed logprobs [T] of a bundle for the trainer. Idempotent; returns their digest."""
         ...
 
     async def check_result(self, request: CheckResultRequest) -> None:
-        """Idempotent: the first verdict on a bundle stands."""
+        """Report a verdict. Idempotent: the first verdict on a bundle stands."""
         ...
 
 
 class TrainerPort(CheckpointSource, Protocol):
-    """What the trainer asks of a coordinator."""
+    """The trainer's requests to a coordinator."""
 
-    async def batch(self, request: BatchRequest) -> Envelope | NotYet: ...
+    async def batch(self, request: BatchRequest) -> Envelope | NotYet:
+        """Request the signed batch of a step; NotYet if it is incomplete."""
+        ...
 
-    async def bundle(self, request: BundleRequest) -> bytes: ...
+    async def bundle(self, request: BundleRequest) -> bytes:
+        """Return an accepted bundle's bytes, unverified."""
+        ...
 
     async def put_blob(self, data: bytes) -> str:
         """Store a checkpoint part or a model file. Idempotent; returns the digest."""
         ...
 
     async def publish(self, manifest: Envelope) -> None:
-        """Make a manifest the head. All its blobs must be there. Idempotent for the same manifest."""
+        """Make a manifest the head. All its blobs must be stored. Idempotent for the same manifest."""
         ...

@@ -1,14 +1,15 @@
-"""From signed bytes to groups. Pure: what the coordinator has accepted is checked once more before it is trained on.
+"""From signed bytes to groups. Pure: the coordinator's accepted data is verified again before training.
 
-(1) the batch is signed by the coordinator, for this run and step, and names each slot of the step at most once;
+(1) the coordinator signed the batch, for this run and step, and it names each slot of the step at most once;
 (2) a bundle has the digest that the batch names, is signed by the group's worker, and its body parses;
-    where the batch names a validator's logprobs of it, they are signed by a validator, for this bundle, one for each token,
-    and take the place of the claimed ones;
+    if the batch names a validator's logprobs of it, they are signed by a validator, for this bundle, one for each token,
+    and replace the claimed ones;
 (3) header and batch agree on run, worker, step and policy;
 (4) the group is in the bundle: its slot, its number of completions, one reward each, finite;
 (5) every policy that sampled a token is admitted at this step, by step.py.
 
-Intake has checked all of it, so a fault here is a bug or an intruder on the trusted side: it ends the trainer with its name.
+Intake has checked all of it, so a fault here is a bug or an intruder on the trusted side: it ends the trainer with an
+error that names the cause.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Bundle:
 
 
 def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) -> TrainBatch:
-    """(1). Raises PeerError."""
+    """Verify a batch: check (1). Raises PeerError."""
     batch = parse_json(run.keys.verify(envelope, PayloadType.BATCH, Role.COORDINATOR), TrainBatch)
     if batch.run != run.digest:
         raise PeerError(
@@ -60,7 +61,10 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) 
 
 
 def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
-    """(2). Raises PeerError, which names bundle and worker: past intake nothing of this is possible but by a fault of ours."""
+    """Verify a bundle: check (2).
+
+    Raises PeerError, which names bundle and worker. After intake only a bug of ours can cause it.
+    """
     bounds = run.spec.limits
     try:
         if digest_of(parcel) != digest:
@@ -73,7 +77,10 @@ def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedR
 
 
 def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, run: PinnedRun) -> Bundle:
-    """(2), of the validator's logprobs: `parcel` is to have the digest `logprobs`. Raises PeerError, which names the bundle."""
+    """Replace the claimed logprobs by a validator's: check (2).
+
+    `parcel` must have the digest `logprobs`. Raises PeerError, which names the bundle.
+    """
     try:
         if digest_of(parcel) != logprobs:
             raise PeerError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
@@ -91,7 +98,7 @@ def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, 
 
 
 def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:
-    """(3) to (5) for every group, in the batch's order. Raises PeerError."""
+    """Return the groups in the batch's order, after checks (3) to (5). Raises PeerError."""
     return [_group(group, bundles[group.bundle], batch.step, run) for group in batch.groups]
 
 

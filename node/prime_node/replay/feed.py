@@ -1,8 +1,8 @@
-"""The trainer's feed: a batch of step n, and behind its back the one that follows.
+"""The trainer's feed: the batch of step n, and the next one prefetched.
 
-Who waits for whom: `take` waits for the coordinator, which holds the request open until the batch is complete (workers and
-validators complete it). While it trains, the next batch and its bundles are fetched and worked on. An absent coordinator is
-waited for without a deadline, the reason in the log; `close` or cancelling `take` ends every wait.
+Concurrency: `take` waits for the coordinator, which holds the request open until workers and validators have completed
+the batch. While the trainer trains, the feed fetches and prepares the next batch and its bundles. It waits for an
+unreachable coordinator without a deadline, with the reason in the log; `close` or cancelling `take` ends every wait.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """What one step, or a part of it, trains on."""
+    """Data of one step, or of a part of it."""
 
     step: int
     part: int
     digest: str
-    """Of the signed batch, for the manifest's provenance."""
+    """Digest of the signed batch, for the manifest's provenance."""
     groups: tuple[Group, ...]
     made: Any = None
-    """What `Feed.work_ahead` has made of it."""
+    """Result of `Feed.work_ahead`'s function for this batch."""
 
 
 async def _at_once(check: Callable[[], Any]) -> Any:
@@ -44,7 +44,7 @@ async def _at_once(check: Callable[[], Any]) -> Any:
 
 
 class Feed:
-    """Batches in the order of the steps, one fetched ahead."""
+    """Batches in the order of the steps, one prefetched."""
 
     def __init__(
         self,
@@ -56,8 +56,11 @@ class Feed:
         fetches_max: int = 8,
         verified: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None,
     ) -> None:
-        """`wait_seconds`: how long the coordinator may hold a request; `fetches_max`: bundles asked for at once; `verified`:
-        how to call what checks a signature where the keys may have changed (broadcast.trust)."""
+        """Set up the feed.
+
+        `wait_seconds`: how long the coordinator may hold a request. `fetches_max`: bundles fetched concurrently.
+        `verified`: wrapper for signature checks when keys may have changed (broadcast.trust).
+        """
         self._coordinator = coordinator
         self._run = run
         self._clock = clock
@@ -70,16 +73,16 @@ class Feed:
         self._work: Callable[[StepBatch], Any] | None = None
 
     def work_ahead(self, work: Callable[[StepBatch], Any]) -> None:
-        """From now on do this with each batch, in a thread, as soon as it is there; `StepBatch.made` is what it returns."""
+        """Run `work` on each batch in a thread as soon as it arrives; its result becomes `StepBatch.made`."""
         self._work = work
 
     async def take(
         self, step: int, part: int = 0, *, durable_step: int = 0, train_seconds: float | None = None
     ) -> StepBatch:
-        """A batch of `step`, of whose batches this is number `part`. Asking again gives the same batch. Raises PeerError.
+        """Return batch number `part` of `step`. A repeated call returns the same batch. Raises PeerError.
 
-        `durable_step`: where the trainer would resume if it were killed now; the coordinator may forget older batches.
-        `train_seconds`: what the newest finished step took, for the coordinator's metrics.
+        `durable_step`: where the trainer would resume if it were killed now; the coordinator may delete older batches.
+        `train_seconds`: duration of the newest finished step, for the coordinator's metrics.
         """
         self._durable_step = durable_step
         self._train_ms = None if train_seconds is None else round(train_seconds * 1_000)
@@ -96,7 +99,7 @@ class Feed:
         return batch
 
     async def close(self) -> None:
-        """End all fetching. Idempotent."""
+        """Stop all fetching. Idempotent."""
         tasks = list(self._ahead.values())
         self._ahead.clear()
         for task in tasks:
@@ -133,7 +136,7 @@ class Feed:
         return self._coordinator.batch(request)
 
     async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:
-        """Each bundle once, several at a time. All end where one fails."""
+        """Fetch each bundle once, several concurrently. If one fails, all are cancelled."""
         entries = {group.bundle: group for group in groups}
         try:
             async with asyncio.TaskGroup() as fetching:
@@ -143,7 +146,7 @@ class Feed:
         return {digest: task.result() for digest, task in tasks.items()}
 
     async def _bundle(self, digest: str, entry: BatchGroup) -> Bundle:
-        """With the validator's logprobs where it was audited."""
+        """Fetch a bundle, with the validator's logprobs if it was audited."""
         async with self._fetches:
             bundle = open_trained_bundle(await self._parcel(digest), digest=digest, worker=entry.worker, run=self._run)
             if entry.logprobs is None:

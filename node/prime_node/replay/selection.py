@@ -1,6 +1,7 @@
-"""Which of the accepted groups the next batch takes, and which are too old for it. Pure: the coordinator and any planner ask it.
+"""Selection of accepted groups for the next batch, and of those too old for it. Pure; used by the coordinator and by planners.
 
-A group's *deadline* is the last step that may train it: the policy that its staleness is counted from, plus max_off_policy_steps.
+A group's *deadline* is the last step that may train it: the policy that its staleness is counted from, plus
+max_off_policy_steps.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from prime_protocol.schedule import Selection
 
 
 class Ready(NamedTuple):
-    """An accepted group that no batch has taken."""
+    """An accepted group that is in no batch yet."""
 
     slot: int
     policy_version: int
-    """The policy that its staleness is counted from."""
+    """Policy from which its staleness is counted."""
     order: int
-    """Its place among all groups in the order of acceptance."""
+    """Position among all groups in the order of acceptance."""
 
 
 def stale(ready: Iterable[Ready], *, step: int, lag_max: int) -> tuple[int, ...]:
-    """Slots of groups that are too old for `step`, ascending."""
+    """Return the slots of groups that are too old for `step`, ascending."""
     return tuple(sorted(group.slot for group in ready if step - group.policy_version > lag_max))
 
 
 def choose_ready(ready: Sequence[Ready], count: int, *, selection: Selection, slots_end: int) -> tuple[int, ...] | None:
-    """The slots of a batch of `count` groups, ascending; None where it has to wait. `slots_end` bounds Selection.WINDOW."""
+    """Return the slots of a batch of `count` groups, ascending; None if it must wait.
+
+    `slots_end` bounds Selection.WINDOW.
+    """
     if selection is Selection.WINDOW:
         ready = [group for group in ready if group.slot < slots_end]
     if len(ready) < count:
@@ -48,10 +52,10 @@ def choose_in_time(
     lag_max: int,
     selection: Selection,
 ) -> tuple[int, ...] | None:
-    """The same under StalePolicy.WAIT: what would be too old for the next batch is in this one, or waited for.
+    """Choose under StalePolicy.WAIT: include, or wait for, every group that would be too old for the next batch.
 
     For each deadline d, the steps up to d can still train `capacity_left` (of this step, after this batch) plus a whole
-    step for each later one. What exceeds that has to be in this batch, and is waited for where it is not ready yet.
+    step for each later one. Groups beyond that must be in this batch; it waits for those that are not ready.
     """
     due = Counter(max(step, group.policy_version + lag_max) for group in ready)
     due.update(max(step, version + lag_max) for version in begun_versions)
@@ -79,6 +83,6 @@ def choose_in_time(
 
 
 def _ranked(ready: Iterable[Ready], selection: Selection) -> list[Ready]:
-    """Whoever comes first is trained first. Already so in large part, which makes sorting quick."""
+    """Return the groups in training order. The input is mostly sorted already, which makes sorting fast."""
     names = ("policy_version", "order") if selection is Selection.LOWEST_VERSION_FIRST else ("order",)
     return sorted(ready, key=attrgetter(*names))

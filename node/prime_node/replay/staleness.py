@@ -1,4 +1,4 @@
-"""How old a completion is for the step that trains it, when it may span several policies. Pure."""
+"""Staleness of a completion at the step that trains it, if it may span several policies. Pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Versions:
     """The policies of one rollout. Example: Versions(start=3, oldest=3, end=5)."""
 
     start: int
-    """The one that was leased."""
+    """Leased policy."""
     oldest: int
-    """The oldest that sampled a token."""
+    """Oldest policy that sampled a token."""
     end: int
-    """The one that sampled the last token."""
+    """Policy that sampled the last token."""
 
     def counted_from(self, staleness_from: StalenessFrom) -> int:
-        """The policy that staleness is counted from."""
+        """Return the policy from which staleness is counted."""
         return {StalenessFrom.START: self.start, StalenessFrom.OLDEST: self.oldest, StalenessFrom.END: self.end}[
             staleness_from
         ]
 
 
 def versions_of(rollouts: Rollouts, *, start: int) -> list[Versions]:
-    """The policies of each rollout of a bundle whose lease named `start`."""
+    """Return the policies of each rollout of a bundle whose lease named `start`."""
     num = rollouts.num_rollouts
     oldest_N: npt.NDArray[np.int64] = np.full(num, np.iinfo(np.int64).max)
     end_N = np.zeros(num, np.int64)
@@ -42,7 +42,7 @@ def versions_of(rollouts: Rollouts, *, start: int) -> list[Versions]:
 
 
 def masked(versions: Sequence[Versions], schedule: Schedule, *, step: int) -> tuple[bool, ...]:
-    """For each completion: whether nothing may be learnt from it at `step` (StalePolicy.MASK)."""
+    """Return for each completion whether it is too old to train on at `step` (StalePolicy.MASK)."""
     lag_max = schedule.max_off_policy_steps
     if schedule.stale is not StalePolicy.MASK or lag_max is None:
         return (False,) * len(versions)

@@ -1,1 +1,1 @@
-"""Worlds for tests and experiments: virtual time, networks, and workers that cheat."""
+"""Simulators for tests and experiments: virtual time, networks, and workers that cheat."""

@@ -1,16 +1,17 @@
-"""Does cheating pay? A worker that saves work on some of its bundles, against the coordinator's own audit policy.
+"""Does cheating pay? Simulate a worker that saves work on some bundles, against the coordinator's own audit policy.
 
-A credited bundle is worth 1 and honest work on it costs `cost`, below 1 or nobody would work. A cheated bundle
-costs `work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples. It is told
-from an honest one with probability `detection` where it is audited.
-Which bundles are audited, what is credited and what is lost is decided by coordinator/state/audits.py itself. A banned worker
-begins anew at once, with another key, for nothing; what is still its surety at the end counts as earned. So whatever real cheats
-cost (a smaller model, a new address, waiting) comes on top of what this shows.
+A credited bundle is worth 1 and honest work on it costs `cost`, below 1 or nobody would work. A cheated bundle costs
+`work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples. An
+audit detects it with probability `detection`.
 
-Why it does not pay: a cheated bundle is found with probability s * detection, s the share that is audited, and with it D other
-bundles' credit is lost. So it loses s * detection * (1 + D) on average to save `cost`. At the floor that is 2.25 * detection by
-default, and more above it; a cheat that half of the audits miss loses too, whenever it picks its moment: its receipts may
-tell it what was audited, never what will be.
+The real coordinator/state/audits.py decides which bundles are audited, what is credited and what is lost. A banned
+worker starts again at once, with another key, for free. Bundles still in escrow at the end count as earned. So whatever
+real cheats cost (a smaller model, a new address, waiting) comes on top of these results.
+
+Why it does not pay: a cheated bundle is found with probability s * detection, where s is the audited share, and then D
+other bundles' credit is lost. So it loses s * detection * (1 + D) on average to save `cost`. At the floor that is 2.25
+* detection by default, and more above it. A cheat that half of the audits miss loses too, whichever moment it picks:
+its receipts may show what was audited, never what will be.
 """
 
 from __future__ import annotations
@@ -28,36 +29,37 @@ from prime_protocol.run_spec import ALL_AUDITED, CheckPolicy
 
 @dataclass(slots=True)
 class CheatView:
-    """What a cheat knows when it decides."""
+    """A cheat's knowledge when it decides."""
 
     streak: int
-    """Audits passed in a row, as it can count from its receipts."""
+    """Audits passed in a row, as its receipts show."""
     surety: int
-    """Bundles of its own that are not credited yet."""
+    """Own bundles that are not credited yet."""
     since_audit: int
-    """Bundles since the last one that was audited."""
+    """Bundles since the last audited one."""
 
 
 Strategy = Callable[[CheatView, random.Random], bool]
-"""Whether to cheat on the next bundle."""
+"""Function that decides whether to cheat on the next bundle."""
 
 
 def at_rate(rate: float) -> Strategy:
+    """Cheat on this share of the bundles, at random."""
     return lambda seen, rng: rng.random() < rate
 
 
 def once_trusted(streak: int) -> Strategy:
-    """Honest until it is audited as little as possible, then never again."""
+    """Be honest until the audit share is lowest, then never again."""
     return lambda seen, rng: seen.streak >= streak
 
 
 def after_audits(seen: CheatView, rng: random.Random) -> bool:
-    """Only right after an audit."""
+    """Cheat only right after an audit."""
     return seen.since_audit == 0
 
 
 def with_little_at_stake(most: int) -> Strategy:
-    """Only while its surety is small."""
+    """Cheat only while few bundles are in escrow."""
     return lambda seen, rng: seen.streak > 0 and seen.surety <= most
 
 
@@ -66,16 +68,16 @@ class Outcome:
     """Means over lives, per bundle."""
 
     gain: float
-    """Over what an honest worker earns."""
+    """Gain over an honest worker's earnings."""
     gain_error: float
-    """Standard error of it."""
+    """Standard error of the gain."""
     cheated: float
-    """Share of its bundles."""
+    """Share of cheated bundles."""
     poisoned: float
-    """Cheated bundles that were accepted and not taken back; the last `surety_bundles` at most may still be."""
+    """Cheated bundles that were accepted and not revoked; at most the last `surety_bundles` may still be."""
     bans: float
     audited: float
-    """Share of its bundles: what the validators' work falls to."""
+    """Share of audited bundles: the validators' remaining work."""
 
 
 def play(
@@ -89,7 +91,7 @@ def play(
     num_lives: int = 200,
     seed: int = 0,
 ) -> Outcome:
-    """Many lives of one strategy beside an honest worker that meets the same audits."""
+    """Simulate many lives of one strategy, each compared with an honest worker under the same audits."""
     rng = random.Random(seed)
     lives = []
     for _ in range(num_lives):

@@ -1,9 +1,9 @@
 """Bytes as a fluid: every transfer runs at its max-min fair share of its sender's uplink and its receiver's downlink.
 
-What TCP tends to and what the lower bound of Kumar & Ross (2006) assumes. Time advances in strides with constant rates.
-Capacity that a transfer leaves over by ending inside a stride is credited to its two hosts in the next one, so that strides
-cost resolution and no throughput. Max-min by progressive filling (Bertsekas & Gallager 1992, section 6.5.2), all bottlenecks
-of a round at once, as numpy arrays: 80,000 transfers take some milliseconds a stride.
+TCP tends to this, and the lower bound of Kumar & Ross (2006) assumes it. Time advances in strides with constant rates.
+A transfer that ends inside a stride leaves capacity unused, which is credited to its two hosts in the next stride. So
+strides cost resolution and no throughput. Max-min uses progressive filling (Bertsekas & Gallager 1992, section 6.5.2),
+all bottlenecks of a round at once, as numpy arrays: 80,000 transfers take some milliseconds a stride.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ Rates = NDArray[np.float64]
 Hosts = NDArray[np.int32]
 
 ROUNDS_MAX = 12
-"""Of progressive filling. What is not settled then gets its fair share of what is left: feasible, and a little below max-min."""
+"""Rounds of progressive filling. The remaining transfers then get their fair share of the rest: feasible, slightly
+below max-min."""
 
 
 class Fluid:
@@ -25,7 +26,7 @@ class Fluid:
         self.up = up.astype(np.float64)
         self.down = down.astype(np.float64)
         self.sent = np.zeros(len(up))
-        """Bytes by host, whole run."""
+        """Bytes sent by each host in the whole run."""
         self._up_credit = np.zeros(len(up))  # bytes
         self._down_credit = np.zeros(len(up))
         self._senders: Hosts = np.zeros(1_024, np.int32)
@@ -38,7 +39,7 @@ class Fluid:
         return len(self._left) - len(self._free)
 
     def open(self, sender: int, receiver: int, num_bytes: float) -> int:
-        """A transfer begins. Returns its number, which is given again once it has ended."""
+        """Start a transfer and return its number, which is reused once it has ended."""
         if not self._free:
             self._grow()
         number = self._free.pop()
@@ -56,7 +57,7 @@ class Fluid:
         return left
 
     def advance(self, stride_s: float) -> list[tuple[float, int]]:
-        """Let time pass. Returns (seconds into the stride, transfer) for each that has ended, in order."""
+        """Advance time. Returns (seconds into the stride, transfer) for each finished one, in order."""
         numbers = np.flatnonzero(self._is_open)
         if not len(numbers):
             self._up_credit[:] = self._down_credit[:] = 0.0
@@ -92,7 +93,7 @@ class Fluid:
 
 
 def max_min_rates(senders: Hosts, receivers: Hosts, up: Rates, down: Rates) -> Rates:
-    """The rate of each transfer from senders[i] to receivers[i], in the unit of `up` and `down`."""
+    """Return the rate of each transfer from senders[i] to receivers[i], in the unit of `up` and `down`."""
     rates = np.zeros(len(senders))
     up_left, down_left = up.copy(), down.copy()
     open_ = np.arange(len(senders))
@@ -105,7 +106,7 @@ def max_min_rates(senders: Hosts, receivers: Hosts, up: Rates, down: Rates) -> R
         if turn == ROUNDS_MAX - 1:
             rates[open_] = rate
             break
-        # A host is a bottleneck where none of its transfers is held back more elsewhere: those are settled.
+        # A host is a bottleneck if no transfer of its is limited more at its other end: those transfers are settled.
         least_up = np.full(len(up), np.inf)
         np.minimum.at(least_up, at_sender, rate)
         least_down = np.full(len(up), np.inf)

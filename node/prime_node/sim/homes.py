@@ -1,4 +1,4 @@
-"""Home links: what the contributors of a simulated run have."""
+"""Home links of the contributors of a simulated run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ BYTES_PER_MBIT = 1e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One machine's way to the others. Example: Home(up_mbit=20, down_mbit=100, delay_ms=20, is_nat=True)."""
+    """One machine's link. Example: Home(up_mbit=20, down_mbit=100, delay_ms=20, is_nat=True)."""
 
     up_mbit: float
     down_mbit: float
     delay_ms: float = 10.0
-    """From here to the middle of the internet, one way: a round trip takes twice the sum of both ends'."""
+    """One-way delay to the core of the internet: a round trip takes twice the sum of both ends'."""
     is_nat: bool = False
-    """Two of these reach each other only where a hole can be punched."""
+    """Whether it is behind NAT: two such machines connect only by hole punching."""
     joins_s: float = 0.0
     leaves_s: float = float("inf")
 
@@ -32,15 +32,18 @@ PLANS: tuple[tuple[float, float, float], ...] = (
     (0.05, 100, 100),
     (0.10, 500, 1_000),
 )
-"""(share of homes, Mbit/s up, Mbit/s down): DSL, three cables, VDSL, small fibre, fibre. An assumption, made of what providers in
-Europe and North America sell; nobody below 25 Mbit/s down, since the bound would then be that one home's."""
+"""Share of homes, Mbit/s up, Mbit/s down: DSL, three cables, VDSL, small fibre, fibre. An assumption, based on offers
+in Europe and North America. None is below 25 Mbit/s down, since that home alone would then set the bound."""
 
 
 def draw_homes(
     count: int, rng: random.Random, *, nat_share: float = 0.7, churn: float = 0.0, churn_s: float = 0.0
 ) -> list[Home]:
-    """`count` homes by PLANS. The share `churn` of them leaves at a random moment of the first `churn_s` seconds, and for each
-    of these another one joins at a random moment of the same time."""
+    """Draw `count` homes by PLANS.
+
+    The share `churn` of them leaves at a random moment of the first `churn_s` seconds, and for each of these another
+    one joins at a random moment of the same time.
+    """
     homes = [_draw(rng, nat_share) for _ in range(count)]
     leavers = rng.sample(range(count), round(churn * count))
     for index in leavers:
@@ -60,8 +63,10 @@ def _draw(rng: random.Random, nat_share: float) -> Home:
 
 
 def fluid_bound_s(num_bytes: float, origin_mbit: float, homes: Sequence[Home]) -> float:
-    """The least time in which all of them can hold the file (Kumar & Ross 2006): the origin's uplink, the slowest downlink,
-    all uplinks together."""
+    """Return the least time in which all homes can hold the file (Kumar & Ross 2006).
+
+    It is limited by the origin's uplink, the slowest downlink, or all uplinks together.
+    """
     uplinks = origin_mbit + sum(home.up_mbit for home in homes)
     rate_mbit = min(origin_mbit, min(home.down_mbit for home in homes), uplinks / len(homes))
     return num_bytes / (rate_mbit * BYTES_PER_MBIT)

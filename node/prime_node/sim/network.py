@@ -1,9 +1,9 @@
 """A swarm of any size on a virtual clock: the product's picker, choker and topology over a fluid network.
 
-Who waits for whom: nobody. Time goes in strides; in each, transfers advance (fluid.py), and then everything that is due
-happens in the order of its time: requests and answers after their way through both access links, announcements gathered for
-a moment, peers that come and go. What a peer decides (which piece from whom, whom to serve, whom to connect to) it decides by
-`broadcast/swarm/picker.py`, `choker.py` and `topology.py`, unchanged. The same seed gives the same run.
+There is no concurrency. Time advances in strides. In each, transfers advance (fluid.py), and then all due events run in
+the order of their time: requests and answers after the delay of both access links, announcements gathered for a moment,
+peers that join and leave. The product's own `broadcast/swarm/picker.py`, `choker.py` and `topology.py` make a peer's
+decisions (which piece from which peer, whom to serve, whom to connect to). The same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ORIGIN = 0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSwarm:
-    """What is simulated."""
+    """Parameters of the simulation."""
 
     homes: Sequence[Home]
     origin: Home
@@ -36,17 +36,18 @@ class SimulatedSwarm:
     piece_bytes: int
     seed: int = 0
     origin_is_peer: bool = False
-    """The trainer's seeder is a peer that has everything; a coordinator or a bucket is asked for what no peer has."""
+    """Whether the origin is the trainer's seeder, a peer that has everything. Otherwise it is a coordinator or a
+    bucket, which is asked only for pieces that no peer has."""
     peer_list_max: int = 64
     """Peers that the coordinator names to each."""
     punched_share: float = 0.7
-    """Of pairs behind NAT (Trautwein et al., "Decentralized Hole Punching", 2022)."""
+    """Share of pairs behind NAT that can connect (Trautwein et al., "Decentralized Hole Punching", 2022)."""
     announce_s: float = 0.05
-    """Announcements to a neighbour are gathered this long."""
+    """Seconds for which announcements to a neighbour are gathered."""
     tick_s: float = 0.1
-    """A peer that downloads looks this often whether an idle source has something to do."""
+    """Seconds between a downloading peer's checks for idle sources."""
     overhead: float = 0.0
-    """Bytes on the wire for each byte of the file, beyond it: headers."""
+    """Header bytes on the wire for each byte of the file."""
     stride_s: float = 0.02
     time_s_max: float = 3_600.0
     picker: PickerRules = field(default_factory=PickerRules)
@@ -57,24 +58,25 @@ class SimulatedSwarm:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came out. Times in seconds since a peer joined, by peer, for those who stayed."""
+    """Results of a simulation. Times are in seconds since a peer joined, by peer, for those that stayed."""
 
     done_s: tuple[float, ...]
     unfinished: int
     """Peers that stayed and did not finish in time."""
     bound_s: float
     origin_copies: float
-    """Bytes that the origin sent, in files."""
+    """Bytes that the origin sent, as a multiple of the file."""
     wasted_share: float
-    """Bytes sent and not needed, of all."""
+    """Share of sent bytes that were not needed."""
     simulated_s: float
 
     @property
     def last_ratio(self) -> float:
+        """Return the last peer's time, relative to the bound; infinite if a peer did not finish."""
         return math.inf if self.unfinished else max(self.done_s) / self.bound_s
 
     def ratio(self, percentile: float) -> float:
-        """Time until this share of the peers was done, over the bound."""
+        """Return the time until this percentage of the peers was done, relative to the bound."""
         times = sorted(self.done_s) + [math.inf] * self.unfinished
         return times[max(0, math.ceil(percentile / 100 * len(times)) - 1)] / self.bound_s
 
@@ -97,17 +99,17 @@ class _Node:
     known: list[str] = field(default_factory=list)
     """Peers on its list."""
     neighbours: set[int] = field(default_factory=set)
-    """Both ways: links carry requests in both directions."""
+    """Neighbours in both directions: links carry requests both ways."""
     asked: dict[tuple[int, int], int] = field(default_factory=dict)
-    """(server, piece) -> request."""
+    """Request by (server, piece)."""
     news: int = 0
-    """Pieces not announced yet."""
+    """Pieces not announced yet, as a bit mask."""
     done_at_s: float = math.inf
     is_here: bool = False
 
 
 class Simulation:
-    """One broadcast. Make it, `run` it once."""
+    """One broadcast. Create it, then call `run` once."""
 
     def __init__(self, world: SimulatedSwarm) -> None:
         self._world = world
@@ -133,7 +135,7 @@ class Simulation:
         self._next_request = 0
         self._missing = 0
         self._missing_of = [(1 << num_pieces) - 1] * len(homes)
-        """By home: what it still lacks, together, since every announcement looks at it at some thirty homes."""
+        """Pieces that each home lacks, in one list, since every announcement looks at some thirty homes."""
         self._present: list[int] = []
         for index, home in enumerate(homes):
             picker = Picker(self._sizes, rng=self._rng)  # until it joins
@@ -149,6 +151,7 @@ class Simulation:
                 self._at(node.home.leaves_s, self._leave, node)
 
     def run(self) -> Result:
+        """Run until all peers that stay are done, or until `time_s_max`."""
         world = self._world
         self._happen()
         while self._missing and self._now_s < world.time_s_max:
@@ -185,7 +188,7 @@ class Simulation:
             self._due[stride] = [event]
 
     def _happen(self) -> None:
-        """Everything that is due, and what it leads to at once."""
+        """Run all due events, and those that they cause at once."""
         while due := self._due.pop(self._stride, None):
             due.sort()
             for _, _, happens, arguments in due:
@@ -194,10 +197,10 @@ class Simulation:
     def _way_s(self, one: int, other: int) -> float:
         return (self._delays_ms[one] + self._delays_ms[other]) / 1e3
 
-    # Peers come and go
+    # Joining and leaving
 
     def _get_peer_list(self, node: _Node) -> None:
-        """The coordinator's answer, and with it the peer's share of the file."""
+        """Handle the coordinator's answer, which includes the peer's share of the file."""
         world = self._world
         known = self._rng.sample(self._present, min(world.peer_list_max, len(self._present)))
         node.known = [self._names[one] for one in known if one != node.index]
@@ -214,7 +217,7 @@ class Simulation:
             self._get_peer_list(node)
             self._present.append(node.index)
         if self._topology is Topology.TREE and self._link_to(node, Topology.TREE):
-            # Whoever has parents asks them alone at first, as download.py does.
+            # A peer with parents asks only them at first, as download.py does.
             self._at(self._now_s + TREE_S_MAX, self._add_origin, node)
         else:
             self._link_to(node, Topology.SWARM)
@@ -222,7 +225,7 @@ class Simulation:
         self._at(self._now_s + 2 * self._way_s(node.index, ORIGIN), self._tick, node)
 
     def _link_to(self, node: _Node, topology: Topology) -> bool:
-        """Links to those whom it wants; False where nobody of them can be reached, or there is nobody."""
+        """Link to the wanted neighbours; return False if none can be reached or there is none."""
         rules = self._world.topology
         wanted = neighbours(node.name, node.known, "run", topology=topology, rules=rules, rng=self._rng)
         others = [
@@ -264,7 +267,7 @@ class Simulation:
     # Requests
 
     def _ask(self, node: _Node, server: int) -> None:
-        """As many requests as the picker wants."""
+        """Send as many requests as the picker wants."""
         if not node.is_here or node.done_at_s < math.inf or (server != ORIGIN and server not in node.neighbours):
             return
         name = self._names[server]
@@ -285,7 +288,7 @@ class Simulation:
             self._at(self._now_s + self._world.tick_s, self._tick, node)
 
     def _asked(self, number: int) -> None:
-        """A request has reached its server."""
+        """Handle a request that has reached its server."""
         request = self._requests.get(number)
         if request is None:
             return
@@ -309,7 +312,7 @@ class Simulation:
         self._by_transfer[request.transfer] = number
 
     def _sent(self, number: int, at_s: float) -> None:
-        """The last byte has left the server."""
+        """Handle the last byte leaving the server."""
         request = self._requests[number]
         request.transfer = -1
         self._free_slot(request, self._sizes[request.piece], at_s)
@@ -355,7 +358,7 @@ class Simulation:
             self._at(self._now_s, self._ask, node, server)
 
     def _take(self, number: int) -> _Request | None:
-        """A request that is over; None where it was over before."""
+        """Remove and return a finished request; None if it was already over."""
         request = self._requests.pop(number, None)
         if request is not None:
             key = request.server, request.piece
@@ -364,7 +367,7 @@ class Simulation:
         return request
 
     def _drop(self, number: int) -> None:
-        """A request ends without its answer: cancelled, or one side is gone."""
+        """End a request without its answer: cancelled, or one side is gone."""
         request = self._take(number)
         if request is None:
             return
@@ -377,13 +380,13 @@ class Simulation:
             server.choker.withdrawn(self._names[request.asker], number)
 
     def _announce(self, node: _Node) -> None:
-        """The neighbours hear what has arrived here: all at one time, which saves more than it falsifies."""
+        """Announce new pieces to all neighbours at the same time, which saves more than it distorts."""
         news, node.news = node.news, 0
         if not node.is_here:
             return
         for index in node.neighbours:
             if not news & self._missing_of[index]:
-                continue  # what a peer has it need not hear of
+                continue  # a peer need not hear of pieces that it has
             other = self._nodes[index]
             other.picker.has(node.name, news)
             if news & other.picker.unasked:

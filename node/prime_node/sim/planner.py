@@ -1,7 +1,7 @@
-"""What a step of the trainer takes on a cluster that nobody has at hand: time and memory from a model's shape, in closed form.
+"""Estimate of a training step on a cluster: time and memory from a model's shape, in closed form.
 
-Letters: P parameters, L layers, h hidden size, N GPUs, T tokens of a step, M tokens of a pass and GPU, s tokens of a sequence.
-Bytes and seconds.
+Letters: P parameters, L layers, h hidden size, N GPUs, T tokens of a step, M tokens of a pass and GPU, s tokens of a
+sequence. Bytes and seconds.
 
     computing  C = (6 P T + 6 L h s T) k / (N F e)           k = 4/3 where activations are computed again
                6 FLOPs a parameter and token (arXiv 2001.08361); causal attention 6 h s a layer and token, both directions
@@ -18,7 +18,8 @@ Bytes and seconds.
                (34 L h M where nothing is computed again)    with flash attention
                + 3 * 4 * BLOCK                               logits in blocks (adapters/training/chosen_logprobs.py)
 
-What it leaves out: stragglers, the network's latency, kernels that are slower than e for small shapes, generation, fragmentation.
+Not modelled: stragglers, the network's latency, kernels that are slower than e for small shapes, generation,
+fragmentation.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 
 BLOCK_LOGITS = 2**24
 ACTIVATION_BYTES = 34
-"""Of one layer, a hidden element and a token, in bf16 with flash attention."""
+"""Bytes of one layer, a hidden element and a token, in bf16 with flash attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Shape:
 
     @property
     def root_parameters(self) -> float:
-        """Embedding and head."""
+        """Return the parameters of embedding and head."""
         return self.vocab * self.hidden * (1 if self.is_tied else 2)
 
 
@@ -52,43 +53,46 @@ SHAPES = {
     "32B": Shape(32.8e9, 64, 5_120, 151_936),
     "70B": Shape(70.6e9, 80, 8_192, 128_256),
 }
-"""Qwen3-8B, Qwen3-32B and Llama-3-70B."""
+"""Shapes of Qwen3-8B, Qwen3-32B and Llama-3-70B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU and its links; the default is an H100 SXM in nodes of 8 with 400 Gbit/s for each GPU, from NVIDIA's data sheet."""
+    """One GPU and its links.
+
+    The default is an H100 SXM in nodes of 8 with 400 Gbit/s for each GPU, from NVIDIA's data sheet.
+    """
 
     flops_max: float = 989e12
-    """bf16, dense."""
+    """Peak FLOPs per second: bf16, dense."""
     efficiency: float = 0.55
-    """Share of it that large matrix products of a whole model reach, as published FSDP runs of 7-70B report (0.4 to 0.6)."""
+    """Share of the peak that large matrix products of a whole model reach. Published FSDP runs of 7-70B report 0.4 to 0.6."""
     memory_bytes: float = 80e9
     memory_bytes_s: float = 3.35e12
     node_gpus: int = 8
     node_bytes_s: float = 360e9
     """NVLink, each GPU and direction; 80 % of 450e9."""
     network_bytes_s: float = 40e9
-    """Between nodes, each GPU; 80 % of 50e9."""
+    """Network between nodes, each GPU; 80 % of 50e9."""
     host_bytes_s: float = 50e9
-    """To the host's memory over PCIe 5."""
+    """Link to the host's memory over PCIe 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a step is made of."""
+    """Size of a step."""
 
     tokens: int = 4_194_304
-    """512 sequences of 8,192."""
+    """Tokens of a step: 512 sequences of 8,192."""
     sequence_tokens: int = 8_192
     pass_tokens: int = 16_384
-    """Of one pass on one GPU."""
+    """Tokens of one pass on one GPU."""
     recompute: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The answer."""
+    """The estimate for one step."""
 
     compute_s: float
     traffic_s: float
@@ -100,22 +104,23 @@ class StepPlan:
 
     @property
     def step_s(self) -> float:
+        """Return the duration of a step."""
         return self.compute_s + self.wait_s + self.optimizer_s + self.copy_s
 
 
 def model_flops(shape: Shape, load: Load) -> float:
-    """Forward and backward of a step, nothing computed twice."""
+    """Return the FLOPs of a step's forward and backward, nothing computed twice."""
     attention = 6.0 * shape.layers * shape.hidden * load.sequence_tokens
     return (6.0 * shape.parameters + attention) * load.tokens
 
 
 def state_bytes(parameters: float, gpus: int) -> float:
-    """What lies on each GPU between two steps: fp32 weight, gradient and two moments of its rows."""
+    """Return the bytes on each GPU between two steps: fp32 weight, gradient and two moments of its rows."""
     return 16.0 * parameters / gpus
 
 
 def plan(shape: Shape, gpus: int, load: Load | None = None, machine: Machine | None = None) -> StepPlan:
-    """A step of `shape`, sharded over all GPUs."""
+    """Estimate a step of `shape`, sharded over all GPUs."""
     load, machine = load or Load(), machine or Machine()
     passes = math.ceil(load.tokens / (gpus * load.pass_tokens))
     again = 4.0 / 3.0 if load.recompute else 1.0

@@ -1,11 +1,11 @@
-"""A clock that jumps: processes are generators that say what they wait for, and time passes only when all of them wait.
+"""A virtual clock: processes are generators that yield what they wait for; time advances only when all of them wait.
 
     def worker(time):
         yield 2.5                     # sleeps
-        yield bell                    # until somebody rings it
-        yield bell.within(10.0)       # or until so many seconds have passed
+        yield bell                    # until it is rung
+        yield bell.within(10.0)       # or until this many seconds have passed
 
-Invariant: the same processes give the same run; what is due at one moment goes on in the order in which it began to wait.
+Invariant: the same processes give the same run; events of one moment run in the order in which their waits began.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from itertools import count
 
 
 class Bell:
-    """Wakes everyone who waits for it when it is rung. It is not remembered: who comes later waits for the next time."""
+    """A condition that wakes all current waiters when rung.
+
+    It is not remembered: later waiters wait for the next ring.
+    """
 
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self._waiting: list[_Sleeper] = []
 
     def ring(self) -> None:
+        """Wake all current waiters."""
         waiting, self._waiting = self._waiting, []
         for sleeper in waiting:
             self._time.wake(sleeper)
 
     def within(self, seconds: float) -> Within:
+        """Return a wait for this bell of at most `seconds`."""
         return Within(self, seconds)
 
     def add(self, sleeper: _Sleeper) -> None:
+        """Add a waiter."""
         if len(self._waiting) > 64:
             self._waiting = [each for each in self._waiting if not each.is_awake]
         self._waiting.append(sleeper)
@@ -64,19 +70,21 @@ class VirtualTime:
 
     @property
     def now_ms(self) -> int:
+        """Return the time in milliseconds."""
         return round(self.now_s * 1_000)
 
     def start(self, process: Process) -> None:
-        """It begins once those who are due before it have gone on."""
+        """Start a process, after the processes that are already due."""
         heappush(self._due, (self.now_s, next(self._order), _Sleeper(process)))
 
     def wake(self, sleeper: _Sleeper) -> None:
+        """Make a waiting process due now, once."""
         if not sleeper.is_awake:
             sleeper.is_awake = True
             heappush(self._due, (self.now_s, next(self._order), _Sleeper(sleeper.process)))
 
     def run(self, *, until: Callable[[], bool]) -> None:
-        """Raises RuntimeError where everyone waits for ever before `until` holds."""
+        """Run until `until` holds. Raises RuntimeError if everyone waits forever before."""
         while not until():
             if not self._due:
                 raise RuntimeError(f"at {self.now_s:.1f} s everyone waits for somebody else")

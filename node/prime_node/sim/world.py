@@ -1,12 +1,13 @@
 """A whole run on a virtual clock: the coordinator's own state machine and scheduler, with simulated workers and trainer.
 
-What is real: every decision (coordinator/state: choose_slots, choose_batch, tick, ...), who is woken by it, and what is measured
-(coordinator/measure). What is simulated: how long a group takes to generate, how long a request, an upload, a check, a
-swap and a step of training take, and when a policy has come to a worker. The loops follow worker/work.py, replay/feed.py and
-trainer/loop.py: leases are asked for ahead, batches are fetched ahead, a policy is published behind the next step.
+Real: every decision (coordinator/state: choose_slots, choose_batch, tick, ...), the wake-ups that it causes, and the
+measurements (coordinator/measure). Simulated: the duration of generating a group, of a request, an upload, a check, a
+swap and a step of training, and the arrival of a policy at a worker. The loops follow worker/work.py, replay/feed.py
+and trainer/loop.py: leases are requested ahead, batches are prefetched, a policy is published in parallel to the next
+step.
 
-Who waits for whom: workers for leases (the coordinator's bell or a pause), the trainer for a batch, and, while more than
-async_level policies are unpublished, for the publisher; nobody waits for a policy longer than it is under way.
+Concurrency: workers wait for leases (the coordinator's bell or a pause). The trainer waits for a batch and, while more
+than async_level policies are unpublished, for the publisher. Nobody waits for a policy longer than it is in transit.
 """
 
 from __future__ import annotations
@@ -30,34 +31,37 @@ from prime_node.sim.virtual_time import Bell, Process, VirtualTime, Within
 from prime_protocol.schedule import Schedule, Selection, SwapPolicy, lag_of, slots_ahead
 
 _NOTHING_S = 1e-6
-"""Less than this is left over by rounding."""
+"""Time below which a remainder is rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds that the work around the work takes."""
+    """Overheads of the work, in seconds."""
 
     request: float = 0.05
-    """From a question to its answer, where nothing is waited for."""
+    """Time from a request to its answer, without waiting."""
     upload: float = 0.5
     check: float = 0.5
-    """A validator's time for a bundle."""
+    """Validator's time for a bundle."""
     validators: int = 4
     swap: float = 1.0
-    """Loading a policy that has come."""
+    """Time to load a policy that has arrived."""
     recompute_share: float = 0.02
-    """Of the time that a completion has taken so far: computing its keys and values anew after a swap under way."""
+    """Share of a completion's time so far: recomputing its keys and values after a swap during generation."""
     retry: float = 0.2
-    """Before a question is asked again where waiting for the answer would not help."""
+    """Pause before a request is repeated, if waiting for the answer would not help."""
     wait: float = 10.0
-    """How long the coordinator holds a question open."""
+    """Time for which the coordinator holds a request open."""
     encode: float = 0.0
-    """From the end of a step until its policy is published; one policy at a time."""
+    """Time from the end of a step until its policy is published; one policy at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Example: Scenario(Schedule(), async_level=2, groups_per_step=512, num_steps=12, num_workers=64, ...)."""
+    """Parameters of a run.
+
+    Example: Scenario(Schedule(), async_level=2, groups_per_step=512, num_steps=12, num_workers=64, ...).
+    """
 
     schedule: Schedule
     async_level: int
@@ -65,17 +69,18 @@ class Scenario:
     num_steps: int
     num_workers: int
     group_seconds: Callable[[int], float]
-    """What generating a slot's group takes, the same whoever does it."""
+    """Function that returns the seconds for a slot's group, the same for every worker."""
     train_seconds: Callable[[int, tuple[int, ...]], float]
-    """What training a batch of a step takes; told the slots in it."""
+    """Function that returns the seconds for training a batch, from its step and slots."""
     broadcast_seconds: float = 0.0
-    """From a policy's publication until a worker holds it; policies overtake nothing and do not queue."""
+    """Time from a policy's publication until a worker holds it; policies neither overtake each other nor queue."""
     costs: Costs = field(default_factory=Costs)
     groups_per_lease: int = 1
     leases_ahead: int = 1
 
     @property
     def rules(self) -> SchedulerRules:
+        """Return the scheduler's rules for this scenario."""
         return make_rules(
             self.schedule,
             async_level=self.async_level,
@@ -94,7 +99,7 @@ def make_rules(
     workers: int,
     rollouts_per_group: int = 8,
 ) -> SchedulerRules:
-    """A run's rules without a run. Leases never expire by themselves."""
+    """Return a run's rules without a run. Leases never expire by themselves."""
     eta = float(async_level) if schedule.staleness_threshold is None else schedule.staleness_threshold
     is_window = schedule.selection is Selection.WINDOW
     return SchedulerRules(
@@ -134,7 +139,7 @@ class _Worker:
 
 
 class SimulatedRun:
-    """`run` it, then read what it found."""
+    """A simulation of one run. Call `run`, then read its results."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -143,11 +148,11 @@ class SimulatedRun:
         self.tracker = Tracker(self.state)
         self.steps: list[StepLog] = []
         self.published_s: list[float] = []
-        """When policy 0, 1, ... came out."""
+        """Publication times of policies 0, 1, ..."""
         self.train_seconds: list[float] = []
-        """Of each step."""
+        """Training seconds of each step."""
         self.idle_seconds: list[float] = []
-        """What the trainer waited in each step: for batches, and for the publisher."""
+        """Seconds that the trainer waited in each step: for batches, and for the publisher."""
         self.num_events = 0
         self._bells = {topic: Bell(self.time) for topic in Topic}
         ahead = scenario.leases_ahead if self.state.rules.admission.lag_leased else 0
@@ -162,7 +167,7 @@ class SimulatedRun:
         self._submitted = Bell(self.time)
 
     def run(self) -> None:
-        """Until the last policy is out. Raises RuntimeError where the run wedges."""
+        """Run until the last policy is published. Raises RuntimeError if the run deadlocks."""
         for worker in self._workers:
             self._decide(ev.WorkerJoined(worker.name, worker.name, "1", "engine", 64))
             self.time.start(self._lease_ahead(worker))
@@ -173,7 +178,7 @@ class SimulatedRun:
         self.time.run(until=lambda: self.state.head == self.scenario.num_steps)
 
     def replayed_s(self) -> list[float]:
-        """When the policies would have come out if nothing but generating, training and the broadcast took time."""
+        """Return when the policies would appear if only generation, training and the broadcast took time."""
         scenario, rules = self.scenario, self.state.rules
         num_groups = scenario.num_steps * scenario.groups_per_step
         return published_at(
@@ -198,7 +203,7 @@ class SimulatedRun:
                 self._bells[effect.topic].ring()
 
     def _ask_lease(self, worker: _Worker, policy_version: int) -> Generator[Within, None, LeaseRecord | NothingToLease]:
-        """api/leasing.py's `lease`, without the network."""
+        """Simulate `lease` of api/leasing.py, without the network."""
         deadline_s = self.time.now_s + self.scenario.costs.wait
         rollouts_max = self.scenario.groups_per_lease * self.state.rules.rollouts_per_group
         while True:
@@ -224,7 +229,7 @@ class SimulatedRun:
         return self.state.leases[lease_id]
 
     def _fix_batch(self) -> tuple[int, ...] | None:
-        """api/training.py's `_fix`."""
+        """Simulate `_fix` of api/training.py."""
         step = next_step(self.state)
         durable = forgettable_step(self.state, min(max(0, self.state.head), step))
         if durable > self.state.durable_step:
@@ -276,7 +281,10 @@ class SimulatedRun:
     def _sample(
         self, worker: _Worker, lease: LeaseRecord, versions: list[int]
     ) -> Generator[float | Within, None, bool]:
-        """Generate a lease, swapping under way where the schedule says so. False where it is to be handed back."""
+        """Generate a lease, with swaps during generation if the schedule has them.
+
+        Return False if the lease is to be handed back.
+        """
         costs, swap = self.scenario.costs, self.scenario.schedule.swap
         left_s = max(self.scenario.group_seconds(slot) for slot in lease.slots)
         if swap is SwapPolicy.DRAIN:
@@ -312,7 +320,7 @@ class SimulatedRun:
     # The trainer
 
     def _feed(self) -> Process:
-        """One batch ahead of the one that is trained."""
+        """Keep one batch ahead of the one in training."""
         batches = self.scenario.num_steps * self.state.rules.batches_per_step
         for _ in range(batches):
             while self._batches:

@@ -1,1 +1,1 @@
-"""The trainer: teaches the format, then turns accepted rollouts into the next policy, step after step."""
+"""The trainer: supervised training on the format, then reinforcement learning from accepted rollouts, step after step."""

@@ -1,4 +1,4 @@
-"""From a step's groups to what is trained, and to what is logged. Pure, so it runs ahead of the step."""
+"""From a step's groups to its training samples and metrics. Pure, so it runs ahead of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prime_protocol.rollout import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The samples of one step, and numbers over all of its rollouts, those that were filtered out included."""
+    """The samples of one step, and metrics over all of its rollouts, filtered ones included."""
 
     samples: tuple[TrainSample, ...]
     metrics: Mapping[str, float]
@@ -27,27 +27,30 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
-    """What one optimizer step needs."""
+    """Input of one optimizer step."""
 
     num_groups: int
     prepared: Prepared
     packed: PackedBatch | None
-    """None where the samples lack something yet: a teacher's or the proximal policy's logprobs."""
+    """Packed samples; None if they still lack logprobs of a teacher or of the proximal policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyBatch:
-    """A batch that was worked on ahead of its step."""
+    """A batch that was prepared ahead of its step."""
 
     minis: tuple[MiniBatch, ...]
     seconds: float
-    """What that took, beside an earlier step where there was one."""
+    """Seconds for the preparation, in parallel to an earlier step if there was one."""
 
 
 def ready_batch(
     batch: StepBatch, recipe: Recipe, backend: TrainBackend, *, minis: int, now_s: Callable[[], float]
 ) -> ReadyBatch:
-    """All that can be done before the weights are there: in a thread, while an earlier step trains. Raises LocalError."""
+    """Prepare a batch as far as possible without the weights, in a thread, while an earlier step trains.
+
+    Raises LocalError.
+    """
     began_s, made = now_s(), []
     size = len(batch.groups) // minis
     for start in range(0, len(batch.groups), size):
@@ -61,14 +64,14 @@ def ready_batch(
 
 
 def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
-    """Advantages inside each group, then the filters; the order of the rollouts stays."""
+    """Compute advantages inside each group, then apply the filters; the order of the rollouts stays."""
     samples: list[TrainSample] = []
     counts: Counter[str] = Counter({_count_name(its.name, its.enforce): 0 for its in recipe.filters})
     num_flat = 0
     for group in groups:
         inputs, mode = inputs_of(group), recipe.mode_of(group.environment)
         num_flat += inputs.is_flat
-        # Only mode rl learns from rewards; to the others every rollout counts the same.
+        # Only mode rl trains on rewards; in the other modes every rollout counts the same.
         advantages = recipe.advantage(inputs) if mode is TrainingMode.RL else (1.0,) * len(inputs.rollouts)
         found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
         is_masked = group.masked or (False,) * len(group.completions)
@@ -84,7 +87,7 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
 
 
 def _samples(group: Group, number: int, *, advantage: float, mode: TrainingMode) -> list[TrainSample]:
-    """Of one rollout: one, or as many as its turns cannot be told in one."""
+    """Return the samples of one rollout: one, or several if its turns do not fit into one."""
     if not group.turns:
         completion = group.completions[number]
         return [TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, advantage, mode=mode)]
@@ -97,7 +100,7 @@ def _samples(group: Group, number: int, *, advantage: float, mode: TrainingMode)
 
 
 def _turns(groups: Sequence[Group]) -> dict[str, float]:
-    """Of rollouts whose environment answers."""
+    """Return metrics of multi-turn rollouts."""
     episodes = [turns for group in groups for turns in group.turns]
     if not episodes:
         return {}
@@ -106,7 +109,7 @@ def _turns(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _count_name(name: str, enforce: bool) -> str:
-    """`filtered_*` were taken out, `flagged_*` were not."""
+    """Return the metric's name: `filtered_*` rollouts were removed, `flagged_*` ones were not."""
     return f"{'filtered' if enforce else 'flagged'}_{name}"
 
 
@@ -135,7 +138,7 @@ def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 
 
 def _partial(groups: Sequence[Group]) -> dict[str, float]:
-    """verl's numbers of completions that several policies sampled."""
+    """Return verl's metrics of completions that several policies sampled."""
     spans = [span for group in groups for span in group.policies_spanned or (0,) * len(group.completions)]
     num_partial = sum(span > 0 for span in spans)
     return {
@@ -146,7 +149,7 @@ def _partial(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _by_environment(groups: Sequence[Group]) -> dict[str, float]:
-    """`name/environment`, where there are several."""
+    """Return `name/environment` metrics if there are several environments."""
     names = sorted({group.environment for group in groups})
     found: dict[str, float] = {}
     for name in names if len(names) > 1 else ():

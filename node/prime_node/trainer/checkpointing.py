@@ -1,22 +1,22 @@
-"""The trainer's own checkpoints: one folder each, whole or not there.
+"""The trainer's own checkpoints: one folder each, complete or absent.
 
     checkpoints/00000140-sft/              within the supervised phase, after 140 of its steps
     checkpoints/00000210-step-00000040/    that phase took 210 steps; holds policy 40
         state.json                         TrainerState
         ...                                whatever the backend saves
 
-A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the folder above is
-synced. Killed at any moment, the newest complete one is found again; what was half written is removed at the next start.
-`begin` and `finish` are two halves, so that the bytes may be written while the next steps are computed.
+A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the parent
+folder is synced. After a kill at any moment, the newest complete one is found again; the next start removes partial
+ones. `begin` and `finish` are separate, so that the bytes may be written while the next steps are computed.
 
-The cut is consistent: state.json names step, phase and batch of exactly the weights beside it. Whatever else a run remembers
-follows from it: the coordinator, which owns scheduling and curriculum, gives the same batch for the same step again, and the
-publisher finds its place by the head of the chain.
+The cut is consistent: state.json names step, phase and batch of exactly the weights in the same folder. All other state
+of a run follows from it. The coordinator, which owns scheduling and curriculum, gives the same batch for the same step
+again. The publisher finds its place by the head of the chain.
 
-Invariant: there is always one from which every unannounced policy can be made again. The trainer runs ahead of the publisher, so
-the newest checkpoint may hold policy 7 while policy 5 was still on its way when the process died; whoever resumed at 7 could
-never announce 5 and 6. A checkpoint at step n is of use once policy n - 1 is announced: `head`, the newest announced policy,
-decides which is taken up and which may be deleted.
+Invariant: there is always a checkpoint from which every unannounced policy can be made again. The trainer runs ahead of
+the publisher, so the newest checkpoint may hold policy 7 although policy 5 was not announced when the process died. A
+trainer that resumed at 7 could never announce 5 and 6. A checkpoint at step n is usable once policy n - 1 is announced:
+`head`, the newest announced policy, decides which one is loaded and which may be deleted.
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ class Checkpoints:
     """The checkpoints of one run in one folder."""
 
     def __init__(self, folder: Path, *, run: str, kept: int, keep_every: int = 0) -> None:
-        """`run`: its digest; a checkpoint of another run is refused. Those whose step `keep_every` divides stay for ever."""
+        """Open the folder.
+
+        `run` is the run's digest; a checkpoint of another run is refused. Checkpoints whose step `keep_every` divides
+        are kept forever.
+        """
         self._folder = folder
         self._run = run
         self._kept = kept
         self._keep_every = keep_every
 
     def begin(self, state: TrainerState) -> Path | None:
-        """An empty folder to write into; None where this state is saved already. Raises LocalError."""
+        """Return an empty folder to write into; None if this state is already saved. Raises LocalError."""
         target = self._folder / _name_of(state)
         if target.exists():
             return None
@@ -57,7 +61,10 @@ class Checkpoints:
         return partial
 
     def finish(self, state: TrainerState, write: Callable[[], None], *, head: int) -> None:
-        """Durable when it returns. `write` fills the folder. Raises LocalError; the older checkpoints stay whole."""
+        """Complete a checkpoint, durably.
+
+        `write` fills the folder. Raises LocalError; the older checkpoints stay complete.
+        """
         target = self._folder / _name_of(state)
         partial = target.with_suffix(_PARTIAL)
         with self._cleaning(partial):
@@ -85,14 +92,14 @@ class Checkpoints:
         return self._keep_every > 0 and "-step-" in path.name and _step_of(path) % self._keep_every == 0
 
     def durable_step(self, head: int) -> int:
-        """The step that a trainer killed now would resume at."""
+        """Return the step at which a trainer killed now would resume."""
         usable = self._usable(head)
         return _step_of(usable[-1]) if usable else 0
 
     def newest(self, *, head: int) -> tuple[TrainerState, Path] | None:
-        """The one to resume from; None where there is none at all. Raises LocalError.
+        """Return the checkpoint to resume from; None if there is none at all. Raises LocalError.
 
-        What a crash left half written is removed, and so is what is ahead of it: those steps will be computed again.
+        Deletes partial checkpoints, and those ahead of the returned one: their steps will be computed again.
         """
         for partial in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(partial)
@@ -118,7 +125,7 @@ class Checkpoints:
         return state, path
 
     def _complete(self) -> list[Path]:
-        """Oldest first."""
+        """Return the complete checkpoints, oldest first."""
         return sorted(path for path in self._folder.glob("*-*") if path.suffix != _PARTIAL)
 
     def _usable(self, head: int) -> list[Path]:
@@ -126,13 +133,13 @@ class Checkpoints:
 
 
 def _name_of(state: TrainerState) -> str:
-    """Names sort in the order of training."""
+    """Return the folder's name. Names sort in the order of training."""
     if state.phase is Phase.SFT:
         return f"{state.sft_step:08d}-sft"
     return f"{state.sft_step:08d}-step-{state.step:08d}"
 
 
 def _step_of(path: Path) -> int:
-    """The step that it resumes at; 0 within the supervised phase."""
+    """Return the step at which it resumes; 0 within the supervised phase."""
     _, _, step = path.name.partition("-step-")
     return int(step or 0)

@@ -1,8 +1,8 @@
-"""Held-out evaluation: greedy and sampled accuracy, pass@k and mean reward, on problems that no training has seen.
+"""Held-out evaluation: greedy and sampled accuracy, pass@k and mean reward, on problems that are never trained on.
 
-Two disjoint sets: the evaluation's, and the one that the supervised phase's stopping rule looks at. A figure that a stopping
-rule has been fitted to is no measurement. Seeds are the evaluation's own and the same each time, so two policies meet the
-same problems and the same noise.
+There are two disjoint sets: the evaluation's, and the stopping rule's of the supervised phase. A figure to which a
+stopping rule was fitted is no measurement. Seeds are the evaluation's own and the same each time, so two policies get
+the same problems and the same noise.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldOutPrompt:
-    """A held-out problem, ready to be asked."""
+    """A held-out problem with its prompt."""
 
     environment: str
     prompt_token_ids: tuple[int, ...]
     problem: HeldOutProblem
     answers: bool = False
-    """Whether its environment answers: `problem` is a TurnProblem."""
+    """Whether its environment is multi-turn: `problem` is a TurnProblem."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutSets:
-    """The two sets of questions."""
+    """The two sets of held-out problems."""
 
     evaluation: tuple[HeldOutPrompt, ...]
     stopping: tuple[HeldOutPrompt, ...]
@@ -47,7 +47,7 @@ class HeldOutSets:
 def held_out(
     environments: Mapping[str, Environment], tokenizer: Tokenizer, *, evaluation: int, stopping: int
 ) -> HeldOutSets:
-    """So many problems of each environment."""
+    """Return the two sets, with `evaluation` and `stopping` problems of each environment."""
     sets: tuple[list[HeldOutPrompt], list[HeldOutPrompt]] = ([], [])
     for name, environment in environments.items():
         for number, problem in enumerate(environment.held_out(evaluation + stopping)):
@@ -58,7 +58,7 @@ def held_out(
 
 
 class Evaluator:
-    """Asks an engine of the trainer's own: its figures are trusted."""
+    """Evaluator on an engine of the trainer's own: its figures are trusted."""
 
     def __init__(
         self,
@@ -72,8 +72,11 @@ class Evaluator:
         pass_at: Sequence[int] = (),
         bounds: Mapping[str, Bounds] | None = None,
     ) -> None:
-        """`sampling` is the run's, the greedy half at temperature 0. `samples` of each problem; `pass_at`: the k of pass@k;
-        `bounds` of the environments that answer."""
+        """Set up an evaluation.
+
+        `sampling` is the run's; the greedy half uses temperature 0. `samples` is the number of completions of each
+        problem, `pass_at` the k of pass@k, and `bounds` those of multi-turn environments.
+        """
         self._engine = engine
         self._tokenizer = tokenizer
         self._questions = questions
@@ -84,12 +87,14 @@ class Evaluator:
         self._bounds = bounds or {}
 
     async def evaluate(self, weights: Weights, policy_version: int) -> dict[str, float]:
-        """`eval_greedy` and `eval_sampled` are shares of exact answers, `eval_reward` is the mean of the sampled ones, and
-        `eval_pass_at_4` the chance that one of four is right; `_low` and `_high` bound each with 95 % confidence. A name after a
-        slash is one environment's, where there are several.
+        """Evaluate a policy and return its figures.
 
-        `eval_failed` counts answers that the environment failed on. They are in no other figure; a figure of which no answer is
-        left is missing.
+        `eval_greedy` and `eval_sampled` are shares of exact answers. `eval_reward` is the mean reward of the sampled
+        ones, and `eval_pass_at_4` the chance that one of four is right. `_low` and `_high` bound each with 95 %
+        confidence. A name after a slash is one environment's, if there are several.
+
+        `eval_failed` counts answers on which the environment failed. They are in no other figure; a figure without any
+        answer is missing.
         """
         await self._engine.load(weights, policy_version=policy_version)
         questions = self._questions.evaluation
@@ -104,11 +109,14 @@ class Evaluator:
         return figures | {"eval_failed": float(failed)}
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
-        """Sampled accuracy on the stopping rule's own questions. Raises LocalError where none of them can be marked."""
+        """Return the sampled accuracy on the stopping rule's problems.
+
+        Raises LocalError if none of them can be marked.
+        """
         return await self._accuracy(self._questions.stopping, weights, sft_step)
 
     async def sampled_accuracy(self, weights: Weights, policy_version: int) -> float:
-        """`eval_sampled` alone, with one sample of each problem: half of the work. Raises LocalError as above."""
+        """Return `eval_sampled` alone, with one sample of each problem: half of the work. Raises LocalError as above."""
         return await self._accuracy(self._questions.evaluation, weights, policy_version)
 
     async def close(self) -> None:
@@ -126,7 +134,7 @@ class Evaluator:
         return _mean([mark.share for mark in marks if mark.num_completions])
 
     async def _ask(self, questions: Sequence[HeldOutPrompt], sampling: Sampling, *, samples: int) -> list[Mark]:
-        """One mark for each question, over `samples` completions."""
+        """Return one mark for each problem, over `samples` completions."""
         seeds = [
             [self._seed * 2**32 + sample * 2**20 + number for sample in range(samples)]
             for number in range(len(questions))
@@ -147,19 +155,22 @@ class Evaluator:
         return [marks[place] for place in range(len(questions))]
 
     async def _episode(self, question: HeldOutPrompt, seed: int, desk: Desk, alone: asyncio.Lock) -> float | None:
-        """The reward of one rollout of an environment that answers; None where it fails."""
+        """Return the reward of one multi-turn rollout; None if the environment fails."""
         problem, bounds = question.problem, self._bounds[question.environment]
         assert isinstance(problem, TurnProblem)
         try:
             return await again_alone(
                 lambda: problem.play(question.prompt_token_ids, EpisodeRecorder(seed, bounds, desk.ask)), alone
             )
-        except Exception:  # an environment is not ours, and the engine's faults come by the desk
+        except Exception:  # third-party code; the engine's faults are raised by the batching queue
             log.warning("environment %s: an evaluation's episode failed", question.environment, exc_info=True)
             return None
 
     def _mark(self, question: HeldOutPrompt, completions: Sequence[Completion]) -> Mark:
-        """Where the environment fails, no answer is right or wrong: the run goes on without its word."""
+        """Mark a problem's completions.
+
+        Those on which the environment fails count as neither right nor wrong; the run goes on.
+        """
         problem = question.problem
         values: list[tuple[bool, float] | None] = []
         for completion in completions:
@@ -168,7 +179,7 @@ class Evaluator:
                 right, reward = problem.is_correct(text, finished=finished), problem.score(text, finished=finished)
                 if not math.isfinite(reward):
                     raise ValueError(f"its reward is {reward}")
-            except Exception:  # an environment's code is not ours
+            except Exception:  # third-party code
                 log.warning("environment %s: it cannot mark its problem", question.environment, exc_info=True)
                 values.append(None)
             else:
@@ -177,14 +188,14 @@ class Evaluator:
 
 
 def _marked(values: Sequence[tuple[bool, float] | None]) -> Mark:
-    """Of (right, reward) of each completion; None where the environment failed."""
+    """Return the mark of (right, reward) pairs; a pair is None if the environment failed."""
     known = [value for value in values if value is not None]
     right, rewards = sum(right for right, _ in known), [reward for _, reward in known]
     return Mark(right, len(known), _mean(rewards), len(values) - len(known))
 
 
 def _by_environment(questions: Sequence[HeldOutPrompt], marks: Sequence[Mark]) -> dict[str, list[Mark]]:
-    """Those of problems of which an answer could be marked."""
+    """Group the marks of problems with at least one marked answer."""
     found: dict[str, list[Mark]] = {}
     for question, mark in zip(questions, marks, strict=True):
         if mark.num_completions:

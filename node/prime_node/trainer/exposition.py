@@ -7,7 +7,7 @@ from prime_node.ports.web import Request, Response, Route
 
 
 def metrics_route(metrics: Metrics) -> Route:
-    """GET /metrics, as Prometheus asks for it."""
+    """Return the route GET /metrics, in Prometheus's format."""
 
     async def answer(request: Request) -> Response:
         body, content_type = metrics.exposition()

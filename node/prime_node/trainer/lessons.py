@@ -1,4 +1,4 @@
-"""The supervised phase's batches: problems with the environments' own answers. A pure function of seed and step."""
+"""Batches of the supervised phase: problems with the environments' own answers. A pure function of seed and step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_node.ports.train_backend import TrainingMode, TrainSample
 
 
 class Lessons:
-    """Draws the same problems for the same step, on every machine and after every crash."""
+    """Sampler of supervised problems: the same ones for the same step, on every machine and after every crash."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class Lessons:
         problems: int,
         batch_size: int,
     ) -> None:
-        """`shares`: how often each environment is drawn, relative to the others."""
+        """Set up the sampler. `shares` are the relative frequencies of the environments."""
         self._environments = environments
         self._names = sorted(environments)
         self._bounds = np.cumsum([shares[name] for name in self._names])
@@ -34,6 +34,7 @@ class Lessons:
         self._made: dict[tuple[str, int], TrainSample] = {}
 
     def batch(self, sft_step: int) -> list[TrainSample]:
+        """Return the samples of a supervised step."""
         random = np.random.Generator(np.random.Philox([self._seed, sft_step]))
         picks = np.searchsorted(self._bounds, random.random(self._batch_size) * self._bounds[-1], side="right")
         indices = random.integers(self._problems, size=self._batch_size)

@@ -1,14 +1,15 @@
 """The trainer's loop.
 
-Who waits for whom: `reinforce` waits for the feed (the coordinator's next batch), in mode opd for the teacher's server, and, when
-more than async_level policies are unpublished, for the publisher; the publisher's failure ends the other waits. The feed fetches
-step n + 1, filters and packs it, and the publisher announces policy n while the backend's thread works. Setting `stop` wakes a
-wait for a batch or for the teacher; a step that has begun to train is finished, saved and published. Where the coordinator is
-away just then, `leave_seconds` end the wait for it: the next start announces what is left.
+Concurrency: `reinforce` waits for the feed (the coordinator's next batch) and, in mode opd, for the teacher's server.
+If more than async_level policies are unpublished, it waits for the publisher, whose failure ends the other waits. While
+the backend's thread works, the feed fetches step n + 1, filters and packs it, and the publisher announces policy n.
+Setting `stop` ends a wait for a batch or for the teacher. A step that has begun to train is finished, saved and
+published. If the coordinator is unreachable then, `leave_seconds` bounds the wait for it: the next start announces the
+rest.
 
-Order within a step: train, save, publish. Killed between any two, the newest checkpoint that is not ahead of the announced
-policies is found again, the steps after it are computed again from the same batches, and the publisher compares each with what
-it has announced already.
+Order within a step: train, save, publish. After a kill between any two, the newest checkpoint that is not ahead of the
+announced policies is found again. The steps after it are computed again from the same batches, and the publisher
+compares each with what it has already announced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from prime_node.trainer.trainer import Trainer
 log = logging.getLogger(__name__)
 
 SAY_S = 30.0
-"""A longer wait for a batch is told, and how long it is by then."""
+"""Seconds after which a wait for a batch is logged, with its duration."""
 
 
 async def run_trainer(trainer: Trainer, stop: asyncio.Event) -> bool:
@@ -58,7 +59,7 @@ async def run_trainer(trainer: Trainer, stop: asyncio.Event) -> bool:
 
 
 async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> None:
-    """Steps of reinforcement learning: step n makes policy n + 1."""
+    """Run the steps of reinforcement learning: step n makes policy n + 1."""
     now_s = trainer.clock.monotonic_s
     minis = trainer.run.spec.schedule.require_batches
     trainer.feed.work_ahead(lambda batch: ready_batch(batch, recipe, trainer.backend, minis=minis, now_s=now_s))
@@ -102,7 +103,10 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
 
 
 async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:
-    """The step's next batch, or None where `stop` came first. Raises what ended the publisher: then no batch would ever come."""
+    """Return the step's next batch, or None if `stop` comes first.
+
+    Raises the publisher's failure: without a publisher no batch would ever come.
+    """
     taking = asyncio.create_task(trainer.next_batch(part))
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(trainer.publisher.failed())
@@ -126,7 +130,10 @@ async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepB
 
 
 async def _unless_left(trainer: Trainer, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
-    """Wait for the coordinator to take something; once `stop` is set, no longer than `leave_seconds`. True if it was done."""
+    """Run `work`, which waits for the coordinator. Return whether it was done.
+
+    Once `stop` is set, wait at most `leave_seconds`.
+    """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""How a step learns: the algorithms that the settings name, found before anything is trained."""
+"""The algorithms of a step: those that the settings name, looked up before any training."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from prime_protocol.errors import LocalError
 
 
 class ProximalPolicy(StrEnum):
-    """Which policy a loss keeps close to (rho = pi / pi_prox), where a step takes several optimizer steps."""
+    """Proximal policy of a loss (rho = pi / pi_prox), if a step takes several optimizer steps."""
 
     CURRENT = "current"
-    """The one that the optimizer step begins with: rho is 1."""
+    """Policy at the start of the optimizer step: rho is 1."""
     CYCLE = "cycle"
-    """The first weights of the step: `compute_prox_log_prob` of AReaL and verl."""
+    """First weights of the step: `compute_prox_log_prob` of AReaL and verl."""
     ROLLOUT = "rollout"
-    """Whichever sampled the token: `use_rollout_log_probs` of verl. Then rho = pi / mu, and w = 1."""
+    """Policy that sampled the token: `use_rollout_log_probs` of verl. Then rho = pi / mu, and w = 1."""
 
     @classmethod
     def of(cls, config: TrainerConfig) -> ProximalPolicy:
-        """Raises LocalError where the settings name two."""
+        """Return the policy that the settings name. Raises LocalError if they name two."""
         if config.compute_prox_log_prob and config.use_rollout_log_probs:
             raise LocalError(
                 "compute_prox_log_prob and use_rollout_log_probs name two proximal policies; set one of them"
@@ -39,7 +39,7 @@ class ProximalPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The reinforcement learning's algorithms."""
+    """The algorithms of the reinforcement learning."""
 
     loss: Loss
     advantage: Advantage
@@ -53,7 +53,7 @@ class Recipe:
 
     @classmethod
     def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
-        """Raises LocalError where a name or a setting is unknown."""
+        """Look up the algorithms. Raises LocalError if a name or a setting is unknown."""
         optimizer = config.optimizer
         if config.teacher is None and TrainingMode.OPD in (config.mode, *config.environment_modes.values()):
             raise LocalError("mode opd needs a teacher: set trainer.teacher.url and trainer.teacher.model")
@@ -72,11 +72,11 @@ class Recipe:
         )
 
     def mode_of(self, environment: str) -> TrainingMode:
-        """What the rollouts of an environment are stamped with."""
+        """Return the training mode of an environment's rollouts."""
         return self.environment_modes.get(environment, self.mode)
 
     def next_multiplier(self, multiplier: float, log_ratio_abs: float) -> float:
-        """Of the learning rate, for the step after one with this mean |log ratio|."""
+        """Return the multiplier of the next step's learning rate, from this step's mean |log ratio|."""
         return multiplier if self.damping is None else self.damping.after(multiplier, log_ratio_abs)
 
 

@@ -1,6 +1,6 @@
-"""A step as a row of numbers: where its seconds went, how fast it was, what it was trained on.
+"""A step as a row of metrics: where its seconds went, how fast it was, what it was trained on.
 
-Names that verl's fully asynchronous trainer uses mean here what they mean there.
+Names from verl's fully asynchronous trainer have the same meaning as there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def trainer_row(
     step_seconds: float,
     device_flops_max: float | None,
 ) -> dict[str, float]:
-    """`state`: after the step."""
+    """Return a step's row. `state` is the state after the step."""
     return {
         **trained.metrics,
         "idle_seconds": trained.idle_seconds,
@@ -41,7 +41,7 @@ def trainer_row(
 
 
 def line_of(row: Mapping[str, float]) -> str:
-    """A row for whoever watches; empty where it has nothing for him.
+    """Return a row as a line of text; empty if it holds nothing of interest.
 
     Example: `step 40: reward 0.62, lag 2.0, 0.4 s of which 68 % waiting`.
     """
@@ -55,8 +55,10 @@ def line_of(row: Mapping[str, float]) -> str:
 
 
 def speed(metrics: Mapping[str, float], train_seconds: float, device_flops_max: float | None) -> dict[str, float]:
-    """Tokens a second, and the model FLOPs' utilisation: 6 FLOPs for each parameter and token (arXiv 2204.02311, appendix B), of
-    what all devices compute at best. Attention's own part is left out, which for short sequences is little.
+    """Return tokens a second, and the model FLOPs' utilisation (MFU).
+
+    MFU counts 6 FLOPs for each parameter and token (arXiv 2204.02311, appendix B), relative to the peak of all devices.
+    It omits attention's own part, which is small for short sequences.
     """
     seconds = max(train_seconds, 1e-9)
     rows = {"tokens_per_second": metrics["num_tokens"] / seconds}

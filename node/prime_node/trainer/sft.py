@@ -1,7 +1,7 @@
-"""The supervised phase: the environments' own answers, until the model gives enough of them by itself.
+"""The supervised phase: training on the environments' own answers, until the model samples enough right answers.
 
-It stops early on purpose. What is learned here is the format; the rest is left to the reinforcement learning, and a model
-that is sure of its answers would have nothing left to explore.
+It stops early on purpose. It teaches only the format. The rest is left to the reinforcement learning, and a model that
+is sure of its answers would have nothing left to explore.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 async def teach(trainer: Trainer, stop: asyncio.Event) -> None:
-    """Supervised steps until the accuracy's target, `steps_max`, or `stop`. Changes the phase unless it was stopped."""
+    """Run supervised steps until the accuracy's target, `steps_max`, or `stop`. Ends the phase unless stopped."""
     config = trainer.config.sft
     loss = find_loss("sft")
     schedule = ParameterSchedule(config.optimizer.lr, config.optimizer.warmup_steps, 1, final_share=1.0)

@@ -1,7 +1,8 @@
 """One step of training: its batches in turn, each split into mini-batches of one optimizer step.
 
-Who waits for whom: for the feed, before each batch, and for a teacher, where there is one; `stop` ends both waits. What has been
-trained of a step is in the backend alone: whoever is stopped between two batches of a step goes on from the checkpoint before it.
+Concurrency: a step waits for the feed before each batch, and for the teacher if there is one; `stop` ends both waits. A
+partly trained step exists in the backend only: if stopped between two batches of a step, the trainer resumes from the
+checkpoint before it.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ _ADDED_UP = ("num_", "filtered_", "flagged_", "lag/")
 
 @dataclass
 class Trained:
-    """What a step did."""
+    """Result of a step."""
 
     batch: str
     """Digest of its last batch, which stands for those before it."""
     lr_multiplier: float
     idle_seconds: float = 0.0
     ahead_seconds: float = 0.0
-    """Advantages, filters and packing, done beside an earlier step."""
+    """Seconds for advantages, filters and packing, in parallel to an earlier step."""
     rows: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    """Numbers of each mini-batch, with their weight in a mean."""
+    """Metrics of each mini-batch, with their weight in a mean."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Over the step: counts are added up, maxima kept, everything else is a mean."""
+        """Return the step's metrics: counts are summed, maxima kept, everything else is averaged."""
         if len(self.rows) == 1:
             return self.rows[0][1]
         merged: dict[str, float] = {}
@@ -55,7 +56,7 @@ class Trained:
 async def train_step(
     trainer: Trainer, recipe: Recipe, next_batch: Callable[[int], Awaitable[StepBatch | None]], stop: asyncio.Event
 ) -> Trained | None:
-    """All batches of the step at hand; None where `stop` came before the last one."""
+    """Train on all batches of the current step; return None if `stop` comes before the last one."""
     schedule, step = trainer.run.spec.schedule, trainer.state.step
     trained = Trained("", trainer.state.lr_multiplier)
     for part in range(schedule.batches_per_step):
@@ -97,7 +98,7 @@ async def train_step(
 async def _with_proximal(
     trainer: Trainer, recipe: Recipe, samples: Sequence[TrainSample], *, is_first: bool
 ) -> Sequence[TrainSample]:
-    """The samples with the proximal policy's logprobs, where that is not the policy that the optimizer step begins with."""
+    """Add the proximal policy's logprobs, unless it is the policy at the start of the optimizer step."""
     if recipe.proximal is ProximalPolicy.ROLLOUT:
         return [replace(sample, prox_logprobs=sample.inference_logprobs) for sample in samples]
     schedule = trainer.run.spec.schedule

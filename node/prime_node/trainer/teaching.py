@@ -1,7 +1,7 @@
-"""On-policy distillation: a teacher's logprobs for the samples that are trained in mode `opd`.
+"""On-policy distillation: a teacher's logprobs for the samples of mode `opd`.
 
-Who waits for whom: a step waits for the teacher's server, without a deadline and with the reason in the log; a few requests are
-under way at once. Cancelling the step ends every wait.
+Concurrency: a step waits for the teacher's server, without a deadline and with the reason in the log; a few requests
+run concurrently. Cancelling the step ends every wait.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from prime_node.ports.teacher import Teacher
 from prime_node.ports.train_backend import TrainingMode, TrainSample
 
 SEQUENCES_MAX = 32
-"""Of one request."""
+"""Sequences of one request."""
 REQUESTS_MAX = 4
-"""At once: the server batches them."""
+"""Concurrent requests: the server batches them."""
 
 
 async def taught(samples: Sequence[TrainSample], teacher: Teacher | None, *, clock: Clock) -> tuple[TrainSample, ...]:
-    """The samples in their order, those of mode `opd` with the teacher's logprobs. Raises LocalError."""
+    """Return the samples in order, those of mode `opd` with the teacher's logprobs. Raises LocalError."""
     wanted = [index for index, sample in enumerate(samples) if sample.mode is TrainingMode.OPD]
     if not wanted:
         return tuple(samples)

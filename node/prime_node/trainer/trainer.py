@@ -1,4 +1,4 @@
-"""What the trainer's loops work with: its parts, its state, and the few things that both loops do with them."""
+"""State shared by the trainer's loops: its parts, its position, and the operations that both loops use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 @dataclass
 class Trainer:
-    """Everything that touches the backend goes through `in_thread`, so the event loop stays free for feed and publisher."""
+    """The trainer's parts and state.
+
+    All calls of the backend go through `in_thread`, so the event loop stays free for feed and publisher.
+    """
 
     run: PinnedRun
     config: TrainerConfig
@@ -47,9 +50,9 @@ class Trainer:
     teacher: Teacher | None = None
     state: TrainerState = field(init=False)
     copy_seconds: float = field(default=0.0, init=False)
-    """How long the last policy's copy for the publisher kept the next step waiting."""
+    """Seconds for which the last policy's copy for the publisher delayed the next step."""
     train_seconds: float | None = field(default=None, init=False)
-    """What training took in the last step."""
+    """Seconds of training in the last step."""
     _thread: ThreadPoolExecutor = field(init=False)
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -61,7 +64,7 @@ class Trainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
 
     async def resume(self) -> None:
-        """Go on from a checkpoint, or begin. The publisher has started: its head decides from which."""
+        """Resume from a checkpoint, or begin. The publisher must have started: its head decides from which."""
         found = await self.in_thread(self.checkpoints.newest, head=self.publisher.head)
         if found is not None:
             self.state, folder = found
@@ -71,22 +74,30 @@ class Trainer:
             await self.in_thread(self.backend.new_optimizer, self.config.sft.optimizer.settings())
 
     async def next_batch(self, part: int) -> StepBatch:
+        """Return batch number `part` of the current step."""
         durable_step = self.checkpoints.durable_step(self.publisher.head)
         return await self.feed.take(self.state.step, part, durable_step=durable_step, train_seconds=self.train_seconds)
 
     async def train(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
+        """Run one optimizer step and count it if it trained any token."""
         stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)
         if stats.num_tokens:
             self.state = self.state.updated(optimizer_steps=self.state.optimizer_steps + 1)
         return stats
 
     async def save(self) -> None:
-        """Durable when it returns. Once per state; saving again does nothing. Raises LocalError, of an earlier one too."""
+        """Save the state, durably.
+
+        Once per state; saving again does nothing. Raises LocalError, also for an earlier save.
+        """
         await self._begin_save()
         await self.saved()
 
     async def save_if_due(self) -> None:
-        """Copied when it returns, and written while the next steps are computed. Raises LocalError, of an earlier one too."""
+        """Copy the state if a checkpoint is due, and write it while the next steps are computed.
+
+        Raises LocalError, also for an earlier save.
+        """
         done = self.state.sft_step if self.state.phase is Phase.SFT else self.state.step
         if done % self.config.checkpoint_every == 0:
             await self._begin_save()
@@ -94,13 +105,13 @@ class Trainer:
             await self.saved()
 
     async def saved(self) -> None:
-        """Wait until what `save_if_due` has begun is durable."""
+        """Wait until the save begun by `save_if_due` is durable."""
         if self._saving is not None:
             await self._saving
             self._saving = None
 
     async def _begin_save(self) -> None:
-        await self.saved()  # one at a time: a slow disk slows the steps down rather than filling the memory
+        await self.saved()  # one at a time: a slow disk delays the steps instead of filling the memory
         folder = self.checkpoints.begin(self.state)
         if folder is not None:
             write = await self.in_thread(self.backend.save, folder)
@@ -109,7 +120,7 @@ class Trainer:
             self._saving.add_done_callback(_tell_failure)
 
     async def publish(self) -> None:
-        """Hand the policy at hand to the publisher; waits for the copy, and while too many are pending."""
+        """Submit the current policy to the publisher; wait for the copy, and while too many are pending."""
         began_s = self.clock.monotonic_s()
         copy = await self.in_thread(self.backend.copy)
         self.copy_seconds = self.clock.monotonic_s() - began_s
@@ -122,6 +133,7 @@ class Trainer:
         await self.publisher.submit(self.state.step, copy, provenance)
 
     async def evaluate_if_due(self) -> None:
+        """Evaluate the current policy if an evaluation is due, and record its figures."""
         every, step = self.config.evaluate_every, self.state.step
         is_due = every > 0 and (step % every == 0 or step == self.run.spec.max_steps)
         if not is_due and step not in self.config.evaluate_at:
@@ -133,7 +145,7 @@ class Trainer:
         log.info("step %d: held-out %s", step, ", ".join(told) or "nothing: no answer could be marked")
 
     async def close(self) -> None:
-        """End everything that runs beside the loop; a call in the trainer's thread ends first. Idempotent."""
+        """Stop everything concurrent with the loop; a call in the trainer's thread ends first. Idempotent."""
         await self.feed.close()
         await self.publisher.close()
         await self.evaluator.close()
@@ -146,13 +158,13 @@ class Trainer:
 
 
 def _tell_failure(saving: asyncio.Task[None]) -> None:
-    """At once: the error itself is raised by the next save, which may be far away, or by none."""
+    """Log a failed save at once: the next save raises the error, which may be much later or never."""
     if not saving.cancelled() and (error := saving.exception()) is not None:
         log.error("the checkpoint of the training state could not be written: %s", error)
 
 
 def record_published(metrics: Recorder) -> Callable[[Published], None]:
-    """What the publisher is to tell: a row for each announced policy."""
+    """Return the publisher's callback: it records a row for each announced policy."""
 
     def record(published: Published) -> None:
         metrics.record(

@@ -1,1 +1,1 @@
-"""The validator: judges bundles by one forward pass of the claimed policy, and computes their rewards."""
+"""The validator: verifies bundles by one forward pass of the claimed policy, and computes their rewards."""

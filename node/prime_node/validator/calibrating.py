@@ -1,7 +1,7 @@
-"""Measuring honest error: one engine samples, another judges, nobody lies. `calibrate_statistics` allows what they differ by.
+"""Measure honest error: one engine samples, another verifies, both honestly. `calibrate_statistics` then allows their difference.
 
-Sampled and judged in small batches and in large ones, since kernels differ with the size of a batch, by leases like those of a
-run: groups of completions that share a prompt. Completions run to their length limit, so late positions are measured too.
+Leases resemble those of a run: groups of completions that share a prompt, in small and in large batches, since kernels
+differ with the batch size. Completions run to their length limit, so that late positions are measured too.
 """
 
 from __future__ import annotations
@@ -26,41 +26,43 @@ GROUP = 8
 GROUPS = (1, 8)
 """Groups of a small lease, and of a large one."""
 POWERS = (0.25, 1.0, 3.0, 6.0)
-"""lambda * cap: nats that a token at the cap adds, before its moment is taken off."""
+"""Values of lambda * cap: nats that a token at the cap adds, before its moment is subtracted."""
 CAPS = {"margin": 0.5, "flip": 1.0, "proof": 16.0}
-"""Of statistics whose scale is known."""
+"""Caps of statistics whose scale is known."""
 SHARES = frozenset({"flip"})
 """Statistics that are 0 or 1."""
 CAP_OVER_TAIL = 4.0
-"""Of the others: so many times what one honest token in a thousand exceeds, ..."""
+"""Cap of the other statistics, as a multiple of their honest 99.9 % quantile."""
 CAP_MIN = 0.01
-"""... but no less: where two engines agree to the last bits here, other machines of the same class may not."""
+"""Lower bound of a cap. Two engines may agree to the last bits here and still differ on other machines of the same class."""
 SPREAD = 2.0
-"""Other machines and sharper policies may err by so much more than was measured, ..."""
+"""Factor by which the error of other machines and sharper policies may exceed the measured one."""
 HEADROOM = 2.0
-"""... and so much more often: log M0 is multiplied by this."""
+"""Factor on log M0, by which errors may be more frequent than measured."""
 RATIO_CAP = 4.0
-"""Nats that a token adds at most to a likelihood ratio."""
+"""Largest number of nats that a token adds to a likelihood ratio."""
 
 
 @dataclass(slots=True)
 class Errors:
-    """What honest tokens of one pair of engines did, by statistic, completion after completion."""
+    """Statistics of honest tokens of one pair of engines, by name, completion after completion."""
 
     values: dict[str, list[npt.NDArray[np.float32]]] = field(default_factory=dict)
     lengths: list[npt.NDArray[np.int32]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of measured tokens."""
         return int(sum(lengths.sum() for lengths in self.lengths))
 
     def add(self, found: dict[str, npt.NDArray[np.float32]], lengths_C: npt.NDArray[np.int32]) -> None:
+        """Add the statistics of a lease's tokens, and the lengths [C] of its completions."""
         for name, values in found.items():
             self.values.setdefault(name, []).append(values)
         self.lengths.append(lengths_C)
 
     def summary(self) -> str:
-        """One line for a screen."""
+        """Return one line for a screen."""
         parts = []
         for name, values in self.values.items():
             all_values = np.concatenate(values)
@@ -68,7 +70,7 @@ class Errors:
         return f"{self.num_tokens:,} tokens; " + "; ".join(parts)
 
     def moments(self) -> dict[str, Moments]:
-        """Each statistic's."""
+        """Return the moments of each statistic."""
         lengths_C = np.concatenate(self.lengths)
         proofs_C = np.array([num_proofs([length]) for length in lengths_C.tolist()])
         found = {}
@@ -88,7 +90,7 @@ class Errors:
 def make_leases(
     rng: np.random.Generator, *, num_tokens: int, vocab_size: int, prompt_tokens_max: int, completion_tokens_max: int
 ) -> list[Lease]:
-    """Leases over random prompts, small and large ones in turn, that give about so many completion tokens together."""
+    """Make leases over random prompts, alternately small and large, with about `num_tokens` completion tokens in all."""
     sampling = Sampling(completion_tokens_max=completion_tokens_max, stop_token_ids=())
     leases: list[Lease] = []
     while num_tokens > 0:
@@ -120,18 +122,18 @@ def _group(rng: np.random.Generator, slot: int, vocab_size: int, prompt_tokens_m
 
 
 async def sample_honestly(engine: Engine, leases: Sequence[Lease]) -> list[Rollouts]:
-    """What an honest worker would upload for each lease. The engine holds the policy."""
+    """Return what an honest worker would upload for each lease. The engine holds the policy."""
     return [rollouts_for(lease, await engine.generate(_generate_requests(lease), lease.sampling)) for lease in leases]
 
 
 async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequence[Rollouts]) -> Errors:
-    """What a validator with this scorer would find. The scorer holds the same policy."""
+    """Return the errors that a validator with this scorer would measure. The scorer holds the same policy."""
     errors = Errors()
     for lease, rollouts in zip(leases, sampled, strict=True):
         requests = _score_requests(lease, rollouts)
         found = dict(statistics(rollouts, await scorer.prefill(requests, lease.sampling)))
-        # A stop margin is never above its token's margin, whose moments see it. Here it is 0 everywhere, for want of stop tokens:
-        # as a bound of its own it would ban whoever ends by a hair.
+        # A stop margin is never above its token's margin, whose moments cover it. Without stop tokens it is 0
+        # everywhere here: as a bound of its own it would ban workers for the smallest stop margin.
         found.pop("stop", None)
         for name in ("apart", "rise"):  # they need no moments
             found.pop(name)
@@ -140,11 +142,12 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
 
 
 async def choice_moments(scorer: Scorer, leases: Sequence[Lease], sampled: Sequence[Rollouts]) -> dict[str, Moments]:
-    """What unseeded engines are held to by their choices, measured on seeded ones: their tokens have the same distribution.
+    """Return the bounds on unseeded engines' token choices, measured on seeded ones, whose tokens have the same distribution.
 
-    Under the validator's own probabilities p a likelihood ratio q / p has the mean 1. An honest engine samples from p', a little
-    beside p, and then its mean is 1 + E[(1 - p / p') q / p], where p / p' of the token is what the claimed logprob shows. So
-    E|(1 - p / p') q / p| bounds by how much the engines' difference can raise it, whatever the policy and its randomness are.
+    Under the validator's own probabilities p, a likelihood ratio q / p has mean 1. An honest engine samples from a
+    slightly different p'. The mean is then 1 + E[(1 - p / p') q / p], where the claimed logprob shows the token's p /
+    p'. So E|(1 - p / p') q / p| bounds how much the engines' difference can raise it, whatever the policy and its
+    randomness.
     """
     found: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in LIKELIHOOD_RATIOS}
     for lease, rollouts in zip(leases, sampled, strict=True):
@@ -166,6 +169,7 @@ async def choice_moments(scorer: Scorer, leases: Sequence[Lease], sampled: Seque
 
 
 def pair_of(engine: Engine, scorer: Scorer, moments: Mapping[str, Moments]) -> PairMoments:
+    """Return the moments of a pair of engines, as the run's calibration holds them."""
     return PairMoments(
         worker=engine.info.calibration_class, validator=scorer.info.calibration_class, moments=dict(moments)
     )

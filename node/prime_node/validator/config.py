@@ -11,37 +11,39 @@ from prime_node.config import SandboxSettings, Settings, SettingsConfigDict
 
 
 class ValidatorConfig(Settings):
+    """A validator's settings."""
+
     model_config = SettingsConfigDict(env_prefix="PRIME_VALIDATOR_")
     section: ClassVar[str] = "validator"
 
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward pass. Published weights are bf16 either way; fp32 arithmetic is closest to any engine."""
     threads: int = Field(default=1, ge=1)
-    """Threads of the forward pass. Processes that share a machine must not have more threads than cores in all."""
+    """CPU threads of the forward pass. All processes on a machine together should not have more threads than cores."""
     base_model: str | None = None
-    """Where this machine has the base of a run whose policies are adapters: a folder, or a hub's model name. None takes the name
-    that the run gives."""
+    """Local base model of a run whose policies are adapters: a folder, or a hub's model name. None: the name that the
+    run gives."""
     prefetch: int = Field(default=2, ge=1, le=64)
-    """Bundles fetched ahead of the one being judged."""
+    """Bundles fetched ahead of the one being verified."""
     scorers: int = Field(default=2, ge=1, le=64)
-    """Bundles whose rewards are computed at the same time, beside the forward passes. Each needs a process that holds the run's
-    environments; the first is started at once, others when all are busy."""
+    """Bundles whose rewards are computed concurrently, in parallel to the forward passes. Each needs a process that
+    holds the run's environments. The first one starts at once, others when all are busy."""
     policies_kept: int = Field(default=4, ge=1)
-    """Policies held in memory; async_level + 1 is enough for all that can be asked."""
+    """Policies held in memory; async_level + 1 is enough for every possible request."""
     mirrors: tuple[str, ...] = ()
-    """URLs that serve the run's checkpoints beside the coordinator. None of them is trusted."""
+    """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted."""
     swarm: SwarmConfig = SwarmConfig(private=True)
-    """How policies are fetched from workers and seeders. A validator serves nobody unless it is told to."""
+    """Exchange of policies with workers and seeders. By default a validator serves nobody."""
     sandbox: SandboxSettings = SandboxSettings()
-    """How this process confines itself."""
+    """Sandbox of this process."""
     pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for pieces of a checkpoint on their way."""
+    """Memory for pieces of a checkpoint in transit."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)
-    """Disk that downloaded parts may take."""
+    """Disk space for downloaded parts."""
     poll_seconds: float = Field(default=0.5, gt=0.0)
-    """How often to look for a new policy."""
+    """Seconds between polls for a new policy."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
-    """How long a request for work may be held open by the coordinator."""
+    """Seconds for which the coordinator may hold a request for work open."""
     unsafe_skip_proofs: bool = False
-    """Accept rollouts without a forward pass: logprobs and tokens are believed, so whoever joins decides what is learned. It is
-    for experiments that show what the checks are for."""
+    """Accept rollouts without a forward pass. Logprobs and tokens are then unverified, so anyone who joins decides what
+    is learned. For experiments that show what the checks are for."""

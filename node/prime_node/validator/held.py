@@ -1,6 +1,6 @@
-"""The scorer, the policy that it holds, and whose turn it is: a forward pass's, or that of a piece of references.
+"""The scorer, its current policy, and a lock: it runs one forward pass or one piece of references at a time.
 
-Who waits for whom: whoever wants the scorer waits for those who came before. None of them waits for anything but the scorer.
+Concurrency: callers get the scorer in the order of their requests. While they hold it, they wait for nothing else.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from prime_protocol.weights import Weights
 
 
 class HeldScorer:
-    """Loads a policy only where another one is wanted than the last time."""
+    """A scorer that loads a policy only if it differs from the current one."""
 
     def __init__(self, scorer: SamplingScorer) -> None:
         self.version = -1
-        """The policy that it holds; -1 where it must be loaded anew."""
+        """Policy that it holds; -1 if it must be loaded again."""
         self._scorer = scorer
         self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def turn(self, policies: Mapping[int, Weights]) -> AsyncIterator[SamplingScorer]:
-        """The scorer for nobody else, holding the policy; of several none, for then each has its part. Raises EngineMismatch."""
+        """Hold the scorer exclusively, with the policy loaded.
+
+        With several policies none is preloaded: each forwards its own part later. Raises EngineMismatch.
+        """
         async with self._turn:
             try:
                 await self._hold(policies)

@@ -1,8 +1,8 @@
-"""From a bundle's bytes to a verdict with rewards. No I/O but the scorer's forward pass.
+"""From a bundle's bytes to a verdict with rewards. The scorer's forward pass is the only I/O.
 
-The order is the one of SPEC.md, "Checks": (1) framing and signature, (2) body, (3) the assignment, (4) a forward pass of
-exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here from the tokens, (7) copies within the bundle.
-The first that fails decides.
+The order is the one of SPEC.md, "Checks": (1) framing and signature, (2) body, (3) the assignment, (4) a forward pass
+of exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here from the tokens, (7) copies within the
+bundle. The first failing check decides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from prime_protocol.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What goes back to the coordinator."""
+    """Result of verifying a bundle, for the coordinator."""
 
     verdict: Verdict
     num_tokens: int = 0
@@ -62,18 +62,18 @@ class Judgement:
     rewards: tuple[float, ...] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
     versions: tuple[tuple[int, int], ...] = ()
-    """CheckResultRequest.versions."""
+    """Value of CheckResultRequest.versions."""
     unscored: tuple[int, ...] = ()
     evidence: BundleEvidence | None = None
-    """What its tokens say against the worker."""
+    """Evidence of its tokens against the worker."""
     logprobs_T: npt.NDArray[np.float32] | None = None
-    """[T] of an audited bundle: the validator's own, which the trainer uses in the place of the claimed ones."""
+    """Validator's own logprobs [T] of an audited bundle, which the trainer uses instead of the claimed ones."""
     comparison: ReferenceComparison | None = None
-    """What the validator is going to sample to compare the bundle's rewards with. Stays here, as do:"""
+    """Reference groups that the validator will sample to compare the bundle's rewards with. Not sent, like the next field."""
     references: References | None = None
-    """What it sampled."""
+    """Sampled references."""
     fingerprints: tuple[tuple[int, str], ...] = ()
-    """Of an accepted bundle: slots, and what is said in them that nobody says twice by chance."""
+    """Slots of an accepted bundle, each with the fingerprint of a text that does not occur twice by chance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +86,22 @@ class OpenedBundle:
 
     @property
     def is_unseeded(self) -> bool:
-        """Its tokens were chosen by randomness that nobody assigned. A greedy choice needs none."""
+        """Return whether its tokens were chosen by unassigned randomness. A greedy choice needs none."""
         return not self.header.engine.seeded and self.lease.sampling.temperature > 0.0
 
     @property
     def is_sampled_whole(self) -> bool:
-        """Its tokens were drawn from all of the distribution that the claimed logprobs are of."""
+        """Return whether its tokens were sampled from the whole distribution that the claimed logprobs describe."""
         return self.lease.sampling.temperature > 0.0 and self.lease.sampling.filters is None
 
 
 def open_bundle(
     parcel: bytes, lease: Lease, run: PinnedRun, *, newest_policy: int | None = None
 ) -> OpenedBundle | Judgement:
-    """(1) to (3): everything that the lease alone can decide. `newest_policy`: what a span may be of (check_assignment)."""
+    """Run checks (1) to (3), which need only the lease.
+
+    `newest_policy` is the newest policy that a span may name (check_assignment).
+    """
     bounds = run.spec.limits
     try:
         opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)  # (1)
@@ -129,7 +132,10 @@ async def judge_bundle(
     tokenizer: Tokenizer,
     policies: Mapping[int, Weights] | None = None,
 ) -> Judgement:
-    """(4) to (7). `scorer` holds the policy that sampled the bundle. `policies`: those that did, where they are several."""
+    """Run checks (4) to (7).
+
+    `scorer` holds the policy that sampled the bundle. `policies` holds the policies that did, if there are several.
+    """
     proven = await prove_bundle(bundle, scorer, run=run, policies=policies)
     if not proven.verdict.accepted:
         return proven
@@ -139,7 +145,10 @@ async def judge_bundle(
 async def prove_bundle(
     bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
 ) -> Judgement:
-    """(4) and (5). An accepted one has no rewards yet. Raises EngineMismatch where a policy has to be loaded, and is not."""
+    """Run checks (4) and (5). An accepted bundle has no rewards yet.
+
+    Raises EngineMismatch if a policy cannot be loaded.
+    """
     found, evidence, logprobs_T = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
     measured = summary(found)
     return Judgement(
@@ -151,7 +160,7 @@ async def prove_bundle(
 
 
 def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: CheckPolicy) -> Verdict:
-    """(5) alone, under the thresholds that the run's calibration leaves."""
+    """Run check (5) alone, under the thresholds that the run's calibration allows."""
     if evidence is not None and speaks_for(evidence, evidence_max=checks.evidence_max):
         checks = widened(checks)
     return judge(measured, checks)
@@ -160,8 +169,11 @@ def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: Chec
 async def weigh_bundle(
     bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
 ) -> tuple[Statistics, BundleEvidence | None, npt.NDArray[np.float32]]:
-    """(4) alone: what a forward pass says of each token, what that adds up to under the run's calibration, if it has one, and
-    the recomputed logprobs [T]."""
+    """Run check (4) alone.
+
+    Return the statistics of each token, the evidence that they sum to under the run's calibration (if it has one), and
+    the recomputed logprobs [T].
+    """
     rollouts, requests = bundle.rollouts, score_requests(bundle)
     if policies is None:
         prefill = await scorer.prefill(requests, bundle.lease.sampling)
@@ -174,7 +186,10 @@ async def weigh_bundle(
 
 
 def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judged_by: str) -> BundleEvidence | None:
-    """What a bundle's statistics add up to, found by a validator of such a class. None where nothing does in this run."""
+    """Return the evidence in a bundle's statistics, measured by a validator of class `judged_by`.
+
+    None if the run uses no statistics.
+    """
     checks = run.spec.checks
     if not checks.statistics:
         return None
@@ -201,9 +216,9 @@ async def reward_bundle(
     tokenizer: Tokenizer,
     proven: Judgement | None = None,
 ) -> Judgement:
-    """(6) and (7): what an accepted bundle is worth, and what its completions must not share.
+    """Run checks (6) and (7): compute an accepted bundle's rewards, and look for texts that its completions share.
 
-    `proven`: what (4) and (5) have said, if it was audited.
+    `proven` is the result of (4) and (5), if the bundle was audited.
     """
     lease, rollouts = bundle.lease, bundle.rollouts
     so_far, spec = proven or Judgement(Verdict.accept()), run.spec
@@ -239,10 +254,13 @@ async def reward_bundle(
 async def with_ranks(
     evidence: BundleEvidence, lease: Lease, scored: Scored, trusted: Mapping[int, Sequence[float]], *, spec: RunSpec
 ) -> BundleEvidence:
-    """The same and what the bundle's rewards say beside trusted ones of the same prompts, by group; and these rewards."""
+    """Add to the evidence how the bundle's rewards rank among trusted ones.
+
+    The comparison is by group, over the same prompts; the compared rewards are added too.
+    """
     mine = _by_group(lease, scored)
     pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
-    sums = await asyncio.to_thread(rank_sums, pairs)  # takes a while where rewards are many
+    sums = await asyncio.to_thread(rank_sums, pairs)  # takes a while with many rewards
     is_told = (
         spec.checks.references_told and sum(len(mine) + len(other) for mine, other in pairs) <= COMPARED_REWARDS_MAX
     )
@@ -255,7 +273,7 @@ async def with_ranks(
 def with_shading(
     evidence: BundleEvidence, bundle: OpenedBundle, scored: Scored, logprobs_T: npt.NDArray[np.float32]
 ) -> BundleEvidence:
-    """The same and what the claimed logprobs of rewarded and unrewarded rollouts say, beside the recomputed ones [T]."""
+    """Add to the evidence how claimed and recomputed logprobs [T] differ between rewarded and unrewarded rollouts."""
     if not bundle.is_sampled_whole:
         return evidence
     rollouts, left_out = bundle.rollouts, set(scored.unscored)
@@ -273,7 +291,7 @@ def with_shading(
 
 
 def _by_group(lease: Lease, scored: Scored) -> list[list[float]]:
-    """The rewards of each group, without those that could not be scored."""
+    """Return the rewards of each group, without those that could not be scored."""
     left_out, first = set(scored.unscored), 0
     found: list[list[float]] = []
     for group in lease.groups:
@@ -284,14 +302,17 @@ def _by_group(lease: Lease, scored: Scored) -> list[list[float]]:
 
 
 def _versions_of_groups(bundle: OpenedBundle) -> tuple[tuple[int, int], ...]:
-    """Of each group, the oldest policy of its tokens and the oldest of its completions' last tokens."""
+    """Return for each group the oldest policy of its tokens and the oldest of its completions' last tokens."""
     versions = iter(versions_of(bundle.rollouts, start=bundle.lease.policy_version))
     groups = [list(islice(versions, len(group.seeds))) for group in bundle.lease.groups]
     return tuple((min(each.oldest for each in group), min(each.end for each in group)) for group in groups)
 
 
 def score_requests(bundle: OpenedBundle) -> list[ScoreRequest]:
-    """The bundle's completions with their prompts, in the bundle's order; hidden states are wanted where it commits to them."""
+    """Return the bundle's completions with their prompts, in order.
+
+    Hidden states are requested if the bundle commits to them.
+    """
     turns = [turn for turns in episodes_of(bundle.rollouts, bundle.lease) for turn in turns]
     seeds: list[int | None] = bundle.rollouts.seeds_N.tolist()
     if bundle.is_unseeded:

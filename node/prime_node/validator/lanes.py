@@ -1,7 +1,7 @@
-"""Where bundles are scored: beside the forward passes, one bundle in each lane, so that one that hangs holds up no other.
+"""Scoring workers: bundles are scored in parallel to forward passes, one in each lane, so that a hanging one delays no other.
 
-Who waits for whom: a bundle waits for a free lane; a lane, for the environments' process behind it, which a thread waits for. The
-first lane is made at the start, the others when all are taken. Where another cannot be made, those that are there must do.
+Concurrency: a bundle waits for a free lane. A lane waits, in a thread, for its environments' process. The first lane is
+made at the start, the others when all are busy. If another one cannot be made, the existing ones remain.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from prime_protocol.errors import LocalError
 log = logging.getLogger(__name__)
 
 Environments = Mapping[str, Environment]
-"""All of a run, by name."""
+"""All environments of a run, by name."""
 
 
 class Lanes:
-    """At most `lanes_max` sets of a run's environments, each from `make`, which may block; `end` frees one."""
+    """Pool of at most `lanes_max` sets of a run's environments. `make`, which may block, creates one; `end` frees it."""
 
     def __init__(
         self, make: Callable[[], Environments], *, lanes_max: int, end: Callable[[Environments], None] = lambda _: None
@@ -32,12 +32,12 @@ class Lanes:
         self._idle: list[Environments] = []
 
     async def open(self) -> None:
-        """Make the first, so that what is wrong with an environment is known before there is work. Raises LocalError."""
+        """Make the first set, so that a broken environment is known before there is work. Raises LocalError."""
         self._idle.append(await self._another())
 
     @contextlib.asynccontextmanager
     async def lane(self) -> AsyncIterator[Environments]:
-        """A set of environments that nobody else uses meanwhile."""
+        """Hold a set of environments exclusively."""
         async with self._room:
             environments = await self._free()
             try:
@@ -46,12 +46,12 @@ class Lanes:
                 self._idle.append(environments)
 
     def close(self) -> None:
-        """Idempotent. Whoever waits for an answer gets none."""
+        """Free all sets. Idempotent. Pending requests get no answer."""
         while self._made:
             self._end(self._made.pop())
 
     async def _free(self) -> Environments:
-        """For whoever has found room. A machine that had memory or data for the first only may not have them for another."""
+        """Return an idle or a new set. A machine may have had memory or data only for the first one."""
         while not self._idle:
             try:
                 return await self._another()
@@ -59,7 +59,7 @@ class Lanes:
                 if not self._made:
                     raise
                 log.warning("no further bundle is scored beside %d: %s", len(self._made), error)
-            await self._room.acquire()  # and keep it: there is one lane fewer from here on
+            await self._room.acquire()  # and never release it: from here on there is one lane fewer
         return self._idle.pop()
 
     async def _another(self) -> Environments:

@@ -1,12 +1,12 @@
 """The validator's loop.
 
-Who waits for whom: `fetch` asks the coordinator for work (long poll, so the coordinator's news wakes it) and fills a bounded
-queue; `judge` empties it, one forward pass after another. The rewards of what it finds to be proven are computed beside it, each
-bundle's in a lane of its own, and a bounded number of bundles waits for lanes. What unseeded rewards are compared with is sampled
-before that, in short turns between forward passes (references.py). The policy that a bundle needs
-comes from the follower, which has verified it. Nothing waits without a deadline: a request that gets no answer is tried again
-with growing pauses, an environment that does not answer fails, and a task whose deadline has passed is dropped, because the
-coordinator has given it to somebody else.
+Concurrency: `fetch` asks the coordinator for work by long poll and fills a bounded queue. `judge` empties the queue,
+one forward pass after another. Rewards of proven bundles are computed in parallel, each bundle's in a lane of its own,
+and a bounded number of bundles waits for lanes. References for unseeded rewards are sampled before that, in short turns
+between forward passes (references.py). The follower provides and has verified the policy that a bundle needs.
+
+No wait is endless. An unanswered request is retried with growing pauses. An environment that does not answer fails. A
+task whose deadline has passed is dropped, because the coordinator has given it to another validator.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SAY_S = 10.0
-"""Between two lines on what was judged."""
+"""Seconds between two log lines on verdicts."""
 LOADS_MAX = 2
-"""Tries to make the scorer compute what a policy's weights say, before we give up on it."""
+"""Attempts to load weights that the scorer then computes correctly, before giving up."""
 POLICY_S_MAX = 60.0
-"""For a policy that a bundle was proven by, where it is needed again."""
+"""Time limit for fetching again the policy of a proven bundle."""
 
 
 @dataclass
 class Validator:
-    """What the loop works with. `policy` gives verified weights of a version, waiting for them if need be."""
+    """State of the loop. `policy` returns the verified weights of a version, waiting for them if necessary."""
 
     run: PinnedRun
     config: ValidatorConfig
@@ -65,20 +65,20 @@ class Validator:
     policy_versions: Callable[[], tuple[int, ...]]
     clock: Clock
     verdicts: Counter[str] = field(default_factory=Counter)
-    """How many bundles were accepted, and refused by reason."""
+    """Number of bundles accepted, and refused by reason."""
     comparisons: Comparisons = field(default_factory=Comparisons)
-    """Of unseeded bundles' rewards with what is sampled here."""
+    """Comparisons of unseeded bundles' rewards with references sampled here."""
     scoring: set[str] = field(default_factory=set)
-    """Bundles that are looked at here, from the forward pass to the answer."""
+    """Bundles in progress here, from the forward pass to the answer."""
     said_s: float = -math.inf
-    """When the last line was written."""
+    """Time of the last log line."""
 
     def __post_init__(self) -> None:
         self.held = HeldScorer(self.scorer)
 
 
 async def run_validator(validator: Validator, stop: asyncio.Event) -> None:
-    """Judge bundles until `stop` is set; what has been fetched is judged first. Raises LocalError where this machine cannot."""
+    """Verify bundles until `stop` is set, then finish those already fetched. Raises LocalError if this machine cannot."""
     if validator.config.unsafe_skip_proofs:
         log.warning("unsafe_skip_proofs: no rollout is proven; whoever joins decides what is learned")
     tasks: asyncio.Queue[tuple[CheckTask, bytes] | None] = asyncio.Queue(validator.config.prefetch)
@@ -148,7 +148,10 @@ async def _judge(
 
 
 def _is_here(validator: Validator, task: CheckTask) -> bool:
-    """Handed out again: an answer that hangs must not take a lane for each time, nor references be sampled twice."""
+    """Return whether the bundle is already in progress and was handed out again.
+
+    Otherwise a hanging answer would take another lane each time, and references would be sampled twice.
+    """
     if task.bundle not in validator.scoring:
         return False
     log.warning("bundle %s: its deadline passed while it is looked at here; it goes on", task.bundle[:12])
@@ -156,14 +159,15 @@ def _is_here(validator: Validator, task: CheckTask) -> bool:
 
 
 async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Judgement | None:
-    """What the right policy says of one bundle. None where it cannot be had in time: the deadline hands the bundle on.
+    """Verify one bundle with the right policy.
 
-    Raises LocalError where the scorer does not compute what a policy's weights say: its verdicts would be worth nothing.
+    Returns None if the policy does not arrive in time: at the deadline another validator gets the bundle. Raises
+    LocalError if the scorer does not compute what a policy's weights imply: its verdicts would be worthless.
     """
     if not task.audit:
         return Judgement(Verdict.accept())
     if validator.config.unsafe_skip_proofs:
-        return Judgement(Verdict.accept(), logprobs_T=bundle.rollouts.logprobs_T)  # believed, like everything else
+        return Judgement(Verdict.accept(), logprobs_T=bundle.rollouts.logprobs_T)  # unverified in this mode
     versions = policies_of(bundle.rollouts)
     policies: dict[int, Weights] = {}
     try:
@@ -172,12 +176,12 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
     except TimeoutError:
         log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
         return None
-    except PeerError as error:  # published broken: no validator can judge it
+    except PeerError as error:  # published broken: no validator can verify it
         return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
     for attempt in range(1, LOADS_MAX + 1):
         try:
             async with validator.held.turn(policies) as scorer:
-                # Planned before the bundle's own forward pass, whose time says how long its answers are.
+                # Planned before the bundle's own forward pass, whose duration depends on the length of its completions.
                 comparison = await _planned(validator, task, bundle, scorer) if len(policies) == 1 else None
                 of_spans = policies if len(policies) > 1 else None
                 proven = await prove_bundle(bundle, scorer, run=validator.run, policies=of_spans)
@@ -202,25 +206,25 @@ async def _planned(
         engine=scorer,
         clock=validator.clock,
         deadline_ms=task.deadline_ms,
-        turns_max=validator.config.prefetch + 2,  # as many bundles as are here at once
+        turns_max=validator.config.prefetch + 2,  # the most bundles that can be here at once
     )
 
 
 async def _compare(
     validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement, waiting: asyncio.Semaphore
 ) -> None:
-    """Sample what a proven bundle's rewards are compared with, in turns between forward passes; then as the others."""
+    """Sample the references of a proven bundle, in turns between forward passes; then score it like the others."""
     assert proven.comparison is not None
     (version,) = policies_of(bundle.rollouts)
 
     async def generate(requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        weights = await asyncio.wait_for(validator.policy(version), POLICY_S_MAX)  # at hand, unless it was long ago
+        weights = await asyncio.wait_for(validator.policy(version), POLICY_S_MAX)  # held, unless long ago
         async with validator.held.turn({version: weights}) as scorer:
             return await scorer.generate(requests, sampling)
 
     try:
         found = await validator.comparisons.sample(proven.comparison, bundle.lease.sampling, generate)
-    except (EngineMismatch, PeerError, TimeoutError) as error:  # the next forward pass says what is wrong
+    except (EngineMismatch, PeerError, TimeoutError) as error:  # the next forward pass reports what is wrong
         log.error("bundle %s: policy %d is gone (%r); another validator gets it", task.bundle[:12], version, error)
         validator.scoring.discard(task.bundle)
         return
@@ -231,7 +235,7 @@ async def _compare(
 async def _reward(
     validator: Validator, task: CheckTask, bundle: OpenedBundle, proven: Judgement, waiting: asyncio.Semaphore
 ) -> None:
-    """The rest of a proven bundle's verdict, beside the next one's forward pass. Gives its place back."""
+    """Finish a proven bundle's verdict, in parallel to the next one's forward pass, and release its place."""
     try:
         async with validator.lanes.lane() as environments:
             judgement = await reward_bundle(
@@ -264,7 +268,7 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
         rewards=judgement.rewards,
         measured={
             name: value for name, value in judgement.measured.items() if math.isfinite(value)
-        },  # JSON has no others
+        },  # JSON has no other values
         versions=judgement.versions,
         unscored=judgement.unscored,
         evidence=judgement.evidence,
@@ -276,12 +280,12 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
 
 
 def _is_trained_on(validator: Validator, task: CheckTask) -> bool:
-    """Whether the trainer wants this validator's logprobs: of nothing that is evaluated."""
+    """Return whether the trainer needs this validator's logprobs; never for an evaluation."""
     return validator.run.spec.checks.logprobs_judged and not task.lease.is_evaluation
 
 
 def _say(validator: Validator) -> None:
-    """One line every so often, for whoever watches."""
+    """Log the counts of verdicts, at most every SAY_S seconds."""
     now_s = validator.clock.monotonic_s()
     if now_s - validator.said_s >= SAY_S:
         validator.said_s = now_s
@@ -289,7 +293,7 @@ def _say(validator: Validator) -> None:
 
 
 async def _persist(validator: Validator, call: Callable[[], Awaitable[T]], *, what: str) -> T | None:
-    """The answer, however long it takes; None where the coordinator refuses, which it does for a reason of its own."""
+    """Return the answer, however long it takes; None if the coordinator refuses."""
     try:
         return await ask_until_answered(call, what=what, clock=validator.clock)
     except PeerError as error:

@@ -1,13 +1,15 @@
-"""Trusted rollouts beside unseeded ones, so that their rewards can be compared (prime_protocol/reward_ranks.py).
+"""Trusted rollouts to compare unseeded rollouts' rewards with (prime_protocol/reward_ranks.py).
 
-Which groups are sampled, and by which seeds, follows from a secret of this process and the bundle's digest: nobody can foresee it
-when he uploads. All are drawn from one policy, the bundle's, and each reference serves one comparison only, or the ranks of an
-honest worker would not be a uniformly random choice. For the same reason whether a group is compared is decided before anything
-is sampled, from what neither its completions nor the references change: comparisons that were dropped for taking long would be
-those with long answers, and length goes with reward. A comparison that has begun is finished.
+A secret of this process and the bundle's digest decide which groups are sampled, and by which seeds, so no worker can
+predict it at upload. All are sampled from one policy, the bundle's. Each reference serves one comparison only;
+otherwise the ranks of an honest worker would not be uniformly random.
 
-Who waits for whom: references are sampled for one bundle after another, so many tokens at a time, and take turns with forward
-passes. A forward pass waits for one such turn at most.
+For the same reason the choice of groups is made before anything is sampled, and depends on neither its completions nor
+the references. To drop slow comparisons would be to drop long answers, and length correlates with reward. A comparison
+that has begun is finished.
+
+Concurrency: references are sampled for one bundle after another, a limited number of tokens at a time, in turns with
+forward passes. A forward pass waits for one such turn at most.
 """
 
 from __future__ import annotations
@@ -32,26 +34,26 @@ from prime_protocol.run_spec import RunSpec
 log = logging.getLogger(__name__)
 
 References = Mapping[int, Sequence[Completion]]
-"""What a validator sampled for a bundle, by index of the group in the lease: as many as the worker was asked for."""
+"""References for a bundle, by the group's index in the lease: as many as the worker's completions."""
 Chosen = Mapping[int, Sequence[GenerateRequest]]
-"""What is to be sampled, by index of the group, in an order that nobody can foresee."""
+"""Requests for references, by the group's index, in an unpredictable order."""
 Generate = Callable[[Sequence[GenerateRequest], Sampling], Awaitable[list[Completion]]]
 
 TURN_TOKENS = 64
-"""So long a piece of each of a group's completions is sampled before forward passes have their turn."""
+"""Tokens sampled of each of a group's completions before forward passes get a turn."""
 BOUND_FACTOR = 3.0
-"""References take at most so much longer than their tokens at the measured pace: forward passes come between, and long texts
-are slower than short ones."""
+"""Bound on the time of references, as a multiple of their tokens at the measured pace. Forward passes come between, and
+long texts are slower than short ones."""
 WAIT_SHARE_MAX = 0.5
-"""Of the time that a bundle is judged in, all turns of references that it may have to wait for."""
+"""Largest share of a bundle's time to deadline that it may have to wait for turns of references."""
 PROBE_TOKENS_MAX = 8
 PROBE_SHARE = 0.05
-"""Of the engine's time, for measuring its pace."""
+"""Share of the engine's time spent on measuring its pace."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceComparison:
-    """Decided, and not sampled yet."""
+    """A planned comparison, not sampled yet."""
 
     chosen: Chosen
     bound_s: float
@@ -59,16 +61,19 @@ class ReferenceComparison:
 
 @dataclass(slots=True)
 class ReferencePace:
-    """How fast an engine samples, and what it has still to sample."""
+    """Measured sampling speed of an engine, and its backlog."""
 
     step_s: float = 0.0
-    """Of one token of each of a group's completions."""
+    """Seconds for one token of each of a group's completions."""
     backlog_s: float = 0.0
-    """The sum of `bound_s` of what is not sampled yet."""
+    """Sum of `bound_s` over everything not sampled yet."""
     _known_until_s: float = field(default=-math.inf)
 
     async def measure(self, lease: Lease, engine: Engine, clock: Clock) -> None:
-        """By a few tokens that are thrown away and that no stop token ends, so that the time says nothing about their text."""
+        """Measure the pace with a few tokens that are discarded.
+
+        No stop token ends them, so the time does not depend on their text.
+        """
         started_s = clock.monotonic_s()
         if started_s < self._known_until_s:
             return
@@ -81,9 +86,9 @@ class ReferencePace:
         self._known_until_s = ended_s + (ended_s - started_s) / PROBE_SHARE
 
     def planned(self, chosen: Chosen, *, tokens_max: int, left_s: float, turns_max: int) -> ReferenceComparison | None:
-        """As many of the groups as are sampled in time even if no completion ends early, after what is in the backlog.
+        """Plan as many groups as can be sampled in time, after the backlog, even if no completion ends early.
 
-        None where there are none, or where `turns_max` turns would hold up other bundles for too long.
+        Returns None if there are none, or if `turns_max` turns would delay other bundles for too long.
         """
         group_s = BOUND_FACTOR * self.step_s * tokens_max
         turns_s = self.step_s * min(tokens_max, TURN_TOKENS) * turns_max
@@ -95,10 +100,10 @@ class ReferencePace:
 
 @dataclass(slots=True)
 class Comparisons:
-    """All of a validator's: planned beside its forward passes, and sampled for one bundle at a time."""
+    """A validator's comparisons: planned before forward passes, and sampled for one bundle at a time."""
 
     secret: bytes = field(default_factory=functools.partial(secrets.token_bytes, 32), repr=False)
-    """What nobody can foresee: which groups are compared, and with what."""
+    """Secret that makes unpredictable which groups are compared, and with which seeds."""
     pace: ReferencePace = field(default_factory=ReferencePace)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
@@ -113,7 +118,7 @@ class Comparisons:
         deadline_ms: int,
         turns_max: int,
     ) -> ReferenceComparison | None:
-        """What of a bundle is compared; None: nothing. To be called while nobody else uses the engine."""
+        """Plan which groups of a bundle are compared; None if none. Call it while holding the engine exclusively."""
         chosen = choose_groups(lease, spec=spec, bundle=bundle, secret=self.secret)
         if not chosen:
             return None
@@ -129,11 +134,11 @@ class Comparisons:
         return planned
 
     def begin(self, comparison: ReferenceComparison) -> None:
-        """It is going to be sampled: what is planned from now on comes after it."""
+        """Add a comparison to the backlog: later plans come after it."""
         self.pace.backlog_s += comparison.bound_s
 
     async def sample(self, comparison: ReferenceComparison, sampling: Sampling, generate: Generate) -> References:
-        """Of one that has begun. Raises what `generate` does."""
+        """Sample the references of a comparison that has begun. Raises whatever `generate` does."""
         try:
             async with self._turn:
                 return await sample_references(comparison.chosen, sampling, generate)
@@ -142,7 +147,7 @@ class Comparisons:
 
 
 def choose_groups(lease: Lease, *, spec: RunSpec, bundle: str, secret: bytes) -> Chosen:
-    """Groups whose environment answers are not compared."""
+    """Choose the groups to compare. Groups of multi-turn environments are never compared."""
     turns_max = {one.name: one.turns_max for one in spec.environments}
     drawn: dict[int, tuple[int, list[GenerateRequest]]] = {}
     for index, group in enumerate(lease.groups):
@@ -155,14 +160,17 @@ def choose_groups(lease: Lease, *, spec: RunSpec, bundle: str, secret: bytes) ->
 
 
 async def sample_references(chosen: Chosen, sampling: Sampling, generate: Generate) -> References:
-    """`generate` samples from the policy that sampled the bundle; each call is a turn."""
+    """Sample references with `generate`, from the policy that sampled the bundle; each call is one turn."""
     return {index: await _sample_group(requests, sampling, generate) for index, requests in chosen.items()}
 
 
 async def _sample_group(
     requests: Sequence[GenerateRequest], sampling: Sampling, generate: Generate
 ) -> list[Completion]:
-    """In pieces: each goes on after what has been sampled, by seeds of its own, which is the same distribution."""
+    """Sample a group's references in pieces.
+
+    Each piece continues the previous ones with seeds of its own, which gives the same distribution.
+    """
     found = [Completion((), (), FinishReason.LENGTH) for _ in requests]
     for begin in range(0, sampling.completion_tokens_max, TURN_TOKENS):
         unfinished = [index for index, one in enumerate(found) if one.finish is FinishReason.LENGTH]

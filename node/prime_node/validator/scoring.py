@@ -1,4 +1,4 @@
-"""Rewards, computed from the tokens alone; what an environment cannot score is said, and is nobody's reward."""
+"""Rewards, computed from the tokens alone. Completions that an environment cannot score are listed, without a reward."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Scored:
     """The rewards of a bundle, in its order."""
 
     rewards: tuple[float, ...]
-    """0 where there is none."""
+    """Rewards; 0 for an unscored completion."""
     unscored: tuple[int, ...]
-    """Indices of completions that the environment failed on."""
+    """Indices of completions on which the environment failed."""
     fault: str
-    """The last failure, for the operator."""
+    """Last failure, for the operator."""
     enough: bool
-    """Whether so many completions of each group have a reward. Where not, the others may not have been looked at."""
+    """Whether enough completions of each group have a reward. If not, scoring may have stopped early."""
     spread_mean: float | None
-    """By how much the scorings of one completion differ at most, on average; None where each is scored once."""
+    """Mean over completions of the largest difference between scorings of one completion; None if each is scored once."""
 
 
 async def score_rollouts(
@@ -51,8 +51,11 @@ async def score_rollouts(
     *,
     spec: RunSpec,
 ) -> Scored:
-    """Environments that block are waited for in a thread. Raises WrongContext where a rollout's turns are not what its
-    environment asks for; CutShort only where no other fault is found."""
+    """Score the rollouts of a bundle.
+
+    Blocking environments run in a thread. Raises WrongContext if a rollout's turns are not what its environment asks
+    for; CutShort only if there is no other fault.
+    """
     problems = [group.problem for group in lease.groups for _ in group.seeds]
     specs, bounds = {one.name: one for one in spec.environments}, bounds_of(spec)
     rewards, unscored, fault, enough = [], [], "", True
@@ -77,14 +80,14 @@ async def score_rollouts(
             if not isinstance(told, CutShort):
                 raise told from None
             cut_short = told
-        except Exception as error:  # an environment's code is not ours: whatever it raises, the validator goes on
+        except Exception as error:  # third-party code: whatever it raises, the validator goes on
             log.warning("environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True)
             fault = f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"
             rewards.append(0.0)
             unscored.append(index)
             enough = _enough_scored(lease, unscored, group_rollouts_min=spec.schedule.group_rollouts_min)
             if not enough and isinstance(error, EnvironmentGone | EnvironmentSilent):
-                break  # answers that hang a grader cost one wait, not one each
+                break  # answers that hang a grader cost one timeout, not one each
     if cut_short is not None:
         raise cut_short
     return Scored(
@@ -100,7 +103,10 @@ async def score_references(
     *,
     spec: RunSpec,
 ) -> dict[int, list[float]]:
-    """The rewards of each group's references; those that the environment fails on are left out, as of the worker's."""
+    """Return the rewards of each group's references.
+
+    References on which the environment fails are left out, as for the worker's.
+    """
     scorings = {one.name: one.scorings for one in spec.environments}
     rewards: dict[int, list[float]] = {}
     for index, completions in references.items():
@@ -110,7 +116,7 @@ async def score_references(
             environment = environments[problem.environment]
             try:
                 scores = await _scores(completion, problem, environment, tokenizer, scorings[problem.environment])
-            except Exception as error:  # an environment's code is not ours, as above
+            except Exception as error:  # third-party code, as above
                 log.warning("environment %s: a reference has no reward", problem.environment, exc_info=True)
                 if isinstance(error, EnvironmentGone | EnvironmentSilent):
                     break
@@ -134,7 +140,7 @@ def _prompt_of(lease: Lease, rollout: int) -> tuple[int, ...]:
 
 
 def _enough_scored(lease: Lease, unscored: Sequence[int], *, group_rollouts_min: int | None) -> bool:
-    """Whether so many completions of each group have a reward."""
+    """Return whether enough completions of each group have a reward."""
     missing, first = set(unscored), 0
     for group in lease.groups:
         size = len(group.seeds)

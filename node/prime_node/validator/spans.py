@@ -1,7 +1,8 @@
 """Forward passes for completions that span several policies.
 
-Where the run's swap makes a worker compute keys and values anew, each span is what its own policy says of everything before it:
-one forward pass for each policy, up to the end of its spans. Where the cache is kept, they are judged as that mixture.
+If the run's swap makes a worker recompute keys and values, each span is verified by its own policy over everything
+before it: one forward pass for each policy, up to the end of its spans. If the cache is kept, they are verified as that
+mixture.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from prime_protocol.weights import Weights
 
 
 def spans_of(rollouts: Rollouts) -> list[Spans]:
-    """Of each completion, in the bundle's order."""
+    """Return the spans of each completion, in the bundle's order."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(len(rollouts))]
     for index, version, num_tokens in rollouts.spans_S3.tolist():
         found[index].append((version, num_tokens))
@@ -30,7 +31,7 @@ def spans_of(rollouts: Rollouts) -> list[Spans]:
 
 
 def policies_of(rollouts: Rollouts) -> list[int]:
-    """Every policy that sampled a token, ascending."""
+    """Return every policy that sampled a token, ascending."""
     return sorted(set(rollouts.spans_S3[:, 1].tolist()))
 
 
@@ -43,7 +44,10 @@ async def prefill_spans(
     *,
     swap: SwapPolicy,
 ) -> Prefill:
-    """What a trusted forward pass says of every token, by the policy that sampled it. The scorer holds the newest one then."""
+    """Compute a trusted forward pass of every token, by the policy that sampled it.
+
+    The scorer holds the newest policy afterwards.
+    """
     if swap is SwapPolicy.KEEP_KV:
         return await scorer.prefill_mixed(requests, spans, sampling, policies)
     starts = np.cumsum([0, *(len(request.completion_token_ids) for request in requests)]).tolist()
@@ -66,7 +70,7 @@ async def prefill_spans(
 
 
 def _part(spans: Spans, version: int) -> tuple[int, int]:
-    """Where a policy's tokens begin and end in a completion; equal where it has none."""
+    """Return where a policy's tokens begin and end in a completion; equal if it has none."""
     first = 0
     for each, num_tokens in spans:
         if each == version:

@@ -1,1 +1,1 @@
-"""The worker: leases, generates, signs, spools, uploads; follows the published policies beside it."""
+"""The worker: leases, generates, signs, spools and uploads, while it follows the published policies."""

@@ -1,10 +1,10 @@
-"""Generating for a lease whose environments answer.
+"""Generate for a lease with multi-turn environments.
 
-Who waits for whom: every rollout of the lease is an episode of its own; those that ask at the same time are asked together
-(envs/episodes.py). An environment is not ours: whatever it raises ends its episode, and what was sampled before counts, for a
-validator's may well raise the same there; where it goes on instead, the bundle is refused as incomplete, which is no strike.
-Where its process ends, it takes the other episodes along: each is played again by itself, so that none is passed from worker to
-worker for ever.
+Concurrency: every rollout of the lease is an episode of its own; concurrent requests to the model are batched
+(envs/episodes.py). An environment is third-party code. An exception ends its episode, and the tokens sampled before it
+count, because a validator's environment may raise at the same place. If it continues there instead, the bundle is
+refused as incomplete, which is no strike. If its process exits, all its episodes fail; each is then played again alone,
+so that no lease is handed from worker to worker forever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 Sample = Callable[[list[GenerateRequest]], Awaitable[list[Completion]]]
-"""An engine's answers to a batch."""
+"""Function that returns an engine's completions of a batch."""
 
 
 class NothingSampled(Exception):
@@ -39,7 +39,10 @@ async def play_lease(
     environments: Mapping[str, TurnEnvironment],
     sample: Sample,
 ) -> list[list[Turn]]:
-    """The turns of each rollout, in the lease's order of groups and seeds. Raises NothingSampled, and what `sample` raises."""
+    """Return the turns of each rollout, in the lease's order of groups and seeds.
+
+    Raises NothingSampled, and whatever `sample` raises.
+    """
     desk, alone = Desk(sample), asyncio.Lock()
     bounds = bounds_of(spec)
     played = await desk.serving(
@@ -67,9 +70,9 @@ async def _turns(
     begin: Callable[[], EpisodeRecorder],
     alone: asyncio.Lock,
 ) -> list[Turn]:
-    """Of one rollout; its seeds make a second time like the first."""
+    """Return the turns of one rollout. Its seeds make a second run equal to the first."""
     recorder, problem = begin(), group.problem
-    if environment is None:  # of one turn
+    if environment is None:  # single-turn
         await recorder(group.prompt_token_ids)
         return recorder.turns
 

@@ -1,7 +1,7 @@
-"""Generating for one lease while newer policies arrive.
+"""Generate for one lease while newer policies arrive.
 
-Who waits for whom: the engine works; beside it, where the run's schedule swaps policies under way, we wait for the follower's
-next policy and hand it to the engine. Whichever comes first wakes us; cancelling ends both.
+Concurrency: the engine generates. If the run's schedule swaps policies during generation, a second task waits for the
+follower's next policy and passes it to the engine. Whichever finishes first wakes `generate`; cancelling ends both.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 Play = Callable[[Lease, Sample], Awaitable[list[list[Turn]]]]
-"""episodes.play_lease, with the run's environments."""
+"""Function like episodes.play_lease, bound to the run's environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What became of a lease."""
+    """Outcome of a lease."""
 
     rollouts: Rollouts | None
-    """None: it is to be handed back."""
+    """Rollouts; None if the lease is to be handed back."""
     held: int
-    """The policy that the engine holds now; -1 where it must be loaded anew."""
+    """Policy that the engine holds now; -1 if it must be loaded again."""
     failed: bool = False
-    """An environment asked the model for nothing."""
+    """Whether an environment asked the model for nothing."""
 
 
 async def generate(
@@ -51,11 +51,12 @@ async def generate(
     play: Play | None = None,
     timed: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
 ) -> Generated:
-    """The lease's rollouts. `wait_newer` gives the next policy after a version, and its weights; a swap to it is `timed`.
+    """Generate the lease's rollouts.
 
-    `proofs`: whether completions commit to their hidden states. `play`: makes the turns of each rollout with what samples a
-    batch, where the run's environments answer. An engine that cannot swap under way as the run wants drains: a completion may
-    span policies, it need not.
+    `wait_newer` returns the next policy after a version, and its weights; `timed` wraps a swap to it. `proofs`: whether
+    completions commit to their hidden states. `play`: makes the turns of each rollout from a function that samples a
+    batch, if the run has multi-turn environments. An engine that cannot swap as the run wants drains: a completion may
+    span policies, but need not.
     """
     swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
     policy = _Held(engine, lease, held, proofs)
@@ -90,14 +91,14 @@ async def generate(
 
 @dataclass
 class _Held:
-    """The policy at hand, and batches sampled from it."""
+    """The current policy, and batches sampled from it."""
 
     engine: Engine
     lease: Lease
     version: int
     proofs: bool
     border: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by a swap, and while a batch begins: a batch knows which policy it began on."""
+    """Lock held by a swap, and while a batch starts, so that a batch knows its first policy."""
 
     async def sample(self, requests: list[GenerateRequest]) -> list[Completion]:
         async with self.border:

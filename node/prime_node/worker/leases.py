@@ -1,4 +1,4 @@
-"""Leases: what of an offered one is believed, and how much work fits into one."""
+"""Validate a lease; size requests to this machine's speed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed
 
 SHARE_OF_LEASE = 0.4
-"""A lease is asked for that takes at most this share of its time: the rest is for waiting its turn and for
-the upload."""
+"""Largest share of a lease's time that the requested work may take. The rest is for queueing and for the upload."""
 MARGIN = 1.3
-"""Work is taken to last this much longer than measured."""
+"""Safety factor: work is assumed to take this much longer than measured."""
 
 
 def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worker: str) -> Lease:
-    """A lease that answers our question. Raises PeerError.
+    """Return the lease if it answers our request. Raises PeerError.
 
-    (1) a coordinator of the run signed it; (2) it is of this run and for this worker; (3) it names the policy
-    that we said we hold, and a step that the policy may serve; (4) it asks for no more than we offered and
-    than the run allows; (5) prompts are within the limits and the vocabulary.
+    (1) A coordinator of the run signed it; (2) it is of this run and for this worker; (3) it names the policy that this
+    worker reported, and a step that the policy may serve; (4) it requests no more than was offered and than the run
+    allows; (5) prompts are within the limits and the vocabulary.
     """
     payload = run.keys.verify(envelope, PayloadType.LEASE, Role.COORDINATOR)  # (1)
     lease = parse_json(payload, Lease)
@@ -53,12 +52,12 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
 
 
 def requests_for(lease: Lease) -> list[GenerateRequest]:
-    """What the engine is asked, in the lease's order of groups and seeds."""
+    """Return the engine's requests, in the lease's order of groups and seeds."""
     return [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
 
 
 def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: EngineInfo, created_at_ms: int) -> bytes:
-    """The signed parcel that answers a lease."""
+    """Return the signed parcel that answers a lease."""
     body, decompressed_bytes = pack_body(rollouts)
     header = RolloutHeader(
         body_digest=digest_of(body),
@@ -78,7 +77,7 @@ def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: Eng
 
 
 class GenerationPace:
-    """How fast this machine generates, from what it has done: a mean that forgets. A rehearsal counts until work does."""
+    """Measured speed of generation: an EWMA. A rehearsal's value counts until real work replaces it."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
@@ -86,12 +85,12 @@ class GenerationPace:
         self._is_rehearsed = False
 
     def rehearsed(self, *, tokens: int, seconds: float, rollout_tokens: int) -> None:
-        """A few tokens were sampled so fast, and a rollout has `rollout_tokens` at most."""
+        """Record a rehearsal: tokens in seconds. A rollout has at most `rollout_tokens`."""
         self.tokens_per_s = tokens / max(seconds, 1e-6)
         self._seconds_per_rollout, self._is_rehearsed = rollout_tokens / self.tokens_per_s, True
 
     def claim(self, *, download_bytes_per_s: float) -> Speed | None:
-        """What the coordinator is told before it has measured anything."""
+        """Return the claimed speed, for a coordinator that has not measured any yet."""
         if self._seconds_per_rollout is None:
             return None
         return Speed(
@@ -101,6 +100,7 @@ class GenerationPace:
         )
 
     def measured(self, *, rollouts: int, tokens: int, seconds: float) -> None:
+        """Record the duration of finished work."""
         seconds = max(seconds, 1e-6)
         if self._seconds_per_rollout is None or self._is_rehearsed:
             self._is_rehearsed = False
@@ -111,18 +111,18 @@ class GenerationPace:
             self.tokens_per_s += 0.3 * (tokens / seconds - self.tokens_per_s)
 
     def fits(self, num_rollouts: int, *, seconds_left: float) -> bool:
-        """Whether the work can be finished in time. Before the first measurement: try it."""
+        """Return whether the work can be finished in time. Before the first measurement: try it."""
         if self._seconds_per_rollout is None or self._is_rehearsed:
             return seconds_left > 0
         return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
 
     def doubt(self) -> None:
-        """Work was refused on account of what was measured. It may have been bad luck: believe it less next time."""
+        """Halve the estimate after work was refused because of it: it may have been bad luck."""
         if self._seconds_per_rollout is not None:
             self._seconds_per_rollout /= 2
 
     def rollouts_max(self, run: PinnedRun, *, wanted: int) -> int:
-        """How many completions to ask for: no more than fit, at least one group."""
+        """Return how many completions to request: no more than fit, at least one group."""
         if self._seconds_per_rollout is None:
             return wanted
         fitting = int(run.spec.lease_seconds * SHARE_OF_LEASE / self._seconds_per_rollout)

@@ -1,10 +1,10 @@
-"""The worker's loop: join, then lease, generate, sign, spool, upload; beside it, follow the policies.
+"""The worker's loop: join, then lease, generate, sign, spool and upload, while following the policies.
 
-Who waits for whom. `load_first` waits for a policy, and for the engine to hold it: nothing is leased before. `lease_ahead` waits
-for room (config.leases_ahead) and for the coordinator; it asks for nothing while `trust` cannot say which policy is the newest;
-`_generate` waits for leases and gives room back; the spool's `flush` waits for bundles and for the coordinator; the follower
-waits for new heads. Nothing waits without an end: `quit` wakes everyone, and an absent coordinator is asked again with growing
-pauses.
+Concurrency. `load_first` waits for a policy, and for the engine to hold it: nothing is leased before. `lease_ahead`
+waits for room (config.leases_ahead) and for the coordinator; it requests nothing while `trust` cannot establish the
+newest policy. `_generate` waits for leases and gives room back. The spool's `flush` waits for bundles and for the
+coordinator; the follower waits for new heads. No wait is endless: `quit` wakes everyone, and an unreachable coordinator
+is retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from prime_protocol.messages import UploadReply, WorkerState
 log = logging.getLogger(__name__)
 
 LAST_RECEIPTS_S_MAX = 10.0
-"""A banned worker asks for what was judged so long; the coordinator may be away."""
+"""Time for which a banned worker tries to fetch its last verdicts; the coordinator may be unreachable."""
 
 
 async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
-    """Until `stop` is set, the run is over or we are banned.
+    """Run until `stop` is set, the run is over or the worker is banned.
 
-    Raises LocalError where this machine cannot go on, PeerError where the coordinator cannot be talked to.
-    Cancelling it is safe at any moment: what is in the spool is uploaded next time.
+    Raises LocalError if this machine cannot go on, PeerError if the coordinator cannot be used. Cancelling it is safe
+    at any moment: bundles in the spool are uploaded next time.
     """
     outcome = "failed"
     try:
@@ -59,7 +59,7 @@ async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
             worker.folder / "spool",
             worker.key.key_id,
         )
-        await unless(worker.clock.sleep(LAST_RECEIPTS_S_MAX), last_receipts(worker))  # they say why
+        await unless(worker.clock.sleep(LAST_RECEIPTS_S_MAX), last_receipts(worker))  # they give the reason
         worker.session.notice, outcome = str(error), Ending.BANNED.value
         return Ending.BANNED
     finally:
@@ -98,7 +98,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
 
 
 async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
-    """Take leases in turn until `quit`."""
+    """Process leases in turn until `quit`."""
     while not worker.quit.is_set():
         worker.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
         lease = await unless(worker.quit.wait(), leases.get())
@@ -108,7 +108,10 @@ async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
 
 
 async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
-    """Hand back what was not begun, upload what is done, take the last receipts, say goodbye; all within the grace period."""
+    """Finish in order, within the grace period.
+
+    Hand back leases that were not started, upload what is done, fetch the last receipts and leave.
+    """
     worker.state = WorkerState.DRAINING
     while not leases.empty():
         await unless(worker.grace_over.wait(), hand_back(worker, leases.get_nowait()))

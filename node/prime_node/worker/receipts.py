@@ -1,11 +1,11 @@
-"""Receipts: the coordinator's signed word on every bundle, kept by the worker.
+"""Receipts: the coordinator's signed verdict on every bundle, kept by the worker.
 
-receipts.jsonl holds the envelopes as they came, one a line, so that a contributor can prove what he did; the
-tally is made from them. The cursor is written after the receipts that it stands for, so a crash fetches some
-twice and loses none; the last receipt of a bundle counts.
+receipts.jsonl holds the envelopes as received, one a line, so that contributors can prove their work; the tally is
+computed from them. The cursor is written after the receipts that it covers, so a crash fetches some twice and loses
+none; the last receipt of a bundle counts.
 
-Where a receipt says that something else was assigned than the lease did, both are kept in contradiction-LEASE.jsonl: the
-coordinator signed them, and one of them hides what it did (SPEC.md, section 9).
+If a receipt contradicts its lease about the assignment, both are kept in contradiction-LEASE.jsonl: the coordinator
+signed both, so one of them is false (SPEC.md, section 9).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Rollouts by what became of them. Example: Tally(accepted=1_024, tokens=7_890, pending=128,
-    refused={"stale": 128})."""
+    """Rollouts by outcome. Example: Tally(accepted=1_024, tokens=7_890, pending=128, refused={"stale": 128})."""
 
     accepted: int
     tokens: int
@@ -46,15 +45,15 @@ class Tally:
 
 
 LEASES_KEPT = 64
-"""Signed leases that wait for the receipt of their bundle, the newest ones."""
+"""Number of newest signed leases kept until the receipt of their bundle."""
 
 
 _ACCEPTED, _TOKENS, _PENDING = "accepted", "tokens", "pending"
-"""Beside reasons, none of which has these names."""
+"""Tally keys; no reason has these names."""
 
 
 class _Kept(NamedTuple):
-    """What a bundle's last receipt says: a worker that stays for a year has a hundred thousand of them."""
+    """Compact last receipt of a bundle: a worker that stays for a year has a hundred thousand of them."""
 
     digest: str
     status: BundleStatus
@@ -62,51 +61,52 @@ class _Kept(NamedTuple):
     num_rollouts: int
     num_tokens: int
     settles_all: bool
-    """It was accepted twice: the second receipt credits all that was withheld (SPEC.md, section 11)."""
+    """Whether it was accepted twice: the second receipt credits all tokens in escrow (SPEC.md, section 11)."""
 
 
 class ReceiptBook:
-    """Blocking; a few kilobytes each time."""
+    """Receipts on disk and their tally. Methods block; each call writes a few kilobytes."""
 
     def __init__(self, folder: Path, *, run: PinnedRun, worker: KeyId) -> None:
-        """Raises LocalError where the folder is unusable. Broken lines, as a crash leaves them, are
-        skipped."""
+        """Open the folder. Raises LocalError if it is unusable. Broken lines, as a crash leaves them, are skipped."""
         self._run = run
         self._worker = worker
         self._file = folder / "receipts.jsonl"
         self._cursor_file = folder / "receipts.cursor"
         self._latest: dict[str, _Kept] = {}
-        """By bundle, the one that changed last at the end."""
+        """Receipts by bundle, the most recently changed one last."""
         self._totals: Counter[str] = Counter()
-        """Rollouts by what became of them, and the tokens credited."""
+        """Rollouts by outcome, and the tokens credited."""
         self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             data = read_regular(self._file) if self._file.exists() else b""
             if data and not data.endswith(b"\n"):
-                self._append([b""])  # a crash left half a line, and what comes next is none of it
+                self._append([b""])  # a crash left half a line: end it before the next one
             cursor = self._cursor_file.read_text(encoding="ascii") if self._cursor_file.exists() else "0"
         except OSError as error:
             raise LocalError(f"receipts {self._file}: {error.strerror}") from None
         self.cursor = int(cursor) if cursor.strip().isdigit() else 0
         for line in data.splitlines():
             try:
-                envelope = open_envelope(line)  # its signature was checked when it came
+                envelope = open_envelope(line)  # its signature was verified on receipt
                 self._note(self._parsed(envelope.payload), envelope.digest)
             except PeerError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
 
     def note_lease(self, lease: Lease, envelope: Envelope) -> None:
-        """A lease that was taken: its receipt is compared with it."""
+        """Remember an accepted lease, to compare its receipt with it."""
         self._leases[lease.lease_id] = (lease, envelope)
         if len(self._leases) > LEASES_KEPT:
             self._leases.popitem(last=False)
 
     def add(self, answer: ReceiptList) -> None:
-        """Verify and keep. Raises PeerError where a receipt is not the coordinator's word to us,
-        LocalError for the disk."""
+        """Verify and store receipts.
+
+        Raises PeerError if a receipt is not the coordinator's or not for this worker, LocalError for the disk.
+        """
         if not answer.receipts and answer.next == self.cursor:
-            return  # most answers: they need not wake a disk
+            return  # the common case: do not wake a disk
         envelopes = [open_envelope(text.encode()) for text in answer.receipts]
         verify = self._run.keys.verify
         receipts = [self._parsed(verify(one, PayloadType.RECEIPT, Role.COORDINATOR)) for one in envelopes]
@@ -122,13 +122,16 @@ class ReceiptBook:
             self._note(receipt, envelope.digest)
 
     def tally(self) -> Tally:
+        """Return the tally of all receipts."""
         counts = +self._totals
         accepted, tokens, pending = (counts.pop(name, 0) for name in (_ACCEPTED, _TOKENS, _PENDING))
         return Tally(accepted=accepted, tokens=tokens, pending=pending, refused=dict(counts))
 
     def num_sureties(self, bundles_max: int) -> int:
-        """How many of our last accepted bundles stand surety now: with a dishonest one that was found all of them are lost, and
-        at the run's end all are credited."""
+        """Return how many of the last accepted bundles are in escrow.
+
+        One bundle found dishonest forfeits all of them; at the run's end all are credited.
+        """
         held = 0
         for kept in reversed(self._latest.values()):
             if held == bundles_max or kept.settles_all or (kept.reason is not None and kept.reason.is_dishonest):
@@ -140,7 +143,7 @@ class ReceiptBook:
         known, said = self._leases.get(receipt.lease_id), receipt.assigned
         if known is None or said is None:
             return
-        groups = known[0].groups  # which the receipt may say were more or fewer
+        groups = known[0].groups  # the receipt may claim more or fewer
         if len(said.draws) in (0, len(groups)) and assigned_in(groups, said.draws) == said:
             return
         file = place(self._file.parent, f"contradiction-{receipt.lease_id[:16]}.jsonl")
@@ -162,7 +165,7 @@ class ReceiptBook:
         settles_all = False
         if before is not None:
             self._count(before, -1)
-            # One that is fetched twice is the same.
+            # The same receipt, fetched twice, does not count.
             is_another = before.status is receipt.status is BundleStatus.ACCEPTED and before.digest != digest
             settles_all = is_another or before.settles_all
         kept = _Kept(digest, receipt.status, receipt.reason, receipt.num_rollouts, receipt.num_tokens, settles_all)

@@ -1,6 +1,6 @@
-"""A rehearsal: a few tokens sampled before the first lease, so that it fits this machine.
+"""A rehearsal: sample a few tokens before the first lease, to size it for this machine.
 
-The prompts are fixed: real ones are not known before they are leased. Nothing of it is uploaded.
+The prompts are fixed: real ones are not known before they are leased. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from prime_protocol.run_spec import RunSpec
 ROLLOUTS = 16
 PROMPT_TOKENS = 16
 TOKENS_MAX = 16
-"""Of each completion. Together some hundred tokens: an instant where there is a GPU."""
+"""Tokens of each completion. Some hundred tokens in all: an instant on a GPU."""
 
 
 async def rehearse(
     engine: Engine, spec: RunSpec, pace: GenerationPace, *, clock: Clock, too_long: Coroutine[Any, Any, object]
 ) -> None:
-    """Tell `pace` how fast the engine samples the policy that it holds; at least so slow, where `too_long` is done first."""
+    """Report to `pace` how fast the engine samples the policy that it holds.
+
+    If `too_long` finishes first, the reported speed is an upper bound.
+    """
     tokens = min(TOKENS_MAX, spec.sampling.completion_tokens_max)
     sampling = spec.sampling.model_copy(update={"completion_tokens_max": tokens})
     prompt = tuple(place % spec.vocab_size for place in range(1, 1 + min(PROMPT_TOKENS, spec.limits.prompt_tokens_max)))
     requests = [GenerateRequest(prompt, seed, proofs=spec.checks.proofs) for seed in range(ROLLOUTS)]
 
     async def sampled() -> tuple[int, float]:
-        await engine.generate(requests[:1], sampling)  # what is compiled and allocated once is no part of the speed
+        await engine.generate(requests[:1], sampling)  # exclude one-time compilation and allocation
         began_s = clock.monotonic_s()
         completions = await engine.generate(requests, sampling)
         return sum(len(one.token_ids) for one in completions), clock.monotonic_s() - began_s

@@ -1,4 +1,4 @@
-"""What is told beside the work: heartbeats for the coordinator, a status for the owner, and the receipts that come back."""
+"""Reporting: heartbeats for the coordinator, a status for the owner, and the receipts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 
 async def fetch_receipts(worker: Worker) -> NoReturn:
+    """Fetch new receipts every `receipts_seconds`, forever."""
     while True:
         await worker.clock.sleep(worker.config.receipts_seconds)
         try:
@@ -28,7 +29,7 @@ async def fetch_receipts(worker: Worker) -> NoReturn:
 
 
 async def last_receipts(worker: Worker) -> None:
-    """What was judged since the last look: the end of a run comes sooner than the next one. Who is away is not waited for."""
+    """Fetch the receipts that are still missing when the worker ends. Do not wait for an unreachable coordinator."""
     try:
         while await _take_receipts(worker, worker.session.attempt):
             continue
@@ -39,13 +40,14 @@ async def last_receipts(worker: Worker) -> None:
 async def _take_receipts(
     worker: Worker, ask: Callable[[Callable[[], Awaitable[ReceiptList]]], Awaitable[ReceiptList]]
 ) -> bool:
-    """The next receipts; whether there were any."""
+    """Fetch the next receipts; return whether there were any."""
     answer = await ask(functools.partial(worker.coordinator.receipts, ReceiptsRequest(after=worker.receipts.cursor)))
     await worker.trust.verified(functools.partial(worker.receipts.add, answer))
     return bool(answer.receipts)
 
 
 async def show_status(worker: Worker) -> NoReturn:
+    """Write and show the status every `status_seconds`, forever."""
     while True:
         status = status_of(worker)
         write_status(worker.folder / "status.json", status)
@@ -54,6 +56,7 @@ async def show_status(worker: Worker) -> NoReturn:
 
 
 def heartbeat_request(worker: Worker) -> HeartbeatRequest:
+    """Return the worker's next heartbeat."""
     return HeartbeatRequest(
         state=worker.state,
         policy_version=worker.held,
@@ -65,7 +68,7 @@ def heartbeat_request(worker: Worker) -> HeartbeatRequest:
 
 
 def _claimed(ms: int | None) -> int | None:
-    """A laptop may have slept for long, and clocks are set: the coordinator refuses what cannot be."""
+    """Drop an impossible value, after a laptop's sleep or a clock change: the coordinator would refuse it."""
     return None if ms is None or ms > limits.CLAIMED_MS_MAX else ms
 
 
@@ -76,7 +79,10 @@ def _first_wait(worker: Worker, head: int) -> str:
 
 
 def farewell(worker: Worker, ending: Ending) -> str:
-    """The last line for the owner. Example: `left as asked. Of this key: 71,680 rollouts accepted, worth 453,120 tokens`."""
+    """Return the last line for the owner.
+
+    Example: `left as asked. Of this key: 71,680 rollouts accepted, worth 453,120 tokens`.
+    """
     tally = worker.receipts.tally()
     parts = [f"{tally.accepted:,} rollouts accepted, worth {tally.tokens:,} tokens"]
     if refused := sum(tally.refused.values()):
@@ -87,6 +93,7 @@ def farewell(worker: Worker, ending: Ending) -> str:
 
 
 def status_of(worker: Worker, *, ended: str = "") -> Status:
+    """Return the worker's current status. `ended` is its outcome, if it has ended."""
     session, tally, audits = worker.session, worker.receipts.tally(), worker.run.spec.checks.audits
     latest = worker.follower.latest()
     away_since_s = session.away_since_s

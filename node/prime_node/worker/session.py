@@ -1,8 +1,8 @@
-"""A worker's standing with its coordinator: joined, known, draining, banned.
+"""A worker's session with its coordinator: joined, known, draining, banned.
 
-Everything that a worker asks goes through here, so that one place decides what an error means: nobody there,
-or busy: ask again after a growing pause; unknown worker (the coordinator lost its memory, or we were away too
-long): join again; another machine uses our key: wait until it is gone; banned: the end; anything else is the asker's to handle.
+Every request of a worker goes through here, so that one place decides what an error means. Unreachable or busy: retry
+after a growing pause. Unknown worker (the coordinator lost its state, or this worker was away too long): join again.
+Key in use by another machine: wait until that one is gone. Banned: end. The caller handles any other error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOCK_DIFFERENCE_S_NOTED = 10.0
-"""A larger difference between the clocks is said aloud; requests are refused from REQUEST_AGE_S_MAX on."""
+"""Clock difference above which a warning is logged; requests are refused from REQUEST_AGE_S_MAX on."""
 _ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED, ErrorCode.IN_USE})
-"""Refusals that go away: with a fresh stamp, after somebody has set the clock, or once the other machine with our key is gone."""
+"""Transient refusals: they end with a fresh timestamp, a corrected clock, or when the other machine with this key is gone."""
 
 
 class KeyBanned(Exception):
@@ -34,7 +34,7 @@ class KeyBanned(Exception):
 
 
 class Session:
-    """What the coordinator has said last, and how to ask it."""
+    """The coordinator's last answers, and how to send it requests."""
 
     def __init__(
         self,
@@ -49,18 +49,18 @@ class Session:
         self.run = run
         self.port = port
         self.name = request.session
-        """Of this process, for the coordinator: it lets one machine at a time use a key."""
+        """Name of this process's session: the coordinator lets one machine at a time use a key."""
         self.step = 0
         self.head = -1
         self.notice = ""
         self.in_use = ""
-        """Why the coordinator does not let this machine in; empty where it does."""
+        """Reason why the coordinator does not admit this machine; empty if it does."""
         self.accepted = accepted or Switch()
-        """On while the coordinator counts this machine as the one that uses our key, as far as it has said."""
+        """Switch that is on while the coordinator counts this machine as its key's user, as far as known."""
         self.draining = asyncio.Event()
-        """Set once the coordinator wants no more work from us."""
+        """Event set once the coordinator wants no more work from this worker."""
         self.away_since_s: float | None = None
-        """Monotonic time of the first request without an answer; None while it answers."""
+        """Monotonic time of the first request without an answer; None while the coordinator answers."""
         self._request = request
         self._clock = clock
         self._rng = rng
@@ -70,32 +70,32 @@ class Session:
 
     @property
     def joined(self) -> bool:
-        """Whether the coordinator has ever answered."""
+        """Return whether the coordinator has ever accepted a join."""
         return self._joins > 0
 
     def server_now_ms(self) -> int:
-        """The coordinator's clock, by the difference that was measured when joining."""
+        """Return the coordinator's time, by the clock difference measured when joining."""
         return self._clock.now_ms() + self._clock_behind_ms
 
     async def join(self) -> None:
-        """Until it has worked. Raises Banned, or PeerError where trying again is of no use."""
+        """Join, retrying until it succeeds. Raises KeyBanned, or PeerError if a retry is of no use."""
         await self.ask(self._join)
 
     async def leave(self) -> None:
-        """Say goodbye, once. Nothing depends on it: four missed heartbeats say the same."""
+        """Announce that this worker leaves, once. Optional: four missed heartbeats have the same effect."""
         try:
             await self.port.leave(LeaveRequest(session=self.name))
         except (PeerError, Unreachable) as error:
             log.info("the coordinator did not hear our goodbye: %s", error)
 
     async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
-        """Tell that we live, for ever, and note what the coordinator says. Raises Banned."""
+        """Send heartbeats forever and record the coordinator's answers. Raises KeyBanned."""
         said = ""
         while True:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
             self.step, self.head, self.in_use = reply.step, reply.head, ""
             self.accepted.turn(on=True)
-            # One that is gone by the next heartbeat was about a moment; one that stays, the owner wants to know.
+            # A notice that is gone by the next heartbeat was transient; log only one that stays.
             if reply.notice and reply.notice == self.notice != said:
                 log.warning("the coordinator says: %s", reply.notice)
                 said = reply.notice
@@ -105,8 +105,10 @@ class Session:
             await self._clock.sleep(self.run.spec.heartbeat_seconds)
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The answer, however long it takes. Raises Banned, and PeerError where the same request will not
-        succeed."""
+        """Return the answer, however long it takes.
+
+        Raises KeyBanned, and PeerError if the same request cannot succeed.
+        """
         backoff = Backoff(self._rng)
         while True:
             try:
@@ -121,7 +123,7 @@ class Session:
             await self._clock.sleep(pause_s)
 
     async def attempt(self, call: Callable[[], Awaitable[T]]) -> T:
-        """One try, or two where we have to join again first. Raises Banned, PeerError or Unreachable."""
+        """Try once, or twice if it must join again first. Raises KeyBanned, PeerError or Unreachable."""
         joins = self._joins
         try:
             try:
@@ -156,7 +158,7 @@ class Session:
         return reply
 
     async def _join_again(self, joins_before: int) -> None:
-        """Of several askers that were told at once, one joins."""
+        """Join once, although several callers may have seen the same error."""
         async with self._joining:
             if self._joins == joins_before:
                 log.info("the coordinator does not know us (any more); joining again")

@@ -1,12 +1,11 @@
 """Finished work on disk until the coordinator has it.
 
-Invariant: when `put` has returned, the bundle survives kill -9 and power loss, and stays until the
-coordinator has answered for it: taken (then it is durable there), or refused for good (then it is dropped,
-with its reason in refused.jsonl). Sending twice is harmless, since uploads are idempotent by digest. Bundles
-go out in the order in which they came.
+Invariant: when `put` has returned, the bundle survives kill -9 and power loss, and stays until the coordinator has
+answered: accepted (then it is durable there), or refused finally (then it is dropped, with its reason in
+refused.jsonl). Sending twice is harmless, since uploads are idempotent by digest. Bundles are sent in the order of
+arrival.
 
-Who waits for whom: `put` waits for room, `flush` waits for bundles and for the coordinator, `drained` waits
-for `flush`.
+Concurrency: `put` waits for room, `flush` waits for bundles and for the coordinator, `drained` waits for `flush`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9]{12,}-[A-Za-z0-9_-]+\.parcel")
 REFUSED_LINES_MAX = 1_000
-"""Refusals remembered; the oldest go first."""
+"""Number of refusals kept; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Spool:
     """A folder of bundles, oldest first. One process at a time."""
 
     def __init__(self, folder: Path, *, bytes_max: int, clock: Clock, rng: random.Random) -> None:
-        """Takes up what the last process left. Raises LocalError."""
+        """Load the bundles of the previous process. Raises LocalError."""
         self._folder = folder
         self._bytes_max = bytes_max
         self._clock = clock
@@ -56,7 +55,7 @@ class Spool:
         self.num_uploaded = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for partial in folder.glob("*.partial"):  # never promised to anybody
+            for partial in folder.glob("*.partial"):  # never acknowledged
                 partial.unlink()
             found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name))
             self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
@@ -68,19 +67,21 @@ class Spool:
 
     @property
     def num_bundles(self) -> int:
+        """Return the number of waiting bundles."""
         return len(self._entries)
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of all waiting bundles."""
         return sum(entry.size for entry in self._entries)
 
     @property
     def lease_ids(self) -> list[str]:
-        """Leases whose bundles wait, oldest first; it stands in the files' names."""
+        """Return the leases of the waiting bundles, oldest first, from the file names."""
         return [entry.path.stem.partition("-")[2] for entry in self._entries]
 
     async def put(self, parcel: bytes, lease_id: str) -> None:
-        """Keep the bundle of a lease. Durable when it returns; waits while the spool is full. Raises LocalError."""
+        """Store the bundle of a lease. Durable when it returns; waits while the spool is full. Raises LocalError."""
         async with self._changed:
             if self._is_full(len(parcel)):
                 log.warning(
@@ -97,8 +98,10 @@ class Spool:
             self._changed.notify_all()
 
     async def flush(self, upload: Callable[[bytes], Awaitable[UploadReply]]) -> NoReturn:
-        """Send what comes, in order, for ever. Raises LocalError, and what `upload` raises beside
-        PeerError, Unreachable."""
+        """Send bundles in order, forever.
+
+        Raises LocalError, and whatever `upload` raises other than PeerError and Unreachable.
+        """
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._entries)
@@ -113,18 +116,18 @@ class Spool:
                 self._changed.notify_all()
 
     async def drained(self) -> None:
-        """Until nothing is left to upload."""
+        """Wait until nothing is left to upload."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self._entries)
 
     def _is_full(self, incoming: int) -> bool:
-        """A bundle larger than the whole bound still goes into an empty spool."""
+        """Return whether there is no room. A bundle larger than the whole limit still goes into an empty spool."""
         return bool(self._entries) and self.num_bytes + incoming > self._bytes_max
 
     async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
-        """Until the coordinator has given an answer that stands."""
+        """Send a bundle, retrying until the coordinator has given a final answer."""
         backoff = Backoff(self._rng)
-        parcel = await asyncio.to_thread(read_regular, path)  # a link would upload what it leads to
+        parcel = await asyncio.to_thread(read_regular, path)  # follow no link: it would upload another file
         while True:
             try:
                 reply = await upload(parcel)

@@ -1,5 +1,4 @@
-"""What a worker is doing, for its owner: one line every few seconds, and status.json for programs
-(`prime-node up` and `status`)."""
+"""A worker's status: one line every few seconds, and status.json for `prime-node up` and `status`."""
 
 from __future__ import annotations
 
@@ -21,15 +20,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One moment. Example: Status(worker="12D3Koo...", state=WorkerState.IDLE, policy_version=3, head=3,
-    ...)."""
+    """A worker's status at one moment.
+
+    Example: Status(worker="12D3Koo...", state=WorkerState.IDLE, policy_version=3, head=3, ...).
+    """
 
     worker: str
     state: WorkerState
     policy_version: int
-    """Held by the engine; -1 before the first."""
+    """Policy held by the engine; -1 before the first."""
     head: int
-    """Newest policy that we know of."""
+    """Newest known policy."""
     step: int
     tokens_per_s: float
     rollouts_generated: int
@@ -43,22 +44,24 @@ class Status:
     bundles_spooled: int = 0
     bundles_uploaded: int = 0
     leases_dropped: int = 0
-    """Handed back or expired before they were finished."""
+    """Leases handed back or expired before they were finished."""
     coordinator_away_s: float | None = None
-    """Since when it has not answered; None while it does."""
+    """Seconds for which the coordinator has not answered; None while it does."""
     waiting_for: str = ""
-    """Why nothing is being generated."""
+    """Reason why nothing is being generated."""
     notice: str = ""
-    """The coordinator's word to the contributor."""
+    """Coordinator's message to the contributor."""
     swarm: str = ""
-    """Peers, what was given to them, and whether they reach us."""
+    """Peers, bytes served to them, and whether they can reach this worker."""
     ended: str = ""
-    """How the worker ended; empty while it runs."""
+    """Outcome of the worker; empty while it runs."""
     at_ms: int = 0
 
     def line(self) -> str:
-        """For a terminal. Example: `policy 41 of 42 | 812 tokens/s | accepted 1,024 | refused 3 (stale 3)
-        | spool 0`."""
+        """Return the line for a terminal.
+
+        Example: `policy 41 of 42 | 812 tokens/s | accepted 1,024 | refused 3 (stale 3) | spool 0`.
+        """
         parts = [
             f"policy {self.policy_version if self.policy_version >= 0 else '-'} of {self.head}"
             if self.head >= 0
@@ -82,7 +85,10 @@ class Status:
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Readers see a whole file. Not durable: it is only about now, so a full disk does not stop the work either."""
+    """Replace the status file atomically.
+
+    Not durable, as it describes only the present; a full disk does not stop the work either.
+    """
     try:
         replace(path, f"{json.dumps(dataclasses.asdict(status), indent=1)}\n".encode())
     except OSError as error:
@@ -90,7 +96,7 @@ def write_status(path: Path, status: Status) -> None:
 
 
 def read_status(path: Path) -> Status:
-    """What a worker wrote last. Raises LocalError where that is no status."""
+    """Read a worker's latest status. Raises LocalError if the file holds none."""
     try:
         return _STATUS.validate_json(read_regular(path))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""One lease after another: asked for ahead, loaded for, generated, signed and put into the spool; or given back.
+"""The work on leases: request ahead, load, generate, sign and spool, or hand back.
 
-A lease decides which policy the engine loads, so leases of an older policy that wait in line are finished on that one. Only
-weights that the follower has verified are loaded, and an engine that then computes something else is not used.
+A lease decides which policy the engine loads, so queued leases of an older policy are finished with that policy. The
+engine loads only weights that the follower has verified. If it then computes something else, it is not used.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 LEASE_PAUSE_S, LEASE_PAUSE_S_MAX = 5.0, 30.0
-"""After a question for a lease that went wrong; and the longest pause that a coordinator may ask for."""
+"""Seconds to wait after a failed request for a lease; and the longest pause that a coordinator may ask for."""
 HOLDING_MAX = 1_024
-"""Leases that a request may name."""
+"""Maximum number of leases that a request may name."""
 REHEARSAL_S_MAX = 10.0
-"""A machine that takes longer than this for a few tokens is known to be slow, and how slow it shows."""
+"""Time limit of the rehearsal. Reaching it shows that the machine is slow, and gives a bound on its speed."""
 LOADS_MAX = 2
-"""Tries to make the engine compute what its weights say, before we give up on it."""
+"""Attempts to load weights that the engine then computes correctly, before giving up."""
 
 
 async def load_first(worker: Worker) -> None:
-    """Hold a policy before asking for work: starting an engine takes long enough for a lease to become stale.
+    """Load a policy before requesting work: starting an engine takes long enough for a lease to become stale.
 
     Then rehearse, so that the first lease already fits this machine and the coordinator knows how long to wait for it.
     """
@@ -61,14 +61,14 @@ async def load_first(worker: Worker) -> None:
 
 
 async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
-    """Keep the line filled: one lease being generated, `leases_ahead` behind it."""
+    """Keep the queue filled: one lease in generation, `leases_ahead` behind it."""
     while True:
         await worker.room.acquire()
         leases.put_nowait(await _next_lease(worker))
 
 
 async def _next_lease(worker: Worker) -> Lease:
-    """A lease for the newest policy that we hold, however long it takes."""
+    """Return a lease for the newest held policy, however long it takes."""
     while True:
         if fault := worker.trust.fault():
             worker.waiting_for = fault
@@ -96,18 +96,18 @@ async def _next_lease(worker: Worker) -> Lease:
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
         except PeerError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
-        worker.waiting_for = reason  # the status line shows it
+        worker.waiting_for = reason  # for the status line
         await worker.clock.sleep(pause_s)
 
 
 def _holding(worker: Worker) -> tuple[str, ...] | None:
-    """Every lease that we know of: one whose answer was lost on the way need not wait until it expires."""
+    """Return every known lease, so that one whose answer was lost need not wait until it expires."""
     held = (*worker.in_hand, *worker.spool.lease_ids)
     return held if len(held) <= HOLDING_MAX else None
 
 
 async def fulfil(worker: Worker, lease: Lease) -> None:
-    """One lease: load its policy, generate, sign, spool. Or give it back, where it cannot be done in time."""
+    """Fulfil one lease: load its policy, generate, sign and spool. Hand it back if it cannot be done in time."""
     too_late = first_of(worker.quit.wait(), worker.clock.sleep(worker.seconds_left(lease)))
     policy = await unless(too_late, worker.follower.policy(lease.policy_version))
     if policy is None:
@@ -117,7 +117,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         worker.pace.doubt()
         await hand_back(worker, lease)
         return
-    # What is evaluated is one policy, so its answers never span two.
+    # An evaluation is of one policy, so its completions never span two.
     swap = SwapPolicy.DRAIN if lease.is_evaluation else worker.run.spec.schedule.swap
     if worker.held != policy.version and not (swap.spans_policies and worker.held > policy.version):
         await _load(worker, policy)
@@ -160,7 +160,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
 
 
 def _play(worker: Worker) -> Play | None:
-    """How rollouts of several turns are made; None where the run has none."""
+    """Return the function that plays multi-turn rollouts; None if the run has none."""
     if not worker.environments:
         return None
     return lambda lease, sample: play_lease(lease, worker.run.spec, worker.environments, sample)
@@ -172,7 +172,10 @@ async def _wait_newer(worker: Worker, policy_version: int) -> tuple[int, Weights
 
 
 async def _load(worker: Worker, policy: Policy) -> bool:
-    """Swap the engine to verified weights. Always True. Raises LocalError where it does not compute what they say."""
+    """Swap the engine to verified weights and return True.
+
+    Raises LocalError if the engine does not compute what the weights imply.
+    """
     for attempt in range(1, LOADS_MAX + 1):
         worker.held = -1
         try:
@@ -190,7 +193,7 @@ async def _load(worker: Worker, policy: Policy) -> bool:
 
 @contextlib.contextmanager
 def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Iterator[None]:
-    """What the next heartbeat tells of a swap; of one to the first policy, or to an older one, nothing."""
+    """Record a swap for the next heartbeat, except one to the first policy or to an older one."""
     began_s = worker.clock.monotonic_s()
     with worker.timed("swap", policy_version=policy_version):
         yield
@@ -204,8 +207,10 @@ def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Ite
 
 
 async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> None:
-    """Give a lease to others. One that has expired is theirs already: after a laptop's sleep that is
-    nothing special."""
+    """Return a lease to the coordinator.
+
+    An expired lease needs no message: others have it already, as is normal after a laptop's sleep.
+    """
     worker.leases_dropped += 1
     worker.in_hand.discard(lease.lease_id)
     if worker.seconds_left(lease) <= 0:

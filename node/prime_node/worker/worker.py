@@ -1,4 +1,4 @@
-"""A worker: its parts, and what it is doing at the moment. The loop and its tasks all work on one of these."""
+"""A worker's parts and its current state. The loop and its tasks all share one Worker."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 class Ending(StrEnum):
-    """How a worker ended. The exit codes are part of the command line's documentation."""
+    """Outcome of a worker's run. The exit codes are part of the command line's documentation."""
 
     STOPPED = "stopped"
-    """We were asked to stop, and did in order."""
+    """Stopped in order, by request."""
     DRAINED = "drained"
     """The run is over, or its operator drains it."""
     BANNED = "banned"
@@ -48,17 +48,18 @@ class Ending(StrEnum):
 
     @property
     def told(self) -> str:
-        """To the owner. A ban is told with its reason, elsewhere."""
+        """Return the text for the owner. A ban is reported elsewhere, with its reason."""
         return "left as asked" if self is Ending.STOPPED else "the run is over, or its operator lets it drain"
 
     @property
     def exit_code(self) -> int:
+        """Return the exit code of the command line."""
         return 4 if self is Ending.BANNED else 0
 
 
 @dataclass
 class Worker:
-    """What the loop works with. `folder` is this worker's own, and of this run."""
+    """State shared by the loop's tasks. `folder` belongs to this worker and this run."""
 
     run: PinnedRun
     config: WorkerConfig
@@ -67,48 +68,48 @@ class Worker:
     engine: Engine
     follower: Follower
     trust: Trust
-    """Made before the worker: what is in the folder may be signed by keys that only it knows."""
+    """Trust state, made before the worker: it alone may know the keys that signed the folder's content."""
     folder: Path
     clock: Clock
     environments: Mapping[str, TurnEnvironment] = field(default_factory=dict)
-    """Those that answer, by name."""
+    """Multi-turn environments, by name."""
     rng: random.Random = field(default_factory=random.Random)
     hardware: Hardware | None = None
-    """What the operator is told about this machine."""
+    """Description of this machine for the operator."""
     swarm: Callable[[], str] = lambda: ""
-    """What the owner is told about the exchange with other workers."""
+    """Function that returns the swarm's state as text for the owner."""
     say: Callable[[str], None] = log.info
-    """Where the line for the owner goes."""
+    """Function that shows a line to the owner."""
     timeline: Recorder = field(default_factory=Recorders)
-    """Gets a line for each swap and each lease generated."""
+    """Recorder of each swap and each generated lease."""
     in_hand: set[str] = field(default_factory=set)
-    """Leases that wait, are being generated or are being written to the spool."""
+    """Leases that are queued, in generation or being written to the spool."""
     held: int = -1
-    """The policy that the engine holds."""
+    """Policy that the engine holds."""
     newest_held: int = -1
-    """The newest policy that the engine has held."""
+    """Newest policy that the engine has held."""
     usable_after_ms: int | None = None
-    """From the publication of the held policy until the engine had it, where that says something about its way to us."""
+    """Time from the held policy's publication until the engine had it; None if it is not meaningful for its update path."""
     swap_ms: int | None = None
-    """Of that, what the engine took."""
+    """Part of that time spent in the engine."""
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
     rollouts_generated: int = 0
     leases_dropped: int = 0
     pace: GenerationPace = field(default_factory=GenerationPace)
     speed: Speed | None = None
-    """What the rehearsal showed, for the coordinator."""
+    """Speed measured by the rehearsal, for the coordinator."""
     accepted: Switch = field(default_factory=Switch)
-    """On while the coordinator counts this machine as the one that uses our key: the swarm host runs only then."""
+    """Switch that is on while the coordinator counts this machine as its key's user; the swarm host runs only then."""
     quit: asyncio.Event = field(default_factory=asyncio.Event)
-    """Take no new work: we were asked to stop, or the coordinator drains us."""
+    """Event that ends new work: a request to stop, or the coordinator drains this worker."""
     grace_over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Leave now, whatever is unfinished."""
+    """Event that ends all work, finished or not."""
 
     def __post_init__(self) -> None:
-        """Raises LocalError where the folder is unusable."""
+        """Open the folder. Raises LocalError if it is unusable."""
         self.lock = FolderLock(self.folder)
-        # On-policy everybody waits for the last group of a step: it must not lie in the line of a busy worker.
+        # On-policy, everybody waits for the last group of a step: it must not wait in a busy worker's queue.
         ahead = self.config.leases_ahead if self.run.spec.admission.lag_leased else 0
         self.room = asyncio.Semaphore(ahead + 1)
         self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=self.rng)
@@ -127,12 +128,12 @@ class Worker:
         )
 
     def seconds_left(self, lease: Lease) -> float:
-        """Until the lease expires by the coordinator's clock; below 0 once it has."""
+        """Return seconds until the lease expires by the coordinator's clock; negative once it has."""
         return (lease.expires_at_ms - self.session.server_now_ms()) / 1_000
 
     @contextlib.contextmanager
     def timed(self, kind: str, **fields: int) -> Iterator[None]:
-        """A line of the timeline for what is done inside, by the coordinator's clock."""
+        """Record the duration of the `with` block on the timeline, by the coordinator's clock."""
         begin_ms = self.session.server_now_ms()
         try:
             yield

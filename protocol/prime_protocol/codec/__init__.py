@@ -1,15 +1,16 @@
-"""Tensors <-> bytes: one flat tensor becomes a sequence of chunks, each of which decodes alone, in any order, on arrival.
+"""Tensors <-> bytes: a flat tensor becomes a sequence of chunks, each of which decodes alone, in any order, on arrival.
 
-A chunk holds at most `CHUNK_ELEMENTS` neighbouring elements of one tensor, either by themselves (an anchor) or as steps from a
-base that the receiver holds (a delta). Every bit pattern survives: NaN payloads, -0, infinities and subnormals. The encoder
-takes, chunk by chunk, the mode that costs least; a decoder knows all of them.
+A chunk holds at most `CHUNK_ELEMENTS` neighbouring elements of one tensor, either complete (an anchor) or as steps from
+a base that the receiver holds (a delta). Every bit pattern survives: NaN payloads, -0, infinities and subnormals. The
+encoder chooses the cheapest mode for each chunk; a decoder supports all of them.
 
     new, base = np.array([0x3F80, 0x3F81], np.uint16), np.array([0x3F80, 0x3F80], np.uint16)     # bf16: 1.0, 1.0078125
     for chunk in encode_tensor(new, base, dtype="bf16"):
         decode_chunk(chunk.data, out, base, dtype="bf16", start=chunk.start, count=chunk.count)
 
-The format is SPEC.md, section "Chunks"; `reference.py` is the same in plain Python. The fast paths need numba and import it
-only when a tensor is large enough to profit; without numba everything works, slower and with somewhat larger deltas.
+SPEC.md, section "Chunks", defines the format; `reference.py` is the same in plain Python. The fast paths need numba and
+import it only when a tensor is large enough to profit. Without numba everything works, slower and with somewhat larger
+deltas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the rest of the project calls: a tensor in, chunks out; a chunk in, a range of a tensor out.
+"""Public interface of the codec: encode a tensor into chunks, decode a chunk into a range of a tensor.
 
-The kernels are used for tensors of at least KERNEL_ELEMENTS elements; so importing numba is never the price of a small model,
-and the same tensors always give the same bytes on machines with the same packages.
+The kernels serve tensors of at least KERNEL_ELEMENTS elements, so a small model never pays for importing numba. The
+same tensors always give the same bytes on machines with the same packages.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from prime_protocol.codec.layout import (
 )
 
 Kernels = ModuleType
-"""The module classes.py, where numba is installed."""
+"""Module codec/classes.py, if numba is installed."""
 
 KERNEL_ELEMENTS = 2**14
-"""Chunks smaller than this are coded with numpy alone."""
+"""Minimum size for the kernels; numpy alone codes smaller chunks."""
 GAP_DENSITY_MAX = 0.2
-"""Above this share of changed elements a step for each element is smaller than positions."""
+"""Share of changed elements above which a step for each element is smaller than positions."""
 ANCHOR_CHUNK_ELEMENTS = 2**17
-"""Elements that the encoder puts into one chunk of an anchor. A peer passes a chunk on once it has it whole, so small ones spread
-sooner; in a delta even a full chunk has a few kilobytes."""
+"""Elements that the encoder puts into one chunk of an anchor. Peers forward only complete chunks, so small ones spread
+sooner; in a delta even a full chunk has only a few kilobytes."""
 CHUNKS_PER_TASK = 8
-"""A thread takes so many at once: each hand-over costs both it and the one that hands over."""
+"""Chunks that a thread takes at once, because each hand-over costs both threads."""
 TASKS_AHEAD = 3
 """Encoded tasks that may wait for the reader when a pool encodes."""
 CLASS_SHARE_MAX = 0.6
-"""A CLASS chunk over this share of the raw bytes is compared with the elements themselves."""
+"""Share of the raw bytes above which the encoder compares a CLASS chunk with a FULL one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,14 @@ class EncodedChunk:
 
 
 class Target:
-    """A flat, contiguous tensor that chunks are decoded into, and the one that they were encoded against, if any.
+    """Flat, contiguous tensor to decode chunks into, and their base, if any.
 
-    `out` may be `base` itself, to update weights in place; applying a delta twice is then wrong, so keep a record per chunk.
+    `out` may be `base` itself, to update weights in place. Applying a delta twice is then wrong, so keep a record per
+    chunk.
     """
 
     def __init__(self, out: Array, base: Array | None, *, dtype: str) -> None:
-        """Raises ValueError for tensors that do not fit together."""
+        """Bind the tensors. Raises ValueError if they do not fit together."""
         if not out.flags.writeable:
             raise ValueError("the tensor that chunks are decoded into is read-only")
         require_same_size(out, base)
@@ -79,18 +80,18 @@ class Target:
 
 
 def encode_tensor(new: Array, base: Array | None, *, dtype: str) -> Iterator[EncodedChunk]:
-    """Chunks of a flat, contiguous tensor in order; none where it is empty. `base` None makes an anchor."""
+    """Yield the chunks of a flat, contiguous tensor in order; none if it is empty. `base` None makes an anchor."""
     return (chunk for _, chunk in encode_tensors([(new, base, dtype)]))
 
 
 def encode_tensors(
     tensors: Iterable[tuple[Array, Array | None, str]], *, pool: Executor | None = None
 ) -> Iterator[tuple[int, EncodedChunk]]:
-    """(tensor's number, chunk) in order, for tensors given as (new, base or None, dtype).
+    """Yield (tensor's number, chunk) in order, for tensors given as (new, base or None, dtype).
 
-    With a pool of threads, chunks are encoded side by side: the work holds no GIL. At most TASKS_AHEAD tasks of
-    CHUNKS_PER_TASK chunks wait to be taken and `tensors` is read no further than that, so that a checkpoint may stream
-    through, larger than memory.
+    With a pool of threads, chunks are encoded in parallel, without the GIL. At most TASKS_AHEAD tasks of
+    CHUNKS_PER_TASK chunks wait to be taken, and `tensors` is read no further than that. So a checkpoint larger than
+    memory may stream through.
     """
     ranges = _ranges(tensors)
     waiting: deque[Future[list[tuple[int, EncodedChunk]]]] = deque()
@@ -107,7 +108,7 @@ def encode_tensors(
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What becomes one chunk: bits of the elements from `start` on."""
+    """Input of one chunk: bits of the elements from `start` on."""
 
     tensor: int
     start: int
@@ -142,18 +143,18 @@ def _encoded(ranges: list[_Range]) -> list[tuple[int, EncodedChunk]]:
 def decode_chunk(
     data: bytes | memoryview, out: Array, base: Array | None, *, dtype: str, start: int, count: int
 ) -> None:
-    """`decode_chunks` for one chunk of `Target(out, base)`."""
+    """Decode one chunk of `Target(out, base)`; see `decode_chunks`."""
     decode_chunks([(data, start, count, Target(out, base, dtype=dtype))])
 
 
 def decode_chunks(chunks: Iterable[tuple[bytes | memoryview, int, int, Target]]) -> None:
     """Write elements start .. start + count of each chunk, given as (data, start, count, target).
 
-    Raises CodecError, and nothing else, on any bytes; ValueError for a range that is not the target's. All chunks that
-    the kernels decode are one call, which holds no GIL. After a CodecError all these ranges are undefined: a chunk that does not
-    fit its base is noticed while it is applied.
+    Raises only CodecError on malformed bytes, and ValueError for a range outside the target. One call without the GIL
+    decodes all chunks that the kernels support. After a CodecError all these ranges are undefined: only applying a
+    chunk reveals that it does not fit its base.
     """
-    by_kernels, several = [], list(chunks)  # whose targets live as long as their addresses are in use
+    by_kernels, several = [], list(chunks)  # keeps the targets alive while their addresses are in use
     for data, start, count, target in several:
         if not 0 <= start <= start + count <= target.out.size:
             raise ValueError(f"elements {start} to {start + count} of a tensor of {target.out.size}")
@@ -199,9 +200,9 @@ def _decode_alone(mode: Mode, data: bytes | memoryview, target: Target, part: sl
 
 
 def encode_chunks(pairs: Sequence[tuple[Array, Array | None]], element: ElementType) -> list[bytes]:
-    """Each (new, base or None) as one chunk, in the mode that costs least. All for the kernels are one call, without the GIL.
+    """Encode each (new, base or None) as one chunk, in the cheapest mode. One call without the GIL encodes all kernel chunks.
 
-    Raises ValueError for what is no chunk's worth of flat, contiguous elements.
+    Raises ValueError unless the elements are flat, contiguous and fit one chunk.
     """
     for new, base in pairs:
         require_same_size(new, base)
@@ -222,7 +223,7 @@ def encode_chunks(pairs: Sequence[tuple[Array, Array | None]], element: ElementT
 
 
 def _least(chunk: bytes | None, new: Array, element: ElementType) -> bytes:
-    """A CLASS chunk, or what is less: nothing where it is None, as nothing changed."""
+    """Return the CLASS chunk or a smaller one: SKIP if `chunk` is None (nothing changed), FULL if that is smaller."""
     if chunk is None:
         return write_chunk(Mode.SKIP, element, new.size, [])
     if len(chunk) <= CLASS_SHARE_MAX * new.nbytes:
@@ -254,12 +255,12 @@ def _kernels_for(element: ElementType, count: int) -> Kernels | None:
 
 
 def load_kernels() -> Kernels | None:
-    """The CLASS mode's fast path, or None where numba is missing or given up."""
+    """Return the module of the CLASS kernels, or None if numba is missing or disabled."""
     return None if _given_up else _import_kernels()
 
 
 def give_up_kernels() -> None:
-    """For a process that cannot have them compiled: all that it codes from now on, it codes as where numba is missing."""
+    """Disable the kernels, for a process that cannot compile them. From now on it codes as without numba."""
     global _given_up
     _given_up = True
 

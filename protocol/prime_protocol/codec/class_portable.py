@@ -1,7 +1,7 @@
-"""The CLASS mode's decoder on numpy alone, for machines without numba. Slower than the kernels, same bytes in, same result.
+"""Decoder of the CLASS mode with numpy alone, for machines without numba. Slower than the kernels, same result.
 
-The streams of a chunk lie one after the other so that each can be read as an array: `BitReader` turns them into numpy once,
-and every step below is a whole-array operation. SPEC.md, section "CLASS".
+The streams of a chunk are stored one after the other so that each can be read as an array. `BitReader` converts them to
+numpy once, and every step below is a whole-array operation. SPEC.md, section "CLASS".
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from prime_protocol.codec.wire import (
 
 @dataclass(slots=True)
 class ClassPlan:
-    """One class's parameters. Example: ClassPlan(SPARSE, count=740, gap_bits=5, magnitudes=ONES)."""
+    """Parameters of one class. Example: ClassPlan(SPARSE, count=740, gap_bits=5, magnitudes=ONES)."""
 
     coder: int = EMPTY
     count: int = 0
-    """Changes of a SPARSE class, bytes of a PLANE."""
+    """Number of changes of a SPARSE class, or of bytes of a PLANE."""
     gap_bits: int = 0
     magnitudes: int = ONES
     num_exceptions: int = 0
@@ -44,7 +44,7 @@ class ClassPlan:
 
 
 class BitReader:
-    """A reader of bit streams: numbers from the front, then whole arrays. Raises CodecError at the end."""
+    """Reader of bit streams: numbers from the front, then whole arrays. Raises CodecError at the end."""
 
     def __init__(self, body: bytes) -> None:
         self.bits = np.unpackbits(np.frombuffer(body, np.uint8), bitorder="little")
@@ -52,10 +52,11 @@ class BitReader:
         self.ones = np.zeros(0, np.int64)  # positions of set bits not yet used as ends of unary codes
 
     def take(self, width: int) -> int:
+        """Read one number of `width` bits."""
         return int(self.fixed(1, width)[0])
 
     def fixed(self, count: int, width: int) -> Array:
-        """`count` numbers of `width` bits."""
+        """Read `count` numbers of `width` bits."""
         end = self.at + count * width
         if end > self.bits.size:
             raise CodecError("ends inside the bit streams")
@@ -64,17 +65,18 @@ class BitReader:
         return table @ (np.int64(1) << np.arange(width))
 
     def length(self) -> int:
-        """A number of 1 to 19 bits after its bit length."""
+        """Read a number of 1 to 19 bits that follows its bit length."""
         bits = self.take(5)
         if not 1 <= bits <= 19:
             raise CodecError("a length is out of range")
         return 1 << (bits - 1) | self.take(bits - 1)
 
     def begin_unary(self) -> None:
+        """Find the set bits from here on, before the first `unary`."""
         self.ones = np.flatnonzero(self.bits[self.at :]) + self.at
 
     def unary(self, count: int) -> Array:
-        """`count` unary codes: the distances between neighbouring ones, less one."""
+        """Read `count` unary codes: the distances between neighbouring ones, less one."""
         if count > self.ones.size:
             raise CodecError("ends inside the bit streams")
         ends, self.ones = self.ones[:count], self.ones[count:]
@@ -83,7 +85,7 @@ class BitReader:
         return quotients
 
     def suffixes(self, widths: Array) -> Array:
-        """One number per width, each of that many bits."""
+        """Read one number per width, each of that many bits."""
         begins = self.at + np.cumsum(widths) - widths
         self.at += int(widths.sum())
         if self.at > self.bits.size:
@@ -96,7 +98,7 @@ class BitReader:
 
 
 def portable_decode_classes(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
-    """The new bit patterns of a CLASS chunk."""
+    """Return the new bit patterns of a CLASS chunk."""
     if len(data) < BODY_AT:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
@@ -131,7 +133,7 @@ def portable_decode_classes(data: bytes | memoryview, base: Array, element: Elem
 
 
 def _class_numbers(words: Array, lowest: list[int], shift: int) -> Array:
-    """Each element's class: the first whose lowest exponent it reaches."""
+    """Return each element's class: the first whose lowest exponent it reaches."""
     by_exponent = np.zeros(256, np.uint8)
     exponents = np.arange(256)
     for limit in lowest:
@@ -141,6 +143,7 @@ def _class_numbers(words: Array, lowest: list[int], shift: int) -> Array:
 
 
 def portable_read_plan(reader: BitReader, count: int) -> ClassPlan:
+    """Read the parameters of one class of a chunk with `count` elements. Raises CodecError."""
     plan = ClassPlan(coder=reader.take(2))
     if plan.coder == EMPTY:
         return plan
@@ -162,7 +165,7 @@ def portable_read_plan(reader: BitReader, count: int) -> ClassPlan:
 
 
 def _read_changes(reader: BitReader, plans: list[ClassPlan]) -> list[tuple[Array, Array]]:
-    """Ranks and steps of every class, in the order of the streams: signs, low bits, unary codes, suffixes."""
+    """Return ranks and steps of every class, in the order of the streams: signs, low bits, unary codes, suffixes."""
     sparse = [plan for plan in plans if plan.coder == SPARSE]
     negative = reader.fixed(sum(plan.count for plan in sparse), 1).astype(bool)
     lows = []
@@ -193,7 +196,7 @@ def _read_changes(reader: BitReader, plans: list[ClassPlan]) -> list[tuple[Array
 
 
 def _read_magnitudes(reader: BitReader, plan: ClassPlan, lows: Array, quotients: list[Array]) -> Array:
-    """|step| of every change of a class. Only exponential Golomb codes have suffixes left to read."""
+    """Return |step| of every change of a class. Only exponential Golomb codes have suffixes left to read."""
     magnitudes = np.ones(plan.count, np.int64)
     if plan.magnitudes == EXCEPTIONS:
         runs, prefixes = quotients

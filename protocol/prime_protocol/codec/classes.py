@@ -1,8 +1,9 @@
-"""The CLASS mode on numba's kernels: buffers, and the way between bytes and planes.
+"""The CLASS mode on numba's kernels: buffers, and the conversion between bytes and planes.
 
-The idea: a weight changes by about the learning rate whatever its size, so the chance that its bf16 changes at all doubles with
-every binade down. The receiver holds the base; so changes are coded inside classes of elements whose base has a like exponent,
-where they are equally likely, and positions cost about as much as a perfect coder would take. SPEC.md, section "CLASS".
+A weight changes by about the learning rate whatever its size, so the chance that its bf16 changes at all doubles with
+every binade down. The receiver holds the base. So changes are coded within classes of elements whose base has a similar
+exponent, where all are equally likely to change. Positions then cost about as much as with a perfect coder. SPEC.md,
+section "CLASS".
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from prime_protocol.codec.planes import PlaneKind, join_plane, read_plane, requi
 from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, narrow, widen
 
 ENCODED_BYTES = 1 << 18
-"""Room for the chunks that one call encodes before the last one."""
+"""Space for the chunks that one call encodes before the last one."""
 
 
 class Buffers:
-    """One thread's working memory, made when it is first needed and kept: 4 MB of planes and 3 MB of lists per direction."""
+    """Working memory of one thread, allocated on first use and kept: 4 MB of planes and 3 MB of lists per direction."""
 
     def __init__(self) -> None:
         self.lowest = np.zeros(CLASSES_MAX, np.uint8)
@@ -59,7 +60,7 @@ def _buffers() -> Buffers:
 def encode_classes(
     pairs: Sequence[tuple[Array, Array]], element: ElementType, *, wide: bool = HAS_WIDE
 ) -> list[bytes | None]:
-    """The CLASS chunks of some (new, base), each at most one chunk long; None where nothing changed."""
+    """Return the CLASS chunk of each (new, base), each at most one chunk long; None if nothing changed."""
     b, shift = _buffers(), element.exponent_shift
     words = [(widen(new), widen(base)) for new, base in pairs]
     table = np.array([(address(base), address(new), new.size, shift, element.code, 0) for new, base in words], np.int64)
@@ -82,7 +83,7 @@ def encode_classes(
 
 
 def _planes_and_escapes(num_classes: int, num_escapes: int) -> Iterator[bytes | memoryview]:
-    """What ends a chunk with planes."""
+    """Yield the planes and escapes that end a chunk."""
     b = _buffers()
     for number in np.flatnonzero(b.plan[:num_classes, CODER] == PLANE):
         yield from write_plane(b.scattered[number, : b.fill[number]].view(np.uint8))
@@ -90,13 +91,15 @@ def _planes_and_escapes(num_classes: int, num_escapes: int) -> Iterator[bytes | 
 
 
 Words = tuple[bytes | memoryview, int, int, int, int]
-"""A chunk whose head was checked; where its words lie in the base and in the new tensor, how many they are, and where a word's
-exponent begins."""
+"""Tuple of a chunk with a checked head, the addresses of its words in the base and in the new tensor, their number, and
+the position of a word's exponent."""
 
 
 def decode_words(chunks: Sequence[Words], *, wide: bool = HAS_WIDE) -> None:
-    """Apply CLASS chunks to two-byte floats. New words may lie where the old ones do; of each chunk all streams are checked
-    before its first write. Raises CodecError for one of them; then others may be done or not.
+    """Apply CLASS chunks to two-byte floats.
+
+    The new words may overwrite the old ones. All streams of a chunk are checked before its first write. Raises
+    CodecError for one chunk; others may be done or not.
     """
     b, found, done = _buffers(), np.zeros(4, np.int64), 0
     table = np.array([(*where, *_body(data)) for data, *where in chunks], np.int64)
@@ -113,7 +116,7 @@ def decode_words(chunks: Sequence[Words], *, wide: bool = HAS_WIDE) -> None:
 
 
 def _body(data: bytes | memoryview) -> tuple[int, int]:
-    """Address and size of what comes behind the head."""
+    """Return address and size of the bytes after the head."""
     if not BODY_AT <= len(data) <= encode.OCTETS_MAX - streams.PADDING:
         raise CodecError(f"{len(data)} bytes are no CLASS chunk")
     return address(np.frombuffer(data, np.uint8)) + HEAD_BYTES, len(data) - HEAD_BYTES
@@ -122,7 +125,7 @@ def _body(data: bytes | memoryview) -> tuple[int, int]:
 def decode_classes(
     data: bytes | memoryview, out: Array, base: Array, element: ElementType, *, wide: bool = HAS_WIDE
 ) -> None:
-    """`decode_words` for one chunk of floats of one or two bytes."""
+    """Decode one chunk of floats of one or two bytes; see `decode_words`."""
     new, old = (out, base) if element.itemsize == 2 else (np.empty(out.size, np.uint16), widen(base))
     decode_words([(data, address(old), address(new), old.size, element.exponent_shift)], wide=wide)
     if new is not out:
@@ -130,7 +133,7 @@ def decode_classes(
 
 
 def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int) -> None:
-    """Put the planes and escapes behind the streams into the buffers; touches neither before all are checked."""
+    """Read the planes and escapes after the streams into the buffers, once all of them are checked."""
     b, planes = _buffers(), []
     for number in np.flatnonzero(b.plan[:num_classes, CODER] == PLANE):
         plane, end = read_plane(data, end, int(b.plan[number, COUNT]))
@@ -143,7 +146,7 @@ def _read_planes(data: memoryview, end: int, num_classes: int, num_escapes: int)
 
 
 def encode_full(new: Array) -> Body:
-    """The body of a FULL chunk of two-byte floats, as portable.encode_full makes it, faster. It lies in the buffers too."""
+    """Return the body of a FULL chunk of two-byte floats, like portable_encode_full but faster. It may use the buffers."""
     b = _buffers()
     low, high = b.low[: new.size], b.high[: new.size]
     full.split_words(_readonly(new), low, high)
@@ -153,7 +156,7 @@ def encode_full(new: Array) -> Body:
 
 
 def decode_full(data: bytes | memoryview, out: Array) -> None:
-    """The inverse, straight into `out`."""
+    """Decode a FULL chunk of two-byte floats into `out`."""
     view = memoryview(data)
     low, behind = read_plane(view, HEAD_BYTES, out.size)
     high, end = _read_exponents(view, behind, out.size)
@@ -162,7 +165,7 @@ def decode_full(data: bytes | memoryview, out: Array) -> None:
 
 
 def _read_exponents(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
-    """As read_plane does, faster where the frame is one of `encode_full`'s."""
+    """Read a plane as read_plane does, faster if the frame is one of `encode_full`'s."""
     kind, payload, end = split_plane(data, offset)
     if kind == PlaneKind.ZSTD:
         plane = _buffers().high[:size]
@@ -172,7 +175,7 @@ def _read_exponents(data: memoryview, offset: int, size: int) -> tuple[Array, in
 
 
 def _readonly(array: Array) -> Array:
-    """The same memory, not to be written: numba compiles once for arrays of files and of memory, not once for each."""
+    """Return a read-only view. numba then compiles once for arrays of files and of memory, not twice."""
     if not array.flags.writeable:
         return array
     view = array.view()

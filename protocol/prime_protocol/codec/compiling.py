@@ -1,7 +1,7 @@
-"""The kernels made ready before the first chunk needs them, so that nothing with a deadline waits for a compiler.
+"""Compile or load the kernels before the first chunk needs them, so that nothing with a deadline waits for a compiler.
 
-The first process on a machine compiles, for about ten seconds in each direction; later ones load machine code from numba's
-cache. Nothing happens here where numba is missing.
+The first process on a machine compiles, for about ten seconds in each direction; later ones load machine code from
+numba's cache. Without numba this module does nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prime_protocol.codec.api import KERNEL_ELEMENTS, decode_chunk, encode_chunk
 from prime_protocol.codec.layout import TYPES, Mode, write_chunk
 
 UNCHANGED = bytes((0, 0, 0, 4))
-"""The body of a CLASS chunk: no boundaries, so one class; nothing changed in it, and there are no escapes."""
+"""Body of a CLASS chunk: no boundaries, so one class, without changes or escapes."""
 
 
 def ready_encoder() -> None:
@@ -35,15 +35,15 @@ def ready_decoder() -> None:
 
 
 def warm_up() -> None:
-    """Both directions."""
+    """Load or compile the kernels of both directions."""
     ready_encoder()
     ready_decoder()
 
 
 def cache_place() -> tuple[str, str] | None:
-    """The folder where numba keeps the kernels, and a name that changes whenever it would compile them anew.
+    """Return the folder where numba keeps the kernels, and a name that changes whenever numba would recompile them.
 
-    None where numba is missing, or where it has found no folder to write to: then each process compiles for itself.
+    None if numba is missing or has found no writable folder: then each process compiles for itself.
     """
     if load_kernels() is None:
         return None

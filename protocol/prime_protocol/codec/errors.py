@@ -1,4 +1,4 @@
-"""The one error of this package: the bytes are not a chunk of what the caller expects."""
+"""The only error of this package: the bytes are not a chunk that the caller expects."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 
 
 class CodecError(PeerError):
-    """A malformed chunk. Example: CodecError("plane 1: 70000 bytes declared, 65536 expected")."""
+    """Malformed chunk. Example: CodecError("plane 1: 70000 bytes declared, 65536 expected")."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(ErrorCode.MALFORMED, f"chunk: {reason}")

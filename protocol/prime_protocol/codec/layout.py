@@ -1,10 +1,8 @@
-"""What the outside of a chunk looks like, and which element types exist. SPEC.md, section "Chunks".
+"""Outer layout of a chunk, and the element types. SPEC.md, section "Chunks".
 
-byte 0      magic 0xC5 (the format's version: another layout takes another magic)
-byte 1      mode
-byte 2      dtype code
-bytes 3-5   number of elements, u24 little-endian, 1 .. CHUNK_ELEMENTS
-bytes 6-    body, as the mode says; nothing may follow it
+byte 0      magic 0xC5 (the format's version: another layout takes another magic) byte 1      mode byte 2      dtype
+code bytes 3-5   number of elements, u24 little-endian, 1 .. CHUNK_ELEMENTS bytes 6-    body, depending on the mode;
+nothing may follow it
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ from prime_protocol.codec.errors import CodecError
 MAGIC = 0xC5
 HEAD_BYTES = 6
 CHUNK_ELEMENTS = 2**18
-"""Most elements in one chunk: small enough to decode in a core's own cache, large enough that the head costs nothing."""
+"""Maximum elements in a chunk: small enough for a core's own cache, large enough that the head costs nothing."""
 
 Array = npt.NDArray[Any]
 Body = list[bytes | memoryview]
-"""What comes behind a chunk's head, in pieces."""
+"""Bytes after a chunk's head, in pieces."""
 
 
 class Mode(IntEnum):
-    """How the body holds the elements. Encoders choose freely; decoders know all."""
+    """Representation of the elements in the body. Encoders choose freely; decoders support all modes."""
 
     SKIP = 0
-    """Nothing changed. The body is empty."""
+    """Unchanged elements. The body is empty."""
     CLASS = 1
-    """Floats of one or two bytes: steps in order of the base's exponent, each class coded by its own parameters."""
+    """Floats of one or two bytes: steps in order of the base's exponent, each class coded with its own parameters."""
     GAP = 2
     """Positions of the changes as gaps, and the steps, as byte planes."""
     DENSE = 3
@@ -59,22 +57,23 @@ class ElementType:
 
     @property
     def is_float(self) -> bool:
+        """Whether the type is a float."""
         return self.mantissa_bits is not None
 
     @cached_property
     def has_classes(self) -> bool:
-        """Whether CLASS is defined for it."""
+        """Whether the CLASS mode supports the type."""
         return self.is_float and self.itemsize <= 2
 
     @property
     def exponent_shift(self) -> int:
-        """Where the exponent begins in a float's bit pattern."""
+        """Lowest bit of the exponent in a float's bit pattern."""
         assert self.mantissa_bits is not None
         return self.mantissa_bits
 
     @cached_property
     def storage(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """The unsigned integer, little-endian, that holds one element's bit pattern."""
+        """Little-endian unsigned integer type that holds one element's bit pattern."""
         return np.dtype(f"<u{self.itemsize}")
 
 
@@ -103,22 +102,23 @@ DTYPES: dict[str, int] = {element.name: element.itemsize for element in TYPES.va
 
 
 def chunk_bytes_max(element: ElementType, count: int) -> int:
-    """No encoder needs more: FULL stores raw planes where nothing is smaller."""
+    """Return the maximum size of a chunk: FULL stores raw planes if nothing is smaller."""
     return HEAD_BYTES + count * element.itemsize + 1024
 
 
 def write_head(mode: Mode, element: ElementType, count: int) -> bytes:
+    """Return the six bytes before a chunk's body."""
     assert 1 <= count <= CHUNK_ELEMENTS
     return bytes((MAGIC, mode, element.code)) + count.to_bytes(3, "little")
 
 
 def write_chunk(mode: Mode, element: ElementType, count: int, body: Body) -> bytes:
-    """A whole chunk; the pieces of its body are copied here and nowhere else."""
+    """Return a whole chunk. Only this function copies the pieces of its body."""
     return b"".join((write_head(mode, element, count), *body))
 
 
 def read_chunk_head(data: bytes | memoryview, element: ElementType, count: int) -> Mode:
-    """Check the head against what the manifest announced. The head is redundant so that a chunk can be judged alone."""
+    """Check the head against the manifest. The head is redundant so that a chunk can be checked alone. Raises CodecError."""
     if len(data) < HEAD_BYTES:
         raise CodecError(f"{len(data)} bytes are no head")
     if data[0] != MAGIC:
@@ -134,14 +134,17 @@ def read_chunk_head(data: bytes | memoryview, element: ElementType, count: int) 
 
 
 def mode_of(data: bytes | memoryview) -> Mode:
-    """A chunk's mode, for statistics and for choosing where to decode it."""
+    """Return a chunk's mode, for statistics and to choose where to decode it. Raises CodecError."""
     if len(data) < HEAD_BYTES or data[1] >= len(_MODES):
         raise CodecError("unknown mode")
     return _MODES[data[1]]
 
 
 def bit_patterns(array: Array, element: ElementType) -> Array:
-    """A flat array seen as its unsigned little-endian bit patterns, without a copy. Raises ValueError for any other array."""
+    """View a flat array as its unsigned little-endian bit patterns, without a copy.
+
+    Raises ValueError for any other array.
+    """
     if array.ndim != 1 or not array.flags.c_contiguous or array.itemsize != element.itemsize:
         raise ValueError(
             f"{array.ndim} dimensions of {array.dtype}, not a flat, contiguous tensor of {element.itemsize}-byte elements"
@@ -150,12 +153,12 @@ def bit_patterns(array: Array, element: ElementType) -> Array:
 
 
 def require_same_size(new: Array, base: Array | None) -> None:
-    """Raises ValueError: kernels read as many elements of a base as there are new ones."""
+    """Raise ValueError if sizes differ: kernels read as many elements of a base as there are new ones."""
     if base is not None and base.size != new.size:
         raise ValueError(f"a tensor of {new.size} elements, its base has {base.size}")
 
 
 def address(array: Array) -> int:
-    """Where an array's first element lies."""
+    """Return the address of an array's first element."""
     found: int = array.ctypes.data
     return found

@@ -1,8 +1,8 @@
-"""Byte planes: equally placed bytes of many values, side by side, each plane stored raw, as a constant or as one zstd frame.
+"""Byte planes: the bytes at one position of many values, stored raw, as a constant or as one zstd frame.
 
-A plane on the wire: kind u8, length u24 little-endian, payload. The reader knows how many bytes the plane must yield before it
-looks, so a frame that declares anything else is refused unread: python-zstandard ignores `max_output_size` when a frame
-declares its own size, so the declaration is what has to be checked.
+A plane on the wire: kind u8, length u24 little-endian, payload. The reader knows in advance how many bytes the plane
+must yield. It rejects a frame that declares another size without decompressing it. This check is necessary because
+python-zstandard ignores `max_output_size` when a frame declares its own size.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ PLANE_HEAD_BYTES = 4
 
 
 class PlaneKind(IntEnum):
+    """Storage of a plane's payload."""
+
     RAW = 0
     ZSTD = 1
     CONSTANT = 2
-    """One payload byte stands for all."""
+    """One payload byte that stands for all."""
 
 
 ENTROPY_ONLY = zstandard.ZstdCompressionParameters(
     window_log=18, hash_log=6, chain_log=6, search_log=1, min_match=7, strategy=zstandard.STRATEGY_FAST
 )
-"""Nearly no match search: exponents and steps hold no repeats, so zstd's Huffman coder does all the work, fast."""
+"""Parameters with almost no match search: exponents and steps do not repeat, so zstd's Huffman coder alone is fast and enough."""
 MATCHING = zstandard.ZstdCompressionParameters.from_level(3)
 
 _local = threading.local()
 
 
 def _compressor(parameters: zstandard.ZstdCompressionParameters) -> zstandard.ZstdCompressor:
-    """One context per thread and setting: contexts are costly to make and must not be shared."""
+    """Return one context per thread and setting: contexts are expensive to create and must not be shared."""
     name = "entropy" if parameters is ENTROPY_ONLY else "matching"
     found: zstandard.ZstdCompressor | None = getattr(_local, name, None)
     if found is None:
@@ -53,7 +55,7 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def looks_incompressible(plane: Array) -> bool:
-    """A guess from 16 pieces of 256 bytes: more than 7.8 bits of entropy each, so that trying would be wasted time."""
+    """Estimate from 16 pieces of 256 bytes whether entropy exceeds 7.8 bits each, so that compressing would waste time."""
     sample = plane if plane.size < 4096 else plane[: plane.size // 16 * 16].reshape(16, -1)[:, :256].reshape(-1)
     counts = np.bincount(sample, minlength=256)
     shares = counts[counts > 0] / sample.size
@@ -64,7 +66,7 @@ def looks_incompressible(plane: Array) -> bool:
 def write_plane(
     plane: Array, parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY
 ) -> tuple[bytes, bytes | memoryview]:
-    """One plane of at least one byte, as small as it gets: its head, and a payload that may be the plane itself."""
+    """Return the smallest form of a plane of at least one byte: its head, and a payload that may be the plane itself."""
     first = plane[:1].tobytes()
     kind: PlaneKind = PlaneKind.RAW
     payload: bytes | memoryview = b""
@@ -78,12 +80,12 @@ def write_plane(
 
 
 def join_plane(kind: PlaneKind, payload: bytes | memoryview) -> tuple[bytes, bytes | memoryview]:
-    """A plane's head, and its payload."""
+    """Return a plane's head and its payload."""
     return bytes((kind,)) + len(payload).to_bytes(3, "little"), payload
 
 
 def split_plane(data: memoryview, offset: int) -> tuple[int, memoryview, int]:
-    """Kind and payload of the plane at `offset`, and where the next one begins."""
+    """Return kind and payload of the plane at `offset`, and the offset of the next one. Raises CodecError."""
     begin = offset + PLANE_HEAD_BYTES
     if begin > len(data):
         raise CodecError("ends inside a plane's head")
@@ -94,7 +96,7 @@ def split_plane(data: memoryview, offset: int) -> tuple[int, memoryview, int]:
 
 
 def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
-    """The plane of `size` bytes at `offset`, and where the next one begins."""
+    """Return the plane of `size` bytes at `offset`, and the offset of the next one. Raises CodecError."""
     kind, payload, end = split_plane(data, offset)
     if kind == PlaneKind.RAW and len(payload) == size:
         return np.frombuffer(payload, np.uint8), end
@@ -106,17 +108,18 @@ def read_plane(data: memoryview, offset: int, size: int) -> tuple[Array, int]:
 
 
 def require_end(data: memoryview, end: int) -> None:
+    """Raise CodecError if bytes follow the last plane."""
     if end != len(data):
         raise CodecError(f"{len(data) - end} bytes after the end")
 
 
 def compress(plane: Array, parameters: zstandard.ZstdCompressionParameters = ENTROPY_ONLY) -> bytes:
-    """One zstd frame that declares its content size."""
+    """Compress into one zstd frame that declares its content size."""
     return _compressor(parameters).compress(np.ascontiguousarray(plane).data)
 
 
 def decompress_plane(frame: memoryview, size: int) -> Array:
-    """Exactly `size` bytes out of exactly one frame, or an error. Allocates no more than `size`."""
+    """Decompress exactly `size` bytes from exactly one frame. Allocates no more than `size`. Raises CodecError."""
     try:
         declared = zstandard.get_frame_parameters(frame)
         if declared.content_size != size or declared.dict_id:

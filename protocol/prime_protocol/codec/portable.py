@@ -1,7 +1,7 @@
-"""The modes that need nothing but numpy and zstd: GAP, DENSE and FULL, for every element type.
+"""The modes that need only numpy and zstd: GAP, DENSE and FULL, for every element type.
 
-Each body is a run of byte planes (planes.py), lowest byte first. Decoders return the new bit patterns and write nothing, so a
-malformed chunk leaves no trace.
+Each body is a series of byte planes (planes.py), lowest byte first. Decoders return the new bit patterns and write
+nothing, so a malformed chunk has no effect.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, requ
 from prime_protocol.codec.steps import unzigzag, zigzag
 
 GAP_PLANES = 3
-"""A gap is smaller than CHUNK_ELEMENTS, so three bytes hold it."""
+"""Bytes of a gap: it is smaller than CHUNK_ELEMENTS, so three are enough."""
 
 
 def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) -> Body:
-    """u24 number of changes, three planes of gaps, then the zigzag steps' planes. `changed` holds the positions, at least one."""
+    """Return the body of a GAP chunk. `changed` holds the positions, at least one.
+
+    It has the u24 number of changes, three planes of gaps, then the planes of the zigzag steps.
+    """
     gaps = np.diff(changed, prepend=-1) - 1
     steps = new[changed] - base[changed]
     planes = [*split_bytes(gaps.astype("<u4"))[:GAP_PLANES], *split_bytes(zigzag(steps, element))]
@@ -29,6 +32,7 @@ def encode_gap(new: Array, base: Array, element: ElementType, changed: Array) ->
 
 
 def decode_gap(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
+    """Return the new bit patterns of a GAP chunk. Raises CodecError."""
     view, begin = memoryview(data), HEAD_BYTES + 3
     num_changes = int.from_bytes(data[HEAD_BYTES:begin], "little")
     if len(data) < begin or not 1 <= num_changes <= base.size:
@@ -46,10 +50,12 @@ def decode_gap(data: bytes | memoryview, base: Array, element: ElementType) -> A
 
 
 def encode_dense(new: Array, base: Array, element: ElementType) -> Body:
+    """Return the body of a DENSE chunk: the planes of the zigzag steps of all elements."""
     return _written(split_bytes(zigzag(new - base, element)))
 
 
 def decode_dense(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
+    """Return the new bit patterns of a DENSE chunk. Raises CodecError."""
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, base.size, element.itemsize)
     require_end(view, end)
@@ -58,11 +64,16 @@ def decode_dense(data: bytes | memoryview, base: Array, element: ElementType) ->
 
 
 def portable_encode_full(new: Array, element: ElementType) -> Body:
-    """Floats are rotated left by one bit first: the exponent then fills a byte of its own, and the sign joins the mantissa."""
+    """Return the body of a FULL chunk: the planes of the elements.
+
+    Floats are rotated left by one bit first, so that the exponent fills a byte of its own and the sign joins the
+    mantissa.
+    """
     return _written(split_bytes(rotate_left(new, element)))
 
 
 def portable_decode_full(data: bytes | memoryview, count: int, element: ElementType) -> Array:
+    """Return the bit patterns of a FULL chunk. Raises CodecError."""
     view = memoryview(data)
     planes, end = _read_planes(view, HEAD_BYTES, count, element.itemsize)
     require_end(view, end)
@@ -74,6 +85,7 @@ def _written(planes: list[Array], parameters: zstandard.ZstdCompressionParameter
 
 
 def rotate_left(bits: Array, element: ElementType) -> Array:
+    """Rotate floats left by one bit; leave integers unchanged."""
     if not element.is_float:
         return bits
     one, top = element.storage.type(1), element.storage.type(8 * element.itemsize - 1)
@@ -82,6 +94,7 @@ def rotate_left(bits: Array, element: ElementType) -> Array:
 
 
 def rotate_right(bits: Array, element: ElementType) -> Array:
+    """Invert `rotate_left`."""
     if not element.is_float:
         return bits
     one, top = element.storage.type(1), element.storage.type(8 * element.itemsize - 1)
@@ -90,13 +103,13 @@ def rotate_right(bits: Array, element: ElementType) -> Array:
 
 
 def split_bytes(values: Array) -> list[Array]:
-    """Values -> their byte planes, lowest byte first."""
+    """Split values into their byte planes, lowest byte first."""
     octets = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
     return [np.ascontiguousarray(octets[:, place]) for place in range(values.itemsize)]
 
 
 def join_bytes(planes: list[Array], storage: np.dtype[Any]) -> Array:
-    """The inverse of `split_bytes`."""
+    """Invert `split_bytes`."""
     octets = np.empty((planes[0].size, len(planes)), np.uint8)
     for place, plane in enumerate(planes):
         octets[:, place] = plane

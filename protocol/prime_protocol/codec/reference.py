@@ -1,7 +1,8 @@
-"""The format, in plain Python: one element and one bit at a time. Slow on purpose; it defines what a chunk means.
+"""The format in plain Python, one element and one bit at a time. Deliberately slow; it defines the meaning of a chunk.
 
-`decode` takes a chunk and the base's bit patterns as a list of integers and returns the new ones. Everything else in this
-package must agree with it on every input, valid or not; the tests hold that. SPEC.md, section "Chunks", says the same in words.
+`decode` takes a chunk and the base's bit patterns as a list of integers and returns the new ones. All other code in
+this package must agree with it on every input, valid or not; tests check that. SPEC.md, section "Chunks", describes the
+same in words.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from prime_protocol.codec.wire import (
 
 
 def decode(data: bytes, base: list[int] | None, *, dtype: str, count: int) -> list[int]:
-    """The `count` new bit patterns."""
+    """Return the `count` new bit patterns. Raises CodecError."""
     element = TYPES[dtype]
     mode = read_chunk_head(data, element, count)
     if mode is Mode.FULL:
@@ -51,6 +52,7 @@ def decode(data: bytes, base: list[int] | None, *, dtype: str, count: int) -> li
 
 
 def require(condition: bool, reason: str) -> None:
+    """Raise CodecError with the reason unless the condition holds."""
     if not condition:
         raise CodecError(reason)
 
@@ -59,10 +61,12 @@ def require(condition: bool, reason: str) -> None:
 
 
 def reference_unzigzag(code: int) -> int:
+    """Invert zigzag: 0, 1, 2, 3, 4 -> 0, -1, 1, -2, 2."""
     return -(code + 1) // 2 if code & 1 else code // 2
 
 
 def reference_rotate_right(value: int, element: ElementType) -> int:
+    """Rotate a float's bits right by one; leave an integer unchanged."""
     return value >> 1 | (value & 1) << (8 * element.itemsize - 1) if element.is_float else value
 
 
@@ -70,6 +74,7 @@ def reference_rotate_right(value: int, element: ElementType) -> int:
 
 
 def read_planes(data: bytes, at: int, size: int, num_planes: int) -> tuple[list[bytes], int]:
+    """Read consecutive planes of `size` bytes. Return them and the offset after the last one."""
     planes = []
     for _ in range(num_planes):
         require(at + 4 <= len(data), "ends inside a plane's head")
@@ -89,7 +94,7 @@ def read_planes(data: bytes, at: int, size: int, num_planes: int) -> tuple[list[
 
 
 def inflate(frame: bytes, size: int) -> bytes:
-    """One zstd frame with a declared content size, no dictionary, and nothing behind it."""
+    """Decompress one zstd frame with a declared content size, no dictionary and no trailing bytes."""
     try:
         parameters = zstandard.get_frame_parameters(frame)
         require(parameters.content_size == size and parameters.dict_id == 0, "a zstd frame of the wrong size")
@@ -99,11 +104,12 @@ def inflate(frame: bytes, size: int) -> bytes:
 
 
 def reference_join(planes: list[bytes]) -> list[int]:
-    """Numbers from their bytes, the first plane lowest."""
+    """Join planes into numbers; the first plane holds the lowest bytes."""
     return [int.from_bytes(octets, "little") for octets in zip(*planes, strict=True)]
 
 
 def gap_steps(data: bytes, count: int, element: ElementType) -> list[int]:
+    """Return the step of every element of a GAP chunk, 0 if it did not change."""
     require(len(data) >= HEAD_BYTES + 3, "ends inside the number of changes")
     num_changes = int.from_bytes(data[HEAD_BYTES : HEAD_BYTES + 3], "little")
     require(1 <= num_changes <= count, "number of changes")
@@ -121,12 +127,13 @@ def gap_steps(data: bytes, count: int, element: ElementType) -> list[int]:
 
 
 class ReferenceBits:
-    """Bits of bytes, the lowest bit of the first byte first."""
+    """Bits of a byte string, the lowest bit of the first byte first."""
 
     def __init__(self, octets: bytes) -> None:
         self.octets, self.at = octets, 0
 
     def take(self, width: int) -> int:
+        """Read a number of `width` bits, the lowest bit first."""
         value = 0
         for place in range(width):
             require(self.at < 8 * len(self.octets), "ends inside the bit streams")
@@ -135,11 +142,13 @@ class ReferenceBits:
         return value
 
     def length(self) -> int:
+        """Read a number of 1 to 19 bits that follows its bit length."""
         width = self.take(5)
         require(1 <= width <= 19, "a length is out of range")
         return 1 << (width - 1) | self.take(width - 1)
 
     def unary(self) -> int:
+        """Read a unary code: the number of zeros before a one."""
         zeros = 0
         while not self.take(1):
             zeros += 1
@@ -147,6 +156,7 @@ class ReferenceBits:
 
 
 def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int]:
+    """Return the new bit patterns of a CLASS chunk."""
     require(len(data) >= BODY_AT, "ends before the bit streams")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
     bits = ReferenceBits(data[BODY_AT:])
@@ -182,6 +192,7 @@ def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int
 
 
 def read_class(bits: ReferenceBits, count: int) -> dict[str, int]:
+    """Read the parameters of one class."""
     row = {"coder": bits.take(2), "count": 0, "gap": 0, "kind": ONES, "exceptions": 0, "low": 0}
     if row["coder"] == EMPTY:
         return row
@@ -199,12 +210,12 @@ def read_class(bits: ReferenceBits, count: int) -> dict[str, int]:
 
 
 def read_changes(bits: ReferenceBits, classes: list[dict[str, int]]) -> list[list[tuple[int, int]]]:
-    """(rank, step) of every change, class by class. The streams: signs, low bits, unary codes, suffixes."""
+    """Return (rank, step) of every change, class by class. The streams: signs, low bits, unary codes, suffixes."""
     sparse = [row if row["coder"] == SPARSE else {**row, "count": 0, "kind": ONES} for row in classes]
     signs = [[bits.take(1) for _ in range(row["count"])] for row in sparse]
     values = [
         {ONES: 0, EXCEPTIONS: row["exceptions"]}.get(row["kind"], row["count"]) for row in sparse
-    ]  # how many numbers describe the magnitudes
+    ]  # number of values that describe the magnitudes
     gap_lows, value_lows = [], []
     for row, num_values in zip(sparse, values, strict=True):
         gap_lows.append([bits.take(row["gap"]) for _ in range(row["count"])])
@@ -230,7 +241,7 @@ def read_changes(bits: ReferenceBits, classes: list[dict[str, int]]) -> list[lis
 def reference_magnitudes(
     bits: ReferenceBits, row: dict[str, int], lows: list[int], quotients: list[int], prefixes: list[int]
 ) -> list[int]:
-    """|step| of every change of one class."""
+    """Return |step| of every change of one class."""
     magnitudes = [1] * row["count"]
     if row["kind"] == EXCEPTIONS:
         place = -1

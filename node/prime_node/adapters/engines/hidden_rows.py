@@ -1,8 +1,8 @@
-"""Hidden states of completions in the making, kept until their chunk of 32 can be committed to (prime_protocol.proof).
+"""Hidden states of unfinished completions, kept until their chunk of 32 can be committed to (prime_protocol.proof).
 
-A row is filed under its completion and the position of the token that was chosen from it. A position that is computed again (a
-swap threw its token away, a prompt came in parts) overwrites what was there: the last one is the one that the token comes from.
-So a chunk is committed to only when the completion is SLACK tokens past it: no engine takes back that many.
+A row is stored by its completion and the position of the token that was chosen from it. If a position is computed again (a swap
+discarded its token, a prompt came in parts), the new row replaces the old one: the token comes from the last row. A chunk is
+therefore committed to only when the completion is SLACK tokens past it: no engine goes back that far.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _Row = npt.NDArray[np.uint16]
 
 @dataclass
 class _Pending:
-    """What is known of one completion."""
+    """State of one completion."""
 
     rows: dict[int, _Row] = field(default_factory=dict)
-    """By position, those of the chunks not committed to yet."""
+    """Rows by position, for chunks that are not committed to yet."""
     committed: list[bytes] = field(default_factory=list)
     """One proof for each whole chunk, in order."""
     handed_on: int = 0
-    """Chunks that are committed to or wait for it."""
+    """Number of chunks that are committed to or queued for it."""
 
 
 class HiddenRows:
-    """The rows of many completions, each known by any hashable name."""
+    """Rows of many completions, each identified by any hashable name."""
 
     def __init__(self) -> None:
         self._pending: dict[Hashable, _Pending] = {}
         self._whole: list[tuple[_Pending, list[_Row]]] = []
-        """Chunks are worked on many at a time: one alone costs several times as much."""
+        """Queue of chunks. They are processed many at a time, because one alone costs several times as much."""
 
     def add(self, names: Sequence[Hashable], positions: Iterable[int], hidden_ND: Tensor) -> None:
-        """Row n of `hidden_ND` is what the token at positions[n] of completion names[n] is chosen from; None is passed over."""
+        """Add row n of `hidden_ND`, from which the token at positions[n] of completion names[n] is chosen. Skip the name None."""
         for name, position, row in zip(names, positions, bf16_bits(hidden_ND), strict=False):
             if name is None:
                 continue
@@ -59,7 +59,7 @@ class HiddenRows:
             self._commit()
 
     def take(self, lengths: Mapping[Hashable, int]) -> dict[Hashable, bytes]:
-        """The proofs of finished completions, of so many tokens each; nothing of them is kept."""
+        """Return the proofs of finished completions with these numbers of tokens, and forget the completions."""
         taken = {name: self._pending.pop(name, _Pending()) for name in lengths}
         for name, pending in taken.items():
             for first in range(CHUNK_TOKENS * pending.handed_on, lengths[name], CHUNK_TOKENS):
@@ -69,7 +69,7 @@ class HiddenRows:
         return {name: b"".join(pending.committed) for name, pending in taken.items()}
 
     def drop(self, names: Sequence[Hashable]) -> None:
-        """Forget completions that nobody waits for any more."""
+        """Forget completions whose proofs are no longer needed."""
         for name in names:
             self._pending.pop(name, None)
 
@@ -84,5 +84,5 @@ class HiddenRows:
 
 
 def bf16_bits(hidden_ND: Tensor) -> Bits:
-    """A copy in the CPU's memory, as bits."""
+    """Return the bits of a bf16 copy in the CPU's memory."""
     return hidden_ND.detach().to(torch.bfloat16, copy=True).cpu().view(torch.int16).numpy().view(np.uint16)

@@ -1,7 +1,7 @@
-"""Engines for runs whose policies are adapters: what they load is the base with the adapters merged in.
+"""Engines for runs whose policies are adapters: they load the base with the adapters merged into it.
 
-So everything behind them, on vLLM as on transformers, computes with one set of weights, checks it by its own probe, and knows
-nothing of adapters. Merging runs in a thread; the base's files are mapped, and only adapted tensors are made anew.
+The engines behind them, vLLM or transformers, therefore use one set of weights, check it with their own probe, and need no
+support for adapters. Merging runs in a thread. The base's files are memory-mapped, and only adapted tensors are copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Merging:
 
 
 class MergingEngine(_Merging):
-    """Implements ports.engine.SwappingEngine around one; around one that cannot swap, it cannot either."""
+    """Implementation of ports.engine.SwappingEngine around another engine. It can swap only if the inner engine can."""
 
     def __init__(self, engine: Engine, base: Weights, spec: AdapterSpec) -> None:
         super().__init__(base, spec)
@@ -36,28 +36,34 @@ class MergingEngine(_Merging):
 
     @property
     def info(self) -> EngineInfo:
+        """Description of the inner engine."""
         return self._engine.info
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Merge the adapters into the base, and load the result."""
         await self._engine.load(await self._whole(weights), policy_version=policy_version)
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """Sample with the inner engine."""
         return await self._engine.generate(requests, sampling)
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
+        """Swaps of the inner engine; empty if it has none."""
         return self._engine.swaps if isinstance(self._engine, SwappingEngine) else frozenset()
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        """Merge the adapters into the base, and swap to the result."""
         assert isinstance(self._engine, SwappingEngine)
         await self._engine.update(await self._whole(weights), policy_version=policy_version, swap=swap)
 
     async def close(self) -> None:
+        """Close the inner engine."""
         await self._engine.close()
 
 
 class MergingScorer(_Merging):
-    """Implements ports.engine.SamplingScorer around one."""
+    """Implementation of ports.engine.SamplingScorer around another scorer."""
 
     def __init__(self, scorer: SamplingScorer, base: Weights, spec: AdapterSpec) -> None:
         super().__init__(base, spec)
@@ -65,15 +71,19 @@ class MergingScorer(_Merging):
 
     @property
     def info(self) -> EngineInfo:
+        """Description of the inner scorer."""
         return self._scorer.info
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Merge the adapters into the base, and load the result."""
         await self._scorer.load(await self._whole(weights), policy_version=policy_version)
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """Sample with the inner scorer."""
         return await self._scorer.generate(requests, sampling)
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        """Score with the inner scorer."""
         return await self._scorer.prefill(requests, sampling)
 
     async def prefill_mixed(
@@ -83,8 +93,10 @@ class MergingScorer(_Merging):
         sampling: Sampling,
         policies: Mapping[int, Weights],
     ) -> Prefill:
+        """Merge each policy into the base, and score with the inner scorer."""
         whole = {version: await self._whole(weights) for version, weights in policies.items()}
         return await self._scorer.prefill_mixed(requests, spans, sampling, whole)
 
     async def close(self) -> None:
+        """Close the inner scorer."""
         await self._scorer.close()

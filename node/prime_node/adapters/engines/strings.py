@@ -1,7 +1,7 @@
-"""The turns of a rollout as one sequence: what each turn's prompt repeats is forwarded once, not once a turn.
+"""The turns of a rollout as one sequence: a prefix that later prompts repeat is forwarded once, not once per turn.
 
-Forwarded one by one, T turns cost some T / 2 times the tokens of the last one. In one sequence each token still sees exactly what
-stands before it, so the numbers are the same but for the last bits.
+If forwarded one by one, T turns cost about T / 2 times the tokens of the last turn. In one sequence each token still sees
+exactly its own prefix, so the results differ only in the last bits.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ TokenIds = tuple[int, ...]
 
 @dataclass(slots=True)
 class String:
-    """Requests one behind the other. Example: two turns, String((1, 2), [3, 4, 9, 9, 5], [(0, s, 0), (1, s, 1), (4, t, 0)])."""
+    """Concatenated requests. Example: two turns, String((1, 2), [3, 4, 9, 9, 5], [(0, s, 0), (1, s, 1), (4, t, 0)])."""
 
     prompt_token_ids: TokenIds
-    """Of the first one."""
+    """Prompt of the first request."""
     token_ids: list[int] = field(default_factory=list)
-    """Everything behind it: completions, and what was said between them."""
+    """All tokens after that prompt: completions, and the text between them."""
     chosen: list[tuple[int, int | None, int]] = field(default_factory=list)
-    """(place in `token_ids`, seed, position in its completion) of each token that the model chose."""
+    """(Place in `token_ids`, seed, position in its completion) of each token that the model chose."""
     hidden: bool = False
 
     def append(self, request: ScoreRequest) -> None:
-        """`request` begins with all that is here."""
+        """Append a request, whose prompt begins with all tokens so far."""
         self.token_ids += request.prompt_token_ids[len(self.prompt_token_ids) + len(self.token_ids) :]
         first = len(self.token_ids)
         self.token_ids += request.completion_token_ids
@@ -37,7 +37,7 @@ class String:
 
 
 def strung(requests: Sequence[ScoreRequest]) -> list[String]:
-    """Each request behind the one before it, where it goes on exactly there. The chosen tokens keep the requests' order."""
+    """Join each request to the one before it if it continues it exactly. The chosen tokens keep the requests' order."""
     strings: list[String] = []
     before: TokenIds | None = None
     for request in requests:

@@ -1,4 +1,4 @@
-"""What tokens are chosen by, and completions that are scored policy by policy over one cache.
+"""Scores from which tokens are chosen, and completions that are scored policy by policy over one cache.
 
 Letters: B completions, P different prompts, N positions, T tokens of a completion, H hidden size, V vocabulary.
 """
@@ -22,30 +22,32 @@ from prime_protocol.assignment import Sampling
 from prime_protocol.verify import FLATTER, SHARPER, Prefill
 
 LOGITS_BLOCK = 2**24
-"""Elements of logits that are held at a time: 64 MiB of float32."""
+"""Elements of logits that are in memory at a time: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a token is chosen by, at N positions."""
+    """Scores of all tokens at N positions."""
 
     scaled_NV: Tensor
     """Logits at the sampling temperature."""
     noisy_NV: Tensor
-    """The same with the seeds' noise: the largest is the token, of those that may be chosen."""
+    """The same with the seeds' noise: the largest one among the allowed tokens is chosen."""
     slack_NV: Tensor | None = None
-    """prime_protocol.nucleus: tokens below 0 may not be chosen. None: all may."""
+    """Slack as in prime_protocol.nucleus: tokens below 0 are not allowed. None: all are."""
 
     def choice(self) -> Tensor:
+        """Return the chosen token at each position."""
         if self.slack_NV is None:
             return self.noisy_NV.argmax(dim=1)
         return self.noisy_NV.masked_fill(self.slack_NV < 0, float("-inf")).argmax(dim=1)
 
     def logprobs(self, tokens_N: Tensor) -> Tensor:
+        """Return the tokens' logprobs [N] at the sampling temperature, over the whole vocabulary."""
         return _chosen(self.scaled_NV, tokens_N) - self.scaled_NV.logsumexp(dim=1)
 
     def margins(self, tokens_N: Tensor) -> Tensor:
-        """See prime_protocol.nucleus."""
+        """Return the margins [N] that prime_protocol.nucleus defines."""
         chosen_N = _chosen(self.noisy_NV, tokens_N)
         if self.slack_NV is None:
             return self.noisy_NV.amax(dim=1) - chosen_N
@@ -53,7 +55,7 @@ class TokenScores:
         return torch.maximum(better_N, -_chosen(self.slack_NV, tokens_N)).clamp_(min=0)
 
     def expectation(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance [N] of the chosen token's logprob, over what may be chosen."""
+        """Return mean and variance [N] of the chosen token's logprob over the allowed tokens."""
         logprobs_NV = self.scaled_NV - self.scaled_NV.logsumexp(dim=1, keepdim=True)
         chances_NV = self.scaled_NV
         if self.slack_NV is not None:
@@ -63,19 +65,19 @@ class TokenScores:
         return mean_N, (chances_NV * (logprobs_NV - mean_N[:, None]).square()).sum(dim=1)
 
     def tempered(self, tokens_N: Tensor, ratio: float) -> Tensor:
-        """Nats by which these tokens are likelier [N] at `ratio` times the temperature. Not defined for filters."""
+        """Return the nats by which these tokens are likelier [N] at `ratio` times the temperature. Not defined with filters."""
         logprobs_NV = self.scaled_NV - self.scaled_NV.logsumexp(dim=1, keepdim=True)
         other_NV = logprobs_NV / ratio
         return _chosen(other_NV - logprobs_NV, tokens_N) - other_NV.logsumexp(dim=1)
 
     def outside(self, tokens_N: Tensor) -> Tensor:
-        """By how much the tokens are not among those that may be chosen: their margins where nobody assigned a seed."""
+        """Return the distance [N] of the tokens from the allowed set: their margins if no seed was assigned."""
         if self.slack_NV is None:
             return torch.zeros_like(self.scaled_NV[:, 0])
         return (-_chosen(self.slack_NV, tokens_N)).clamp_(min=0)
 
     def stop_margins(self, tokens_N: Tensor, stop_token_ids: Sequence[int]) -> Tensor:
-        """A stop token's margin; of others, by how much a stop token would have been the better choice."""
+        """Return a stop token's margin; for other tokens, by how much a stop token would have been the better choice."""
         if not stop_token_ids:
             return torch.zeros_like(self.scaled_NV[:, 0])
         stops_S = torch.tensor(stop_token_ids, device=tokens_N.device)
@@ -91,7 +93,7 @@ def _chosen(values_NV: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 class Judged(NamedTuple):
-    """What a forward pass says about T tokens, in the CPU's memory. See prime_protocol.verify.Prefill."""
+    """Results of a forward pass for T tokens, in the CPU's memory. See prime_protocol.verify.Prefill."""
 
     logprobs_T: Tensor
     margins_T: Tensor
@@ -103,6 +105,7 @@ class Judged(NamedTuple):
     flatter_T: Tensor | None = None
 
     def split(self, lengths: list[int]) -> list[Judged]:
+        """Split into results of these lengths."""
         columns = [[None] * len(lengths) if tensor is None else torch.split(tensor, lengths) for tensor in self]
         return [Judged(*parts) for parts in zip(*columns, strict=True)]
 
@@ -117,7 +120,7 @@ def judge_tokens(
     *,
     keep_hidden: bool,
 ) -> Judged:
-    """Of tokens chosen from these hidden states. Logits are made LOGITS_BLOCK elements at a time."""
+    """Judge tokens chosen from these hidden states. Logits are computed LOGITS_BLOCK elements at a time."""
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
         part = slice(start, start + block)
@@ -137,7 +140,7 @@ def judge_tokens(
 
 
 def prefill_of(parts: Iterable[Judged]) -> Prefill:
-    """One after another."""
+    """Concatenate the parts in order."""
     columns = [[tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True)]
     if not columns:
         return Prefill(np.empty(0, np.float32), np.empty(0, np.float32))
@@ -151,7 +154,7 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
 def score_tokens(
     logits_NV: Tensor, seeds: Sequence[int | None], positions: Sequence[int], sampling: Sampling
 ) -> TokenScores:
-    """Without noise where the seeds are None, all or none of them."""
+    """Compute the scores, without noise if the seeds are None: either all or none of them are."""
     if sampling.temperature == 0.0:
         return TokenScores(logits_NV, logits_NV)
     scaled_NV = logits_NV / sampling.temperature
@@ -165,15 +168,15 @@ def score_tokens(
 
 @dataclass
 class Mixture:
-    """Completions with the same cuts, scored span by span over one cache that every policy leaves its keys and values in."""
+    """Completions with the same cuts, scored span by span over one cache that holds the keys and values of every policy."""
 
     requests: Sequence[ScoreRequest]
     rows: Rows | None = None
     position: int = 0
-    """Tokens scored so far."""
+    """Number of tokens scored so far."""
 
     def score(self, model: CausalModel, num_tokens: int, sampling: Sampling) -> list[Judged]:
-        """Of each completion's next span of so many tokens, by the policy that `model` holds now."""
+        """Score each completion's next span of `num_tokens` tokens with the policy that `model` now holds."""
         total = len(self.requests[0].completion_token_ids)
         device, first, end = model.device, self.position, self.position + num_tokens
         tokens_BT = torch.tensor([request.completion_token_ids for request in self.requests], device=device)
@@ -185,7 +188,7 @@ class Mixture:
             hidden_BTH = hidden_PH[of_B][:, None]
             if num_tokens > 1:
                 hidden_BTH = torch.cat([hidden_BTH, model.extend(self.rows, tokens_BT[:, : end - 1])], dim=1)
-        else:  # the last token before the cut is forwarded by the policy that chooses the next one
+        else:  # the policy that chooses the next token forwards the last one before the cut
             hidden_BTH = model.extend(self.rows, tokens_BT[:, first - 1 : end - 1])
         self.position = end
         found = []

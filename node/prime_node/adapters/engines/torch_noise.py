@@ -1,8 +1,8 @@
-"""prime_protocol.noise on any device: numpy's own where the logits are in the CPU's memory, the same in torch elsewhere.
+"""prime_protocol.noise on any device: numpy's version if the logits are in the CPU's memory, else the same in torch.
 
-On a CPU numpy is the faster one (16 rows of 151,936 tokens: 15 ms against 48). The torch version holds the hash's 32-bit
-words in int32: multiplication wraps modulo 2**32 as it does for unsigned words, and right shifts are masked to be
-logical ones. Logarithms are float64 and rounded to float32 once, as in noise.py; a test compares the two over many seeds.
+On a CPU numpy is faster (16 rows of 151,936 tokens: 15 ms instead of 48). The torch version keeps the hash's 32-bit words in
+int32: multiplication wraps modulo 2**32 as for unsigned words, and right shifts are masked to be logical. Logarithms are
+float64 and are rounded to float32 once, as in noise.py; a test compares the two versions over many seeds.
 
 Letters: B rows, V vocabulary.
 """
@@ -18,13 +18,13 @@ import torch
 from prime_protocol import noise
 
 BLOCK_BYTES = 2**21
-"""numpy's float64 intermediates are kept about this large, so that they stay in the cache."""
+"""Approximate size of numpy's float64 intermediates, so that they stay in the cache."""
 
 
 def torch_gumbel_noise(
     seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Equal to prime_protocol.noise.gumbel_noise: float32 [B, V] on `device`."""
+    """Return the same as prime_protocol.noise.gumbel_noise: float32 [B, V] on `device`."""
     if device.type != "cpu":
         return noise_in_torch(seeds, positions, vocab_size, device)
     rows = max(1, BLOCK_BYTES // (8 * vocab_size))
@@ -38,7 +38,7 @@ def torch_gumbel_noise(
 def noise_in_torch(
     seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """The same, computed on `device`."""
+    """Return the same noise, computed on `device`."""
     prefixes_B = torch.from_numpy(noise.hash_prefixes(seeds, positions).view(np.int32)).to(device)
     return _to_gumbel(_finish(prefixes_B[:, None] ^ _token_words(vocab_size, device)))
 
@@ -52,7 +52,7 @@ def _token_words(vocab_size: int, device: torch.device) -> torch.Tensor:
 def _finish(state: torch.Tensor) -> torch.Tensor:
     state = (state << 13) | _shift_right(state, 19)
     state = state * 5 + _signed(0xE6546B64)
-    state = state ^ 16  # bytes hashed
+    state = state ^ 16  # number of bytes hashed
     state = (state ^ _shift_right(state, 16)) * _signed(0x85EBCA6B)
     state = (state ^ _shift_right(state, 13)) * _signed(0xC2B2AE35)
     return state ^ _shift_right(state, 16)
@@ -64,10 +64,10 @@ def _to_gumbel(state: torch.Tensor) -> torch.Tensor:
 
 
 def _shift_right(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The logical shift; int32 shifts copies of the sign bit in, which the mask takes out again."""
+    """Shift logically: int32 shifts copies of the sign bit in, and the mask removes them."""
     return (words >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned word."""
+    """Return the int32 with the bits of an unsigned word."""
     return word - 2**32 if word >= 2**31 else word

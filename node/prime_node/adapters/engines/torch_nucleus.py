@@ -1,4 +1,4 @@
-"""prime_protocol.nucleus on any device: the tokens that top-k, top-p and min-p let, without sorting the whole vocabulary.
+"""prime_protocol.nucleus on any device: the tokens that top-k, top-p and min-p allow, without sorting the whole vocabulary.
 
 Letters: N positions, V vocabulary, K the largest logits.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 from prime_protocol.nucleus import OUTSIDE_MIN
 
 LARGEST = 256
-"""So many are looked at first; eight times as many where they do not reach far enough."""
+"""Number of largest logits examined first; if they do not reach far enough, the number grows eightfold."""
 HAIR = 1e-6
 
 
 def torch_slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """Slack [N, V] of all tokens, as prime_protocol.nucleus.slack_of gives it."""
+    """Return the slack [N, V] of all tokens, as prime_protocol.nucleus.slack_of does."""
     slack_NV = torch.full_like(scaled_NV, float("inf"))
     if min_p > 0:
         slack_NV = torch.minimum(slack_NV, scaled_NV - scaled_NV.amax(dim=1, keepdim=True) - math.log(min_p))
@@ -31,7 +31,7 @@ def torch_slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) ->
 
 def _top_p_slack(scaled_NV: Tensor, top_p: float) -> Tensor:
     vocab_size = scaled_NV.shape[1]
-    total_N1 = scaled_NV.double().logsumexp(dim=1, keepdim=True)  # the tail is what is left of 1
+    total_N1 = scaled_NV.double().logsumexp(dim=1, keepdim=True)  # the tail is the remainder of 1
     count = min(LARGEST, vocab_size)
     while True:
         values_NK, places_NK = scaled_NV.topk(count, dim=1)
@@ -48,7 +48,7 @@ def _slack_of_largest(values_NK: Tensor, total_N1: Tensor, top_p: float) -> Tens
     is_new_NK = torch.ones_like(values_NK, dtype=torch.bool)
     is_new_NK[:, 1:] = values_NK[:, 1:] != values_NK[:, :-1]
     columns_K = torch.arange(values_NK.shape[1], device=values_NK.device)
-    first_NK = torch.where(is_new_NK, columns_K, 0).cummax(dim=1).values  # of equal ones none is above another
+    first_NK = torch.where(is_new_NK, columns_K, 0).cummax(dim=1).values  # equal logits get the same rank
     above_NK = before_NK.gather(1, first_NK).clamp_(min=0)
     slack_NK = math.log(top_p / (1 - top_p)) - (above_NK / (1 - above_NK).clamp_(min=1e-12)).log()
     is_in_NK = above_NK < top_p

@@ -1,7 +1,7 @@
-"""Engine and Scorer on transformers: for machines without vLLM, for validators, and to check other engines against.
+"""Engine and Scorer on transformers: for machines without vLLM, for validators, and as a reference for other engines.
 
-All work runs in one thread of its own, one call after another, so the event loop lives on. A cancelled `generate` tells
-that thread to stop at the next token; the next call waits for it.
+All work runs in one dedicated thread, one call after another, so it does not block the event loop. A cancelled `generate` stops
+that thread at the next token; the next call waits for it.
 
 Letters: B completions, P different prompts, N positions to choose a token at, H hidden size, V vocabulary.
 """
@@ -36,16 +36,16 @@ from prime_protocol.weights import Weights
 T = TypeVar("T")
 
 PROBE_ERROR_MAX = {"fp32": 2e-3, "bf16": 0.15}
-"""Nats. Largest difference between the engine and the plain forward pass on the probe, for each arithmetic."""
+"""Limit on the difference in nats between the engine and the plain forward pass on the probe, for each arithmetic."""
 PROBE_SAMPLING = Sampling(temperature=0.0, completion_tokens_max=1, stop_token_ids=())
 KEPT_SHARE_MAX = 0.75
-"""Finished completions leave the batch when at most this share of it goes on."""
+"""Share of unfinished completions at or below which finished ones leave the batch."""
 MASK_BYTES = 8
-"""Of attention masks, for each pair of tokens of one sequence."""
+"""Bytes of attention masks for each pair of tokens of one sequence."""
 
 
 class TransformersEngine:
-    """Implements ports.engine.SwappingEngine and ports.engine.Scorer."""
+    """Implementation of ports.engine.SwappingEngine and ports.engine.Scorer."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class TransformersEngine:
         threads: int | None = None,
         cache_bytes_max: int = 2**30,
     ) -> None:
-        """`threads` sets torch's threads for this process. `cache_bytes_max` bounds the keys and values of one batch."""
+        """Build the engine.
+
+        `threads` sets torch's threads for this process; `cache_bytes_max` bounds one batch's keys and values.
+        """
         if threads is not None:
             torch.set_num_threads(threads)
         self._dtype = dtype
@@ -68,16 +71,20 @@ class TransformersEngine:
 
     @property
     def info(self) -> EngineInfo:
+        """Name, version, arithmetic and device."""
         device = self._model.device.type
         return EngineInfo(name="transformers", version=transformers.__version__, dtype=self._dtype, device=device)
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Load a policy and check it on the probe. Raises EngineMismatch."""
         await self._in_thread(lambda _: self._load(weights, policy_version))
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """Sample in the engine's thread. Cancelling it stops at the next token."""
         return await self._in_thread(lambda stop: self._generate(requests, sampling, stop))
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        """Score completions with one forward pass per batch."""
         return await self._in_thread(lambda stop: self._prefill(requests, sampling, stop))
 
     async def prefill_mixed(
@@ -87,19 +94,23 @@ class TransformersEngine:
         sampling: Sampling,
         policies: Mapping[int, Weights],
     ) -> Prefill:
+        """Score completions that span several policies, loading each policy once."""
         return await self._in_thread(lambda stop: self._prefill_mixed(requests, spans, sampling, policies, stop))
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
+        """All swaps that let a completion span policies."""
         return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        """Swap to another policy at the next token."""
         update = _Update(weights, policy_version, swap)
         self._updates.append(update)
-        self._thread.submit(self._apply_updates)  # for when nothing is under way, or what is ends first
+        self._thread.submit(self._apply_updates)  # runs if the engine is idle, or if the current call ends first
         await asyncio.wrap_future(update.done)
 
     async def close(self) -> None:
+        """End the engine's thread."""
         await asyncio.to_thread(self._thread.shutdown)
 
     async def _in_thread(self, work: Callable[[threading.Event], T]) -> T:
@@ -112,9 +123,9 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _load(self, weights: Weights, policy_version: int) -> None:
-        """Copy, then compare this engine's own path (shared prefixes, cache, padding) with the plain forward pass.
+        """Copy the weights, then compare this engine's own path (shared prefixes, cache, padding) with the plain forward pass.
 
-        That establishes that the weights are in place and that the path is sound for this architecture.
+        This verifies that the weights are loaded and that the path is correct for this architecture.
         """
         self._model.require_fit(weights)
         self._loaded = False
@@ -122,7 +133,7 @@ class TransformersEngine:
         probe = probe_requests(self._model.vocab_size)
         found_T = self._score(strung(probe), PROBE_SAMPLING).logprobs_T
         error = float((found_T - reference_of(self._model, weights, probe).cpu()).abs().max())
-        if not error <= PROBE_ERROR_MAX[self._dtype]:  # not even if it is NaN
+        if not error <= PROBE_ERROR_MAX[self._dtype]:  # also raised for NaN
             raise EngineMismatch(
                 f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
                 "this engine is of no use until a load succeeds"
@@ -130,7 +141,7 @@ class TransformersEngine:
         self._loaded, self._version = True, policy_version
 
     def _apply_updates(self) -> SwapPolicy | None:
-        """Swap to the newest policy that waits, if any does; says what becomes of keys and values."""
+        """Swap to the newest queued policy, if any, and return what happens to keys and values."""
         popped = [self._updates.popleft() for _ in range(len(self._updates))]
         waiting = [update for update in popped if update.done.set_running_or_notify_cancel()]
         if not waiting:
@@ -162,14 +173,14 @@ class TransformersEngine:
         return [completions[i] for i in range(len(requests))]
 
     def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling, stop: threading.Event) -> list[_Draft]:
-        """One batch, a token of every completion at a time."""
+        """Sample one batch, one token of every completion at a time."""
         stops = set(sampling.stop_token_ids)
         drafts = [_Draft(request.prompt_token_ids, request.seed, stops) for request in requests]
         kept = HiddenRows() if any(request.proofs for request in requests) else None
         prompts, prompt_of_B = self._distinct([request.prompt_token_ids for request in requests])
         rows, hidden_PH = self._model.begin(prompts, spare=sampling.completion_tokens_max)
         hidden_BH = hidden_PH[prompt_of_B]
-        active = drafts  # one for each row of hidden states
+        active = drafts  # one per row of hidden states
         for position in range(sampling.completion_tokens_max):
             if stop.is_set():
                 raise _Stopped
@@ -183,7 +194,7 @@ class TransformersEngine:
             unfinished = [row for row, draft in enumerate(active) if not draft.stopped]
             if not unfinished or position + 1 == sampling.completion_tokens_max:
                 break
-            # A selection copies keys and values, so finished rows stay until there are many of them.
+            # Selecting rows copies keys and values, so finished rows stay until there are many of them.
             if position == 0 or len(unfinished) <= KEPT_SHARE_MAX * len(active):
                 kept_B = torch.tensor(unfinished, device=self._model.device)
                 sources_B = prompt_of_B[kept_B] if position == 0 else kept_B
@@ -225,7 +236,7 @@ class TransformersEngine:
         policies: Mapping[int, Weights],
         stop: threading.Event,
     ) -> Prefill:
-        """Completions with the same cuts go together. Policy by policy, so that each is loaded once."""
+        """Score completions with the same cuts together, policy by policy, so that each policy is loaded once."""
         places: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for place, (request, spans_of_one) in enumerate(zip(requests, spans, strict=True)):
             assert sum(num_tokens for _, num_tokens in spans_of_one) == len(request.completion_token_ids)
@@ -245,7 +256,7 @@ class TransformersEngine:
         return prefill_of(part for place in parts for part in parts[place])
 
     def _score(self, strings: Sequence[String], sampling: Sampling) -> Judged:
-        """Of one batch's completion tokens in order."""
+        """Score the completion tokens of one batch, in order."""
         model, tokens = self._model, [string.token_ids for string in strings]
         width = max(map(len, tokens))
         padded_BT = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in tokens], device=model.device)
@@ -269,12 +280,12 @@ class TransformersEngine:
         )
 
     def _batches(self, sizes: Sequence[tuple[tuple[int, ...], int]]) -> Iterator[list[int]]:
-        """Indices of (prompt, completion length) pairs that are worked on together: equal prompts, then like lengths."""
+        """Yield indices of (prompt, completion length) pairs to process together: equal prompts, then similar lengths."""
         batch: list[int] = []
         longest = 0
         for i in sorted(range(len(sizes)), key=lambda i: (len(sizes[i][0]), sizes[i])):
             prompt, length = sizes[i]
-            tokens = len(prompt) + max(longest, length)  # of the widest row: prompts come in order of their length
+            tokens = len(prompt) + max(longest, length)  # of the widest row: prompts are in order of length
             row_bytes = tokens * (self._model.cache_bytes_per_token + MASK_BYTES * tokens)
             if batch and (len(batch) + 1) * row_bytes > self._cache_bytes_max:
                 yield batch
@@ -285,7 +296,7 @@ class TransformersEngine:
             yield batch
 
     def _distinct(self, prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], Tensor]:
-        """The different prompts, and for each of B prompts which one it is."""
+        """Return the different prompts, and for each of B prompts the index of its own."""
         places = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
         return list(places), torch.tensor([places[prompt] for prompt in prompts], device=self._model.device)
 
@@ -296,7 +307,7 @@ class _Stopped(Exception):
 
 @dataclass
 class _Draft:
-    """A completion in the making."""
+    """Unfinished completion."""
 
     prompt_token_ids: tuple[int, ...]
     seed: int
@@ -313,7 +324,7 @@ class _Draft:
         return (*self.prompt_token_ids, *self.token_ids)
 
     def append(self, token: int, nats: float, policy_version: int) -> None:
-        """Rows stay in the batch for a while after their stop token; what they say then is not heard."""
+        """Append a token, unless the draft has stopped: its row stays in the batch for a while, and its tokens are ignored."""
         if not self.stopped:
             self.token_ids.append(token)
             self.logprobs.append(nats)
@@ -321,7 +332,7 @@ class _Draft:
             self.stopped = token in self.stops
 
     def completion(self, asked_of: int) -> Completion:
-        """With its spans, unless the policy that was asked sampled all of it."""
+        """Return the completion, with its spans unless the requested policy sampled all of it."""
         finish = FinishReason.STOP if self.stopped else FinishReason.LENGTH
         spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
         return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans, self.proofs)
@@ -329,7 +340,7 @@ class _Draft:
 
 @dataclass
 class _Update:
-    """Weights that wait for the next token."""
+    """Weights queued for the next token."""
 
     weights: Weights
     policy_version: int
@@ -338,7 +349,7 @@ class _Update:
 
 
 def probe_requests(vocab_size: int) -> list[ScoreRequest]:
-    """Fixed sequences for the probe of a load: prompts that share a beginning and differ in length, and so do completions."""
+    """Return fixed sequences to probe a load. Their prompts share a prefix; prompts and completions differ in length."""
     ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(40)]
     return [
         ScoreRequest(tuple(ids[:12]), tuple(ids[12:20]), seed=0),
@@ -347,7 +358,7 @@ def probe_requests(vocab_size: int) -> list[ScoreRequest]:
 
 
 def reference_of(model: CausalModel, weights: Weights, probe: Sequence[ScoreRequest]) -> Tensor:
-    """What the plain forward pass says about the probe's completion tokens, in order."""
+    """Return the plain forward pass's logprobs of the probe's completion tokens, in order."""
     sequences = [request.prompt_token_ids + request.completion_token_ids for request in probe]
     logprobs = model.reference_logprobs(weights, sequences)
     return torch.cat([part[-len(r.completion_token_ids) :] for part, r in zip(logprobs, probe, strict=True)])

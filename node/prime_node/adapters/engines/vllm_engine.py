@@ -1,14 +1,13 @@
 """The Engine port over vLLM: tokens in, tokens out, seeded choice, weights swapped in memory.
 
-The engine runs in processes of its own and starts with the first `load` (tens of seconds), with dummy weights. A policy goes
-to it through anonymous shared memory, never through a disk. After every swap its prefix cache is emptied, for the cached
-keys and values are the old policy's, and a probe is sampled and compared with an independent forward pass of the new
-weights: upstream engines have had updates that silently did nothing (verl #7495, NeMo-RL #3839).
+The engine runs in its own processes and starts at the first `load` (tens of seconds), with dummy weights. A policy reaches it
+through anonymous shared memory, never through a disk. After every swap its prefix cache is emptied, because the cached keys and
+values are the old policy's. A probe is then sampled and compared with an independent forward pass of the new weights. In
+upstream engines some updates had no effect and raised no error (verl #7495, NeMo-RL #3839).
 
-What the probe establishes: the engine's logprobs are those of the new weights within its own arithmetic's noise, and if the
-weights are others than before, at least one bit of its answer is another as well. A swap that reaches only some tensors, at
-a learning rate so small that the others hardly moved, passes at first and is caught when the difference has grown.
-
+The probe verifies that the engine's logprobs are those of the new weights within its arithmetic's noise. It also verifies that
+different weights change at least one bit of the answer. At a very small learning rate a swap that reaches only some tensors may
+pass at first; it is detected when the difference has grown.
 Temperature: vLLM takes raw logprobs before temperature, so the worker extension divides the logits before that.
 """
 
@@ -55,27 +54,27 @@ log = logging.getLogger(__name__)
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 PROBE_ERROR_MEAN_MAX = {"fp32": 2e-3, "bf16": 0.05}
-"""Nats. Mean difference on the probe between the engine and an fp32 forward pass; honest bf16 is near 0.003."""
+"""Limit on the mean difference in nats on the probe between the engine and an fp32 forward pass; honest bf16 is near 0.003."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 8
-"""vLLM's kernels for batches below five are others than those that workers use."""
+"""Size of the probe: for batches below five vLLM uses other kernels than for those of workers."""
 
 CLOSE_SECONDS = 10.0
-"""After this the engine's processes are killed."""
+"""Time after which the engine's processes are killed."""
 
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # a run's model files are all there is
+    "HF_HUB_OFFLINE": "1",  # a run's model files are complete
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other roles share the cores
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 does not support logits processors
 }
-"""What vLLM can only be told through the environment. What the user has set stays."""
+"""Settings that vLLM reads only from the environment. Variables set by the user take precedence."""
 
 
 @dataclass
 class _Draft:
-    """A completion in the making."""
+    """Unfinished completion."""
 
     request: GenerateRequest
     sampling: Sampling
@@ -87,17 +86,17 @@ class _Draft:
     """Policy version -> tokens, in the order of the policies."""
 
     cuts: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens of the request at hand, policy that sampled them up to there): swaps that kept it going."""
+    """(tokens of the current request, policy that sampled up to there) at each swap that did not interrupt it."""
 
     def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
-        """What vLLM is asked for: the completion from where it stands. Policies never share cached prefixes."""
+        """Return the prompt and parameters of the remaining completion. Policies never share cached prefixes."""
         arguments: dict[str, Any] = {OFFSET_ARGUMENT: len(self.token_ids)}
         own: dict[str, Any] = {"temperature": 0.0}
         if self.sampling.temperature and self.seeded:
             arguments[SEED_ARGUMENT] = self.request.seed
             if self.sampling.filters is not None:
                 arguments[FILTERS_ARGUMENT] = self.sampling.filters
-        elif self.sampling.temperature:  # the logits are at the run's temperature by then
+        elif self.sampling.temperature:  # the logits are already divided by the run's temperature
             filters = {name: getattr(self.sampling, name) for name in ("top_p", "top_k", "min_p")}
             own = {"temperature": 1.0, **filters}
         if self.request.proofs:
@@ -106,7 +105,7 @@ class _Draft:
             **own,
             max_tokens=self.sampling.completion_tokens_max - len(self.token_ids),
             stop_token_ids=list(self.sampling.stop_token_ids),
-            ignore_eos=True,  # the run's stop tokens and no others
+            ignore_eos=True,  # only the run's stop tokens count
             logprobs=0,  # of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -116,11 +115,11 @@ class _Draft:
         return tokens_input(prompt, cache_salt=f"policy {policy_version}"), params
 
     def cut(self, num_tokens: int, policy_version: int) -> None:
-        """So many tokens of the request at hand are this policy's, or older ones'; what follows is another's."""
+        """Record that the first tokens of the current request are from this or older policies, and later ones from another."""
         self.cuts.append((num_tokens, policy_version))
 
     def take(self, output: Any, policy_version: int) -> None:
-        """What vLLM has sampled of it."""
+        """Add the tokens that vLLM has sampled."""
         self.token_ids += output.token_ids
         self.logprobs += [
             places[token].logprob for places, token in zip(output.logprobs, output.token_ids, strict=True)
@@ -133,7 +132,7 @@ class _Draft:
         self.cuts.clear()
 
     def completion(self, asked_of: int) -> Completion:
-        """With its spans, unless the policy that was asked sampled all of it."""
+        """Return the completion, with its spans unless the requested policy sampled all of it."""
         stopped = self.token_ids[-1] in self.sampling.stop_token_ids
         spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
         finish = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -141,7 +140,7 @@ class _Draft:
 
 
 class VllmEngine:
-    """Implements ports.engine.SwappingEngine."""
+    """Implementation of ports.engine.SwappingEngine."""
 
     def __init__(
         self,
@@ -153,9 +152,10 @@ class VllmEngine:
         cpu_cache_gib: int = 1,
         seeded: bool = True,
     ) -> None:
-        """`dtype` auto: fp32 arithmetic on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt and completion together.
+        """Configure the engine.
 
-        `seeded` False: vLLM's own sampler chooses, without any logits processor.
+        `dtype` auto is fp32 on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt plus completion. With `seeded` False
+        vLLM's own sampler chooses, without any logits processor.
         """
         self._seeded = seeded
         self._folder = folder
@@ -172,22 +172,24 @@ class VllmEngine:
         self._last_probe: tuple[str, list[Completion]] | None = None
         self._loaded, self._version = False, -1
         self._drafts: dict[str, _Draft] = {}
-        """By the names of their requests at hand."""
+        """Drafts by the names of their current requests."""
         self._forgotten: list[str] = []
-        """Completions that ended without their proofs being asked for."""
+        """Names of completions that ended without a request for their proofs."""
         self._resumed = asyncio.Event()
-        """Cleared while a swap has cut the completions under way."""
+        """Cleared while completions are interrupted by a swap."""
         self._resumed.set()
 
     @property
     def info(self) -> EngineInfo:
+        """Name, version, arithmetic and device."""
         device = str(current_platform.device_type)
         return EngineInfo(name="vllm", version=vllm.__version__, dtype=self._dtype, device=device, seeded=self._seeded)
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Load a policy and check it on the probe. The first load starts vLLM. Raises EngineMismatch."""
         self._reference.require_fit(weights)
         if self._llm is not None and self._llm.errored:
-            await self.close()  # its processes have died; start others
+            await self.close()  # its processes have died; start new ones
         if self._llm is None:
             await self._start()
         self._loaded = False
@@ -197,15 +199,17 @@ class VllmEngine:
         self._loaded = True
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """Sample one completion for each request."""
         assert self._loaded, "no weights have been loaded"
         return await self._sample(requests, sampling)
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
-        """Two of them are done alike, for they leave the same behind: keys and values that the new policy computed."""
+        """Supported swaps. Two are implemented alike, since both leave keys and values that the new policy computed."""
         return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
+        """Swap to another policy between two tokens, and check it on the probe."""
         assert swap in self.swaps
         if self._llm is None or self._llm.errored:
             await self.load(weights, policy_version=policy_version)
@@ -228,23 +232,24 @@ class VllmEngine:
             self._resumed.set()
 
     async def close(self) -> None:
+        """End vLLM's processes, by force after CLOSE_SECONDS."""
         starting, self._starting = self._starting, None
         self._llm, self._loaded, self._last_probe, self._temperature = None, False, None, None
         if starting is None:
             return
         try:
-            llm = await starting  # a start cannot be stopped half way: the `load` that began it may have been cancelled
+            llm = await starting  # a start cannot be interrupted, and the `load` that began it may be cancelled
         except (RuntimeError, ValueError):
             return
         if llm.output_handler is not None:
-            llm.output_handler.cancel()  # or it reports the end of the engine as a failure
+            llm.output_handler.cancel()  # else it reports the engine's end as a failure
         await asyncio.to_thread(llm.shutdown, timeout=CLOSE_SECONDS)
         llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM closes its sockets and leaves their context
 
     async def _start(self) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # vLLM's sockets, which a killed vLLM leaves behind. An inherited value may name a folder that the sandbox hides.
+        # Folder for vLLM's sockets, which a killed vLLM leaves behind; the sandbox may hide an inherited one.
         os.environ["VLLM_RPC_BASE_PATH"] = str(process_folder("vllm"))
         if current_platform.is_cpu():
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self._cpu_cache_gib))
@@ -253,7 +258,7 @@ class VllmEngine:
             trust_remote_code=False,
             skip_tokenizer_init=True,
             load_format="dummy",
-            generation_config="vllm",  # what a request does not say has vLLM's neutral value, not the folder's
+            generation_config="vllm",  # omitted parameters get vLLM's neutral values, not the folder's
             dtype=VLLM_DTYPES[self._dtype],
             max_model_len=self._context_tokens_max,
             max_num_seqs=self._sequences_max,
@@ -261,7 +266,7 @@ class VllmEngine:
             hf_overrides={"tie_word_embeddings": False} if self._unties else {},
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
-            async_scheduling=False,  # the sampler counts a request's tokens, so they must be there
+            async_scheduling=False,  # the sampler counts a request's tokens, so they must be available
             logits_processors=[SeededSampler] if self._seeded else None,
             worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
             additional_config={OWNER_SETTING: os.getpid()},
@@ -281,9 +286,9 @@ class VllmEngine:
             await self._llm.collective_rpc("prime_die_with", args=(os.getpid(),))
 
     async def _freeze(self) -> None:
-        """Stop between two tokens, with all keys and values, and note how far each completion has come.
+        """Stop between two tokens, keep all keys and values, and note the length of each completion.
 
-        What has not been begun is cut instead: it would be begun on keys and values of prompts that the old policy computed.
+        Requests that have not begun are aborted instead: they would use prompt keys and values that the old policy computed.
         """
         await self._llm.pause_generation(mode="keep", clear_cache=False)
         (lengths,) = await self._llm.collective_rpc("prime_lengths")
@@ -311,7 +316,7 @@ class VllmEngine:
         requests = _probe_requests(self._reference.vocab_size)
         found = await self._sample(requests, Sampling(completion_tokens_max=PROBE_TOKENS, stop_token_ids=()))
         error = await asyncio.to_thread(self._probe_error, weights, requests, found)
-        if not error <= PROBE_ERROR_MEAN_MAX[self._dtype]:  # not even if it is NaN
+        if not error <= PROBE_ERROR_MEAN_MAX[self._dtype]:  # also raised for NaN
             raise EngineMismatch(
                 f"policy {policy_version}: vLLM's logprobs are {error:.3g} nats off a forward pass of the same weights; "
                 "the update did not reach it. Restart the worker, or use --engine transformers"
@@ -326,7 +331,7 @@ class VllmEngine:
 
     @torch.inference_mode()
     def _probe_error(self, weights: Weights, requests: list[GenerateRequest], found: list[Completion]) -> float:
-        """Mean difference in nats between the sampled tokens' logprobs and those of a plain forward pass in fp32."""
+        """Return the mean difference in nats between the sampled tokens' logprobs and those of a plain fp32 forward pass."""
         sequences = [r.prompt_token_ids + c.token_ids for r, c in zip(requests, found, strict=True)]
         logprobs = self._reference.reference_logprobs(weights, sequences)
         expected = torch.cat([part[-PROBE_TOKENS:] for part in logprobs])
@@ -339,7 +344,7 @@ class VllmEngine:
             self._temperature = temperature
         drafts = [_Draft(request, sampling, self._seeded) for request in requests]
         try:
-            # If this is cancelled, so is each request, and tells vLLM to abort as it ends.
+            # If this is cancelled, so is each request, which makes vLLM abort it.
             completions = await asyncio.gather(*(self._complete(draft) for draft in drafts))
         except BaseException:
             self._forgotten += [draft.name for draft in drafts if draft.request.proofs]
@@ -356,7 +361,7 @@ class VllmEngine:
         return [replace(c, proofs=proofs.get(draft.name, b"")) for draft, c in zip(drafts, completions, strict=True)]
 
     async def _complete(self, draft: _Draft) -> Completion:
-        """One completion, taken up again after each swap that cuts it: what it has so far is forwarded anew."""
+        """Complete a draft. After each swap that interrupts it, forward its tokens again and continue."""
         asked_of = self._version
         while True:
             name = uuid.uuid4().hex
@@ -365,7 +370,7 @@ class VllmEngine:
                 (final,) = [output async for output in self._llm.generate(*draft.rest(self._version), name)]
             finally:
                 del self._drafts[name]
-            # A swap cuts everything that has been begun, so whatever ends here was sampled by the policy of this moment.
+            # A swap aborts all begun requests, so what ends here was sampled by the current policy.
             draft.take(final.outputs[0], self._version)
             if final.outputs[0].finish_reason != "abort":
                 return draft.completion(asked_of)
@@ -375,10 +380,7 @@ class VllmEngine:
 
 
 def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[TensorPlace]]:
-    """Weights in anonymous shared memory: its file descriptor, and what is where. It vanishes with the last who has it open.
-
-    `aliases`: further names under which tensors are listed, name -> tensor.
-    """
+    """Return a descriptor of shared memory with the weights, and the places of tensors and of `aliases` (name -> tensor)."""
     memory = os.memfd_create("prime-node weights")
     os.ftruncate(memory, num_bytes(weights))
     places: list[TensorPlace] = []
@@ -393,6 +395,6 @@ def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[T
 
 
 def _probe_requests(vocab_size: int) -> list[GenerateRequest]:
-    """Fixed prompts of different lengths, with fixed seeds."""
+    """Return fixed prompts of different lengths, with fixed seeds."""
     ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(64)]
     return [GenerateRequest(tuple(ids[: 8 + 5 * n]), seed=n) for n in range(PROBE_PROMPTS)]

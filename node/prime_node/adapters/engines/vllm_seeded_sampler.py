@@ -1,11 +1,11 @@
-"""Runs inside vLLM: chooses each token by the assigned seed.
+"""Logits processor inside vLLM that chooses each token by the assigned seed.
 
-vLLM is asked for greedy sampling (temperature 0; it then forgets its own top-p and top-k). This processor takes out what top-p,
-top-k and min-p do not let, then adds the noise of prime_protocol.noise; the largest noisy logit is the token. The reported
-logprob is taken before any processor runs, so it is free of both. The run's temperature has been applied by then: see
+Requests use greedy sampling (temperature 0; vLLM then ignores its own top-p and top-k). This processor masks the tokens that
+top-p, top-k and min-p exclude, then adds the noise of prime_protocol.noise; the largest noisy logit is the token. vLLM takes
+the reported logprob before any processor runs, so it contains neither. The run's temperature has already been applied: see
 vllm_worker_extension.
 
-vLLM makes one processor for each engine, early. So this is also where the engine learns whose process it must not outlive.
+vLLM creates one processor for each engine, early. So the engine also learns here which process it must not outlive.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Seeded:
     filters: tuple[float, int, float] | None
     offset: int
     output_token_ids: list[int]
-    """vLLM's own list of what it has sampled so far; it grows."""
+    """vLLM's own growing list of the tokens sampled so far."""
 
 
 class SeededSampler(LogitsProcessor):  # type: ignore[misc]
-    """A vLLM (V1 runner) logits processor. Its state is which row of the batch has which seed."""
+    """Logits processor for vLLM's V1 runner. Its state maps rows of the batch to seeds."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Seeded] = {}
@@ -47,13 +47,16 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """Check that a request with a seed uses temperature 0. Raises ValueError if not."""
         if SEED_ARGUMENT in (sampling_params.extra_args or {}) and sampling_params.temperature != 0.0:
             raise ValueError(f"{SEED_ARGUMENT} needs temperature=0: the noise is in the logits already")
 
     def is_argmax_invariant(self) -> bool:
+        """Return False: the noise changes the largest logit."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow requests that enter, leave or move within the batch."""
         if batch_update is None:
             return
         for row in batch_update.removed:
@@ -73,6 +76,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
                 self._rows[source] = replaced
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Mask excluded tokens and add the seeds' noise, in place."""
         if not self._rows:
             return logits
         rows = sorted(self._rows)

@@ -1,7 +1,7 @@
 """A teacher behind vLLM's HTTP server: `vllm serve MODEL`, its completions endpoint with prompt_logprobs.
 
-A prompt's logprobs come with any completion, so one token is asked for and thrown away. Tokens go in as ids: nothing is tokenized
-again. vLLM's default logprobs are those of the model itself, before any temperature, which is what distillation compares with.
+vLLM returns a prompt's logprobs with any completion, so one token is requested and discarded. Tokens are sent as ids: nothing
+is tokenized again. vLLM's default logprobs are those of the model itself, before any temperature, as distillation needs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from prime_protocol.errors import LocalError
 
 CONNECT_S_MAX = 10.0
 ANSWER_S_MAX = 600.0
-"""A large teacher on few sequences at a time; beyond this it counts as gone and is asked again."""
+"""Timeout for a large teacher on a few sequences; after it the teacher counts as unreachable, and the request is repeated."""
 SAID_MAX = 300
-"""Characters of a refusal that are shown."""
+"""Number of characters of a refusal that are shown."""
 
 
 class VllmTeacher:
-    """Implements ports.teacher.Teacher."""
+    """Implementation of ports.teacher.Teacher."""
 
     def __init__(self, url: str, *, model: str) -> None:
-        """`url` without /v1; `model`: the name that it is served under."""
+        """Create a client. `url` has no /v1; `model` is the name under which the server offers the model."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._model = model
         self._session: aiohttp.ClientSession | None = None
 
     async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        """Request the logprobs of all sequences at once. Raises LocalError for an answer without them."""
         if not sequences:
             return []
         answer = await self._ask(
@@ -56,6 +57,7 @@ class VllmTeacher:
             ) from None
 
     async def close(self) -> None:
+        """Close the HTTP session."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -80,7 +82,7 @@ class VllmTeacher:
 
 
 def _chosen(entries: Sequence[dict[str, dict[str, float]] | None], sequence: tuple[int, ...]) -> tuple[float, ...]:
-    """Each entry holds the token that stands there, among others perhaps; the first entry is empty."""
+    """Return the logprob of each token. An entry holds its token, perhaps among others; the first entry is empty."""
     pairs = zip(entries[1:], sequence[1:], strict=True)
     values = tuple(float((entry or {})[str(token)]["logprob"]) for entry, token in pairs)
     if not all(map(math.isfinite, values)):

@@ -1,1 +1,1 @@
-"""Foreign problems and their scoring. It runs in a process of its own, away from keys: process.py."""
+"""Third-party problems and their scoring. They run in their own process, away from keys: process.py."""

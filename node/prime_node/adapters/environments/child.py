@@ -1,8 +1,8 @@
-"""One life of a process of environments: its pipes, its questions and answers, its end.
+"""One environment process: its pipes, its requests and answers, its end.
 
-Everything that it writes is bounded. A line that is too long, malformed, or answers what nobody asked ends the process: its code
-is foreign, and whoever waits for an answer gets EnvironmentFailed. Numbers of questions are random, so code that writes answers
-ahead of the questions is found out. What it prints goes to our log, so much a minute, without control characters.
+All its output is bounded. A line that is too long, malformed, or answers no request ends the process: its code is untrusted,
+and pending requests fail with EnvironmentFailed. Request numbers are random, so code that writes answers in advance is
+detected. What it prints goes to our log, with a limit per minute and without control characters.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from prime_protocol.visible import printable
 log = logging.getLogger(__name__)
 
 START_S_MAX = 120.0
-"""Imports, data sets and all."""
+"""Limit on the start, including imports and data sets."""
 END_S_MAX = 5.0
-"""For the pipes of a killed child to close: what it has started may hold on to them."""
+"""Time for the pipes of a killed child to close: its descendants may hold them open."""
 MINUTE_S = 60.0
 READ_BYTES = 2**16
 
@@ -50,45 +50,47 @@ class Start:
     """How a process is started."""
 
     line: list[str] = field(default_factory=list)
-    """Of the command."""
+    """Command line."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Its environment variables, and no others."""
+    """All its environment variables."""
     launch: Callable[[], Launched] | None = None
-    """Starts it instead, by a launcher, for a role that is confined itself. Raises LocalError."""
+    """Function that starts the process through a launcher instead, for a confined role. Raises LocalError."""
 
 
 Process = subprocess.Popen[bytes] | Launched
 Command = Callable[[Path], Start]
-"""Given a folder of the process's own."""
+"""Function from the process's own folder to its start."""
 
 
 class EnvironmentFailed(Exception):
-    """An environment's code raised, took too long, or took its process with it."""
+    """An environment's code raised, took too long, or ended its process."""
 
 
 class Ended(EnvironmentFailed, EnvironmentGone):
-    """The process is what failed."""
+    """The process itself failed."""
 
 
 class EnvironmentChild:
-    """Starts when it is made, and blocks until the environments are ready. Raises LocalError with what the child says is
-    wrong."""
+    """A running environment process.
+
+    The constructor blocks until the environments are ready. Raises LocalError with the error that the child reports.
+    """
 
     def __init__(self, command: Command, description: Mapping[str, Any]) -> None:
         self.asks: dict[int, tuple[asyncio.AbstractEventLoop, Ask]] = {}
         self.is_gone = False
         self.is_worn = False
-        """Its environments leave threads behind: it does what it has, and nothing new."""
+        """Whether its environments leave threads behind: it finishes its work and gets nothing new."""
         self._waiting: dict[int, Future[Any]] = {}
         self._asked: dict[int, int] = {}
-        """By episode: how often it has asked."""
+        """Number of requests to the model, by episode."""
         self._num_stray = 0
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._ending = threading.Lock()
         self._scratch = Scratch("environments")
         start = command(self._scratch.path)
         started: Future[Process] = Future()
-        # The thread that starts the process lives as long as it does: the system ends the process with that thread.
+        # The thread that starts the process must live as long as it does: the system ends the process with that thread.
         self._threads = [threading.Thread(target=self._read, args=(started, start), name="environments", daemon=True)]
         self._threads[0].start()
         try:
@@ -109,7 +111,7 @@ class EnvironmentChild:
             raise LocalError(str(error) or f"the environments did not start within {START_S_MAX:.0f} s") from None
 
     def send(self, number: int | None = None, /, **message: Any) -> tuple[int, Future[Any]]:
-        """Its number and the answer to come."""
+        """Send a request. Return its number and the future of its answer."""
         answer: Future[Any] = Future()
         number = new_number() if number is None else number
         self._waiting[number] = answer
@@ -119,11 +121,11 @@ class EnvironmentChild:
         return number, answer
 
     def tell(self, **message: Any) -> None:
-        """Never waits."""
+        """Queue a message without blocking."""
         self._outbox.put(json.dumps(message).encode() + b"\n")
 
     def end(self) -> None:
-        """Idempotent. May take seconds."""
+        """End the process. Idempotent; may take seconds."""
         self.is_gone = True
         with self._ending:
             atexit.unregister(self.end)
@@ -182,7 +184,7 @@ class EnvironmentChild:
             self._fail()
 
     def _take(self, frame: Asked | Answered) -> None:
-        """Raises ValueError for what nobody asked for, or too much of it."""
+        """Handle one frame. Raises ValueError for an answer without a request, or for too many requests."""
         if isinstance(frame, Asked):
             self._pass_on(frame)
             return
@@ -198,7 +200,7 @@ class EnvironmentChild:
             answer.set_result(frame.result)
 
     def _pass_on(self, asked: Asked) -> None:
-        """An episode asks the model for something; one that has just ended may still do so."""
+        """Pass an episode's request to the model. An episode that has just ended may still send one."""
         loop, ask = self.asks.get(asked.episode, (None, None))
         if loop is None or ask is None:
             self._num_stray += 1
@@ -214,11 +216,11 @@ class EnvironmentChild:
             completion = await ask(asked.prompt)
             self.tell(answer=asked.number, completion=None if completion is None else to_wire(completion))
 
-        with contextlib.suppress(RuntimeError):  # the loop of an episode that is over may be closed
+        with contextlib.suppress(RuntimeError):  # the loop of a finished episode may be closed
             asyncio.run_coroutine_threadsafe(answer(), loop)
 
     def _log(self) -> None:
-        """What its code prints, line by line."""
+        """Log what its code prints, line by line."""
         assert self._process.stderr is not None
         left, since, rest = limits.ENVIRONMENT_LOG_BYTES_MAX, time.monotonic(), b""
         with self._process.stderr as stream:
@@ -239,7 +241,7 @@ class EnvironmentChild:
 
     def _fail(self) -> None:
         for number in list(self._waiting):
-            answer = self._waiting.pop(number, None)  # the other thread may be faster
+            answer = self._waiting.pop(number, None)  # another thread may have taken it
             if answer is not None and not answer.done():
                 answer.set_exception(Ended("the environments' process ended"))
 
@@ -247,21 +249,22 @@ class EnvironmentChild:
 def _kill(process: Process) -> None:
     if isinstance(process, subprocess.Popen):
         with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own
+            os.killpg(process.pid, signal.SIGKILL)  # it leads its own process group
     process.kill()
 
 
 def new_number() -> int:
-    """Of a question, or of an episode: nobody guesses it."""
+    """Return an unpredictable number for a request or an episode."""
     return secrets.randbelow(limits.COUNT_MAX)
 
 
 def to_wire(completion: Completion) -> dict[str, Any]:
+    """Return the fields of a completion that are sent to the process."""
     return {"token_ids": completion.token_ids, "logprobs": completion.logprobs, "finish": int(completion.finish)}
 
 
 def _checked(ready: object) -> dict[str, Any]:
-    """What a child says first. Raises ValueError."""
+    """Check a child's first answer. Raises ValueError."""
     if (
         not isinstance(ready, dict)
         or not isinstance(ready.get("missing"), list)

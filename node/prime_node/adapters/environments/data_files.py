@@ -1,8 +1,8 @@
-"""Finds the file that a RunSpec's `options.path` means, outside the environments' process. The path is foreign input.
+"""Finds the file that a RunSpec's `options.path` means, outside the environment process.
 
-Two walls. The path leads into the data folder that this machine's own settings name, symbolic links followed, or to a file of
-the hub. And the caller compares the digest that the RunSpec names, so no file is granted whose bytes the run's maker does not
-know already.
+The path is untrusted. Two safeguards. The path must lead into the data folder in this machine's own settings, after following
+symbolic links, or to a file of the hub. And the caller compares the digest in the RunSpec, so environments can read only files
+whose content the run's author already knows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHUNK_BYTES = 2**20
 
 
 def find_file(path: str, folder: Path | None, *, hidden: Sequence[Path] = (), hub_bytes_max: int = 0) -> Path:
-    """The absolute path of a dataset's file. `folder`: this machine's data folder. `hidden`: never in there.
+    """Return the absolute path of a dataset's file in `folder`, this machine's data folder, but in no folder of `hidden`.
 
     Raises ValueError and OSError.
     """
@@ -45,7 +45,7 @@ def find_file(path: str, folder: Path | None, *, hidden: Sequence[Path] = (), hu
 
 
 def digest_of_file(path: Path) -> str:
-    """Raises OSError."""
+    """Return the digest of a file. Raises OSError."""
 
     def chunks() -> Iterator[bytes]:
         with path.open("rb") as file:

@@ -1,7 +1,8 @@
-"""Lines of JSON from a process of environments. Its code is foreign: each line is checked before it is used.
+"""Lines of JSON from an environment process.
 
-{"id", "result"} and {"id", "error"} answer a question, with "worn" where the process wants to be replaced. {"ask", "id",
-"prompt"} is what episode `id` wants to be sampled. A process that writes anything else is ended.
+Its code is untrusted: each line is checked before it is used. {"id", "result"} and {"id", "error"} answer a request, with
+"worn" if the process should be replaced. {"ask", "id", "prompt"} asks for a completion in episode `id`. A process that writes
+anything else is ended.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ TOKEN_ID_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An episode asks the model for something."""
+    """An episode's request to the model."""
 
     number: int
-    """Of the request; the answer names it."""
+    """Number of the request; the answer names it."""
     episode: int
     prompt: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An answer to a question of the host's."""
+    """Answer to a request of the host."""
 
     number: int
     result: Any
-    """Not checked yet: what it may be depends on the question."""
+    """Unchecked result: its type depends on the request."""
     error: str | None
-    """Where the environment failed."""
+    """Error of the environment, if it failed."""
     is_worn: bool
 
 
 def read_message_frame(line: bytes) -> Asked | Answered:
-    """Raises ValueError."""
+    """Parse one line. Raises ValueError."""
     try:
         found = json.loads(line)
     except RecursionError:
@@ -61,7 +62,7 @@ def read_message_frame(line: bytes) -> Asked | Answered:
 
 
 def as_text(found: object) -> str:
-    """Raises ValueError."""
+    """Check that it is a text. Raises ValueError."""
     if not isinstance(found, str):
         raise ValueError(f"it gave a {type(found).__name__}, not a text")
     if len(found) > limits.ENVIRONMENT_TEXT_CHARS_MAX:
@@ -74,21 +75,21 @@ def as_text(found: object) -> str:
 
 
 def as_texts(found: object, count: int) -> Sequence[str]:
-    """At most `count` texts. Raises ValueError."""
+    """Check that they are at most `count` texts. Raises ValueError."""
     if not isinstance(found, list) or len(found) > count:
         raise ValueError(f"it did not give at most {count} texts")
     return [as_text(each) for each in found]
 
 
 def as_reward(found: object) -> float:
-    """Raises ValueError."""
-    if isinstance(found, bool | int | float) and abs(found) <= limits.REWARD_MAX:  # which NaN is not
+    """Check that it is a bounded number. Raises ValueError."""
+    if isinstance(found, bool | int | float) and abs(found) <= limits.REWARD_MAX:  # false for NaN
         return float(found)
     raise ValueError(f"it gave {printable(repr(found), 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward")
 
 
 def as_flag(found: object) -> bool:
-    """Raises ValueError."""
+    """Check that it is a boolean. Raises ValueError."""
     if not isinstance(found, bool):
         raise ValueError(f"it gave a {type(found).__name__}, not true or false")
     return found

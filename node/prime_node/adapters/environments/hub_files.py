@@ -1,7 +1,7 @@
-"""Files of datasets on the Hugging Face hub, by paths as its own file system writes them.
+"""Dataset files on the Hugging Face hub, by paths in the format of its own file system.
 
-A RunSpec names them, so they are fetched without this user's token, and only up to a bound. What the user has fetched before
-is taken from the cache.
+A RunSpec names them, so they are fetched without this user's token, and only up to a size limit. Files that the user has
+already fetched come from the cache.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _PATH = re.compile(
 
 
 def cache_folder() -> Path:
-    """Where files of the hub lie once they are fetched. Tokens lie beside it, not in it."""
+    """Return the folder of files fetched from the hub. Tokens are next to it, not in it."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def hub_file(path: str, *, bytes_max: int) -> Path:
-    """A file such as "hf://datasets/openai/gsm8k@main/main/test-00000-of-00001.parquet", from the cache or else from the hub.
+    """Return a file such as "hf://datasets/openai/gsm8k@main/main/test-00000-of-00001.parquet", from the cache or else the hub.
 
-    Raises ValueError, also where it would have to be fetched and has more than `bytes_max` bytes, and OSError.
+    Raises OSError, and ValueError, also if it is not cached and has more than `bytes_max` bytes.
     """
     found = _PATH.fullmatch(path)
     if found is None:

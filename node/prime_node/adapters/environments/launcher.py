@@ -1,10 +1,10 @@
-"""Starts processes of environments for a role that has confined itself, and so could give them no namespaces any more.
+"""Starts environment processes for a role that has confined itself and can no longer create namespaces.
 
-A role starts it before that, and tells it once what a process may have at most: a Plan with the network and one without. An order
-names less: whether the process gets the network and a loopback interface, and which files of the plan's choices it reads. The
-launcher checks the order, makes the view of files from it, and writes the walls into the command line. So a role that was taken
-over gets no process with wider walls, fewer limits or another user than the machine's own settings allow. The launcher ends with
-its role, and ends what it has started.
+A role starts the launcher before that, and sends it once the most that a process may have: a Plan with the network and one
+without. An order asks for less: whether the process gets the network and a loopback interface, and which files of the plan's
+choices it reads. The launcher checks the order, builds the file system view, and writes the restrictions into the command line.
+A compromised role therefore gets no process with more access, higher limits or another user than the machine's own settings
+allow. The launcher ends with its role, and ends all processes that it has started.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from prime_protocol.errors import LocalError
 PLAN_BYTES_MAX = 2**17
 ORDER_BYTES_MAX = 2**16
 RUNNING_MAX = 64
-"""Processes at a time."""
+"""Maximum number of processes at a time."""
 STDIN = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The most that a process may have."""
+    """Upper bound on a process's access."""
 
     walls: Walls
-    """Limits, and what every process reads."""
+    """Limits, and the paths that every process reads."""
     choices: tuple[str, ...] = ()
-    """Real paths of folders. An order may name files of them, which the process reads too."""
+    """Real paths of folders. An order may name files in them, which the process then reads too."""
 
     def narrowed(self, read: Sequence[str], *, loopback: bool) -> Walls:
-        """Leave a process those files of the choices. Raises ValueError and OSError for another path."""
+        """Return the plan's restrictions with access to those files. Raises ValueError and OSError for another path."""
         named = tuple(path for path in read if not self._is_read_anyway(path))
         for path in named:
             self._check(Path(path))
@@ -61,7 +61,7 @@ class Plan:
         return any(_is_open(real, Path(root).resolve(), self.walls.hidden) for root in self.walls.read)
 
     def _check(self, path: Path) -> None:
-        """The path itself lies in the choice too: a role cannot exchange a symbolic link on the way there."""
+        """Check a path. It must itself be in a choice, so that a role cannot replace a symbolic link on the way."""
         real = path.resolve(strict=True)
         if (
             ".." in path.parts
@@ -75,7 +75,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A process that the launcher has started; what child.py needs of a subprocess.Popen."""
+    """A process that the launcher has started, with the part of subprocess.Popen that child.py needs."""
 
     launcher: Launcher
     pid: int
@@ -84,23 +84,23 @@ class Launched:
     stderr: IO[bytes]
 
     def kill(self) -> None:
-        """Blocks until it has ended."""
+        """Kill the process and block until it has ended."""
         self.launcher.kill(self.pid)
 
     def wait(self) -> None:
-        """It has ended once it is killed."""
+        """Do nothing: a killed process has ended."""
 
 
 class Launcher:
-    """The role's side. To be made before the role confines itself."""
+    """The role's side. Create it before the role confines itself."""
 
     def __init__(self, plans: Mapping[bool, Plan], command: Sequence[str]) -> None:
-        """`plans`: of processes with the network and without. `command`: gets its walls as a further argument."""
+        """Start the launcher. `plans`: by network access. `command` gets its restrictions as a further argument."""
         self._lock = threading.Lock()
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                # -P and -s: nothing that lies in the current folder or in HOME is imported in place of a module.
+                # -P and -s: no file in the current folder or in HOME may shadow a module.
                 [sys.executable, "-P", "-s", "-m", "prime_node.adapters.environments.launcher"],
                 stdin=theirs.fileno(),
                 env=for_launcher(network=True in plans),
@@ -110,7 +110,7 @@ class Launcher:
         self._channel.send(json.dumps(told).encode())
 
     def start(self, *, network: bool, loopback: bool = False, read: Sequence[str] = ()) -> Launched:
-        """Start a process that reads those files besides what all read. Raises LocalError."""
+        """Start a process that reads those files besides the common ones. Raises LocalError."""
         pipes = [os.pipe() for _ in range(3)]
         inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
         outer = [pipes[0][1], pipes[1][0], pipes[2][0]]
@@ -127,18 +127,18 @@ class Launcher:
         return Launched(self, told["pid"], stdin, stdout, stderr)
 
     def kill(self, pid: int) -> None:
-        """What is gone already is left alone."""
+        """Kill a process, unless it has ended."""
         self._order({"kill": pid}, [])
 
     def close(self) -> None:
-        """Idempotent. Ends all that it has started."""
+        """Close the launcher and end all its processes. Idempotent."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         self._channel.close()
         self._process.wait()
 
     def _order(self, order: dict[str, object], descriptors: list[int]) -> dict[str, int]:
-        """Its answer; an empty one where it is gone."""
+        """Send an order and return the answer; empty if the launcher is gone."""
         with self._lock:
             try:
                 socket.send_fds(self._channel, [json.dumps(order).encode()], descriptors)
@@ -161,7 +161,7 @@ class Server:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     def serve(self, channel: socket.socket) -> None:
-        """Until the role is gone."""
+        """Serve until the role is gone."""
         try:
             while True:
                 data, descriptors, _, _ = socket.recv_fds(channel, ORDER_BYTES_MAX, 3)
@@ -211,12 +211,13 @@ class Server:
 
 
 def _is_open(path: Path, root: Path, hidden: Sequence[str]) -> bool:
-    """Whether the real path lies in the root, and nothing between them is hidden."""
+    """Whether the real path is in the root and no hidden path is between them."""
     closed = any(path.is_relative_to(one) and not root.is_relative_to(one) for one in hidden)
     return path.is_relative_to(root) and not closed
 
 
 def run_launcher() -> None:
+    """Receive the plans on standard input, then serve orders."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its role ends it
     with socket.socket(fileno=STDIN) as channel, contextlib.suppress(OSError):

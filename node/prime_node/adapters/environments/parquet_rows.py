@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 4_096
 
 
 def read_parquet(data: bytes) -> Iterator[Row]:
-    """Raises ValueError."""
+    """Yield the rows. Raises ValueError."""
     try:
         number = 0
         for batch in pq.ParquetFile(io.BytesIO(data)).iter_batches(ROWS_AT_ONCE):

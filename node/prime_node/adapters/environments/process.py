@@ -1,15 +1,16 @@
-"""Environments in a process of their own: their code sees neither keys nor the run's folder, and cannot take its host down.
+"""Environments in a separate process: their code sees neither keys nor the run's folder, and cannot crash its host.
 
-Who waits for whom: one thread writes to the child, so that nobody waits for a child that does not read, and one reads its
-answers and wakes whoever asked. Problems and scores are asked for synchronously, as the port says, one after another; an
-episode is awaited, and what it asks the model for is answered on the loop that awaits it. An episode that is silent for too
-long fails alone, if its child still answers, and retires its child: what hangs there, a thread perhaps, cannot be ended without
-it. So does an episode at whose end many threads are left behind. The child's other episodes go on, each held to the same bound,
-and the last to end ends it. A child that is retired, dies, or does not answer in time is replaced at the next question; whoever
-waits for one that is ended gets EnvironmentFailed.
+Concurrency: one thread writes to the child, so a child that does not read blocks no caller; another reads its answers and wakes
+the callers. Problems and scores are synchronous, as the port requires, one after another. An episode is awaited, and its
+requests to the model are answered on the awaiting loop.
 
-Lines of JSON each way. From us: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child: frames.py.
-What it answers is checked: a text, a number of a bounded size, as the question was.
+An episode that is silent for too long fails alone, if its child still answers, and retires its child: a hanging thread, for
+example, cannot be ended without its process. So does one that leaves many threads behind. The child's other
+episodes continue with the same time limit, and the last one to end ends the child. A child that is retired, dies, or does not
+answer in time is replaced at the next request; pending requests to an ended child fail with EnvironmentFailed.
+
+Lines of JSON each way. To the child: {"id", "method", "environment", ...} and {"answer", "completion"}; from the child:
+frames.py. Its answers are checked against the request: a text, or a number of bounded size.
 """
 
 from __future__ import annotations
@@ -33,25 +34,28 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ANSWER_S_MAX = 60.0
-"""One problem or one score; an environment that takes longer has failed."""
+"""Time limit of one problem or one score, after which the environment has failed."""
 SILENCE_S_MAX = 300.0
-"""For an episode that neither ends nor asks for anything. Tools and judges may be slow; a hostile answer may hang a grader."""
+"""Limit on the silence of an episode. Tools and judges may be slow; a hostile answer may hang a grader."""
 CACHED_PROMPTS = 4_096
 CACHED_CHARS_MAX = 2**16
-"""Of one prompt: a longer one is asked for again."""
+"""Limit on the length of a cached prompt: a longer one is requested again."""
 
 
 class _Silent(EnvironmentFailed, EnvironmentSilent):
-    """One episode is what failed."""
+    """A single episode failed."""
 
 
 class EnvironmentProcess:
-    """A child that holds some environments. Starts when it is made; `close` ends it, and so does our own end."""
+    """A child process with some environments. It starts with the constructor, and ends at `close` or with this process."""
 
     def __init__(
         self, command: Command, description: Mapping[str, Any], *, silence_s_max: float = SILENCE_S_MAX
     ) -> None:
-        """`command`: runs prime_node.cli.environment_process. Raises LocalError with what the child says is wrong."""
+        """Start the child with `command`, which runs prime_node.cli.environment_process.
+
+        Raises LocalError with the child's error.
+        """
         self.silence_s_max = silence_s_max
         self._command = command
         self._description = dict(description)
@@ -62,7 +66,7 @@ class EnvironmentProcess:
         self.ready = self._child.ready
 
     def ask(self, method: str, environment: str, **arguments: Any) -> Any:
-        """The result. Raises EnvironmentFailed. Whoever asks from another thread meanwhile waits: its time begins then."""
+        """Request a result. Raises EnvironmentFailed. Calls from other threads wait, and their time limit begins afterwards."""
         with self._asking:
             child = self._started()
             _, answer = child.send(method=method, environment=environment, **arguments)
@@ -73,15 +77,18 @@ class EnvironmentProcess:
                 raise Ended(f"{method} took longer than {ANSWER_S_MAX:.0f} s") from None
 
     async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
-        """The reward of one episode. Raises EnvironmentFailed: EnvironmentSilent where the episode hangs, EnvironmentGone where
-        the process does. Cancelling it cancels the episode."""
+        """Play one episode and return its reward.
+
+        Cancelling it cancels the episode. Raises EnvironmentFailed: EnvironmentSilent if the episode hangs, EnvironmentGone if
+        the process does.
+        """
         while not self._is_fit(child := self._child):
             await asyncio.to_thread(self._started)
         number, loop = new_number(), asyncio.get_running_loop()
         open_asks = 0
 
         async def answered(prompt: tuple[int, ...]) -> Completion | None:
-            """While the model is asked it is our turn, however long that takes."""
+            """Ask the model. The episode's time limit is paused meanwhile, however long it takes."""
             nonlocal open_asks
             open_asks += 1
             silence.reschedule(None)
@@ -110,25 +117,25 @@ class EnvironmentProcess:
             if child.is_worn:
                 self._retired.add(child)
             if child in self._retired and not child.asks:
-                loop.run_in_executor(None, self._end_retired, child)  # nobody waits for it
+                loop.run_in_executor(None, self._end_retired, child)  # not awaited
 
     async def _hear(self, child: EnvironmentChild) -> None:
-        """Raises EnvironmentGone where the child answers nobody any more: code that blocks holds up all of its episodes."""
+        """Check that the child still answers: blocking code stops all its episodes. Raises EnvironmentGone if it does not."""
         answer_s_max = min(ANSWER_S_MAX, self.silence_s_max)
         _, answer = child.send(method="ping")
         try:
             await asyncio.wait_for(asyncio.wrap_future(answer), answer_s_max)
         except TimeoutError:
-            await asyncio.to_thread(child.end)  # it may take seconds
+            await asyncio.to_thread(child.end)  # may take seconds
             raise Ended(f"the environments' process did not answer for {answer_s_max:.0f} s") from None
 
     @property
     def pid(self) -> int:
-        """Of the child at hand."""
+        """Process id of the current child."""
         return self._started().pid
 
     def close(self) -> None:
-        """Idempotent."""
+        """End all children. Idempotent."""
         with self._lock:
             for child in (self._child, *tuple(self._retired)):
                 child.end()
@@ -143,17 +150,17 @@ class EnvironmentProcess:
             return self._child
 
     def _is_fit(self, child: EnvironmentChild) -> bool:
-        """Whether it is to be asked anything new."""
+        """Return whether the child may get new requests."""
         return not child.is_gone and child not in self._retired
 
     def _end_retired(self, child: EnvironmentChild) -> None:
-        with self._asking:  # whoever asked before it was retired still gets an answer
+        with self._asking:  # requests made before it was retired still get an answer
             child.end()
         self._retired.discard(child)
 
 
 def _checked(check: Callable[[object], T], found: object) -> T:
-    """What an environment answered. Raises EnvironmentFailed where it is nothing of the kind."""
+    """Check an environment's answer. Raises EnvironmentFailed if it is invalid."""
     try:
         return check(found)
     except ValueError as error:
@@ -161,14 +168,15 @@ def _checked(check: Callable[[object], T], found: object) -> T:
 
 
 class ProcessEnvironment:
-    """Implements ports.environment.Environment by a child."""
+    """Implementation of ports.environment.Environment by a child."""
 
     def __init__(self, process: EnvironmentProcess, name: str) -> None:
         self.process, self._name = process, name
         self._prompts: dict[int, str] = {}
-        """By index; the coordinator asks for the same one several times."""
+        """Prompts by index; the coordinator requests the same one several times."""
 
     def prompt(self, index: int) -> str:
+        """Return a training problem's text, cached if it is short."""
         found = self._prompts.get(index)
         if found is None:
             found = _checked(as_text, self.process.ask("prompt", self._name, index=index))
@@ -179,40 +187,46 @@ class ProcessEnvironment:
         return found
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
+        """Return the reward of a completion. Raises EnvironmentFailed."""
         found = self.process.ask("score", self._name, index=index, completion=completion, finished=finished)
         return _checked(as_reward, found)
 
     def answer(self, index: int) -> str:
+        """Return the reference answer of a training problem."""
         return _checked(as_text, self.process.ask("answer", self._name, index=index))
 
     def held_out(self, count: int) -> list[ProcessProblem]:
+        """Return the first `count` evaluation problems."""
         found = _checked(partial(as_texts, count=count), self.process.ask("held_out", self._name, count=count))
         kind = ProcessTurnProblem if isinstance(self, ProcessTurnEnvironment) else ProcessProblem
         return [kind(self.process, self._name, count, number, prompt) for number, prompt in enumerate(found)]
 
 
 class ProcessTurnEnvironment(ProcessEnvironment):
-    """Implements ports.environment.TurnEnvironment by a child."""
+    """Implementation of ports.environment.TurnEnvironment by a child."""
 
     async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        """Play one training episode and return its reward."""
         return await self.process.play(self._name, ask, index=index, prompt=prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessProblem:
-    """Implements ports.environment.HeldOutProblem by a child."""
+    """Implementation of ports.environment.HeldOutProblem by a child."""
 
     process: EnvironmentProcess
     environment: str
     count: int
-    """How many were asked for: a process that replaces the one that was asked has to find them again."""
+    """Number of problems requested: a replacement process needs it to find them again."""
     number: int
     prompt: str
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
+        """Return whether a completion is exactly right."""
         return _checked(as_flag, self._ask("is_correct", completion, finished))
 
     def score(self, completion: str, *, finished: bool) -> float:
+        """Return the reward of a completion."""
         return _checked(as_reward, self._ask("score_held_out", completion, finished))
 
     def _ask(self, method: str, completion: str, finished: bool) -> Any:
@@ -221,8 +235,9 @@ class ProcessProblem:
 
 
 class ProcessTurnProblem(ProcessProblem):
-    """Implements ports.environment.TurnProblem by a child."""
+    """Implementation of ports.environment.TurnProblem by a child."""
 
     async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        """Play one evaluation episode and return its reward."""
         place = {"count": self.count, "number": self.number}
         return await self.process.play(self.environment, ask, **place, prompt=prompt_token_ids)

@@ -1,4 +1,4 @@
-"""Which of a host's environment variables reach processes of environments, and how a process forgets its own."""
+"""Which of a host's environment variables reach environment processes, and how a process forgets its own."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from pathlib import Path
 
 MODULES = "PYTHONPATH"
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", MODULES, "VIRTUAL_ENV", "OMP_NUM_THREADS")
-"""Of our own environment variables; any other may be a secret."""
+"""Names of our environment variables that are passed on; any other may be a secret."""
 FOR_LAUNCHER = ("HOME", "TMPDIR")
 """Further variables of a launcher, which finds the same folders as its role."""
 FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
-"""Prefix. A variable PRIME_ENVIRONMENT_X of ours is X there: for judges that need a key of their own."""
+"""Prefix for judges that need their own key: our variable PRIME_ENVIRONMENT_X is X in an environment."""
 SECRET = re.compile(r"TOKEN|KEY|AUTH|SECRET")
 
 
 def passed_on(folder: Path, *, network: bool = False) -> dict[str, str]:
-    """Choose the variables of a process that works in `folder`. Keys of judges go only where the network does."""
+    """Choose the variables of a process that works in `folder`. Judges' keys are passed on only with network access."""
     kept = _harmless()
     kept |= {name.removeprefix(FOR_ENVIRONMENTS): os.environ[name] for name in keys_of_judges() if network}
     kept.setdefault("HF_HOME", str(Path.home() / ".cache" / "huggingface"))
-    # The hub's cache may be read there, not written, and a token that may not be read would be an error to its library.
+    # The hub's cache is readable there, not writable, and an unreadable token would be an error to its library.
     of_the_hub = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_TOKEN_PATH": str(folder / "token")}
     if not network:
-        kept["HF_HUB_OFFLINE"] = "1"  # its library would try for minutes
+        kept["HF_HUB_OFFLINE"] = "1"  # without this the library would retry for minutes
     return kept | of_the_hub | {"HOME": str(folder), "TMPDIR": str(folder)}
 
 
 def for_launcher(*, network: bool) -> dict[str, str]:
-    """Choose the variables of a launcher, from which it makes those of its processes by `passed_on`."""
+    """Choose the variables of a launcher, from which `passed_on` derives those of its processes."""
     names = [name for name in FOR_LAUNCHER if name in os.environ] + (keys_of_judges() if network else [])
     return _harmless() | {name: os.environ[name] for name in names}
 
@@ -42,7 +42,7 @@ def keys_of_judges() -> list[str]:
 
 
 def forget(names: Iterable[str]) -> None:
-    """Delete variables, and overwrite them where /proc/PID/environ shows them."""
+    """Delete variables, and overwrite them in memory that /proc/PID/environ shows."""
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     for name in names:
@@ -53,7 +53,7 @@ def forget(names: Iterable[str]) -> None:
 
 
 def module_folders() -> list[Path]:
-    """List the folders of PYTHONPATH, which a process of environments gets too. Relative ones lead elsewhere there."""
+    """List the absolute folders of PYTHONPATH for environment processes. Relative ones would lead elsewhere there."""
     return [Path(entry) for entry in os.environ.get(MODULES, "").split(os.pathsep) if Path(entry).is_absolute()]
 
 

@@ -1,7 +1,7 @@
-"""The program of an agent in verifiers: a chat with tools, in this process.
+"""The agent program for verifiers: a chat with tools, in this process.
 
-The harnesses that come with verifiers start a script for each rollout and fetch what it needs from the network. This one is the
-same loop without the script; every call of the model goes through the rollout's endpoint, as the contract wants.
+The harnesses of verifiers start a script for each rollout and fetch its dependencies from the network. This one is the same
+loop without the script; every call of the model goes through the rollout's endpoint, as the contract requires.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NAME = "prime_node_harness"
 
 
 class InProcessConfig(vf.HarnessConfig):  # type: ignore[misc]  # verifiers has no types for us
-    """Nothing of its own."""
+    """Configuration without further fields."""
 
 
 class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
-    """One assistant that may call the task's tools until it answers without a call."""
+    """An assistant that may call the task's tools until it answers without a call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -42,6 +42,7 @@ class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
         data: Any,
         **_: Any,
     ) -> vf.ProgramResult:
+        """Run the chat of one rollout to its end."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -61,7 +62,7 @@ class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
                     json=body,
                     headers={"authorization": f"Bearer {secret}"},
                 )
-                if answer.status_code == httpx.codes.BAD_REQUEST:  # no turn or no room left: what was said counts
+                if answer.status_code == httpx.codes.BAD_REQUEST:  # no turn or room left: the chat so far counts
                     return vf.ProgramResult(0, "", "")
                 answer.raise_for_status()
                 message = answer.json()["choices"][0]["message"]

@@ -1,9 +1,9 @@
-"""Environments built for `verifiers` (its v1 API): a taskset that is installed as a package, played by our engine.
+"""Environments built for `verifiers` (its v1 API): an installed taskset package, played by our engine.
 
-verifiers asks a vLLM server for tokens. Here that is a loopback endpoint, `/inference/v1/generate`, whose answers are what the
-episode's `ask` gives: the worker's engine samples, or the validator gives back what was recorded. So the same code plays a
-rollout and scores it again, and prompts, tools and rewards are the environment's own. Which rollout a request belongs to rides in
-its sampling parameters; whatever else it says about sampling is not heard, for that is the run's to say.
+verifiers requests tokens from a vLLM server. Here that is a loopback endpoint, `/inference/v1/generate`, which returns what the
+episode's `ask` gives: the worker's engine samples, or the validator returns what was recorded. So the same code plays a rollout
+and scores it again, with the environment's own prompts, tools and rewards. A sampling parameter names the rollout of a request;
+all others are ignored, because the run defines the sampling.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from prime_protocol.rollout import Completion, FinishReason
 TokenIds = tuple[int, ...]
 KEY_VARIABLE = "PRIME_LOOPBACK_KEY"
 ROLLOUT = "prime_rollout"
-"""The sampling parameter that names the rollout."""
+"""Sampling parameter that names the rollout."""
 REQUEST_BYTES_MAX = 2**28
-"""A prompt of a million tokens is some seven million bytes; this only ends what is no prompt."""
+"""Limit on a request. A prompt of a million tokens is about seven million bytes; larger data is no prompt."""
 FEW_TASKS = 16
-"""A taskset with fewer has no task held out: all are for training, and for evaluation too."""
+"""Number of tasks below which none is held out: all are for training, and for evaluation too."""
 
 
 class VerifiersEnvironment:
-    """Implements ports.environment.TurnEnvironment. An asynchronous context manager: inside, episodes can be played."""
+    """Implementation of ports.environment.TurnEnvironment.
+
+    It is an asynchronous context manager, within which episodes are played.
+    """
 
     def __init__(
         self,
@@ -53,10 +56,12 @@ class VerifiersEnvironment:
         renderer: str | None = None,
         **options: str | float | bool,
     ) -> None:
-        """`taskset`: id of an installed taskset; `options` are its configuration. `env`: how its tasks are played, where not in
-        its own way; agents without a model of their own are the policy. `renderer`: of the renderers package, or auto.
+        """Load an installed taskset by its id, with `options` as its configuration.
 
         Raises ValueError.
+
+        `env`: how its tasks are played, if not in its own way; the policy plays agents without a model of their own.
+        `renderer`: a name of the renderers package, or auto.
         """
         sys.modules.setdefault(verifiers_harness.NAME, verifiers_harness)
         seat = {"harness": {"id": verifiers_harness.NAME}, "runtime": {"type": "subprocess"}}
@@ -92,23 +97,27 @@ class VerifiersEnvironment:
         await self._stack.aclose()
 
     def prompt(self, index: int) -> str:
-        """For people and for the difficulty pools: episodes render their own."""
+        """Return the prompt for people and for the difficulty pools: episodes render their own."""
         return str(self._task(index).data.prompt_text)
 
     def answer(self, index: int) -> str:
+        """Return the task's own answer; empty if it has none."""
         return str(getattr(self._task(index).data, "answer", ""))
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
+        """Raise ValueError: a rollout is scored by playing it again."""
         raise ValueError("a rollout of verifiers is scored by playing it again")
 
     def held_out(self, count: int) -> list[HeldOutTask]:
+        """Return the first `count` held-out tasks."""
         return [HeldOutTask(self, task) for task in self._split[1][:count]]
 
     async def play(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        """Play one training episode and return its reward."""
         return await self.episode(self._task(index), ask)
 
     async def episode(self, task: Any, ask: Ask) -> float:
-        """The reward of one episode: the sum of its rewards, over the agents that are trained. Raises what went wrong in it."""
+        """Play one episode and return the sum of its rewards over the trained agents. Raises its errors."""
         number = next(self._numbers)
         self._asks[number] = ask
         client = vf.TrainClientConfig(
@@ -139,7 +148,7 @@ class VerifiersEnvironment:
 
     @cached_property
     def _split(self) -> tuple[list[Any], list[Any]]:
-        """Training tasks and held-out ones, by their content."""
+        """Training tasks and held-out ones, split by their content."""
         if len(self._tasks) < FEW_TASKS:
             return self._tasks, self._tasks
         held_out = [task for task in self._tasks if is_held_out(task.hash)]
@@ -163,24 +172,27 @@ class VerifiersEnvironment:
         return Response(json.dumps(_answer(completion)).encode())
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self._model.name, "object": "model"}  # how long a prompt may be, whoever is asked knows
+        model = {"id": self._model.name, "object": "model"}  # `ask` knows the limit on prompts
         return Response(json.dumps({"object": "list", "data": [model]}).encode())
 
 
 class HeldOutTask:
-    """Implements ports.environment.TurnProblem."""
+    """Implementation of ports.environment.TurnProblem."""
 
     def __init__(self, environment: VerifiersEnvironment, task: Any) -> None:
         self._environment, self._task = environment, task
         self.prompt = str(task.data.prompt_text)
 
     async def play(self, prompt_token_ids: TokenIds, ask: Ask) -> float:
+        """Play one evaluation episode and return its reward."""
         return await self._environment.episode(self._task, ask)
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
+        """Raise ValueError: a rollout is scored by playing it."""
         raise ValueError("a rollout of verifiers is scored by playing it")
 
     def score(self, completion: str, *, finished: bool) -> float:
+        """Raise ValueError: a rollout is scored by playing it."""
         raise ValueError("a rollout of verifiers is scored by playing it")
 
 

@@ -1,8 +1,8 @@
-"""The walls around a process of environments: what its host starts it with, and what it gives up before foreign code is loaded.
+"""The sandbox of an environment process: how its host starts it, and what it gives up before untrusted code is loaded.
 
-Two walls. bubblewrap gives it a file system that holds nothing else, its own /tmp, /dev/shm, processes and network; Landlock,
-seccomp and resource limits then bind it inside. Where bubblewrap does not run, the second wall stands alone, and the process says
-what is not enforced. Root's environments run as another user where all that they read may be read by anybody.
+It has two layers. bubblewrap gives it a minimal file system, its own /tmp, /dev/shm, processes and network; Landlock, seccomp
+and resource limits then confine it inside. Without bubblewrap only the second layer applies, and the process reports what is
+not enforced. Environments started by root run as another user if all that they read is readable by anyone.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ TMP = Path("/tmp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walls:
-    """What a process of environments may do. Paths are absolute."""
+    """What an environment process may do. Paths are absolute."""
 
     read: tuple[str, ...]
-    """Beside the system's and Python's own."""
+    """Paths to read besides the system's and Python's own."""
     hidden: tuple[str, ...]
     network: bool
     """Whether it may use the host's network."""
@@ -47,21 +47,22 @@ class Walls:
     isolated: bool = False
     """Whether it runs in namespaces of its own."""
     user: int | None = None
-    """Which user it becomes."""
+    """User id that it switches to."""
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Read what dataclasses.asdict has made."""
+        """Read the output of dataclasses.asdict."""
         return cls(**{**said, "read": tuple(said["read"]), "hidden": tuple(said["hidden"])})
 
 
 def around_command(
     command: Sequence[str], folder: Path, walls: Walls, *, imports: Sequence[Path]
 ) -> tuple[list[str], Path, Walls]:
-    """Make, as the host, the command line to start. Returns with it the process's folder, and the walls of its inside.
+    """Make, on the host, the command line to start.
 
-    The last argument of the command line names that folder and those walls for `read_order`. So they come from the process that
-    starts it, and no later message can widen them. `imports`: folders of modules that it imports beside Python's own.
+    Return it with the process's folder and the restrictions inside. The last argument of the command line names both for
+    `read_order`. They come from the process that starts it, so no later message can loosen them. `imports`: folders of modules
+    that it imports besides Python's own.
     """
     program, _ = bubblewrap.find_bubblewrap()
     needed = [*_interpreter(), *map(Path, walls.read)]
@@ -85,30 +86,30 @@ def around_command(
 
 
 def order(walls: Walls, folder: Path) -> str:
-    """Write what a process has to enforce of itself, as an argument of its command line."""
+    """Write what a process must enforce on itself, as an argument of its command line."""
     return json.dumps({"walls": asdict(walls), "folder": str(folder)})
 
 
 def read_order(text: str) -> tuple[Walls, Path]:
-    """Read what `order` has written. Raises ValueError, KeyError and TypeError."""
+    """Read the output of `order`. Raises ValueError, KeyError and TypeError."""
     told = json.loads(text)
     return Walls.of(told["walls"]), Path(told["folder"])
 
 
 def why_not_isolated() -> str:
-    """Empty where namespaces are to be had."""
+    """Return why namespaces are not available; empty if they are."""
     return bubblewrap.find_bubblewrap()[1]
 
 
 def confine_here(walls: Walls, folder: Path) -> list[str]:
-    """The process's own side, before its first thread: what is not enforced, one clause each. Cannot be undone."""
+    """Confine this process irrevocably, before its first thread. Return what is not enforced, one clause each."""
     missing = []
     _die_first()
     if walls.user is not None:
         os.setgroups([])
         os.setresgid(walls.user, walls.user, walls.user)
         os.setresuid(walls.user, walls.user, walls.user)
-        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # else not even its own /proc/self is its own
+        ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # else it may not read its own /proc/self
     elif os.geteuid() == 0:
         missing.append("the number of processes (root has no such limit, and what it reads is not readable by all)")
     if not walls.isolated:
@@ -138,7 +139,7 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
 
 
 def _num_threads() -> int:
-    """Of all this user's processes that it may see: outside a namespace the limit counts them too."""
+    """Count the threads of this user's visible processes: outside a namespace the limit includes them."""
     found = 0
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -147,7 +148,7 @@ def _num_threads() -> int:
 
 
 def _die_first() -> None:
-    """Where memory runs out, the kernel ends environments before anything else of this machine."""
+    """Make the kernel end environments before anything else on this machine when memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -159,7 +160,7 @@ def _interpreter() -> list[Path]:
 
 
 def _around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
-    """Without what is hidden. What is named below something hidden stays."""
+    """Return the paths without what is hidden. A path that is itself below a hidden one stays."""
     from prime_node.adapters.sandbox.landlock import around
 
     kept_out = [path.resolve() for path in hidden]
@@ -171,13 +172,16 @@ def _around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
 
 
 def _may_switch_user() -> bool:
-    """Whether this is root with the capabilities to chown (0), setgid (6) and setuid (7), which a confined role gave up."""
+    """Return whether this is root with the capabilities to chown (0), setgid (6) and setuid (7).
+
+    A confined role has dropped them.
+    """
     held = Path("/proc/self/status").read_text(encoding="ascii").partition("CapEff:")[2].split()
     return os.geteuid() == 0 and bool(held) and int(held[0], 16) & 0b1100_0001 == 0b1100_0001
 
 
 def _is_public(path: Path, *, above: bool = False) -> bool:
-    """Whether any user may read it, and a folder's own files; `above`: and may pass through all folders above it."""
+    """Return whether any user may read it, and a folder's own files; `above`: and may pass through all folders above it."""
     try:
         if above and not all(folder.stat().st_mode & stat.S_IXOTH for folder in path.resolve().parents):
             return False

@@ -1,1 +1,1 @@
-"""Causal language models of Hugging Face, and their tokenizers."""
+"""Causal language models from Hugging Face, and their tokenizers."""

@@ -1,8 +1,8 @@
-"""A causal language model of transformers and the two forward passes that inference is made of. Synchronous, one thread.
+"""A causal language model of transformers and the two forward passes that inference consists of.
 
-Prompts of a batch share much: all of them a template, and the completions of a group their whole prompt. So the common
-prefix is forwarded once, then each different prompt's rest once, then rows of the cache are repeated for the completions.
-The answer is the same as without sharing; the probe below compares the two.
+Synchronous, one thread. Prompts of a batch share prefixes: all share a template, and the completions of a group share their
+whole prompt. So the common prefix is forwarded once, then the rest of each different prompt once; then rows of the cache are
+repeated for the completions. The result is the same as without sharing; the engine's probe compares the two.
 
 Letters: B completions, P different prompts, K columns of the cache, Q new columns, H hidden size, V vocabulary.
 """
@@ -27,11 +27,11 @@ from prime_node.adapters.storage.batch_cache import BatchCache
 from prime_protocol.weights import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Arithmetic. On a CPU without AMX bf16 is two to three times slower than fp32, and further from any other engine."""
+"""Arithmetic types. On a CPU without AMX bf16 is two to three times slower than fp32, and further from any other engine."""
 
 
 def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
-    """Tokens that all prompts begin with, leaving each at least one of its own. Example: [(1, 2, 3), (1, 2)] gives 1."""
+    """Return the number of tokens that all prompts share, leaving each at least one. Example: [(1, 2, 3), (1, 2)] gives 1."""
     first, last = min(prompts), max(prompts)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     return min(same, min(map(len, prompts)) - 1)
@@ -39,23 +39,23 @@ def common_prefix(prompts: Sequence[tuple[int, ...]]) -> int:
 
 @dataclass
 class Rows:
-    """Sequences in flight: what the next forward pass continues from. Changed in place by `CausalModel.extend`."""
+    """State from which the next forward pass continues. `CausalModel.extend` changes it in place."""
 
     cache: BatchCache
     visible_BK: Tensor
-    """[B, K] bool: False where a column of the cache is padding."""
+    """[B, K] bool: False for padding columns of the cache."""
     lengths_B: Tensor
-    """[B] int64: tokens so far, padding not counted."""
+    """[B] int64: tokens so far, without padding."""
 
     def select(self, rows_B: Tensor) -> None:
-        """Keep exactly these rows, in this order; a row may be named several times."""
+        """Keep exactly these rows, in this order; a row may occur several times."""
         self.cache.select(rows_B)
         self.visible_BK = self.visible_BK[rows_B]
         self.lengths_B = self.lengths_B[rows_B]
 
 
 class CausalModel:
-    """Any AutoModelForCausalLM with full attention, built from a folder's config.json, without weights until `load`."""
+    """AutoModelForCausalLM with full attention, built from a folder's config.json, without weights until `load`."""
 
     def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
         config = read_model_config(folder)
@@ -65,7 +65,7 @@ class CausalModel:
         auto: Any = AutoModelForCausalLM
         with config_at_fault(folder), no_init_weights():
             model = auto.from_config(config, dtype=self.dtype, trust_remote_code=False)
-        model.tie_weights()  # where the configuration says so; transformers does it with the initialisation left out above
+        model.tie_weights()  # if configured; transformers does it in the initialisation that is skipped above
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
@@ -78,7 +78,7 @@ class CausalModel:
             for name, tensor in self._model.state_dict().items()
             if name not in self._parameters and tensor.data_ptr() in by_place
         }
-        """Other names of parameters, such as that of an output head that is the embedding: name -> parameter."""
+        """Further names of parameters, such as that of an output head tied to the embedding: name -> parameter."""
         self.vocab_size: int = config.vocab_size
         self.num_layers: int = config.num_hidden_layers
         self.positions_max: int | None = getattr(config, "max_position_embeddings", None)
@@ -87,13 +87,13 @@ class CausalModel:
         self.cache_bytes_per_token = 2 * self.num_layers * heads * head_size * self.dtype.itemsize
 
     def require_fit(self, weights: Weights) -> None:
-        """Raises ValueError where names or shapes are not this model's."""
+        """Check that names and shapes are this model's. Raises ValueError if not."""
         fault = self._names.misfit(self._shapes, weights, others=self._model.state_dict())
         if fault is not None:
             raise ValueError(fault)
 
     def load(self, weights: Weights) -> None:
-        """Copy into the parameters that are there. Raises ValueError, before anything is changed, where they do not fit."""
+        """Copy into the existing parameters. Raises ValueError, before changing anything, if the weights do not fit."""
         self.require_fit(weights)
         for name, parameter in self._parameters.items():
             parameter.copy_(self._names.rows(name, self._shapes[name], weights))
@@ -111,19 +111,19 @@ class CausalModel:
         if shared:
             self.extend(rows, self._tensor([prompts[0][:shared]]))
         rows.select(self._tensor([0] * len(prompts)))
-        # Padding stands to the left, so that each row's newest token is in the last column.
+        # Padding is on the left, so that each row's newest token is in the last column.
         padded_PQ = self._tensor([[0] * (width - len(rest)) + list(rest) for rest in rests])
         real_PQ = self._tensor([[False] * (width - len(rest)) + [True] * len(rest) for rest in rests])
         return rows, self.extend(rows, padded_PQ, real_PQ)[:, -1]
 
     def extend(self, rows: Rows, token_ids_BQ: Tensor, real_BQ: Tensor | None = None) -> Tensor:
-        """Forward more tokens of every row. `real` is False at padding. Returns the hidden states [B, Q, H]."""
+        """Forward more tokens of every row; `real` is False at padding. Return the hidden states [B, Q, H]."""
         if real_BQ is None:
             real_BQ = torch.ones_like(token_ids_BQ, dtype=torch.bool)
         num_new = token_ids_BQ.shape[1]
         causal_QQ = torch.ones(num_new, num_new, dtype=torch.bool, device=self.device).tril()
         sees_BQK = torch.cat([rows.visible_BK[:, None].expand(-1, num_new, -1), causal_QQ & real_BQ[:, None, :]], dim=2)
-        # Finite, so that a padding token, which sees nothing, computes something harmless instead of NaN.
+        # Finite, so that a padding token, which sees nothing, gives a harmless value instead of NaN.
         mask_B1QK = torch.zeros(sees_BQK.shape, dtype=self.dtype, device=self.device)
         mask_B1QK = mask_B1QK.masked_fill_(~sees_BQK, torch.finfo(self.dtype).min)[:, None]
         counts_BQ = real_BQ.cumsum(1)
@@ -139,15 +139,15 @@ class CausalModel:
         return hidden_BQH
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """float32 [N, V]."""
+        """Return the logits, float32 [N, V]."""
         logits_NV: Tensor = self._head(hidden_NH)
         return logits_NV.float()
 
     def reference_logprobs(self, weights: Weights, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Log-probability of each token but the first of each sequence, from the weights themselves, at temperature 1.
+        """Return the log-probability of each token but the first of each sequence, directly from `weights`, at temperature 1.
 
-        Independent of what `load` did and of everything above: the model's plain forward pass, without cache, sharing or
-        padding, over tensors made here from `weights`.
+        It is independent of `load` and of all methods above: the model's plain forward pass, without cache, sharing or padding,
+        over tensors made here from `weights`.
         """
         tensors = {
             name: self._names.rows(name, shape, weights).to(self.device, self.dtype)

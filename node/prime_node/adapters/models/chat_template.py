@@ -1,11 +1,11 @@
-"""A chat template from a run's model files, which a stranger may have written: rendered in jinja's sandbox, and metered.
+"""A chat template from a run's model files, which are untrusted: rendered in jinja's sandbox, and metered.
 
-A thread cannot be ended from outside, nor a loop inside a C function; a process for each template costs more than the
-rendering. So the template is rewritten before it is compiled: every loop, call, filter, comparison, operator and output charges
-the size of what it works on to a meter. A template that spends more than CHAT_TEMPLATE_COST_MAX ends with an error. The charge
-comes before the work, so it bounds time, memory and output together, and two machines always agree on what is too much.
+A thread cannot be ended from outside, nor a loop inside a C function, and a process per template costs more than the rendering.
+So the template is rewritten before it is compiled: every loop, call, filter, comparison, operator and output charges the size
+of its operands to a meter. A template that exceeds CHAT_TEMPLATE_COST_MAX ends with an error. The charge comes before the work,
+so it bounds time, memory and output together, and two machines always agree on what is too much.
 
-Second wall: node types, filters, tests, functions and methods that are not listed here are refused, however harmless they look.
+Second safeguard: node types, filters, tests, functions and methods that are not listed here are refused, even harmless ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prime_protocol import limits
 
 _METER, _EACH, _COMPARED, _SHOWN, _JOINED = "the meter", "each item", "a compared value", "shown text", "joined text"
 _KEY = "a key"
-"""Names with spaces: no template can use or replace them."""
+"""Internal name. It contains a space, so no template can use or replace it."""
 _REFUSED_NODES = (
     nodes.Block,
     nodes.Extends,
@@ -57,7 +57,7 @@ _FILTERS = _FREE_FILTERS.union(
         "upper",
     ),
 )
-"""Filters whose result is about as large as the value. `indent`, `join`, `replace` and `tojson` are below."""
+"""Filters whose result is about as large as the value. `indent`, `join`, `replace` and `tojson` are handled below."""
 _TESTS = frozenset(TESTS) - {"filter", "test", "escaped"}
 _FREE_TESTS = frozenset().union(
     ("boolean", "callable", "defined", "false", "float", "integer", "iterable", "mapping", "none", "number"),
@@ -90,11 +90,11 @@ _INDENT_MAX = 16
 
 
 class TemplateRefused(ValueError):
-    """The template asks for more than a chat template needs."""
+    """The template uses more than a chat template needs."""
 
 
 class _Meter:
-    """What one rendering may still spend. A unit is a step of a loop, a character or an element."""
+    """Remaining budget of one rendering. A unit is a step of a loop, a character or an element."""
 
     def __init__(self) -> None:
         self.left = limits.CHAT_TEMPLATE_COST_MAX
@@ -108,7 +108,7 @@ class _Meter:
             )
 
     def weigh(self, value: object, depth: int = 0) -> None:
-        """Charge a value with everything in it, as often as it is in it: that is what printing it would cost."""
+        """Charge a value with all its content, including repetitions: this is the cost of printing it."""
         if depth > limits.JSON_DEPTH_MAX:
             raise TemplateRefused(f"the chat template nests values deeper than {limits.JSON_DEPTH_MAX}")
         if isinstance(value, (str, range)):
@@ -132,7 +132,7 @@ class _Meter:
 
 
 def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
-    """A function from the template's variables to its text. Both raise ValueError and what jinja2 raises."""
+    """Return a function from the template's variables to its text. Both raise ValueError and jinja2's errors."""
     if len(source) > limits.CHAT_TEMPLATE_CHARS_MAX:
         raise TemplateRefused(
             f"the chat template has {len(source):,} characters, more than {limits.CHAT_TEMPLATE_CHARS_MAX:,} "
@@ -201,13 +201,13 @@ class _Environment(ImmutableSandboxedEnvironment):
             meter.charge(len(left) + len(right))
         elif operator == "*" and isinstance(left, (str, list, tuple)) and isinstance(right, int):
             meter.charge(len(left) * max(right, 0))
-        elif not isinstance(left, Undefined) and not isinstance(right, Undefined):  # jinja has its own words for those
+        elif not isinstance(left, Undefined) and not isinstance(right, Undefined):  # jinja reports these itself
             raise TemplateRefused(f"the chat template computes {type(left).__name__} {operator} {type(right).__name__}")
         return super().call_binop(context, operator, left, right)
 
 
 class _Metering(NodeTransformer):
-    """Puts a charge on every node whose work jinja does not let its environment intercept."""
+    """Transformer that adds a charge to every node whose work jinja does not let its environment intercept."""
 
     def __init__(self, environment: _Environment) -> None:
         self._environment = environment
@@ -277,18 +277,18 @@ def _metered_test(name: str) -> Callable[..., bool]:
 
 
 def _require_small(value: object) -> None:
-    """Raises TemplateRefused for an integer whose arithmetic costs more than one step."""
+    """Check that arithmetic on an integer costs at most one step. Raises TemplateRefused if not."""
     if isinstance(value, int) and value.bit_length() > _INTEGER_BITS_MAX:
         raise TemplateRefused("the chat template computes with numbers of more than 64 bits")
 
 
 def _named(value: object) -> str:
-    """A value in an error text. Containers are named by their type: shared nesting makes their text exponentially long."""
+    """Describe a value in an error. Containers are named by type: shared nesting can make their text exponentially long."""
     return str(value) if isinstance(value, float) else f"a {type(value).__name__} out of range"
 
 
 def _key(value: object) -> object:
-    """A key of a mapping, or an index. Hashing a nested tuple is exponential work that nothing can interrupt."""
+    """Check a mapping key or an index. Hashing a nested tuple is exponential work that nothing can interrupt."""
     if not isinstance(value, (str, int, float, types.NoneType, Undefined)):
         raise TemplateRefused(f"the chat template uses a {type(value).__name__} as a key")
     _require_small(value)
@@ -305,7 +305,7 @@ def _each(context: Context, values: Iterable[Any]) -> Iterator[Any]:
 
 @pass_context
 def _compared(context: Context, value: Any) -> Any:
-    if not isinstance(value, (Namespace, LoopContext, Macro)):  # compared by identity
+    if not isinstance(value, (Namespace, LoopContext, Macro)):  # these are compared by identity
         _meter_of(context).weigh(value)
     return value
 

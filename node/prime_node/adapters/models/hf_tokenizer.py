@@ -1,9 +1,10 @@
-"""The Tokenizer port over the `tokenizers` library. Light, for the coordinator: neither torch nor transformers is imported.
+"""The Tokenizer port over the `tokenizers` library.
 
-The template is the model's own (`chat_template` of tokenizer_config.json, or chat_template.jinja), with one user message
-and the opening of the answer. It is rendered once around a marker and cut there: special tokens are recognised in the
-template only, never in a problem's text, so no problem can end its own message or speak as somebody else. The token ids of
-a prompt are head + text + tail, the same for every problem but the text in between, which lets engines share the head.
+Light, for the coordinator: neither torch nor transformers is imported. The template is the model's own (`chat_template` of
+tokenizer_config.json, or chat_template.jinja), with one user message and the start of the answer. It is rendered once around a
+marker and cut there. Special tokens are recognised only in the template, never in a problem's text, so no problem can end its
+own message or imitate another speaker. The token ids of a prompt are head + text + tail. Head and tail are the same for every
+problem, so engines can share the head.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ _MARKER = "\N{LEFT WHITE SQUARE BRACKET}text\N{RIGHT WHITE SQUARE BRACKET}"
 
 
 class HfTokenizer:
-    """Example: HfTokenizer(folder).encode_prompt("sun") == [258, 115, 117, 110, 259] with the tiny model's files."""
+    """Tokenizer of a folder.
+
+    Example: HfTokenizer(folder).encode_prompt("sun") == [258, 115, 117, 110, 259] for the tiny model.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises LocalError where the folder's files make no tokenizer."""
+        """Read the tokenizer. Raises LocalError if the folder's files make no tokenizer."""
         with tokenizer_at_fault(folder):
             self._read(folder)
 
@@ -43,28 +47,31 @@ class HfTokenizer:
         head, tail = _template_parts(folder)
         self._head = self._tokenizer.encode(head, add_special_tokens=False).ids
         self._tail = self._tokenizer.encode(tail, add_special_tokens=False).ids
-        # From here on text is only text. A special token written in it becomes the characters of its name.
+        # From here on text is only text: a special token in it is encoded as the characters of its name.
         self._tokenizer.encode_special_tokens = True
 
     @property
     def vocab_size(self) -> int:
+        """Number of token ids: the model's, or else the tokenizer's."""
         return self._vocab_size
 
     @property
     def stop_token_id(self) -> int:
+        """Token id that ends a completion."""
         return self._stop_token_id
 
     def encode_prompt(self, text: str) -> list[int]:
+        """Return a problem's text as token ids, with the template around it."""
         return [*self._head, *self.encode(text), *self._tail]
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError where the tokenizer's library fails on the text."""
+        """Encode a text. Raises ValueError if the library fails on it."""
         with panics_raised():
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """Raises ValueError where the tokenizer's library fails on the tokens."""
+        """Decode tokens. Raises ValueError if the library fails on them."""
         with panics_raised():
             text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
@@ -72,7 +79,7 @@ class HfTokenizer:
 
 @contextlib.contextmanager
 def tokenizer_at_fault(folder: Path) -> Iterator[None]:
-    """Whatever goes wrong inside is laid to the tokenizer's files: the libraries raise anything for what they do not expect."""
+    """Report any error inside as an error in the tokenizer's files: the libraries raise anything for unexpected content."""
     try:
         with panics_raised():
             yield
@@ -88,7 +95,7 @@ def tokenizer_at_fault(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def panics_raised() -> Iterator[None]:
-    """A panic of a library in Rust becomes a ValueError. It is no Exception, so that it would end the whole process."""
+    """Convert a panic of a library in Rust to a ValueError. A panic is no Exception and would end the whole process."""
     try:
         yield
     except BaseException as error:
@@ -98,7 +105,7 @@ def panics_raised() -> Iterator[None]:
 
 
 def _template_parts(folder: Path) -> tuple[str, str]:
-    """What comes before and after a problem's text. Without any template: nothing."""
+    """Return the text before and after a problem's text; both are empty without a template."""
     rendered = chat_template(folder)([{"role": "user", "content": _MARKER}])
     if rendered.count(_MARKER) != 1:
         raise ValueError(f"{folder}: the chat template does not show a user's message exactly once and unchanged")
@@ -107,7 +114,7 @@ def _template_parts(folder: Path) -> tuple[str, str]:
 
 
 def chat_template(folder: Path) -> Callable[[Sequence[Mapping[str, Any]]], str]:
-    """Renders messages, with the opening of the next answer. Without any template: their texts behind one another."""
+    """Return a renderer of messages that adds the start of the next answer. Without a template it concatenates their texts."""
     config = read_json(folder / "tokenizer_config.json")
     begin, end = (_token_text(config.get(name)) or "" for name in ("bos_token", "eos_token"))
     template = _chat_template(folder, config)
@@ -133,7 +140,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _token_text(token: object) -> str | None:
-    """A special token as the configuration names it: text, or an object with its content."""
+    """Return the text of a special token, which the configuration gives as a text or as an object with its content."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,13 +1,13 @@
-"""A model's tensors by the names that its files on the hub have, which are the names that policies are published under.
+"""A model's tensors by the names in its files on the hub, which are also the names that policies are published under.
 
-They are the model's own but for mixtures of experts. There the hub has a matrix for each expert and projection, and transformers
-holds all experts of a layer as one parameter:
+They are the model's own names except in mixtures of experts. There the hub has a matrix for each expert and projection, and
+transformers stores all experts of a layer as one parameter:
 
     mlp.experts.7.gate_proj.weight [I, H], mlp.experts.7.up_proj.weight [I, H]  =  mlp.experts.gate_up_proj[7]  [E, 2 I, H]
     mlp.experts.7.down_proj.weight [H, I]                                       =  mlp.experts.down_proj[7]     [E, H, I]
 
-Which names those are transformers says itself, for every architecture (conversion_mapping). vLLM loads the hub's names, and
-whoever exports a policy has what the hub would have.
+transformers itself defines these names for every architecture (conversion_mapping). vLLM loads the hub's names, and an exported
+policy has the hub's format.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPERT = "*"
 
 @dataclass(frozen=True, slots=True)
 class HubTensor:
-    """One of the hub's tensors within a parameter: rows `start` to `end` of one expert, or, without an expert, all of it."""
+    """A tensor of the hub within a parameter: rows `start` to `end` of one expert, or, without an expert, all of it."""
 
     name: str
     shape: Shape
@@ -42,18 +42,21 @@ class HubTensor:
 
 @cache
 def hub_names(model_type: str) -> HubNames:
-    """Of one architecture. Example: hub_names("qwen3_moe")."""
+    """Return the names of one architecture.
+
+    Example: hub_names("qwen3_moe").
+    """
     return HubNames(model_type)
 
 
 class HubNames:
-    """By `hub_names`."""
+    """Names of an architecture; create it with `hub_names`."""
 
     def __init__(self, model_type: str) -> None:
         find: Any = conversion_mapping.get_checkpoint_conversion_mapping
         mapping = find(model_type) or []
         self._fused = {one.target_patterns[0]: tuple(one.source_patterns) for one in mapping if _is_of_experts(one)}
-        """End of a parameter's name -> ends of the names of what it is made of, "*" for the expert."""
+        """Suffix of a parameter's name -> suffixes of the names of its parts, "*" for the expert."""
         self._renamed = [
             (one.target_patterns[0], one.source_patterns[0])
             for one in mapping
@@ -61,7 +64,7 @@ class HubNames:
         ]
 
     def pieces(self, name: str, shape: Shape) -> list[HubTensor]:
-        """What a parameter is on the hub, in its own order."""
+        """Return the hub's tensors of a parameter, in the parameter's order."""
         for target, sources in self._fused.items():
             if name.endswith(target) and len(shape) == 3:
                 rows = shape[1] // len(sources)
@@ -73,11 +76,11 @@ class HubNames:
         return [HubTensor(self._renaming(name), shape)]
 
     def of_model(self, name: str, shape: Shape, weights: Weights) -> list[HubTensor]:
-        """The same, but a parameter that these weights have under the model's own name is taken by it."""
+        """Return the same, but a parameter that these weights have under the model's own name keeps that name."""
         return [HubTensor(name, shape)] if name in weights else self.pieces(name, shape)
 
     def misfit(self, shapes: Mapping[str, Shape], weights: Weights, *, others: Iterable[str] = ()) -> str | None:
-        """What is wrong with these weights for parameters of these shapes; `others`: names that may be there as well."""
+        """Return what is wrong with these weights for these shapes; `others` are further names that may be present."""
         expected = {
             piece.name: piece.shape for name, shape in shapes.items() for piece in self.of_model(name, shape, weights)
         }
@@ -90,7 +93,7 @@ class HubNames:
         return None
 
     def rows(self, name: str, shape: Shape, weights: Weights, *, first: int = 0, count: int | None = None) -> Tensor:
-        """So many rows of a parameter. Nothing but what they need is read."""
+        """Return `count` rows of a parameter from `first` on, reading only the tensors that they need."""
         end = shape[0] if count is None else first + count
         pieces = self.of_model(name, shape, weights)
         if pieces[0].expert is None:
@@ -102,7 +105,7 @@ class HubNames:
         return torch.cat(parts).reshape(end - first, *shape[1:])
 
     def published(self, name: str, rows: Tensor, *, shape: Shape, first: int) -> Iterator[tuple[str, Tensor]]:
-        """A parameter's rows, of which this rank has those from `first` on; of an expert that it has not, no rows."""
+        """Yield the hub's tensors of a parameter, of which this rank has the rows from `first` on; none for experts it lacks."""
         for piece in self.pieces(name, shape):
             if piece.expert is None:
                 yield piece.name, rows
@@ -121,7 +124,7 @@ class HubNames:
 
 
 def _is_of_experts(one: Any) -> bool:
-    """Experts stacked, and what is computed at once put one below another: nothing else is known here."""
+    """Return whether the conversion stacks experts and optionally concatenates projections. No other conversion is supported."""
     steps: list[Any] = one.operations if type(one) is WeightConverter else []
     kinds = [(type(step), getattr(step, "dim", None)) for step in steps]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])

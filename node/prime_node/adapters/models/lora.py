@@ -2,8 +2,8 @@
 
     W' = W + scale * B A        A [rank, in] drawn by the seed, B [out, rank] zeros: training begins at W
 
-Merged, W' is published under W's own name, so workers need to know nothing of adapters. Alone, the factors are published under
-the names that peft's files have, and workers add them to the base that the RunSpec pins (prime_protocol.adapters).
+Merged, W' is published under W's own name, so workers need no support for adapters. Alone, the factors are published under
+peft's file names, and workers add them to the base that the RunSpec pins (prime_protocol.adapters).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _BASE = ".base_layer."
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Example: LoraSettings(rank=16, alpha=32, targets=("q_proj", "v_proj"))."""
+    """Settings of the adapters. Example: LoraSettings(rank=16, alpha=32, targets=("q_proj", "v_proj"))."""
 
     rank: int
     alpha: int
-    """scale = alpha / rank."""
+    """Numerator of the scale: scale = alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers; none takes all but the head."""
+    """Names of linear layers; empty for all but the head."""
     alone: bool = False
-    """Publish the factors by themselves."""
+    """Whether to publish the factors by themselves."""
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> None:
-    """In place; afterwards only adapters are trainable. Raises LocalError where a target is unknown, or peft is missing."""
+    """Add adapters in place; afterwards only they are trainable. Raises LocalError for an unknown target or a missing peft."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -58,7 +58,7 @@ def add_adapters(model: Any, settings: LoraSettings) -> None:
 
 
 def draw_adapters(model: Any, *, seed: int) -> None:
-    """The same A for any number of ranks."""
+    """Initialise the adapters, with the same A for any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -72,21 +72,22 @@ def draw_adapters(model: Any, *, seed: int) -> None:
 
 
 def base_name(name: str) -> str:
-    """What a parameter is called in the model without adapters."""
+    """Return a parameter's name in the model without adapters."""
     return name.replace(_BASE, ".")
 
 
 def is_adapter(name: str) -> bool:
+    """Return whether a parameter is a factor of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def is_published(name: str, settings: LoraSettings | None) -> bool:
-    """Whether a parameter is one of a policy's tensors, or a part of one."""
+    """Return whether a parameter is one of a policy's tensors, or a part of one."""
     return is_adapter(name) == (settings is not None and settings.alone)
 
 
 def published(model: Any, settings: LoraSettings | None) -> Iterator[tuple[str, Tensor]]:
-    """A policy's tensors under the names that it is published by, this rank's rows where it is sharded. A collective."""
+    """Yield a policy's tensors by their published names: this rank's rows if it is sharded. A collective."""
     return _factors(model) if settings is not None and settings.alone else _merged(model)
 
 
@@ -97,7 +98,7 @@ def _factors(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors with the adapters added."""
+    """Yield the model's own tensors with the adapters added."""
     names = hub_names(model.config.model_type)
     layers = dict(model.named_modules())
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""A run's config.json, which a stranger may have written: read as data only, and refused before it can exhaust this machine.
+"""A run's config.json, which is untrusted: read as data only, and refused before it can exhaust this machine.
 
-Everything that is wrong with it is a LocalError that names the file, for the architectures' own checks raise anything.
+Every error in it is a LocalError that names the file, because the architectures' own checks raise anything.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from prime_protocol.errors import LocalError, PrimeError
 from prime_protocol.run_spec import CONFIG_FILE
 
 PUBLISHED_BYTES_PER_PARAMETER = 2
-"""Policies are published as bf16."""
+"""Size of a parameter of a published policy: bf16."""
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
 def read_model_config(folder: Path) -> Any:
-    """The configuration, for a model with full attention in all layers. Raises LocalError."""
+    """Read the configuration of a model with full attention in all layers. Raises LocalError."""
     read_config(folder)
     with config_at_fault(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -40,7 +40,7 @@ def read_model_config(folder: Path) -> Any:
 
 
 def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, device: torch.device) -> None:
-    """Raises LocalError where the model's parameters and tables alone need more memory than there is. Nothing is allocated."""
+    """Check, without allocating, that the memory holds the model's parameters and tables. Raises LocalError if not."""
     parameters, table_bytes = _planned(folder, config)
     needed, available = parameters * bytes_per_parameter + table_bytes, available_bytes(device)
     if available is not None and needed > available:
@@ -52,7 +52,10 @@ def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, devic
 
 
 def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
-    """Raises LocalError where a policy of this model would be larger than the run's limit: no manifest of it would be taken."""
+    """Check that a policy of this model is within the run's limit: no larger manifest would be accepted.
+
+    Raises LocalError if not.
+    """
     parameters, _ = _planned(folder, read_model_config(folder))
     published = parameters * PUBLISHED_BYTES_PER_PARAMETER
     if published > checkpoint_bytes_max:
@@ -63,10 +66,10 @@ def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
 
 
 def _planned(folder: Path, config: Any) -> tuple[int, int]:
-    """(parameters, bytes of the tables beside them), counted on a model without memory.
+    """Return (parameters, bytes of tables), counted on a model without memory.
 
-    Tables are what the model keeps besides its weights, such as masks and positions, and the sines and cosines that another
-    engine keeps of the same configuration.
+    Tables are what the model stores besides its weights, such as masks and positions, and the sines and cosines that another
+    engine stores for the same configuration.
     """
     with config_at_fault(folder), torch.device("meta"), no_init_weights():
         auto: Any = AutoModelForCausalLM
@@ -77,8 +80,10 @@ def _planned(folder: Path, config: Any) -> tuple[int, int]:
 
 
 def _require_own_class(folder: Path, config: Any) -> None:
-    """Raises LocalError where another engine would build another model: by `architectures`, where transformers goes by
-    `model_type`."""
+    """Check that all engines build the same model.
+
+    Raises LocalError if not. Some choose by `architectures`, transformers by `model_type`.
+    """
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     named = config.architectures or []
     if any(name != own for name in named):
@@ -89,26 +94,26 @@ def _require_own_class(folder: Path, config: Any) -> None:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that a process may still take, here or within its control group. None where the system does not tell."""
+    """Return the memory still available to this process, on the device or within its control group; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     bounds = []
     with contextlib.suppress(OSError, StopIteration):
         line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
         bounds.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # ValueError: "max", so there is no bound
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit and raises ValueError
         bounds.append(int((_CGROUP / "memory.max").read_text()))
     return min(bounds, default=None)
 
 
 @contextlib.contextmanager
 def config_at_fault(folder: Path) -> Iterator[None]:
-    """Whatever goes wrong inside is laid to the run's config.json."""
+    """Report any error inside as an error in the run's config.json."""
     try:
         yield
     except PrimeError:
         raise
-    except Exception as error:  # the architectures raise anything for values that they do not expect
+    except Exception as error:  # the architectures raise anything for unexpected values
         reason = " ".join(str(error).split())[:300] or "no reason given"
         raise LocalError(
             f"{folder / CONFIG_FILE}: transformers cannot build this run's model ({type(error).__name__}: {reason}); "

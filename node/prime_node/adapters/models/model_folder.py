@@ -1,8 +1,8 @@
-"""A run's model files as data that a stranger may have written: checked before any library reads them.
+"""A run's model files as untrusted data: checked before any library reads them.
 
-The libraries believe these files: a `num_labels` of 10^9 becomes a dictionary of so many entries, a table of positions is
-computed as long as the file says, a normalizer may double a text forty times. Here names, sizes, nesting and numbers are compared
-with limits.py. Nothing imports torch or transformers, and nothing large is allocated. Each refusal is a LocalError that names the
+The libraries trust these files. A `num_labels` of 10^9 becomes a dictionary of that size, the file sets the length of a table
+of positions, and a normalizer may double a text forty times. This module compares names, sizes, nesting and numbers with
+limits.py. Nothing imports torch or transformers, and nothing large is allocated. Each refusal is a LocalError that names the
 file and the field.
 """
 
@@ -32,7 +32,7 @@ FILE_BYTES_MAX = {
     "merges.txt": limits.TOKENIZER_BYTES_MAX,
     "chat_template.jinja": 4 * limits.CHAT_TEMPLATE_CHARS_MAX,
 }
-"""What a run's model may consist of. Engines look for other files too, which would change how they read these."""
+"""Allowed files of a run's model and their sizes. Engines also look for other files, which would change how they read these."""
 
 _SETTINGS = (CONFIG_FILE, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _FORBIDDEN = {
@@ -49,7 +49,7 @@ _OPERATOR = "ask the run's operator"
 
 
 def require_listed(files: Iterable[ModelFile]) -> None:
-    """Raises LocalError for a file that no model needs, or one larger than its kind may be. Before anything is fetched."""
+    """Check, before fetching, the names and sizes of model files. Raises LocalError for one that is not allowed or too large."""
     for file in files:
         if (most := FILE_BYTES_MAX.get(file.name)) is None:
             raise LocalError(
@@ -60,7 +60,7 @@ def require_listed(files: Iterable[ModelFile]) -> None:
 
 
 def require_plain(folder: Path) -> None:
-    """Every model file that is there, by its own rules. Raises LocalError."""
+    """Check every model file that is present. Raises LocalError."""
     for name in FILE_BYTES_MAX:
         if not (folder / name).exists():
             continue
@@ -75,12 +75,12 @@ def require_plain(folder: Path) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Raises LocalError where the file is missing, no UTF-8 or larger than its kind may be."""
+    """Read a text. Raises LocalError if the file is missing, not UTF-8 or too large for its kind."""
     return _read(path).decode()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object of strict JSON that asks for no code. Raises LocalError."""
+    """Read an object of strict JSON that does not ask to run code. Raises LocalError."""
     try:
         value = load_json(_read(path))
     except PeerError as error:
@@ -112,7 +112,7 @@ def _read(path: Path) -> bytes:
 
 
 def _entries(value: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(place, key, value) of everything in a JSON value. An element of a list has the list's key."""
+    """Yield (place, key, value) for everything in a JSON value. An element of a list has the list's key."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield f"{place}{key}", key, item
@@ -129,7 +129,7 @@ def _entries(value: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json, with every count in the range of published models. Raises LocalError."""
+    """Read config.json, with every count in the range of published models. Raises LocalError."""
     path = folder / CONFIG_FILE
     config = read_json(path)
     for place, key, value in _entries(config):
@@ -147,7 +147,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def rope_table_bytes(config: Mapping[str, Any]) -> int:
-    """What an engine may keep of sines and cosines for one part of a configuration with its nested ones, at most."""
+    """Return the maximum bytes of sines and cosines that an engine may store for any one part of a configuration."""
     most = 0
     for part in (config, *(value for _, _, value in _entries(dict(config)) if isinstance(value, dict))):
         scaling = part.get("rope_parameters") or part.get("rope_scaling") or {}
@@ -177,7 +177,7 @@ def _counts(part: Mapping[str, Any], word: str) -> list[int]:
 
 
 def _fault(key: str, value: object) -> str | None:
-    """What is wrong with one entry of config.json."""
+    """Return what is wrong with one entry of config.json."""
     if isinstance(value, bool) or value is None:
         return None
     if isinstance(value, (int, float)):
@@ -197,7 +197,7 @@ def _fault(key: str, value: object) -> str | None:
 
 
 def _most(key: str) -> int:
-    """The largest number that an entry of this name may be."""
+    """Return the largest allowed number for an entry of this name."""
     if any(word in key for word in _BASES):
         return _THETA_MAX
     if any(word in key for word in _POSITIONS):
@@ -217,7 +217,7 @@ def _most(key: str) -> int:
 
 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
-    """tokenizer.json, with a vocabulary and steps that a text cannot make explode. Raises LocalError."""
+    """Read tokenizer.json, with a bounded vocabulary and steps of bounded growth. Raises LocalError."""
     path = folder / TOKENIZER_FILE
     tokenizer = read_json(path)
     model = tokenizer.get("model")
@@ -254,7 +254,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _growth(path: Path, step: Mapping[str, Any]) -> float:
-    """How many times as long one step makes a text, at most."""
+    """Return the maximum factor by which one step lengthens a text."""
     if "precompiled_charsmap" in step:
         return max(1.0, _longest_replacement(path, step["precompiled_charsmap"]))
     if step.get("type") != "Replace":
@@ -264,11 +264,11 @@ def _growth(path: Path, step: Mapping[str, Any]) -> float:
     length = len(content.encode()) if isinstance(content, str) else 0
     if isinstance(given, str) and given:
         return max(1.0, length / len(given.encode()))
-    return 1.0 + length  # an expression may match nothing, between any two characters
+    return 1.0 + length  # an expression may match the empty text between any two characters
 
 
 def _longest_replacement(path: Path, charsmap: object) -> int:
-    """Bytes of the longest text that a table of replacements gives for a character: sentencepiece's format."""
+    """Return the bytes of the longest replacement of a character in a table in sentencepiece's format."""
     try:
         raw = base64.b64decode(charsmap, validate=True) if isinstance(charsmap, str) else b""
     except ValueError:
@@ -283,13 +283,13 @@ _REGEX_TOKEN = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]
 
 
 def regex_fault(pattern: str) -> str | None:
-    """What could make the search for this expression take more than quadratic time: the library's engine tries all ways.
+    """Return what could make a search for this expression take more than quadratic time: the library's engine backtracks.
 
-    Published tokenizers' expressions pass: alternatives of at most two unbounded repeats, none of them inside another.
+    Expressions of published tokenizers pass: alternatives of at most two unbounded repeats that are not nested.
     """
     if len(pattern) > limits.TOKENIZER_REGEX_CHARS_MAX:
         return f"has {len(pattern):,} characters, above {limits.TOKENIZER_REGEX_CHARS_MAX:,}"
-    repeats, most_within = [0], [0]  # of the alternative at hand, and the most of the group's alternatives so far
+    repeats, most_within = [0], [0]  # in the current alternative, and the maximum over the group's earlier ones
     closed: int | None = None  # unbounded repeats in the group that has just ended
     for found in _REGEX_TOKEN.finditer(pattern):
         token = found[0]

@@ -1,4 +1,4 @@
-"""The Renderer port over the `renderers` package: formats written by hand for each model family, the same that verifiers uses."""
+"""The Renderer port over the `renderers` package: hand-written formats for each model family, as verifiers uses them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from prime_node.ports.renderer import Message, Parsed
 AUTO = "auto"
 _UNMETERED = "default"
 _FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
-"""model_type of config.json -> renderer, for folders whose name says nothing."""
+"""model_type of config.json -> renderer, for folders whose name does not identify the model."""
 
 
 class PackageRenderer:
-    """Example: PackageRenderer(folder, name="auto")."""
+    """Renderer of a model folder. Example: PackageRenderer(folder, name="auto")."""
 
     def __init__(self, folder: Path, *, name: str = AUTO) -> None:
-        """`name` of a renderer of the package; auto asks the package by the model's name, then config.json's model_type.
+        """Choose a renderer of the package by `name`.
 
-        Raises ValueError where there is none, LocalError where the folder's files are not usable.
+        For auto the package chooses by model name, then by config.json's model_type. Raises ValueError if there is none,
+        LocalError if the folder's files are not usable.
         """
         require_plain(folder)
         tokenizer = load_tokenizer(str(folder))
@@ -33,13 +34,15 @@ class PackageRenderer:
 
     @property
     def name(self) -> str:
-        """Of the renderer that was chosen."""
+        """Name of the chosen renderer."""
         return str(self._renderer.config.name)
 
     def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
+        """Render messages as token ids, with the start of the next answer."""
         return list(self._renderer.render_ids(_list(messages), tools=_list(tools) or None, add_generation_prompt=True))
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
+        """Parse an answer into text, reasoning and tool calls."""
         found = self._renderer.parse_response(list(token_ids), tools=_list(tools) or None)
         return Parsed(found.content, found.reasoning_content or "", tuple(map(_tool_call, found.tool_calls or ())))
 
@@ -51,6 +54,7 @@ class PackageRenderer:
         *,
         tools: Sequence[Message] = (),
     ) -> list[int] | None:
+        """Return the next prompt, which begins with these tokens; None if there is no bridge."""
         bridged = self._renderer.bridge_to_next_turn(
             list(prompt_token_ids), list(completion_token_ids), _list(new_messages), tools=_list(tools) or None
         )
@@ -58,7 +62,7 @@ class PackageRenderer:
 
 
 def renderer_config(folder: Path, name: str, *, of: str = "") -> Any:
-    """The package's own description of a renderer. `of`: the model's name on a hub. Raises ValueError."""
+    """Return the package's own description of a renderer. `of`: the model's name on a hub. Raises ValueError."""
     if name == AUTO:
         known = MODEL_RENDERER_MAP
         model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")

@@ -1,8 +1,8 @@
-"""From a run's config.json, and weights or a seed, to the model that is trained: on one device, or sharded over ranks.
+"""Builds the model to train from a run's config.json and weights or a seed: on one device, or sharded over ranks.
 
-With weights, a sharded model is built without memory (on torch's meta device), sharded, and each rank then reads its own rows of
-each tensor: no rank ever holds the model. Without weights the seed draws them, whole and on every rank, so that they are the
-same for any number of ranks; that is for models small enough to begin from nothing.
+With weights, a sharded model is built without memory (on torch's meta device) and sharded. Each rank then reads its own rows of
+each tensor, so no rank ever holds the whole model. Without weights the seed draws them, whole and on every rank, so that they
+are the same for any number of ranks. That is for small models that start from random weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
 BYTES_PER_PARAMETER = 4 * 4
-"""fp32: the weight, its gradient and AdamW's two moments."""
+"""Memory per parameter in fp32: the weight, its gradient and AdamW's two moments."""
 
 
 def build_policy(
@@ -42,9 +42,9 @@ def build_policy(
     placement: Placement,
     lora: LoraSettings | None = None,
 ) -> PolicyModule:
-    """Of the architecture of config.json, with these weights, those that the folder has, or weights by torch's seed.
+    """Build the architecture of config.json with these weights, else those in the folder, else random ones from torch's seed.
 
-    Raises LocalError. The ranks of one machine share its memory, so each may take its part of what is there.
+    Raises LocalError. The ranks of one machine share its memory, so each may take its share of what is available.
     """
     config = read_model_config(folder)
     here = ranks.count if device.type == "cpu" else 1
@@ -74,7 +74,7 @@ def build_policy(
 
 
 def copy_rows(model: Any, weights: Weights) -> None:
-    """Overwrite every parameter, on each rank its rows. Raises LocalError, before anything is written, where they do not fit."""
+    """Overwrite every parameter, on each rank its rows. Raises LocalError, before writing anything, if the weights do not fit."""
     targets = {base_name(name): tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
     shapes = {name: tuple(target.shape) for name, target in targets.items()}
     names = hub_names(model.config.model_type)
@@ -89,7 +89,7 @@ def copy_rows(model: Any, weights: Weights) -> None:
 
 @contextlib.contextmanager
 def _nothing_drawn() -> Iterator[None]:
-    """Parameters are born without memory; buffers, such as the rotary frequencies, are real and keep their values."""
+    """Create parameters without memory. Buffers, such as the rotary frequencies, are real and keep their values."""
     register = torch.nn.Module.register_parameter
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -106,7 +106,7 @@ def _nothing_drawn() -> Iterator[None]:
 
 
 def _materialise(policy: PolicyModule, device: torch.device) -> None:
-    """Memory for this rank's shards. `to_empty` would empty the buffers too, without an error: they are put back."""
+    """Allocate this rank's shards, and restore the buffers, because `to_empty` empties them too, without an error."""
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)
     for name, buffer in policy.named_buffers():

@@ -1,7 +1,7 @@
-"""A causal language model as the trainer sees it: packed tokens in, log-probabilities of the predicted tokens out.
+"""A causal language model as the trainer uses it: packed tokens in, log-probabilities of the predicted tokens out.
 
-One module around the whole forward pass, so that FSDP2's root is what is called: inside it the head's weight is whole, and the
-hidden states never leave as logits of the whole vocabulary (chosen_logprobs.py).
+One module wraps the whole forward pass, so that FSDP2's root is what is called. Inside it the head's weight is whole, and
+logits of the whole vocabulary never leave it (chosen_logprobs.py).
 
 Letters: H hidden size, N predictions, S distinct places that they are read from, T tokens of a pass, V vocabulary.
 """
@@ -17,11 +17,12 @@ from prime_node.adapters.training.chosen_logprobs import chosen_logprobs, of_log
 from prime_node.adapters.training.packed_attention import Layout
 
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale")
-"""Of architectures that change the head's output before the softmax (Gemma 2, Cohere, Granite): they compute it themselves."""
+"""Settings of architectures that change the head's output before the softmax (Gemma 2, Cohere, Granite); these compute it
+themselves."""
 
 
 class PolicyModule(torch.nn.Module):
-    """`model` is one of transformers'; it keeps its own names of parameters under the prefix "model."."""
+    """Wrapper of `model`, one of transformers', whose parameters keep their own names under the prefix "model."."""
 
     def __init__(self, model: Any, *, temperature: float) -> None:
         super().__init__()
@@ -40,7 +41,10 @@ class PolicyModule(torch.nn.Module):
         *,
         layout: Layout,
     ) -> tuple[Tensor, Tensor]:
-        """float32 [N] nats: prediction n is read at place sources_S[row_N[n]]; [S] entropies, nats, without a gradient."""
+        """Return float32 [N] logprobs in nats, and [S] entropies in nats without a gradient.
+
+        Prediction n is read at place sources_S[row_N[n]].
+        """
         inputs = {"input_ids": token_ids_1T, "position_ids": positions_1T, "use_cache": False, "layout": layout}
         if not self._plain_head:
             logits_SV = self.model(**inputs, logits_to_keep=sources_S).logits[0]

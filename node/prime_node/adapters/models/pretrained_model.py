@@ -1,6 +1,6 @@
 """A published model in Hugging Face format, from a folder or from a hub: its small files, and its weights.
 
-`name_or_path` is a folder if it exists, else the name of a model on the hub (huggingface_hub keeps what it downloads).
+`name_or_path` is a folder if it exists, else the name of a model on the hub (huggingface_hub caches its downloads).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STORAGE = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}
 
 
 def pretrained_model_files(name_or_path: str) -> dict[str, bytes]:
-    """Configuration and tokenizer. Raises LocalError where something that a run needs is missing."""
+    """Return configuration and tokenizer. Raises LocalError if a file that a run needs is missing."""
     folder = _folder(name_or_path, patterns=_FILES)
     missing = [name for name in _NEEDED if not (folder / name).is_file()]
     if missing:
@@ -40,7 +40,7 @@ def pretrained_model_files(name_or_path: str) -> dict[str, bytes]:
 
 
 def pretrained_weights(name_or_path: str) -> Weights:
-    """All tensors of its safetensors files, bit for bit. Raises LocalError."""
+    """Return all tensors of its safetensors files, bit for bit. Raises LocalError."""
     folder = _folder(name_or_path, patterns=(*_FILES, "*.safetensors", "*.safetensors.index.json"))
     weights = folder_weights(folder)
     if not weights:
@@ -49,7 +49,7 @@ def pretrained_weights(name_or_path: str) -> Weights:
 
 
 def folder_weights(folder: Path) -> Weights:
-    """All tensors of a folder's safetensors files. Nothing is read before it is looked at: the files are mapped."""
+    """Return all tensors of a folder's safetensors files. They are memory-mapped, so nothing is read before it is used."""
     weights: dict[str, WeightTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         weights.update(_read(path))
@@ -68,7 +68,7 @@ def _folder(name_or_path: str, *, patterns: tuple[str, ...]) -> Path:
 
 
 def _read(path: Path) -> dict[str, WeightTensor]:
-    """safetensors' numpy reader has no bf16, so tensors are cut out of the file by its header."""
+    """Return a file's tensors, located by its header: safetensors' numpy reader does not support bf16."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         start = file.tell()

@@ -1,7 +1,8 @@
-"""The Renderer port over any model's own chat template: light, and for formats that nobody has written a renderer for.
+"""The Renderer port over any model's own chat template: light, and for formats without a hand-written renderer.
 
-Special tokens are recognised in the template alone: each message's text stands for itself, as in hf_tokenizer.py. A bridge is
-what the template puts behind the last answer; where it does not show that answer, or closes it otherwise, there is none.
+Special tokens are recognised only in the template: each message's text is plain text, as in hf_tokenizer.py. A bridge is the
+text that the template puts after the last answer. If the template does not show that answer, or closes it differently, there is
+none.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _MARK = "\N{LEFT WHITE SQUARE BRACKET}%d\N{RIGHT WHITE SQUARE BRACKET}"
 
 
 class TemplateRenderer:
-    """Example: TemplateRenderer(folder).render_ids([{"role": "user", "content": "sun"}])."""
+    """Renderer of a model folder. Example: TemplateRenderer(folder).render_ids([{"role": "user", "content": "sun"}])."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises LocalError where the folder's files make no tokenizer."""
+        """Read the template. Raises LocalError if the folder's files make no tokenizer."""
         self._plain = HfTokenizer(folder)
         with tokenizer_at_fault(folder):
             self._template = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self._render = chat_template(folder)
 
     def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
-        """Raises ValueError where the template does not show each message exactly once."""
+        """Render messages as token ids. Raises ValueError if the template does not show each message exactly once."""
         _refuse_tools(tools)
         ids: list[int] = []
         for is_text, part in self._parts(messages):
@@ -37,6 +38,7 @@ class TemplateRenderer:
         return ids
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
+        """Decode an answer as plain text. Raises ValueError for tools."""
         _refuse_tools(tools)
         return Parsed(self._plain.decode(list(token_ids)))
 
@@ -48,6 +50,7 @@ class TemplateRenderer:
         *,
         tools: Sequence[Message] = (),
     ) -> list[int] | None:
+        """Return the next prompt, which begins with these tokens; None if there is no bridge."""
         _refuse_tools(tools)
         said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
@@ -60,7 +63,7 @@ class TemplateRenderer:
             after += self._plain.encode(part) if is_text else self._special(part)
         stop = self._plain.stop_token_id
         if not after or after[0] != stop:
-            return None  # the template closes an answer otherwise than the model does
+            return None  # the template closes an answer with another token than the model
         closed = bool(completion_token_ids) and completion_token_ids[-1] == stop
         return [*prompt_token_ids, *completion_token_ids, *after[closed:]]
 
@@ -70,7 +73,7 @@ class TemplateRenderer:
         return ids
 
     def _parts(self, messages: Sequence[Message]) -> list[tuple[bool, str]]:
-        """(is it a message's text, text), in order. Raises ValueError."""
+        """Return pairs (is it a message's text, text), in order. Raises ValueError."""
         marked = [{**message, "content": _MARK % number} for number, message in enumerate(messages)]
         rest, parts = self._render(marked), []
         for number, message in enumerate(messages):

@@ -1,4 +1,4 @@
-"""A small Qwen3-architecture model, made on the spot: its folder without weights, and its initial weights.
+"""A small Qwen3-architecture model, generated on demand: its folder without weights, and its initial weights.
 
 The tokenizer is byte-level: token ids 0 to 255 are the bytes of UTF-8, the eight ids above them are special. Embedding and
 output head are not tied, because vLLM's CPU build leaves a tied head on its old weights when it reloads.
@@ -18,7 +18,7 @@ from prime_protocol.weights import Weights, WeightTensor, rounded_to
 
 END, PAD, BEGIN, ANSWER = range(256, 260)
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|begin|>", "<|answer|>", *(f"<|reserved_{n}|>" for n in range(4)))
-"""Ids 256 to 263. A dialogue is BEGIN question ANSWER answer END."""
+"""Special tokens with ids 256 to 263. A dialogue is BEGIN question ANSWER answer END."""
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 POSITIONS_MAX = 4096
 INIT_STD = 0.02
@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 def tiny_model_files(
     *, hidden_size: int = 128, num_layers: int = 2, num_heads: int = 4, intermediate_size: int = 384
 ) -> dict[str, bytes]:
-    """File name -> bytes: everything of the model but its weights. The defaults are the demo's 0.5 M parameters."""
+    """Return file name -> bytes for all the model's files but its weights. The defaults are the demo's 0.5 M parameters."""
     if hidden_size % num_heads or hidden_size // num_heads % 2:
         raise ValueError(f"hidden_size {hidden_size} must be {num_heads} heads of an even size")
     config = {
@@ -82,7 +82,7 @@ def tiny_model_files(
 
 
 def initial_weights(folder: Path, seed: int) -> Weights:
-    """Random bf16 weights for the config.json in `folder`: normal matrices, norms of one. A pure function of both."""
+    """Return random bf16 weights for the config.json in `folder`: normal matrices, norms of one. A pure function of both."""
     config = json.loads((folder / "config.json").read_bytes())
     if config.get("model_type") != "qwen3" or config.get("attention_bias"):
         raise ValueError(f"{folder}/config.json: initial weights are made for plain Qwen3 models only")
@@ -95,7 +95,7 @@ def initial_weights(folder: Path, seed: int) -> Weights:
 
 
 def _tensor_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Every parameter of a Qwen3 model, in the model's own order."""
+    """Return every parameter of a Qwen3 model, in the model's own order."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (config["vocab_size"], hidden))]
@@ -121,7 +121,7 @@ def _tensor_shapes(config: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _byte_level_tokenizer() -> dict[str, Any]:
-    """tokenizer.json of a byte-pair encoding without any merges."""
+    """Return the tokenizer.json of a byte-pair encoding without merges."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -158,7 +158,7 @@ def _byte_level_tokenizer() -> dict[str, Any]:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies: itself, or the next one from U+0100 on."""
+    """Return the printable character for each byte in byte-level vocabularies: itself, or the next one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

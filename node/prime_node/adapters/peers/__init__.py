@@ -1,1 +1,1 @@
-"""The peer network: libp2p, and one in memory."""
+"""Peer networks: one over libp2p, and one in memory."""

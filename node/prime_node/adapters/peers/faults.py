@@ -1,7 +1,7 @@
-"""Failures at the edge to libp2p: a peer's are expected and quiet, bugs are loud once for each place.
+"""Log failures at the edge to libp2p: a peer's failures quietly, bugs loudly but once for each place.
 
-The library raises many kinds for what a peer does. The kinds below say that a program is wrong, ours or the library's: where one
-is caught, it must not pass for a peer that does not answer.
+The library raises many kinds of exceptions for what a peer does. The kinds below mean that a program is wrong, ours or the
+library's: such an error must not be taken for a peer that does not answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _told: set[tuple[type[BaseException], str]] = set()
 
 
 def note(log: logging.Logger, what: str, error: BaseException) -> None:
-    """Log a failure of `what`: at debug level if a peer may have caused it; a bug loudly, once a place."""
+    """Log a failure of `what`: at debug level if a peer may have caused it; a bug as a warning, once for each place."""
     bug = next((one for one in _leaves(error) if isinstance(one, BUGS)), None)
     if bug is None:
         log.debug("%s: %r", what, error)
@@ -31,7 +31,7 @@ def note(log: logging.Logger, what: str, error: BaseException) -> None:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors inside a group, and what each was raised from."""
+    """Return the errors inside a group, and their causes."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for one in error.exceptions for leaf in _leaves(one)]
     return [error] if error.__cause__ is None else [error, *_leaves(error.__cause__)]

@@ -1,7 +1,7 @@
-"""Dial-backs over libp2p: does the key that a peer claims answer at an address? For coordinators and peers.
+"""Dial-backs over libp2p: check that the key that a peer claims answers at an address. For coordinators and peers.
 
-Each one is made by a host of its own with a key made for it, so that an answer proves a new link, and that host dials this one
-address and nothing else.
+Each dial-back uses a host of its own with a fresh key, so that an answer proves a new link, and that host dials only this
+address.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class Libp2pDialBack:
-    """Implements ports.swarm.DialBack for TCP multiaddrs. Its thread starts with the first question."""
+    """Implementation of ports.swarm.DialBack for TCP multiaddrs. Its thread starts with the first request."""
 
     def __init__(self) -> None:
         self._thread = TrioThread("libp2p dial-back")
         self._starting: asyncio.Task[None] | None = None
 
     async def answers(self, address: str, peer: KeyId) -> bool:
+        """Return whether the peer's key answers at an address. Return False once the thread has ended."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._thread.start(_wait))
         try:
@@ -45,6 +46,7 @@ class Libp2pDialBack:
             return False
 
     async def close(self) -> None:
+        """Stop the thread. Idempotent."""
         if self._starting is not None:
             await self._thread.stop()
 
@@ -55,7 +57,7 @@ async def _wait(is_ready: Callable[[], None], stopping: trio.Event) -> None:
 
 
 async def key_answers(peer: KeyId, address: str) -> bool:
-    """Whether a connection to a TCP multiaddr finds the peer's key there. On the trio side; takes DIAL_BACK_S_MAX at most."""
+    """Return whether the peer's key answers at a TCP multiaddr. Runs on the trio side, for DIAL_BACK_S_MAX at most."""
     end = endpoint_of(address)
     if end is None or end.relay:
         return False
@@ -67,7 +69,7 @@ async def key_answers(peer: KeyId, address: str) -> bool:
             async with host.run(listen_addrs=[]):
                 await host.get_network().dial_addr(Multiaddr(address), ID.from_string(peer))
                 await host.close()
-    except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them means no
+    except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; each of them means False
         faults.note(log, f"dial-back of {peer} at {address}", error)
         return False
     return True

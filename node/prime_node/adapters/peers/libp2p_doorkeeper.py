@@ -1,4 +1,4 @@
-"""What happens at every new libp2p link, on the trio side."""
+"""Handling of every new libp2p link, on the trio side."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prime_protocol.identity import KeyId
 
 
 class Doorkeeper:
-    """Looks at every new link: closes a blocked peer's, answers a circuit with a punch, introduces the rest to the hints."""
+    """Observer of new links: it closes those of blocked peers, punches holes for circuits, adds other peers to the hints."""
 
     def __init__(self, blocked: set[KeyId], hints: Hints, holes: Holes | None, nursery: trio.Nursery) -> None:
         self._blocked = blocked
@@ -24,6 +24,7 @@ class Doorkeeper:
         self._nursery = nursery
 
     async def connected(self, network: INetwork, link: INetConn) -> None:
+        """Handle a new link."""
         peer = str(link.muxed_conn.peer_id)
         if peer in self._blocked:
             await link.close()
@@ -33,17 +34,22 @@ class Doorkeeper:
             self._nursery.start_soon(self._hints.meet, peer)
 
     async def disconnected(self, network: INetwork, link: INetConn) -> None:
+        """Allow another punch once a direct link has ended."""
         if self._holes is not None and not leads_through_relay(link):
             self._holes.forget(str(link.muxed_conn.peer_id))
 
     async def opened_stream(self, network: INetwork, stream: Any) -> None:
+        """Do nothing."""
         return
 
     async def closed_stream(self, network: INetwork, stream: Any) -> None:
+        """Do nothing."""
         return
 
     async def listen(self, network: INetwork, address: Multiaddr) -> None:
+        """Do nothing."""
         return
 
     async def listen_close(self, network: INetwork, address: Multiaddr) -> None:
+        """Do nothing."""
         return

@@ -1,7 +1,7 @@
-"""The last look before a libp2p host dials: only what our own code has asked for, and never an address that leads elsewhere.
+"""The last check before a libp2p host dials: only addresses that our own code requested, none in foreign private networks.
 
-The library dials by itself: the table of hints dials whom strangers name, Identify and hole punching what a peer says of itself.
-A host of ours dials nothing but the endpoints for which `opened` holds the gate open at that moment.
+The library also dials by itself: the DHT dials peers that strangers name, Identify and hole punching dial what a peer says of
+itself. Our host dials only the endpoints for which `opened` holds the gate open at that moment.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ ANY_PORT = 0
 
 
 class ConnectionGater:
-    """One host's. Used on the trio side only."""
+    """Gate of one host. Used on the trio side only."""
 
     def __init__(self, near: Iterable[str] = ()) -> None:
-        """`near`: IP addresses that the machine's owner leads us to: where it listens, its bootstrap peers, the coordinator.
-        Their networks may be dialled, and those that this machine is in. Loopback may be dialled only where one of them is
-        there."""
+        """Make a closed gate.
+
+        `near` are IP addresses that the machine's owner configured: where it listens, its bootstrap peers, the coordinator.
+        Their networks may be dialled, and those that this machine is in. Loopback may be dialled only if one of them is
+        there.
+        """
         self._places = {GLOBAL, *map(place_of, near), *map(place_of, own_addresses())} - {None}
         self._open: Counter[tuple[str, int]] = Counter()
 
     def allows(self, end: Endpoint) -> bool:
-        """Whether an address may be dialled at all."""
+        """Return whether an address may be dialled at all."""
         return place_of(end.host) in self._places
 
     def choose(self, addresses: Iterable[str]) -> list[str]:
-        """Those that may be dialled at all. Names (DNS) may not."""
+        """Return the addresses that may be dialled at all. DNS names may not."""
         return [text for text in addresses if (end := endpoint_of(text)) is not None and self.allows(end)]
 
     def choose_hints(self, addresses: Iterable[str], near: Collection[str]) -> list[str]:
-        """Of addresses for which no coordinator vouches, those of the internet, and of networks that a linked host is in."""
+        """Return the dialable ones of unsigned addresses: those on the internet, and in networks that a linked host is in."""
         places = {GLOBAL, *map(place_of, near)}
         return [text for text in self.choose(addresses) if (end := endpoint_of(text)) and place_of(end.host) in places]
 
     @contextlib.contextmanager
     def opened(self, addresses: Iterable[str] = (), *, hosts: Iterable[str] = ()) -> Iterator[None]:
-        """Let the host dial these addresses, and these hosts on any port, meanwhile."""
+        """Let the host dial these addresses, and these hosts on any port, while the context is open."""
         ends = [end for address in self.choose(addresses) if (end := endpoint_of(address)) is not None]
         ends += [end for host in hosts if self.allows(end := Endpoint(host, ANY_PORT))]
         held = Counter((end.host, end.port) for end in ends)
@@ -60,7 +63,7 @@ class ConnectionGater:
             self._open -= held
 
     def guard(self, host: IHost) -> None:
-        """Put the gate before every transport of a host."""
+        """Put the gate in front of every transport of a host."""
         manager = host.get_network().transport_manager
         find: Callable[[Multiaddr], Any] = manager.transport_for_dialing
 
@@ -69,7 +72,7 @@ class ConnectionGater:
             end = endpoint_of(text if text.endswith("/p2p-circuit") else text.split("/p2p/")[0])
             if end is None or not self._is_open(end):
                 log.debug("not dialled: %s", text)
-                return None  # the library takes it for an address that no transport of ours can dial
+                return None  # to the library: an address that no transport can dial
             return find(address)
 
         manager.transport_for_dialing = transport_for_dialing
@@ -77,10 +80,10 @@ class ConnectionGater:
     def guard_what_is_told(
         self, host: IHost, links_of: Callable[[str], Collection[str]]
     ) -> Callable[[str, Any], list[Any]]:
-        """Let a host remember, and so tell others, of what peers say of themselves only addresses that their links come from.
+        """Restrict the addresses that a host stores about peers, and so passes on, to those that their links come from.
 
-        `links_of` gives the IP addresses at which a peer's direct links end. Returns the filter:
-        (key id, multiaddrs) -> multiaddrs.
+        `links_of` returns the IP addresses at which a peer's direct links end. Return the filter: (key id, multiaddrs) ->
+        multiaddrs.
         """
         store = host.get_peerstore()
         add = store.add_addrs

@@ -1,7 +1,7 @@
-"""Announcements by gossipsub, on the trio side: signed by their author, judged by each peer before it forwards them.
+"""Announcements by gossipsub, on the trio side: signed by their author, validated by each peer before it forwards them.
 
-What is rejected is blamed on the peer that sent it on, because an honest one judges first: after
-ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. Judging late is nobody's fault and counts as IGNORE.
+A rejected one is blamed on the peer that forwarded it, because an honest peer validates first: after
+ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. A late judgement is nobody's fault and counts as IGNORE.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ Blame = Callable[[str, str], Awaitable[None]]
 
 
 class _Router(GossipSub):  # type: ignore[misc]
-    """The library sends along its mesh alone. What is announced between a peer's subscription and its graft would reach nobody,
-    and not be offered again either, since the peer is in the mesh by then: a mesh that is not filled is not relied on."""
+    """A gossipsub router that also sends outside its mesh while the mesh is not full.
+
+    The library sends along its mesh alone. An announcement between a peer's subscription and its graft would reach nobody. It
+    would not be offered again either, since the peer is in the mesh by then.
+    """
 
     def _get_peers_to_send(
         self, topic_ids: Iterable[str], msg_forwarder: ID, origin: ID, msg_id: bytes | None = None
@@ -50,7 +53,10 @@ class _Router(GossipSub):  # type: ignore[misc]
 
 
 class _Pubsub(Pubsub):  # type: ignore[misc]
-    """The library's own ends the whole host with a KeyError where the link of a peer that is blocked ends meanwhile."""
+    """A Pubsub that tolerates a missing stream.
+
+    The library's own ends the whole host with a KeyError if the link of a blocked peer ends meanwhile.
+    """
 
     async def _teardown_if_connected(self, peer_id: ID) -> None:
         stream = self.peers.get(peer_id)
@@ -62,7 +68,7 @@ class _Pubsub(Pubsub):  # type: ignore[misc]
 
 
 class Gossip:
-    """The topics of one host. `run` lives as long as the host does."""
+    """The topics of one host. They last as long as the host."""
 
     def __init__(self, host: IHost, blame: Blame) -> None:
         self.router = _Router(
@@ -78,18 +84,22 @@ class Gossip:
             self.router,
             strict_signing=True,
             max_inbound_rpc_size=RPC_BYTES_MAX,
-            validation_timeout=2 * limits.ANNOUNCEMENT_JUDGE_S_MAX,  # ours is stricter, and blames nobody
+            validation_timeout=2 * limits.ANNOUNCEMENT_JUDGE_S_MAX,  # ours is stricter, and blames no peer
             max_concurrent_validator_count=limits.ANNOUNCEMENTS_JUDGED_MAX,
         )
-        # A peer that restarts must not number its announcements as before: they would pass for old ones.
+        # A restarted peer must not reuse numbers of its announcements: they would be taken for old ones.
         self.pubsub.counter = time.time_ns()
         self._rejected: Counter[str] = Counter()
         self._judged: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
-        """Announcements by author and number, whose signatures the library has checked. It lets a second copy through while the
-        first is judged."""
+        """Announcements by author and number, whose signatures the library has checked.
+
+        The library lets a second copy through while the first is being judged.
+        """
         self._blame = blame
 
     async def join(self, topic: str, judge: Judge, hear: Hear, nursery: trio.Nursery) -> None:
+        """Subscribe to a topic, with a validator and a handler."""
+
         async def validate(forwarder: ID, message: Any) -> bool:
             if forwarder == self.pubsub.my_id:
                 return True  # our own
@@ -112,9 +122,11 @@ class Gossip:
         nursery.start_soon(listen)
 
     async def announce(self, topic: str, data: bytes) -> None:
+        """Publish an announcement on a topic."""
         await self.pubsub.publish(topic, data)
 
     def block(self, peer: ID) -> None:
+        """Ignore everything from a peer."""
         self.pubsub.add_to_blacklist(peer)
 
     def _is_first(self, author: bytes, number: bytes) -> bool:

@@ -1,9 +1,9 @@
-"""Who has what, by the Kademlia table of libp2p, on the trio side. Hints only.
+"""Provider records in libp2p's Kademlia DHT, on the trio side. Hints only.
 
-The table lists local entries first, returns stale ones and takes seconds after churn, and anybody may write anything into it. So
-nothing is decided by it: a hint is an address to try, and what is fetched there is verified like everything else. It
-serves to find a first peer when the coordinator is gone. Keys are hashed with the run, because the library has one
-protocol name for all tables.
+The table lists local entries first, returns stale ones and takes seconds after churn, and anybody may write anything into it.
+So nothing depends on it: a hint is an address to try, and what is fetched there is verified like everything else. It serves
+to find a first peer when the coordinator is gone. Keys are hashed with the run, because the library has one protocol name for
+all tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 LOOKUP_S_MAX = 20.0
 MEET_S = (0.2, 1.0, 4.0)
-"""A peer enters the table once Identify has said that it takes part: looked at after these times."""
+"""Seconds after which to check whether a new peer takes part in the table, which Identify reveals."""
 
 
 class Hints:
@@ -42,8 +42,11 @@ class Hints:
         choose: Callable[[Sequence[str]], Sequence[str]],
         proven: Callable[[str, Sequence[Any]], list[Any]],
     ) -> None:
-        """`choose`: the addresses of a hint that may be dialled. `proven`: the addresses of a provider that
-        others may be told, by its key id."""
+        """Join the table.
+
+        `choose` returns the addresses of a hint that may be dialled. `proven` returns the addresses of a provider, by its key
+        id, that may be passed on.
+        """
         self._host = host
         self._choose = choose
         self._run = run
@@ -52,25 +55,27 @@ class Hints:
         self._tell_only(proven)
 
     async def meet(self, peer: str) -> None:
-        """Take a linked peer into the table, where it takes part."""
+        """Add a linked peer to the table, if it takes part."""
         for pause_s in MEET_S:
             await trio.sleep(pause_s)
             try:
                 if await self.table.add_peer(ID.from_string(peer)):
                     return
-            except Exception as error:  # noqa: BLE001 - a hint less, and nothing else
+            except Exception as error:  # noqa: BLE001 - a hint is lost, and nothing else
                 faults.note(log, f"table of hints: {peer} does not enter", error)
 
     async def provide(self, digest: str) -> None:
+        """Publish a provider record for a digest."""
         if self._private:
             return
         try:
             with trio.move_on_after(LOOKUP_S_MAX):
                 await self.table.provide(self._key(digest))
-        except Exception as error:  # noqa: BLE001 - a hint less, and nothing else
+        except Exception as error:  # noqa: BLE001 - a hint is lost, and nothing else
             faults.note(log, f"no hint left for {digest[:12]}", error)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
+        """Return peers that claim to provide a digest, unverified."""
         found = []
         try:
             with trio.move_on_after(LOOKUP_S_MAX):
@@ -79,7 +84,7 @@ class Hints:
             faults.note(log, f"no hints for {digest[:12]}", error)
         by_peer = {
             str(info.peer_id): self._texts(info.addrs) for info in found
-        }  # the table names a peer more than once
+        }  # the table may list a peer more than once
         by_peer.pop(str(self._host.get_id()), None)
         return tuple(PeerAddress(peer, texts) for peer, texts in by_peer.items() if texts)[: limits.PEER_HINTS_MAX]
 
@@ -91,7 +96,7 @@ class Hints:
         return tuple(self._choose(texts))[: limits.PEER_HINT_ADDRESSES_MAX]
 
     def _tell_only(self, proven: Callable[[str, Sequence[Any]], list[Any]]) -> None:
-        """The library keeps any address that a provider names, and tells it to whoever asks."""
+        """Drop unproven addresses: the library would keep any address that a provider names, and pass it on."""
         store, own = self.table.provider_store, self._host.get_id()
         add = store.add_provider
 

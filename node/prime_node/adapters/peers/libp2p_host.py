@@ -1,6 +1,6 @@
-"""How a libp2p host of ours is made: Noise alone, TCP, yamux, our key as its identity, and limits.
+"""Make our libp2p hosts: Noise alone, TCP, yamux, our key as the identity, and limits.
 
-Noise alone matters: the library's default also offers plaintext, and whoever asks for that may claim any peer id.
+Noise alone matters: the library's default also offers plaintext, and a peer that asks for that can claim any peer id.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 
 HANDSHAKE_S_MAX = 10.0
-"""To dial, to prove the keys and to agree on a muxer: each."""
+"""Timeout in seconds of each step: to dial, to prove the keys and to agree on a muxer."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """What one peer does on the network. Example: PeerSettings(listen=("/ip4/0.0.0.0/tcp/4001",))."""
+    """Settings of one peer on the network. Example: PeerSettings(listen=("/ip4/0.0.0.0/tcp/4001",))."""
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddrs to listen on. A private peer listens on none."""
     announce: tuple[str, ...] = ()
-    """Addresses that its owner knows to be open from outside: a forwarded port."""
+    """Addresses that its owner knows to be reachable from outside: a forwarded port."""
     bootstrap: tuple[PeerAddress, ...] = ()
     """Peers to stay linked to: the coordinator's, and any that the contributor names."""
     private: bool = False
-    """Outbound only: announces no address, serves nothing, is reserved at no relay."""
+    """Whether it is outbound only: it announces no address, serves nothing, and has no reservation at a relay."""
     relay: bool = False
-    """Serve as a relay for peers behind NATs, and dial them back on request. For public machines."""
+    """Whether it is a relay for peers behind NATs, and dials them back on request. For public machines."""
     lan: bool = False
-    """Tell the local network of this peer, and look for others there."""
+    """Whether it announces itself on the local network, and looks for others there."""
     near: tuple[str, ...] = ()
-    """IP addresses of the coordinator as its owner has written it: peers in their networks may be dialled."""
+    """IP addresses of the coordinator as the owner configured them: peers in their networks may be dialled."""
     connections_max: int = limits.PEER_CONNECTIONS_MAX
     heartbeat_s: float = field(default=4.0, kw_only=True)
-    """Between two signs of life; a peer that gives none for three of them is dropped."""
+    """Seconds between two heartbeats; a peer that misses three is dropped."""
 
 
 def make_host(
@@ -59,7 +59,7 @@ def make_host(
     *,
     advertised: Callable[[Sequence[Multiaddr]], Sequence[Multiaddr]] | None = None,
 ) -> IHost:
-    """A host that does not run yet. `advertised` chooses what Identify tells others of its listening addresses."""
+    """Make a host that does not run yet. `advertised` chooses which listening addresses Identify passes on."""
     logging.getLogger("libp2p").setLevel(logging.CRITICAL)  # it logs what peers do wrong as errors of ours
     pair = create_new_key_pair(key.to_bytes())
     connections_max = settings.connections_max
@@ -85,7 +85,7 @@ def make_host(
         addrs_factory=advertised,
     )
     swarm = host.get_network()
-    swarm.retry_config = RetryConfig(max_retries=0)  # who dials again, and when, is decided here
+    swarm.retry_config = RetryConfig(max_retries=0)  # our own code decides about redialling
     swarm.auto_connector = _DialsNobody(swarm)
     swarm.upgrader.muxer_multistream = Muxers(int(HANDSHAKE_S_MAX))
     assert str(host.get_id()) == key.key_id
@@ -93,7 +93,7 @@ def make_host(
 
 
 class _DialsNobody(AutoConnector):  # type: ignore[misc]
-    """The library's own would dial whomever it ever heard of until half of all allowed links are up."""
+    """A connector that never dials. The library's own dials any known peer until half of all allowed links are up."""
 
     async def maybe_connect(self) -> None:
         return
@@ -115,7 +115,7 @@ def _resources(connections_max: int) -> ResourceManager:
             max_established_total=connections_max,
         ),
         enable_metrics=False,
-        # These refuse peers by the machine's load and after others' failures: who is refused is decided here.
+        # These refuse peers by the machine's load and after others' failures; our own code decides which peers to refuse.
         enable_memory_limits=False,
         enable_circuit_breaker=False,
         enable_graceful_degradation=False,

@@ -1,7 +1,7 @@
-"""Where another peer's link comes from, by the word of a relay, on the trio side. Hole punching dials there and nowhere else.
+"""Addresses that a relay observes for another peer's links, on the trio side. Hole punching dials only those.
 
-A peer that wants a hole punched says itself where it is to be dialled, so it could name a victim. The relay that both are linked
-to knows better. It tells two peers of each other's IP addresses once both have asked about the other, so that nobody is told of
+A peer that wants a hole punched states itself where to dial it, so it could name a victim. The relay that both are linked to
+knows better. It sends two peers each other's IP addresses once both have asked about the other, so no address is disclosed
 without consent.
 """
 
@@ -20,21 +20,21 @@ from prime_protocol.identity import KeyId
 
 MEET = "meet"
 MEET_S_MAX = 10.0
-"""How long one waits for the other to ask."""
+"""Seconds for which one peer waits for the other to ask."""
 KEY_CHARS_MAX = 128
 HOSTS_BYTES_MAX = 1_024
-"""An answer: IP addresses, one a line."""
+"""Size of an answer: IP addresses, one a line."""
 
 HostsOf = Callable[[KeyId], Collection[str]]
-"""The IP addresses at which a peer's direct links end."""
+"""Function that returns the IP addresses at which a peer's direct links end."""
 Ask = Callable[[KeyId, str, bytes, float, int], Awaitable[bytes]]
-"""(peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
+"""Function (peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
 
 
 @dataclass
 class _Meeting:
     came: dict[KeyId, int] = field(default_factory=dict)
-    """Who asks at the moment, and how often."""
+    """Peers that are asking, and how often."""
     both: trio.Event = field(default_factory=trio.Event)
 
 
@@ -46,8 +46,10 @@ class Meetings:
         self._open: dict[frozenset[KeyId], _Meeting] = {}
 
     async def introduce(self, asker: KeyId, payload: bytes) -> bytes:
-        """The IP addresses of the peer that the payload names, once it asks about the asker; nothing where it does not. Raises
-        PeerError(TOO_MANY_REQUESTS)."""
+        """Return the IP addresses of the peer that the payload names, once it asks about the asker; empty if it does not.
+
+        Raises PeerError(TOO_MANY_REQUESTS).
+        """
         pair = frozenset((asker, payload.decode("ascii", "replace")))
         if pair not in self._open and len(self._open) >= limits.RELAY_CIRCUITS_MAX:
             raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many peers meet here", retry_after_s=MEET_S_MAX)
@@ -71,7 +73,7 @@ class Meetings:
 
 
 async def hosts_by(relays: Iterable[KeyId], peer: KeyId, ask: Ask) -> frozenset[str]:
-    """Where a peer's links come from, by the first of these relays that says so; empty where none does."""
+    """Return where a peer's links come from, according to the first of these relays that knows; empty if none does."""
     for relay in relays:
         try:
             told = await ask(relay, MEET, peer.encode(), MEET_S_MAX + 5.0, HOSTS_BYTES_MAX)

@@ -1,10 +1,10 @@
-"""Links into homes, on the trio side: circuits of a relay (circuit v2) and holes punched through them (DCUtR).
+"""NAT traversal, on the trio side: circuits of a relay (circuit v2) and holes punched through them (DCUtR).
 
-A peer behind a NAT holds a place at a relay. Who wants to reach it asks the relay for a circuit. Over that circuit both agree to
-dial each other at the same moment, so that either NAT takes the other's packet for an answer. Both dial only the IP addresses at
-which the relay sees the other. The side with the lower key id
-leads. A pair tries once a session, because what failed once fails again: a NAT that gives every connection a port of its own
-cannot be punched. A circuit carries words, for two minutes; bytes go over a direct link or come from the origin.
+A peer behind a NAT has a reservation at a relay. A peer that wants to reach it asks the relay for a circuit. Over that
+circuit both agree to dial each other at the same moment, so that either NAT takes the other's packet for an answer. Both dial
+only the IP addresses at which the relay sees the other. The side with the lower key id leads. A pair tries once a session,
+because a second attempt fails as well: a NAT that gives every connection a port of its own cannot be punched. A circuit
+carries short messages, for two minutes; bytes go over a direct link or come from the origin.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from prime_protocol.identity import KeyId
 log = logging.getLogger(__name__)
 
 CIRCUIT_S_MAX = 10.0
-"""To get a circuit, or a place at a relay."""
+"""Seconds to get a circuit, or a reservation at a relay."""
 PUNCH_S_MAX = 30.0
-"""The library tries three rounds of five seconds."""
+"""Seconds to punch a hole; the library tries three rounds of five seconds."""
 
 
 class Holes:
-    """One host's circuits and holes."""
+    """Circuits and holes of one host."""
 
     def __init__(
         self,
@@ -56,7 +56,10 @@ class Holes:
         gate: ConnectionGater,
         seen_at: Callable[[KeyId], Awaitable[frozenset[str]]],
     ) -> None:
-        """`seen_at`: the IP addresses that a peer's links come from, by a relay's word."""
+        """Set up the host's circuits.
+
+        `seen_at` returns the IP addresses that a peer's links come from, according to a relay.
+        """
         self._host = host
         self._gate = gate
         self._seen_at = seen_at
@@ -74,22 +77,24 @@ class Holes:
         self._punching = _Punching(_AsItListens(host))
         self._punching.gate = gate
         self._punching.relay_hosts = streams.all_hosts
-        host._dcutr_protocol = self._punching  # what the library does to the host that it is given
+        host._dcutr_protocol = self._punching  # how the library registers it on its host
         self._tried: dict[KeyId, trio.Event] = {}
         self.num_punched = 0
 
     @property
     def num_tried(self) -> int:
+        """Number of peers with a finished attempt."""
         return sum(tried.is_set() for tried in self._tried.values())
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
+        """Run the relay and hole-punching services while the context is open."""
         async with background_trio_service(self._relay), background_trio_service(self._punching):
             await self._punching.event_started.wait()
             yield
 
     async def reserve(self, relay: KeyId) -> bool:
-        """Hold a place at a relay that is linked; renewed until the host ends. False where it gives none."""
+        """Make a reservation at a linked relay, renewed until the host ends. Return False if it refuses."""
         try:
             with trio.fail_after(CIRCUIT_S_MAX):
                 stream = await self._host.new_stream(ID.from_string(relay), [HOP])
@@ -101,18 +106,18 @@ class Holes:
             return False
 
     async def call(self, peer: KeyId, address: str) -> bool:
-        """Ask the relay in `address` for a circuit to a peer, and punch. Returns whether there is any link then."""
+        """Ask the relay in `address` for a circuit to a peer, and punch. Return whether there is any link then."""
         try:
             with trio.fail_after(CIRCUIT_S_MAX), self._gate.opened((address,)):
                 await self._circuits.dial(Multiaddr(f"{address}/p2p/{peer}"))
-        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no place there, no relay, no circuit left
+        except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no reservation, no relay, no circuit left
             faults.note(log, f"no circuit to {peer} over {address}", error)
             return False
         await self.punch(peer)
         return True
 
     async def punch(self, peer: KeyId) -> None:
-        """Wait for the one attempt of this session to turn a circuit into a direct link; whoever comes first begins it."""
+        """Wait for the one attempt of this session to turn a circuit into a direct link; the first call starts it."""
         if peer not in self._tried:
             self._tried[peer] = trio.Event()
             self._nursery.start_soon(self._try, peer, self._tried[peer])
@@ -142,11 +147,11 @@ class Holes:
         log.info("hole punching with %s: %s after %.1f s", peer, outcome, time.monotonic() - started_s)
 
     async def _wait_for_direct_link(self, peer: KeyId) -> None:
-        while not self._streams.has_direct_link(peer) and self._streams.links(peer):  # noqa: ASYNC110 - nobody tells
+        while not self._streams.has_direct_link(peer) and self._streams.links(peer):  # noqa: ASYNC110 - nobody signals it
             await trio.sleep(0.1)
 
     def forget(self, peer: KeyId) -> None:
-        """A direct link that broke may be punched again."""
+        """Allow another attempt after a direct link broke."""
         tried = self._tried.get(peer)
         if tried is not None and tried.is_set():
             del self._tried[peer]
@@ -154,15 +159,18 @@ class Holes:
 
 @dataclass
 class _Seen:
-    """Where a relay sees a peer."""
+    """Addresses at which a relay sees a peer."""
 
     hosts: frozenset[str] = frozenset()
     is_known: trio.Event = field(default_factory=trio.Event)
 
 
 class _Punching(DCUtRProtocol):  # type: ignore[misc]
-    """The library's own dials whatever the other peer names, by TCP and by a stream of UDP packets. This one dials the
-    addresses at which a relay sees the peer, by TCP alone, and tells the peer of no address inside a home."""
+    """A hole puncher that dials only addresses at which a relay sees the peer, by TCP alone.
+
+    The library's own dials whatever the other peer names, by TCP and by a stream of UDP packets. This one also sends the peer
+    no address inside a home network.
+    """
 
     gate: ConnectionGater
     relay_hosts: Callable[[], frozenset[str]]
@@ -173,15 +181,15 @@ class _Punching(DCUtRProtocol):  # type: ignore[misc]
         """Peers that a hole is being punched to."""
 
     async def _auto_drive_loop(self) -> None:
-        """The library's own would try each pair three times, from both sides."""
+        """Sleep: the library's own loop would try each pair three times, from both sides."""
         await trio.sleep_forever()
 
     async def _try_unilateral_upgrade(self, peer_id: ID) -> bool:
-        """The library's own dials what Identify told. What is listed was dialled before."""
+        """Do nothing: the library's own dials what Identify reported, and listed addresses were dialled before."""
         return False
 
     async def _spam_udp_for_hole_punch(self, addr: Multiaddr, stop: trio.Event) -> None:
-        """For QUIC, which we do not speak; the address may be a victim's."""
+        """Do nothing: this is for QUIC, which we do not use, and the address may be a victim's."""
 
     async def _perform_hole_punch(self, peer_id: ID, addrs: list[Multiaddr], as_responder: bool = False) -> bool:
         seen = self.seen.get(str(peer_id))
@@ -209,7 +217,7 @@ class _Punching(DCUtRProtocol):  # type: ignore[misc]
 
 
 class _AsItListens:
-    """The host as hole punching sees it: with the address that it listens on, which Identify does not tell everybody."""
+    """The host as hole punching sees it: with its listening address, which Identify does not reveal to all."""
 
     def __init__(self, host: IHost) -> None:
         self._host = host

@@ -1,9 +1,9 @@
-"""The peer network over libp2p: TCP, Noise, yamux, gossipsub. What NATs ask for is in libp2p_nat.py.
+"""The peer network over libp2p: TCP, Noise, yamux, gossipsub. NAT traversal is in libp2p_nat.py.
 
-Who waits for whom: this class lives in asyncio and hands everything to trio, in a thread of its own (trio_thread.py). There
-`_main` holds the host, its services and the loops that keep links: one sends signs of life and drops who gives none, since
-TCP alone takes minutes to notice a pulled plug; one dials the bootstrap peers again. A peer's misbehaviour ends its stream or its
-links, never the host. If the thread itself ends, every call raises Unreachable and the node goes on over HTTP.
+Waiting: this class lives in asyncio and delegates everything to trio, in a thread of its own (trio_thread.py). There `_main`
+holds the host, its services and the loops that keep links. One sends heartbeats and drops silent peers, since TCP alone takes
+minutes to notice a pulled plug; one redials the bootstrap peers. A peer's misbehaviour ends its stream or its links, never
+the host. If the thread itself ends, every call raises Unreachable and the node goes on over HTTP.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from prime_protocol.peer_frames import stream_protocol
 log = logging.getLogger(__name__)
 
 MISSED_MAX = 3
-"""Signs of life that a peer may miss."""
+"""Heartbeats that a peer may miss."""
 DIAL_NEXT_S = 0.25
-"""The next address of a peer is tried beside the last one after this long (RFC 8305)."""
+"""Seconds after which the next address of a peer is tried in parallel (RFC 8305)."""
 CLOSE_S_MAX = 3.0
-"""To part from all peers."""
+"""Timeout in seconds for closing all links."""
 DIAL_AGAIN_S = 15.0
-"""Between attempts at a bootstrap peer that does not answer."""
+"""Seconds between attempts at a bootstrap peer that does not answer."""
 
 
 class Libp2pNetwork:
-    """Implements PeerNetwork."""
+    """Implementation of PeerNetwork."""
 
     def __init__(self, key: SigningKey, *, run: str, settings: PeerSettings) -> None:
         self._key = key
@@ -144,7 +144,7 @@ class Libp2pNetwork:
         for address in peers:
             if address.peer in (self.peer_id, *self._blocked):
                 continue
-            self._known.pop(address.peer, None)  # the newest goes last: the oldest is forgotten first
+            self._known.pop(address.peer, None)  # the newest goes last: the oldest is dropped first
             self._known[address.peer] = PeerAddress(address.peer, address.addresses[: limits.PEER_ADDRESSES_MAX])
             if len(self._known) > limits.KNOWN_PEERS_MAX:
                 self._known.pop(next(iter(self._known)))
@@ -156,7 +156,7 @@ class Libp2pNetwork:
             if self._host is not None:
                 self._thread.spawn(functools.partial(self._stay_linked, address))
         elif not is_new and address.peer in self._staying:
-            self._staying[address.peer] = address  # where it is to be found now
+            self._staying[address.peer] = address  # its current address
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
         linked = await self._thread.call(self._connect, address, timeout_s)
@@ -231,7 +231,7 @@ class Libp2pNetwork:
             nursery.cancel_scope.cancel()
 
     async def _hang_up(self, host: IHost) -> None:
-        """Close every link, so that peers learn it now and sockets do not outlive the host."""
+        """Close every link, so that peers notice at once and sockets do not outlive the host."""
         with trio.move_on_after(CLOSE_S_MAX):
             async with trio.open_nursery() as nursery:
                 for peer in list(host.get_network().connections):
@@ -303,7 +303,7 @@ class Libp2pNetwork:
         return ConnectedPeer(peer, is_relayed=not self._streams.has_direct_link(peer))
 
     async def _seen_at(self, peer: KeyId) -> frozenset[str]:
-        """By the word of the relays that this machine stays linked to."""
+        """Return a peer's addresses as seen by the relays that this machine stays linked to."""
         assert self._streams is not None
         relays = [one for one in list(self._staying) if self._streams.has_direct_link(one)]
         return await hosts_by(relays, peer, self._ask)
@@ -312,7 +312,7 @@ class Libp2pNetwork:
         return self._gate.choose_hints(addresses, () if self._streams is None else self._streams.all_hosts())
 
     async def _call(self, holes: Holes, address: PeerAddress) -> None:
-        """Over a relay, and from there directly if a hole can be punched."""
+        """Link over a relay, and from there directly if a hole can be punched."""
         assert self._streams is not None
         if self._streams.links(address.peer):
             await holes.punch(address.peer)
@@ -322,7 +322,7 @@ class Libp2pNetwork:
                 return
 
     async def _dial(self, peer: KeyId, addresses: Sequence[str]) -> None:
-        """Dial one address after the other, the next one beside the last where that takes its time; the first wins."""
+        """Dial one address after the other, the next one in parallel if the last is slow; the first success wins."""
         assert self._host is not None
         swarm = self._host.get_network()
 
@@ -357,8 +357,7 @@ class Libp2pNetwork:
         await self._close_links(peer)
 
     async def _keep_alive(self) -> None:
-        """Ask every peer for a sign of life, and drop who gave none for three rounds. What a round takes beyond its pause and the
-        time of a question, this machine stood still itself: that is nobody's silence."""
+        """Drop peers silent for MISSED_MAX rounds; ping the others. Stalls of this machine do not count as silence."""
         heartbeat_s, began_s = self._settings.heartbeat_s, trio.current_time()
         while True:
             await trio.sleep(heartbeat_s)
@@ -377,7 +376,7 @@ class Libp2pNetwork:
     async def _ask_whether_alive(self, peer: KeyId) -> None:
         try:
             await self._ask(peer, ALIVE, b"", self._settings.heartbeat_s, limits.PEER_ADDRESS_CHARS_MAX)
-        except Exception as error:  # noqa: BLE001 - whatever it was, it was no sign of life; the next round decides
+        except Exception as error:  # noqa: BLE001 - whatever it was, no heartbeat came; the next round decides
             faults.note(log, f"no sign of life from {peer}", error)
 
     async def _stay_linked(self, address: PeerAddress) -> None:
@@ -394,11 +393,11 @@ class Libp2pNetwork:
             await trio.sleep(DIAL_AGAIN_S)
 
     def _advertised(self, candidates: Sequence[Multiaddr]) -> Sequence[Multiaddr]:
-        """What Identify tells others: what may be announced and nothing else, so no address inside a home."""
+        """Return what Identify advertises: what may be announced and nothing else, so no address inside a home network."""
         return [Multiaddr(address) for address in self.addresses()]
 
 
 def _near(settings: PeerSettings) -> list[str]:
-    """The IP addresses that the machine's owner leads us to."""
+    """Return the IP addresses that the machine's owner configured."""
     named = [*settings.listen, *settings.announce, *(text for one in settings.bootstrap for text in one.addresses)]
     return [*settings.near, *(parts[2] for text in named if len(parts := text.split("/")) > 2)]

@@ -1,8 +1,8 @@
-"""Noise sessions that take what has come at one go: the same bytes on the wire as the library's, for less processor time.
+"""Noise sessions that read everything available at once: the same bytes on the wire as the library's, for less CPU time.
 
-The library reads the two bytes of a record's length, then its body, and so wakes its loop for every packet; a record of 64 KiB
-comes in dozens over a home line. Here everything that has come is read at once, and all whole records in it are opened. Records
-that are written together leave in one call.
+The library reads the two bytes of a record's length, then its body, and so wakes its loop for every packet; a record of 64
+KiB comes in dozens of packets over a home line. Here everything available is read at once, and all complete records in it are
+decrypted. Records that are written together leave in one call.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from libp2p.security.secure_session import SecureSession
 from prime_protocol import limits
 
 RECEIVE_BYTES = 256 * 2**10
-"""Of one read."""
+"""Largest read in bytes."""
 WRITE_S_MAX = limits.PEER_STALL_S_MAX
-"""To hand to the system what is written together, which a peer that reads takes within moments."""
+"""Seconds to pass one write to the system, which a reading peer takes within moments."""
 
 
 class Noise(Transport):  # type: ignore[misc]
-    """The library's transport and handshake."""
+    """The library's transport and handshake, with sessions of ours."""
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
+        """Make the handshake of an inbound link."""
         return _Session(await super().secure_inbound(conn))
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
+        """Make the handshake of an outbound link."""
         return _Session(await super().secure_outbound(conn, peer_id))
 
 
 class _Session(SecureSession):  # type: ignore[misc]
-    """After the handshake. One task reads, one writes."""
+    """A session after the handshake. One task reads, one writes."""
 
     def __init__(self, made: SecureSession) -> None:
         super().__init__(
@@ -48,12 +50,15 @@ class _Session(SecureSession):  # type: ignore[misc]
         self._raw = made.conn.read_writer.read_write_closer
         self._cipher = made.conn.noise_state
         self._sealed = bytearray()
-        """What has come of a record that is not whole."""
+        """Bytes of an incomplete record."""
         self._opened = bytearray()
-        """What was opened and nobody has read."""
+        """Decrypted bytes that were not read."""
 
     async def read(self, n: int | None = None) -> bytes:
-        """`n` bytes, fewer only at the end; without `n` what there is. Raises ConnectionClosedError where nothing more comes."""
+        """Return `n` bytes, fewer only at the end; without `n`, all available.
+
+        Raises ConnectionClosedError at the end of the link.
+        """
         if n == 0:
             return b""
         while len(self._opened) < (n or 1):
@@ -80,9 +85,9 @@ class _Session(SecureSession):  # type: ignore[misc]
         del self._sealed[:place]
 
     async def write(self, data: bytes) -> None:
-        """Whole, even where the caller is cancelled meanwhile: a record that is sealed and not sent, or cut, is the link's end.
+        """Write all of `data`, even if the caller is cancelled: an encrypted record that is unsent, or cut, breaks the link.
 
-        Raises ConnectionClosedError where the other side takes nothing for WRITE_S_MAX; the link is closed then.
+        Raises ConnectionClosedError if the other side takes nothing for WRITE_S_MAX; the link is closed then.
         """
         frames = []
         for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):

@@ -1,8 +1,8 @@
-"""Can others reach this peer? On the trio side.
+"""Find out whether others can reach this peer, on the trio side.
 
-Others are asked to dial back. A helper dials only the address that the asker's own link comes from, so it cannot be used to
-knock at a stranger's door; and it does so with a key made for the purpose, so that an answer proves a new link. (The library's
-AutoNAT never comes to a conclusion.) Where nobody gets through, a place at a relay is taken, and holes are punched on request.
+Other peers are asked to dial back. A helper dials only the address that the asker's own link comes from, so it cannot be used
+against a stranger. It uses a key made for the purpose, so an answer proves a new link. (The library's AutoNAT never reaches a
+conclusion.) If no helper gets through, a reservation at a relay is made, and holes are punched on request.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 ALIVE, DIAL_BACK = "alive", "dial-back"
 TEXT_BYTES_MAX = limits.PEER_ADDRESSES_MAX * (limits.PEER_ADDRESS_CHARS_MAX + 1)
-"""A list of addresses, one a line."""
+"""Size of a list of addresses, one a line."""
 HELPERS_MAX = 3
 LOOK_S, LOOK_AGAIN_S = 1.0, 600.0
-"""Until there is an answer, and after it."""
+"""Seconds between checks until there is an answer, and after it."""
 
 Ask = Callable[[KeyId, str, bytes, float, int], Awaitable[bytes]]
-"""(peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
+"""Function (peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
 
 
 class Reach:
-    """What one host knows of its own reachability; and its help for others."""
+    """Reachability of one host, and its help for others."""
 
     def __init__(
         self,
@@ -50,12 +50,15 @@ class Reach:
         holes: Holes,
         ask: Ask,
     ) -> None:
-        """`bootstrap` may grow: these peers are asked first, and a place is held at those of them that are relays."""
+        """Check the reachability of `host`.
+
+        `bootstrap` may grow: its peers are asked first, and those that are relays get a reservation.
+        """
         self.found = Reachability.UNKNOWN
         self.confirmed: tuple[str, ...] = ()
-        """Addresses at which somebody has reached this peer."""
+        """Addresses at which a helper has reached this peer."""
         self.relayed: tuple[str, ...] = ()
-        """Addresses through relays that hold a place."""
+        """Addresses through relays with a reservation."""
         self._host = host
         self._settings = settings
         self._bootstrap = bootstrap
@@ -68,18 +71,18 @@ class Reach:
         """Dial-backs by address, in this minute."""
 
     async def look(self) -> None:
-        """Find out, and again every ten minutes: a router may have been told to forward a port meanwhile."""
+        """Check reachability, and again every ten minutes: a router may forward a port since."""
         while True:
             await self._look_once()
             await trio.sleep(LOOK_S if self.found is Reachability.UNKNOWN else LOOK_AGAIN_S)
 
     async def tell_where(self, asker: KeyId, payload: bytes) -> bytes:
-        """The address that the asker's direct link comes from: how a peer behind a NAT learns its outer address."""
+        """Return the address that the asker's direct link comes from: how a peer behind a NAT learns its outer address."""
         seen = self._seen_at(asker)
         return seen[0].encode() if seen else b""
 
     async def dial_back(self, asker: KeyId, payload: bytes) -> bytes:
-        """Dial the asker at those of the named addresses that its link comes from; answers which of them worked."""
+        """Dial the asker at those of the named addresses that its link comes from. Return the ones that worked."""
         hosts = {_host_of(address) for address in self._seen_at(asker)}
         wanted = [address for address in _addresses(payload) if _host_of(address) in hosts]
         if asker in self._helping or len(self._helping) >= limits.PEER_DIAL_BACKS_MAX:
@@ -93,8 +96,10 @@ class Reach:
         return "\n".join(worked).encode()
 
     def _require_room(self, hosts: set[str], num_dials: int) -> None:
-        """So many dials to one IP address in a minute, whichever keys ask: an asker shares its address with its neighbours.
-        Raises PeerError(TOO_MANY_REQUESTS)."""
+        """Bound the dials to one IP address in a minute, for all asking keys together.
+
+        An asker shares its address with its neighbours. Raises PeerError(TOO_MANY_REQUESTS).
+        """
         minute = int(trio.current_time() // 60)
         if minute != self._minute:
             self._minute = minute
@@ -138,7 +143,7 @@ class Reach:
             self._conclude(Reachability.RELAYED if self.relayed else Reachability.OUTBOUND)
 
     async def _candidates(self, helper: KeyId) -> list[str]:
-        """Where this peer might be reached: at the address that the helper sees, on the ports that it listens on."""
+        """Return where this peer might be reachable: at the address that the helper sees, on the ports that it listens on."""
         seen = (await self._ask(helper, ALIVE, b"", limits.DIAL_BACK_S_MAX, limits.PEER_ADDRESS_CHARS_MAX)).decode(
             "ascii", "replace"
         )
@@ -162,17 +167,17 @@ class Reach:
 
 
 def _addresses(payload: bytes) -> list[str]:
-    """TCP multiaddrs, one a line; whatever else stands there is left out."""
+    """Return the TCP multiaddrs of a list, one a line; other lines are left out."""
     lines = payload.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX]
     return [line for line in lines if _host_of(line)]
 
 
 def _host_of(address: str) -> str:
-    """Example: "203.0.113.7" of "/ip4/203.0.113.7/tcp/4001"; "" where it is something else than TCP at an IP address."""
+    """Return the IP address of a TCP multiaddr: "203.0.113.7" of "/ip4/203.0.113.7/tcp/4001", "" for anything else."""
     end = endpoint_of(address)
     return "" if end is None or end.relay else end.host
 
 
 def circuits(address: PeerAddress) -> Sequence[str]:
-    """The addresses of a peer that lead through a relay."""
+    """Return a peer's addresses through a relay."""
     return [text for text in address.addresses if text.endswith("/p2p-circuit")]

@@ -1,11 +1,11 @@
 """Requests and replies over libp2p streams, on the trio side.
 
-One stream for each peer and protocol in each direction, kept open: opening costs round trips, asking on it one. Whoever
-opened it asks; several requests are under way, and replies come in any order (prime_protocol.peer_frames).
+One stream for each peer, protocol and direction stays open: opening costs several round trips, a request on it one. The side
+that opened it asks; several requests are under way, and replies come in any order (prime_protocol.peer_frames).
 
-Who waits for whom: an asker waits for its reply or its time-out; the stream's reader hands replies out and waits for
-nobody, because a reader that stalls for seconds has its stream reset by yamux. The same holds for the answering side: it reads
-on while handlers work, and says no to what is too much instead of waiting.
+Waiting: an asker waits for its reply or its timeout. The stream's reader dispatches replies and waits for nothing, because
+yamux resets a stream whose reader stalls for seconds. The answering side likewise reads on while handlers work, and refuses
+excess requests instead of waiting.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 2**10
 OPEN_S_MAX = 10.0
-"""To agree on a protocol."""
+"""Seconds to agree on a protocol."""
 WINDOW_MORE_BYTES = 2**20
-"""Beyond yamux's 256 KiB: replies on their way on one stream."""
+"""Bytes of replies under way on one stream, beyond yamux's 256 KiB."""
 
 Serve = Callable[[str, bytes], Awaitable[bytes | DeferredAnswer]]
-"""(key id of the asker, request) -> answer; runs on the trio side, and so does what comes after the answer."""
+"""Function (key id of the asker, request) -> answer. It runs on the trio side, and so does the answer's `after`."""
 
 
 @dataclass
@@ -77,10 +77,11 @@ class AskingStream:
 
     @property
     def is_relayed(self) -> bool:
+        """Whether the stream runs over a relay."""
         return leads_through_relay(getattr(self._stream, "swarm_conn", self._stream))
 
     async def ask(self, payload: bytes, *, reply_bytes_max: int) -> bytes:
-        """Raises PeerError or Unreachable; the caller sets the deadline."""
+        """Send a request and return its reply. Raises PeerError or Unreachable; the caller sets the deadline."""
         number, asked = self._next, _Asked(reply_bytes_max)
         self._next = (self._next + 1) % 2**32
         self._asked[number] = asked
@@ -95,7 +96,7 @@ class AskingStream:
         return asked.reply
 
     async def read_replies(self) -> None:
-        """The stream's reader: runs until the stream ends."""
+        """Dispatch replies until the stream ends."""
         why: Exception = Unreachable(f"{self._peer} closed the stream")
         try:
             while True:
@@ -112,7 +113,7 @@ class AskingStream:
 
     async def _read_reply(self) -> None:
         header = parse_reply_header(await self._reader.exactly(REPLY_HEADER_BYTES, stall_s=inf))
-        asked = self._asked.get(header.number)  # None: its asker has gone
+        asked = self._asked.get(header.number)  # None: the asker was cancelled
         bytes_max = limits.ERROR_BODY_BYTES_MAX if header.refused else asked.reply_bytes_max if asked else 0
         if header.num_bytes > bytes_max:
             await self._reader.skip(header.num_bytes)
@@ -132,8 +133,10 @@ class AskingStream:
         asked.settled.set()
 
     async def _write(self, frame: bytes) -> None:
-        """A frame that is cut short would shift all that follow: then the stream ends. One that was cancelled before it left, as
-        happens in the end game, ends nothing."""
+        """Write a frame. One that is cut short would shift all that follow, so it ends the stream.
+
+        A write cancelled before it left, as happens in the end game, ends nothing.
+        """
         try:
             await self._stream.write(frame)
         except BaseException as error:
@@ -158,11 +161,13 @@ class Streams:
         self._held: Counter[str] = Counter()
 
     async def ask(self, peer: str, protocol: str, payload: bytes, *, reply_bytes_max: int) -> bytes:
-        """Raises PeerError, or Unreachable; the caller sets the deadline."""
+        """Send a request and return its reply. Raises PeerError or Unreachable; the caller sets the deadline."""
         stream = await self._stream(peer, protocol)
         return await stream.ask(payload, reply_bytes_max=reply_bytes_max)
 
     def serve(self, protocol: str, answer: Serve, *, request_bytes_max: int) -> None:
+        """Answer requests of a protocol with `answer`."""
+
         async def handle(stream: INetStream) -> None:
             peer = str(stream.muxed_conn.peer_id)
             if self._held[peer] >= limits.PEER_STREAMS_MAX:
@@ -182,7 +187,7 @@ class Streams:
         self._host.set_stream_handler(protocol, handle)
 
     async def _stream(self, peer: str, protocol: str) -> AskingStream:
-        """The open stream to a peer; a direct one as soon as there is a direct link."""
+        """Return the open stream to a peer; a direct one as soon as there is a direct link."""
         name = (peer, protocol)
         lock = self._opening.setdefault(name, trio.Lock())
         async with lock:
@@ -215,19 +220,21 @@ class Streams:
             raise Unreachable(f"{peer} opens no stream: {error!r}") from None
 
     def links(self, peer: str) -> list[Any]:
+        """Return the open links to a peer."""
         connections = self._host.get_network().connections.get(ID.from_string(peer)) or []
         return [link for link in connections if not link.is_closed]
 
     def hosts(self, peer: str) -> tuple[str, ...]:
-        """The IP addresses at which a peer's direct links end."""
+        """Return the IP addresses at which a peer's direct links end."""
         return hosts_of(self.links(peer))
 
     def all_hosts(self) -> frozenset[str]:
-        """Those of every linked peer."""
+        """Return the IP addresses at which any peer's direct links end."""
         peers = [str(peer) for peer in list(self._host.get_network().connections)]
         return frozenset(host for peer in peers for host in self.hosts(peer))
 
     def has_direct_link(self, peer: str) -> bool:
+        """Return whether there is a link to a peer without a relay."""
         return any(not leads_through_relay(link) for link in self.links(peer))
 
     async def _answer_all(self, stream: INetStream, peer: str, answer: Serve, request_bytes_max: int) -> None:
@@ -246,7 +253,7 @@ class Streams:
                     refused = PeerError(
                         ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are under way"
                     )
-                    # Waited for, so that a flood of refused requests is read no faster than it takes its refusals.
+                    # Awaited, so that a flood of refused requests is read no faster than it takes its refusals.
                     await _send(stream, writing, pack_refusal(number, refused))
                     continue
                 self._answering[peer] += 1
@@ -276,30 +283,30 @@ class Streams:
 
 
 def settle_answer(given: bytes | DeferredAnswer) -> None:
-    """An answer is on its way, or will not be."""
+    """Call the `after` of an answer that was sent, or will not be."""
     if isinstance(given, DeferredAnswer):
         given.after()
 
 
 _relayed: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _hosts: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""By link. It never changes, is asked for at every request, and to spell a link's addresses takes 0.1 ms."""
+"""IP address by link. It never changes, every request needs it, and formatting a link's addresses takes 0.1 ms."""
 
 
 def leads_through_relay(link: Any) -> bool:
-    """Whether a link, or the link of a stream, is a circuit of a relay."""
+    """Return whether a link, or the link of a stream, is a circuit of a relay."""
     known = _relayed.get(link)
     if known is None:
         try:
             known = any("p2p-circuit" in str(address) for address in link.get_transport_addresses())
-        except Exception:  # noqa: BLE001 - a link that is just closing cannot say
+        except Exception:  # noqa: BLE001 - a link that is closing has no addresses
             return False
         _relayed[link] = known
     return known
 
 
 def hosts_of(links: Iterable[Any]) -> tuple[str, ...]:
-    """The IP addresses at which the direct ones of these links end. Example: ("203.0.113.7",)."""
+    """Return the IP addresses at which the direct ones of these links end. Example: ("203.0.113.7",)."""
     return tuple(dict.fromkeys(host for link in links if (host := _host_of(link))))
 
 
@@ -308,7 +315,7 @@ def _host_of(link: Any) -> str:
     if known is None:
         try:
             texts = [str(address).split("/p2p/")[0] for address in link.get_transport_addresses()]
-        except Exception:  # noqa: BLE001 - a link that is just closing cannot say
+        except Exception:  # noqa: BLE001 - a link that is closing has no addresses
             return ""
         ends = [end.host for text in texts if (end := endpoint_of(text)) is not None]
         known = _hosts[link] = "" if leads_through_relay(link) or not ends else ends[0]
@@ -316,7 +323,7 @@ def _host_of(link: Any) -> str:
 
 
 async def _widen(stream: INetStream) -> None:
-    """Let the other side send ahead. Our reader waits for nobody, so what is on its way is all that this can cost."""
+    """Widen a stream's receive window. Our reader never blocks, so this costs at most the bytes under way."""
     muxed: Stream = stream.muxed_stream
     muxed.target_recv_window += WINDOW_MORE_BYTES
     muxed.recv_window += WINDOW_MORE_BYTES
@@ -335,14 +342,17 @@ async def _send(stream: INetStream, writing: trio.Lock, frame: bytes) -> None:
 
 
 class _Reader:
-    """Reads a stream ahead, and tells the link how much it lacks."""
+    """A reader that reads a stream ahead, and reports to the link how much it lacks."""
 
     def __init__(self, stream: INetStream) -> None:
         self._stream: Stream = stream.muxed_stream
         self._ahead = bytearray()
 
     async def exactly(self, num_bytes: int, *, stall_s: float = limits.PEER_STALL_S_MAX) -> bytes:
-        """Raises MuxedStreamEOF at the end of the stream, trio.TooSlowError where nothing comes for `stall_s`."""
+        """Return exactly `num_bytes`.
+
+        Raises MuxedStreamEOF at the end of the stream, trio.TooSlowError after `stall_s` of silence.
+        """
         while (missing := num_bytes - len(self._ahead)) > 0:
             self._stream.missing_bytes = missing
             if stall_s == inf:

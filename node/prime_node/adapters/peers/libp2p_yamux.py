@@ -1,13 +1,12 @@
-"""yamux for links that carry many bytes: the library's frames and bookkeeping, for less processor time.
+"""yamux for links that carry many bytes: the library's frames and bookkeeping, for less CPU time.
 
-The library waits twice for each frame, under three locks and two cancel scopes, and looks every 10 ms whether a shut window is
-open again. Here all frames that have come are taken in one turn, a reader gets what lies there, whoever waits for the window is
-woken, and what one call writes leaves together. trio changes tasks only where something is awaited: what awaits nothing needs no
-lock. https://github.com/hashicorp/yamux/blob/master/spec.md
+The library waits twice for each frame, under three locks and two cancel scopes, and polls a closed window every 10 ms. Here
+all available frames are taken in one turn, a reader gets what is buffered, a writer that waits for the window is woken, and
+what one call writes leaves together. trio switches tasks only at an await: code without one needs no lock.
+https://github.com/hashicorp/yamux/blob/master/spec.md
 
-Who waits for whom: the link's reader waits for bytes and, where it answers a frame, for the link's writer; readers of streams
-wait for it, writers for the other side's credit, STALL_S at most. Invariant: no stream holds more unread bytes than it gave
-credit for.
+Waiting: the link's reader waits for bytes and, if it answers a frame, for the link's writer. Readers of streams wait for it,
+writers for the other side's credit, STALL_S at most. Invariant: no stream holds more unread bytes than it gave credit for.
 """
 
 from __future__ import annotations
@@ -26,30 +25,31 @@ from libp2p.stream_muxer.yamux import yamux as library
 from prime_protocol import limits
 
 STALL_S = limits.PEER_STALL_S_MAX
-"""A writer that gets no credit for so long gives its stream up."""
+"""Seconds without credit after which a writer gives its stream up."""
 WRITE_BYTES = 256 * 2**10
-"""Of one stream that leave together, in frames of 64 KiB; then another stream has its turn."""
+"""Bytes of one stream that leave together, in frames of 64 KiB; then another stream has its turn."""
 SHORT_BYTES = 32 * 2**10
-"""Where fewer have come and a reader waits for more than that, the link is left alone for PAUSE_S."""
+"""Bytes below which the link is left alone for PAUSE_S, if a reader waits for more than that."""
 PAUSE_S = 0.01
-"""At 100 Mbit/s 125 kB come in this time, which any socket holds."""
+"""Seconds of that pause. At 100 Mbit/s 125 kB arrive in this time, which any socket holds."""
 
 _HEADER = struct.Struct(library.YAMUX_HEADER_FORMAT)
 
 
 class Muxers(MuxerMultistream):  # type: ignore[misc]
-    """Agrees on yamux, and makes ours of it."""
+    """The negotiation of yamux, with our implementation."""
 
     def __init__(self, negotiate_s: int) -> None:
         super().__init__({library.PROTOCOL_ID: Yamux}, negotiate_s)
 
     async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        """Agree on yamux and return the link."""
         protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
         return self._annotate_connection(Yamux(conn, peer_id, is_initiator=conn.is_initiator), conn, protocol)
 
 
 class ProtocolError(IOException):  # type: ignore[misc]
-    """The other side does not keep to yamux: the link ends."""
+    """A violation of yamux by the other side: the link ends."""
 
 
 class Stream(library.YamuxStream):  # type: ignore[misc]
@@ -60,15 +60,15 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
     def __init__(self, stream_id: int, conn: Yamux, is_initiator: bool) -> None:
         super().__init__(stream_id, conn, is_initiator)
         self.missing_bytes = 0
-        """What its reader lacks, where it knows."""
+        """Bytes that its reader lacks, if known."""
         self.credited = trio.Event()
         self.is_cut = False
-        """A write ended after some of its bytes had left."""
+        """Whether a write ended after some of its bytes had left."""
         self._writing = trio.Lock()
         self._uncredited_bytes = 0
 
     async def read(self, n: int | None = -1) -> bytes:
-        """What has come, `n` bytes at most. Raises MuxedStreamEOF or MuxedStreamReset."""
+        """Return available bytes, `n` at most. Raises MuxedStreamEOF or MuxedStreamReset."""
         wanted = -1 if n is None else n
         buffer = await self._wait()
         data = bytes(buffer if wanted < 0 else buffer[:wanted])
@@ -83,7 +83,7 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
         return data
 
     async def _wait(self) -> bytearray:
-        """Until something has come."""
+        """Wait until something has come."""
         conn, name = self.conn, self.stream_id
         buffers: dict[int, bytearray] = conn.stream_buffers
         while not (buffer := buffers.get(name)):
@@ -97,8 +97,10 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
         return buffer
 
     async def write(self, data: bytes) -> None:
-        """Raises MuxedStreamError where the stream is closed, or gets no credit for STALL_S. A cancelled write has sent nothing,
-        or `is_cut` says that the stream is of no more use."""
+        """Write all of `data`. Raises MuxedStreamError if the stream is closed, or gets no credit for STALL_S.
+
+        A cancelled write has sent nothing, unless `is_cut` says that the stream is unusable.
+        """
         async with self._writing:
             sent = 0
             try:
@@ -135,13 +137,14 @@ class Yamux(library.Yamux):  # type: ignore[misc]
     def __init__(self, secured_conn: ISecureConn, peer_id: ID, is_initiator: bool | None = None) -> None:
         super().__init__(secured_conn, peer_id, is_initiator=is_initiator)
         self._header = b""
-        """What has come of one."""
+        """Bytes of an incomplete header."""
         self._body: tuple[int, int] | None = None
-        """Of a frame that is not whole: the stream, and bytes to come."""
+        """Stream and missing bytes of an incomplete frame."""
         self._flags = 0
-        """Of that frame: they hold at its end."""
+        """Flags of that frame, which apply at its end."""
 
     async def open_stream(self) -> Stream:
+        """Open a stream. Raises MuxedStreamError."""
         await self.stream_backlog_semaphore.acquire()
         stream = Stream(self.next_stream_id, self, True)
         stream._owns_backlog_slot = True
@@ -160,7 +163,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         return stream
 
     async def handle_incoming(self) -> None:
-        """Take in what comes until the link ends."""
+        """Process incoming bytes until the link ends."""
         try:
             while not self.event_shutting_down.is_set():
                 data = await self.secured_conn.read()
@@ -182,7 +185,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
             await self.secured_conn.write(data)
 
     async def _take_in(self, data: bytes) -> None:
-        """Bytes of the link, wherever they were cut. Raises ProtocolError."""
+        """Process bytes of the link, wherever they were cut. Raises ProtocolError."""
         place = 0
         while place < len(data):
             if self._body is not None:
@@ -198,7 +201,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         assert self._body is not None
         name, missing = self._body
         part = data[place : place + missing]
-        if name in self.streams:  # the rest of one that was reset is dropped
+        if name in self.streams:  # the rest of a reset stream's frame is dropped
             self.stream_buffers[name] += part
             self.stream_events[name].set()
         missing -= len(part)
@@ -249,7 +252,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         await self.new_stream_send_channel.send(stream)
 
     async def _close_by(self, flags: int, name: int) -> None:
-        """What a frame's flags end."""
+        """Apply the flags that end a stream's direction or the stream."""
         stream = self.streams.get(name)
         if stream is None or not flags & (library.FLAG_FIN | library.FLAG_RST):
             return

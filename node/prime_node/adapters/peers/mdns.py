@@ -1,10 +1,10 @@
 """Peers of the same run on the local network, by multicast DNS (zeroconf). Hints only.
 
 Records are those of libp2p's own discovery: a TXT entry `dnsaddr=<multiaddr>/p2p/<key>` for each address. The service's name
-holds the beginning of the run's digest, so that two runs in one house do not meet. Whoever is on the local network hears them,
-and anybody there may say anything: what is heard is an address to try, where the key has to prove itself, and it counts only
-if it is in a network that this machine is in. (The library's own
-class blocks its caller, looks for our address by a route to the internet, and tells all hosts of a process of each other.)
+holds the beginning of the run's digest, so that two runs in one house do not meet. Anyone on the local network receives them
+and can send anything. So a record is an address to try, where the key has to prove itself, and it counts only if it is in a
+network that this machine is in. (The library's own class blocks its caller, looks for our address by a route to the internet,
+and shows all hosts of a process to each other.)
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from prime_protocol.identity import KeyId
 log = logging.getLogger(__name__)
 
 ANSWER_MS_MAX = 3_000
-"""For the addresses behind a name that was heard."""
+"""Milliseconds to resolve the addresses behind a discovered name."""
 CLOSE_S_MAX = 3.0
 
 
 class LocalPeers:
-    """Tells the local network of this peer, and `found` of the others. Used from the event loop."""
+    """Announcer of this peer on the local network, which passes the others to `found`. Used from the event loop."""
 
     def __init__(self, me: KeyId, run: str, *, found: Callable[[PeerAddress], None]) -> None:
         self._me = me
@@ -41,16 +41,19 @@ class LocalPeers:
         self._browser: AsyncServiceBrowser | None = None
         self._asking: set[asyncio.Task[None]] = set()
         self._telling: asyncio.Future[None] | None = None
-        """The library repeats our own announcement for a while, in a task of its own."""
+        """Task in which the library repeats our own announcement for a while."""
         self._closing: asyncio.Task[None] | None = None
         self._only_here = False
-        """This peer listens on loopback alone, and so do those that it looks for."""
+        """Whether this peer listens on loopback alone, and so looks for peers there alone."""
         self._heard_since_s = -limits.PEER_HINTS_S_MAX
         self._heard_of: set[KeyId] = set()
-        """Peers since then."""
+        """Peers discovered since then."""
 
     async def start(self, listening: Sequence[str]) -> None:
-        """`listening`: the multiaddrs on which this peer does. A network without multicast costs a line in the log."""
+        """Announce this peer and look for others.
+
+        `listening` are the multiaddrs on which this peer listens. A network without multicast costs a log line.
+        """
         addresses = local_addresses(listening)
         if not addresses:
             return
@@ -71,25 +74,25 @@ class LocalPeers:
                 server=f"{self._me}.local.",
                 parsed_addresses=inner,
             )
-            # A name is a key, so that nobody else has it: no need to ask first.
+            # A name is a key, so it is unique: no need to probe first.
             self._telling = asyncio.ensure_future(
                 await self._zeroconf.async_register_service(service, cooperating_responders=True)
             )
             self._zeroconf.zeroconf.async_add_listener(_Flood(self._give_up), None)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
-        except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; hints are all that is lost
+        except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; only hints are lost
             log.info("no peers are looked for on the local network: %s", error or type(error).__name__)
             faults.note(log, "looking for peers on the local network", error)
             await self.close()
 
     async def close(self) -> None:
-        """Says goodbye. No task is left when it returns. Idempotent: a second caller waits for the same end."""
+        """Say goodbye. No task is left when it returns. Idempotent: a second caller waits for the same end."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        """Ends the browser first: each name that it hears starts a look-up."""
+        """Close the browser first, since each name that it receives starts a look-up."""
         browser, self._browser = self._browser, None
         zeroconf, self._zeroconf = self._zeroconf, None
         telling, self._telling = self._telling, None
@@ -103,18 +106,21 @@ class LocalPeers:
                 await asyncio.gather(*under_way, return_exceptions=True)
                 if zeroconf is not None:
                     await zeroconf.async_close()
-        except Exception as error:  # noqa: BLE001 - a goodbye that nobody hears is no fault
+        except Exception as error:  # noqa: BLE001 - a goodbye that is not delivered is no fault
             faults.note(log, "local network", error)
 
     def _give_up(self, num_names: int) -> None:
-        """The library keeps every name that it hears for as long as its sender wants."""
+        """Stop listening after a flood: the library keeps every name that it receives for as long as its sender wants."""
         log.warning("the local network tells of %d names: a flood; no peers are looked for there any more", num_names)
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
 
     def _heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        """What says where it is at once, as honest peers do, is taken at once: names that lead nowhere hold up only each
-        other."""
+        """Handle a received name.
+
+        A record with its address, as honest peers send it, is taken at once, so names that lead nowhere delay only each
+        other.
+        """
         if self._closing is not None or state_change is ServiceStateChange.Removed:
             return
         try:
@@ -145,15 +151,20 @@ class LocalPeers:
                 self._found(PeerAddress(told.peer, near))
 
     def _is_near(self, address: str) -> bool:
-        """Whoever answers here can only lead us to machines that it could reach itself, and not to services of our own
-        machine."""
+        """Return whether an address is in our own network, and no service of our own machine.
+
+        So a sender can only name machines that it could reach itself.
+        """
         end = endpoint_of(address)
         if end is None or place_of(end.host) is None or ":" in end.host:
             return False
         return place_of(end.host) == LOOPBACK if self._only_here else is_next_to_us(end.host)
 
     def _has_room(self, peer: KeyId) -> bool:
-        """PEER_HINTS_MAX peers in PEER_HINTS_S_MAX, so that a flood neither fills the log nor drowns out the others for good."""
+        """Return whether one more peer is within PEER_HINTS_MAX in PEER_HINTS_S_MAX.
+
+        So a flood neither fills the log nor permanently crowds out the others.
+        """
         now_s = asyncio.get_running_loop().time()
         if now_s - self._heard_since_s >= limits.PEER_HINTS_S_MAX:
             self._heard_since_s = now_s
@@ -165,7 +176,7 @@ class LocalPeers:
 
 
 class _Flood(RecordUpdateListener):
-    """Notices once that too many names are remembered."""
+    """Detector of too many remembered names. It reports once."""
 
     def __init__(self, give_up: Callable[[int], None]) -> None:
         self._give_up = give_up
@@ -176,14 +187,14 @@ class _Flood(RecordUpdateListener):
         self._num_heard += len(records)
         if self._is_over or self._num_heard < limits.LAN_NAMES_MAX // 4:
             return
-        self._num_heard = 0  # to count the names takes a while
+        self._num_heard = 0  # counting the names takes a while
         if (num_names := len(zc.cache.names())) > limits.LAN_NAMES_MAX:
             self._is_over = True
             self._give_up(num_names)
 
 
 def read_records(records: dict[bytes, bytes | None]) -> tuple[PeerAddress, ...]:
-    """The peer that a TXT record names, with those of its addresses that make sense: one at most, none where it is nonsense."""
+    """Return the peer that a TXT record names, with its valid addresses: one peer at most, none if the record is invalid."""
     by_peer: dict[KeyId, list[str]] = {}
     for name, value in records.items():
         text = (value or b"").decode("ascii", "replace")
@@ -201,7 +212,10 @@ def read_records(records: dict[bytes, bytes | None]) -> tuple[PeerAddress, ...]:
 
 
 def local_addresses(listening: Sequence[str]) -> tuple[str, ...]:
-    """Where others on the local network reach what listens there. Example: /ip4/0.0.0.0/tcp/4001 is /ip4/192.168.1.7/tcp/4001."""
+    """Return where others on the local network reach what listens there.
+
+    Example: /ip4/0.0.0.0/tcp/4001 is /ip4/192.168.1.7/tcp/4001.
+    """
     hosts = own_addresses()
     found: list[str] = []
     for address in listening:

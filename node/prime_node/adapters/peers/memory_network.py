@@ -1,8 +1,8 @@
-"""A peer network inside one process: the port's promises without sockets, for tests and simulations.
+"""A peer network inside one process: the port's contract without sockets, for tests and simulations.
 
-A `MemorySwitch` is the internet; each `MemoryNetwork` plugged into it is one peer. A peer with `dialable=False` sits
-behind a NAT: it dials others and nobody dials it. Announcements travel from neighbour to neighbour, and each
-judges before it forwards.
+A `MemorySwitch` is the internet; each `MemoryNetwork` plugged into it is one peer. A peer with `dialable=False` is behind a
+NAT: it dials others but cannot be dialled. Announcements travel from neighbour to neighbour, and each validates before it
+forwards.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from prime_protocol.identity import KeyId
 
 
 def memory_address(peer: KeyId) -> str:
-    """Where a peer is "dialled". It looks like an address of this machine, as those of a run on one machine do."""
+    """Return the fake address of a peer. It looks like an address of this machine, as in a run on one machine."""
     return f"/ip4/127.0.0.1/tcp/{1_024 + int(digest_of(peer.encode())[:8], 16) % 60_000}"
 
 
 class MemorySwitch:
-    """Knows every peer that has started, and who said to have what."""
+    """Registry of every started peer, and of provider records."""
 
     def __init__(self) -> None:
         self.peers: dict[KeyId, MemoryNetwork] = {}
@@ -43,7 +43,7 @@ class MemorySwitch:
 
 
 class MemoryNetwork:
-    """Implements PeerNetwork. `cut` takes the peer off the net without a word, as a pulled plug does."""
+    """Implementation of PeerNetwork. `cut` disconnects the peer without notice, as a pulled plug does."""
 
     def __init__(
         self, switch: MemorySwitch, peer_id: KeyId, *, run: str, dialable: bool = True, private: bool = False
@@ -67,16 +67,20 @@ class MemoryNetwork:
 
     @property
     def peer_id(self) -> KeyId:
+        """Key id of this peer."""
         return self._peer_id
 
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
+        """Answer requests of a protocol with `handler`. A private peer serves nothing."""
         if not self._private:
             self._served[protocol] = (handler, request_bytes_max)
 
     def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
+        """Join a topic, with a validator and a handler."""
         self._topics[topic] = (validate, handle)
 
     async def start(self) -> None:
+        """Join the switch, and link to the peers of `stay_linked`."""
         self._fault.clear()
         self._switch.peers[self._peer_id] = self
         for address in self._staying.values():
@@ -84,9 +88,11 @@ class MemoryNetwork:
                 self._link(address)
 
     def has_ended(self) -> bool:
+        """Return whether the network ended by `fail`."""
         return self._fault.is_set()
 
     async def ended(self) -> None:
+        """Wait until the network ends by `fail`."""
         await self._fault.wait()
 
     async def fail(self) -> None:
@@ -95,6 +101,7 @@ class MemoryNetwork:
         self._fault.set()
 
     async def close(self) -> None:
+        """Leave the switch. Idempotent."""
         self._switch.peers.pop(self._peer_id, None)
         for peer in list(self._links):
             await self.disconnect(peer)
@@ -104,23 +111,29 @@ class MemoryNetwork:
     cut = close
 
     def addresses(self) -> tuple[str, ...]:
+        """Return the addresses that others can dial; none behind a NAT."""
         return () if self._private or not self._dialable else (memory_address(self._peer_id),)
 
     def reachability(self) -> Reachability:
+        """Return the reachability, as the constructor's arguments say."""
         if self._private:
             return Reachability.PRIVATE
         return Reachability.PUBLIC if self._dialable else Reachability.OUTBOUND
 
     def punched(self) -> tuple[int, int]:
+        """Return (0, 0): no holes are punched here."""
         return (0, 0)
 
     def connected(self) -> tuple[ConnectedPeer, ...]:
+        """Return the linked peers."""
         return tuple(ConnectedPeer(peer, is_relayed=False) for peer in sorted(self._links))
 
     def known(self) -> tuple[PeerAddress, ...]:
+        """Return the known addresses of peers."""
         return tuple(self._known.values())
 
     def learn(self, peers: tuple[PeerAddress, ...]) -> None:
+        """Record addresses of peers. The oldest are dropped beyond KNOWN_PEERS_MAX."""
         for address in peers:
             if address.peer == self._peer_id:
                 continue
@@ -130,13 +143,14 @@ class MemoryNetwork:
                 self._known.pop(next(iter(self._known)))
 
     def stay_linked(self, address: PeerAddress) -> None:
-        """Linked as soon as both are there."""
+        """Link as soon as both are there."""
         if len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
             self._staying[address.peer] = address
             with contextlib.suppress(Unreachable):
                 self._link(address)
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
+        """Link to a peer. Raises Unreachable."""
         return self._link(address)
 
     def _link(self, address: PeerAddress) -> ConnectedPeer:
@@ -154,12 +168,14 @@ class MemoryNetwork:
         return ConnectedPeer(address.peer, is_relayed=False)
 
     async def disconnect(self, peer: KeyId) -> None:
+        """Close the link to a peer."""
         self._links.discard(peer)
         other = self._switch.peers.get(peer)
         if other is not None:
             other._links.discard(self._peer_id)
 
     async def block(self, peer: KeyId, reason: str) -> None:
+        """Close the link to a peer, and refuse it from now on."""
         self._blocked.add(peer)
         self._known.pop(peer, None)
         await self.disconnect(peer)
@@ -167,6 +183,7 @@ class MemoryNetwork:
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
+        """Send a request and return the reply. Raises PeerError or Unreachable."""
         other = self._switch.peers.get(peer)
         if peer not in self._links or other is None:
             raise Unreachable(f"no link to {peer}")
@@ -180,21 +197,24 @@ class MemoryNetwork:
         return reply
 
     async def announce(self, topic: str, data: bytes) -> None:
+        """Send an announcement to all peers. Raises ValueError if it is too long."""
         if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
             raise ValueError(f"an announcement has at most {limits.ANNOUNCEMENT_BYTES_MAX} bytes, got {len(data)}")
         self._seen.add((topic, digest_of(data), self._peer_id))
         await self._forward(topic, data, author=self._peer_id, came_from=self._peer_id)
 
     async def provide(self, digest: str) -> None:
+        """Record that this peer provides a digest. A private peer records nothing."""
         if not self._private:
             self._switch.provided.setdefault((self._run, digest), set()).add(self._peer_id)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
+        """Return the peers that provide a digest."""
         said = self._switch.provided.get((self._run, digest), set()) - {self._peer_id}
         return tuple(PeerAddress(peer, (memory_address(peer),)) for peer in sorted(said))
 
     async def _answer(self, asker: KeyId, protocol: str, payload: bytes) -> bytes:
-        """As the asked peer does it: bounded, and what its handler raises is the answer."""
+        """Answer as the asked peer does: bounded, and with the handler's error as the answer."""
         handler, request_bytes_max = self._served.get(protocol, (_serves_nobody, limits.COUNT_MAX))
         if len(payload) > request_bytes_max:
             raise LimitExceeded("request_bytes_max", len(payload), request_bytes_max)

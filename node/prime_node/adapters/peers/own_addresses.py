@@ -1,4 +1,4 @@
-"""The addresses that this machine's network adapters have, by ifaddr."""
+"""Addresses of this machine's network adapters, by ifaddr."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import ifaddr
 
 
 def own_addresses() -> list[str]:
-    """IPv4, those of this machine alone (127.x) left out. Example: ["192.168.1.7"]."""
+    """Return the IPv4 addresses except loopback (127.x). Example: ["192.168.1.7"]."""
     return [str(one.ip) for one in _interfaces()]
 
 
 def is_next_to_us(host: str) -> bool:
-    """Whether an IPv4 address is in a network that this machine has an adapter in, other than loopback."""
+    """Return whether an IPv4 address is in a network that this machine has an adapter in, other than loopback."""
     return any(IPv4Address(host) in one.network for one in _interfaces() if one.network != IPv4Network("0.0.0.0/0"))
 
 

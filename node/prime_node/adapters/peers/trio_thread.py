@@ -1,9 +1,9 @@
-"""trio in a thread of its own, beside asyncio. libp2p runs on trio, the rest of a node on asyncio.
+"""trio in a thread of its own, next to asyncio. libp2p runs on trio, the rest of a node on asyncio.
 
-Who waits for whom: an asyncio task in `call` waits for a trio task, a trio task in `to_asyncio` for an asyncio one; either
-wait carries result, error and cancellation across. Neither loop ever blocks the other: each hands the work over and goes on.
-The thread ends when `main` does, when `stop` is asked for, or when a background task crashes; then every `call` raises
-ThreadGone, so that nobody waits for a loop that no longer turns.
+Waiting: an asyncio task in `call` waits for a trio task, a trio task in `to_asyncio` for an asyncio one; either wait carries
+result, error and cancellation across. Neither loop ever blocks the other: each delegates the work and goes on. The thread
+ends when `main` does, when `stop` is called, or when a background task crashes. Then every `call` raises ThreadGone, so that
+no task waits for an ended loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class ThreadGone(Unreachable):
-    """The trio thread has not started, has ended, or ended meanwhile."""
+    """A trio thread that has not started, has ended, or ended meanwhile."""
 
 
 class TrioThread:
@@ -42,15 +42,15 @@ class TrioThread:
 
     @property
     def has_ended(self) -> bool:
-        """It ran, and does no more."""
+        """Whether it ran and has ended."""
         return self._thread is not None and self._ended.done()
 
     async def ended(self) -> None:
-        """Waits until it has."""
+        """Wait until it has ended."""
         await asyncio.shield(self._ended)
 
     async def start(self, main: Callable[[Callable[[], None], trio.Event], Awaitable[None]]) -> None:
-        """Run `main(is_ready, stopping)` in the thread; returns when it calls `is_ready`. Raises what ends it before.
+        """Run `main(is_ready, stopping)` in the thread; return when it calls `is_ready`. Raises what ends it before.
 
         `main` returns soon after `stopping` is set; whatever then still runs is cancelled.
         """
@@ -71,10 +71,10 @@ class TrioThread:
             failure: BaseException | None = None
             try:
                 trio.run(root)
-            except BaseException as error:  # noqa: BLE001 - the edge of the thread: whatever it was ends it, and is told
+            except BaseException as error:  # noqa: BLE001 - the edge of the thread: any error ends it, and is reported
                 failure = _only(error)
             self._tell(ready, failure or ThreadGone(f"the {self._name} thread ended"))
-            with contextlib.suppress(RuntimeError):  # the asyncio loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the asyncio loop is closed: nothing waits any more
                 self._loop.call_soon_threadsafe(self._end, failure)
 
         self._thread = threading.Thread(target=turn, name=self._name, daemon=True)
@@ -91,7 +91,7 @@ class TrioThread:
         await asyncio.shield(self._ended)
 
     async def call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """`await function(...)` in the thread. Cancelling the caller cancels it there and waits until it is gone."""
+        """Run `await function(...)` in the thread. Cancelling the caller cancels it there and waits for its end."""
         if self._token is None or self._ended.done():
             raise ThreadGone(f"the {self._name} thread does not run")
         done: asyncio.Future[None] = self._loop.create_future()
@@ -118,13 +118,13 @@ class TrioThread:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(scope.cancel)
             await asyncio.wait([done])
-            done.exception()  # seen: the caller is cancelled anyway
+            done.exception()  # retrieved: the caller is cancelled anyway
             raise
         finally:
             self._waiting.discard(done)
 
     def spawn(self, function: Callable[[], Awaitable[None]]) -> None:
-        """Start a task in the thread that nobody waits for; if it crashes, `main` is told to stop.
+        """Start a task in the thread without waiting for it; if it crashes, `stopping` is set.
 
         Does nothing once the thread has ended.
         """
@@ -140,7 +140,7 @@ class TrioThread:
             self._spawn(run)
 
     async def to_asyncio(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """The way back, for a trio task: `await function(...)` in the asyncio loop."""
+        """Run `await function(...)` in the asyncio loop, for a trio task."""
         done = trio.Event()
         token = trio.lowlevel.current_trio_token()
         outcome: list[_T] = []
@@ -180,7 +180,10 @@ class TrioThread:
         return outcome[0]
 
     async def borrow(self, function: Callable[[], Awaitable[_T]], give_back: Callable[[_T], None]) -> _T:
-        """As `to_asyncio`. Where the caller is cancelled as the result comes, `give_back` gets it, in the asyncio loop."""
+        """Run `function` as `to_asyncio` does.
+
+        If the caller is cancelled as the result comes, pass it to `give_back` in the asyncio loop.
+        """
         given: list[_T] = []
 
         async def keep() -> _T:
@@ -198,13 +201,13 @@ class TrioThread:
             raise
 
     def soon(self, function: Callable[[], None]) -> None:
-        """From a trio task: call `function` in the asyncio loop, without waiting."""
+        """Call `function` in the asyncio loop from a trio task, without waiting."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function)
 
     def _spawn(self, function: Callable[[], Awaitable[None]]) -> None:
         def begin() -> None:
-            with contextlib.suppress(RuntimeError):  # closed to new arrivals: the thread is ending
+            with contextlib.suppress(RuntimeError):  # closed to new tasks: the thread is ending
                 if self._nursery is not None:
                     self._nursery.start_soon(function)
 
@@ -231,7 +234,7 @@ class TrioThread:
             self._loop.call_soon_threadsafe(settle)
 
     def _end(self, failure: BaseException | None) -> None:
-        """In the asyncio loop, after the thread's last word."""
+        """Finish in the asyncio loop, after the thread's last message."""
         if failure is not None:
             log.error("the %s thread ended with an error", self._name, exc_info=failure)
         for future in self._waiting:
@@ -241,7 +244,7 @@ class TrioThread:
 
 
 def _only(error: BaseException) -> BaseException:
-    """What a nursery wrapped, where it is one error alone."""
+    """Return the error that a nursery wrapped, if it is only one."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -1,1 +1,1 @@
-"""Walls around a process: Landlock, seccomp, resource limits, capabilities and namespaces, on Linux."""
+"""Confinement of a process: Landlock, seccomp, resource limits, capabilities and namespaces, on Linux."""

@@ -1,8 +1,8 @@
 """bubblewrap (github.com/containers/bubblewrap): a command in namespaces of its own.
 
-It gives what Landlock cannot: no path leads to a socket outside, /proc shows only the command's own processes, /tmp and /dev/shm
-are its own and vanish with it, and there is no network but by name. A process that Landlock already binds can mount nothing, so
-it can start nothing this way: `find_bubblewrap` tells.
+It adds to Landlock: no path leads to a socket outside, and /proc shows only the command's own processes. /tmp and /dev/shm are
+private and vanish with it, and it has no network unless requested. A process that Landlock already confines cannot mount
+anything, so it cannot start a command this way: `find_bubblewrap` reports that.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ TRY_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a command sees of the file system, each thing under its own path. What does not exist is left out."""
+    """File system that a command sees, each part under its own path. Paths that do not exist are left out."""
 
     read: tuple[Path, ...] = ()
     write: tuple[Path, ...] = ()
     devices: tuple[Path, ...] = ()
     folder: Path = Path("/")
-    """Where it starts."""
+    """Working folder."""
     tmp_bytes: int | None = None
     """Size of its /tmp, and of its /dev/shm; None is half of the machine's memory."""
     switches_user: bool = False
-    """Whether the command, which root starts, takes another user: it keeps the capabilities for that until it has, and may pass
-    through the folders above what is named."""
+    """Whether the command, started by root, switches to another user. It keeps the capabilities for that until then, and may
+    pass through the folders above the named paths."""
     network: bool = False
-    """Whether it shares the host's network. Without, it has a loopback interface of its own."""
+    """Whether it shares the host's network. Otherwise it has a loopback interface of its own."""
 
 
 @functools.cache
 def find_bubblewrap() -> tuple[str, str]:
-    """(path of the program, why it does not serve); one of the two is empty. Runs it once to find out."""
+    """Return (path of the program, why it does not work); one of the two is empty. Runs it once to find out."""
     program = shutil.which("bwrap")
     if program is None:
         return "", "bubblewrap is not installed"
@@ -59,7 +59,7 @@ def find_bubblewrap() -> tuple[str, str]:
 
 
 def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:
-    """The command line that runs `command` inside. Killing it kills all that runs inside; other signals do not reach that."""
+    """Return the command line that runs `command` inside. Only killing it affects the processes inside; it kills them all."""
     line = [program, "--die-with-parent", "--new-session", "--unshare-ipc", "--unshare-pid"]
     line += [] if view.switches_user else ["--unshare-user-try"]
     line += ["--unshare-uts", "--unshare-cgroup-try", *([] if view.network else ["--unshare-net"])]
@@ -85,7 +85,7 @@ def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:
             line += ["--perms", "0755", "--dir", str(folder_above)]
     for path, option in binds.items():
         line += [f"{option}-try", str(path), str(path)]
-    for path, target in links.items():  # programs find what they look for under both names
+    for path, target in links.items():  # programs use either name
         line += ["--symlink", str(target), str(path)]
     return [*line, "--chdir", str(view.folder), "--", *command]
 
@@ -108,5 +108,5 @@ def _binds(view: View) -> dict[Path, str]:
 
 
 def _is_made_anew(path: Path, option: str) -> bool:
-    """Whether the command has its own: /proc always, /dev but for the devices that are named and the host's shared memory."""
+    """Return whether the command has its own: all of /proc, and /dev except for named devices and the host's shared memory."""
     return path.parts[:2] == ("/", "proc") or (path.parts[:2] == ("/", "dev") and option == "--ro-bind")

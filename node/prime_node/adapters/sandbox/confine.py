@@ -1,4 +1,4 @@
-"""All walls at once: `confine(rules)` binds this process and all that it starts, for good."""
+"""All layers of the sandbox at once: `confine(rules)` binds this process and all that it starts, irrevocably."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OF_UNIX = ("abstract sockets", "Unix sockets by path")
 
 
 def confine(rules: SandboxRules) -> SandboxLevel:
-    """Leave this process what the rules name, and nothing else; the Level says what this system does not enforce.
+    """Restrict this process to what the rules name, and return what this system does and does not enforce.
 
-    To be called before the first thread is started. Raises OSError where the kernel refuses what it says that it has, and
-    RuntimeError where other threads run that Landlock (before ABI 8) would leave free.
+    Call it before the first thread starts. Raises OSError if the kernel refuses a feature that it claims to have, and
+    RuntimeError if other threads run that Landlock (before ABI 8) would leave unconfined.
     """
     if sys.platform != "linux":
         missing = f"{sys.platform} has neither Landlock nor seccomp"
@@ -49,7 +49,10 @@ def confine(rules: SandboxRules) -> SandboxLevel:
 
 
 def _with_sockets(walls: list[Wall], rules: SandboxRules, filtered: Wall) -> list[Wall]:
-    """Without the family, no Unix socket is reached at all; in a root of its own, none by a path that leads outside."""
+    """Add the state of Unix sockets.
+
+    Without the family none can be reached; in a root of its own, none by a path that leads outside.
+    """
     if Family.UNIX not in rules.families and filtered.up:
         return [*(wall for wall in walls if wall.what not in _OF_UNIX), Wall("Unix sockets", True)]
     has_own_root = rules.own_root and walls[0].up
@@ -57,7 +60,7 @@ def _with_sockets(walls: list[Wall], rules: SandboxRules, filtered: Wall) -> lis
 
 
 def num_threads() -> int:
-    """Of this process; 1 where the system does not say."""
+    """Return this process's number of threads; 1 if it is unknown."""
     try:
         return sum(1 for _ in _TASKS.iterdir())
     except OSError:

@@ -1,7 +1,7 @@
 """Landlock (docs.kernel.org/userspace-api/landlock.html): files, TCP ports, signals and abstract sockets, without privileges.
 
-A domain binds the calling thread and all that it starts from then on, and cannot be lifted. Each ABI version adds rights:
-1 files (Linux 5.13), 2 moves between folders (5.19), 3 truncation (6.2), 4 TCP ports (6.7), 5 ioctl on devices (6.10), 6 signals
+A domain binds the calling thread and all that it starts from then on, and cannot be lifted. Each ABI version adds rights: 1
+files (Linux 5.13), 2 moves between folders (5.19), 3 truncation (6.2), 4 TCP ports (6.7), 5 ioctl on devices (6.10), 6 signals
 and abstract sockets (6.12), 7 audit flags (6.15), 8 all threads at once (7.0), 9 Unix sockets by path (7.1).
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from prime_node.adapters.sandbox.rules import SandboxRules, Wall
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-"""System calls; the same number on every architecture."""
+"""Numbers of the system calls, the same on every architecture."""
 _VERSION_FLAG = 1
 _PATH_BENEATH, _NET_PORT = 1, 2
 
@@ -28,9 +28,9 @@ MAKE_REG, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 MAKE_SYM, REFER, TRUNCATE, IOCTL_DEV, RESOLVE_UNIX = 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16
 _FIRST_RIGHTS = (1 << 13) - 1
 _LATER_RIGHTS = {2: REFER, 3: TRUNCATE, 5: IOCTL_DEV, 9: RESOLVE_UNIX}
-"""ABI -> right over files that it brought."""
+"""ABI version -> right over files that it added."""
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV | RESOLVE_UNIX
-"""Rights that may be granted on something that is no folder."""
+"""Rights that may be granted on anything but a folder."""
 
 READ = EXECUTE | READ_FILE | READ_DIR
 WRITE = (WRITE_FILE | READ_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | MAKE_SOCK | MAKE_FIFO) | (
@@ -58,16 +58,17 @@ class _Port(ctypes.Structure):
 
 
 def abi() -> int:
-    """The version that this kernel has; 0 without Landlock."""
+    """Return this kernel's ABI version; 0 without Landlock."""
     if sys.platform != "linux":
         return 0
     return max(0, int(_libc().syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
 def restrict_access(rules: SandboxRules) -> list[Wall]:
-    """Bind this thread, and with ABI 8 all threads, to the rules. The caller has set no_new_privs.
+    """Bind this thread, and with ABI 8 all threads, to the rules.
 
-    Returns what is enforced from now on. Raises OSError where the kernel has Landlock and refuses.
+    The caller has set no_new_privs. Returns what is enforced from now on. Raises OSError if the kernel has Landlock and
+    refuses.
     """
     version = abi()
     if version < 1:
@@ -79,7 +80,7 @@ def restrict_access(rules: SandboxRules) -> list[Wall]:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.E2BIG) or version < ABI_UNIX_PATHS:
             raise
-        version = ABI_TSYNC  # a kernel newer than this file, with other numbers for what followed
+        version = ABI_TSYNC  # a newer kernel than this file, with other numbers for later rights
         handled = _handled(rules, version)
         ruleset = _checked(_libc().syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0))
     try:
@@ -95,7 +96,7 @@ def restrict_access(rules: SandboxRules) -> list[Wall]:
 
 
 def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
-    """The same paths without what is hidden below them: instead of a folder that holds it, everything else in that folder."""
+    """Return the paths without hidden ones below them: a folder that contains one is replaced by the rest of its content."""
     kept_out, found = list(hidden), []
     for path in paths:
         real = path.resolve()
@@ -104,7 +105,7 @@ def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
         if any(real in one.parents for one in kept_out):
             try:
                 inside = sorted(path.iterdir())
-            except OSError:  # what this user may not list, it cannot grant
+            except OSError:  # a user cannot grant what it may not list
                 continue
             found += around(inside, kept_out)
         else:
@@ -113,7 +114,7 @@ def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
 
 
 def readable(rules: SandboxRules) -> list[Path]:
-    """What is named below something hidden stays open; a folder above it is opened around it."""
+    """Return the readable paths. A named path below a hidden one stays; a folder above a hidden one is opened around it."""
     hidden = [path.resolve() for path in rules.hidden]
     named = [path for path in rules.read if any(one in path.resolve().parents for one in hidden)]
     return [*around([path for path in rules.read if path not in named], hidden), *named]
@@ -148,14 +149,14 @@ def _flags(rules: SandboxRules, version: int) -> int:
 
 
 def _asked(rules: SandboxRules) -> list[str]:
-    """Names of the walls beside files, in the order of `enforced_walls`."""
+    """Return names of the requested restrictions besides files, in the order of `enforced_walls`."""
     names = ["TCP ports"] if rules.bind_ports is not None or rules.connect_ports is not None else []
     names += [] if rules.signals_outside else ["signals"]
     return names if rules.abstract_sockets_outside else [*names, "abstract sockets"]
 
 
 def enforced_walls(rules: SandboxRules, version: int) -> list[Wall]:
-    """What a kernel of that ABI enforces of the rules."""
+    """Return what a kernel with that ABI enforces of the rules."""
     found = [Wall("files", True)]
     for name in _asked(rules):
         since, linux = (ABI_NET, "6.7") if name == "TCP ports" else (ABI_SCOPES, "6.12")
@@ -165,7 +166,7 @@ def enforced_walls(rules: SandboxRules, version: int) -> list[Wall]:
 
 
 def _allow_path(ruleset: int, path: Path, rights: int) -> None:
-    """What does not exist, or may not be opened anyway, is left out."""
+    """Grant rights on a path, ignoring one that does not exist or cannot be opened anyway."""
     try:
         parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

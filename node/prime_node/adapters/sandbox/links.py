@@ -1,4 +1,4 @@
-"""Symbolic links on the way to a path, which a view of the file system has to contain besides what they lead to."""
+"""Symbolic links on the way to a path, which a view of the file system must contain besides their targets."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MADE_ANEW = ("proc", "dev")
-"""Folders of the root whose links a view has of its own."""
+"""Folders of the root whose links a view creates itself."""
 
 
 def links_on_the_way(paths: Iterable[Path]) -> dict[Path, Path]:
     """Find the links in the names of absolute paths: the real place of each, and the real path behind it.
 
-    Neither leads through another link, so a view may make the links in any order. Links that lead nowhere are left out.
-    Example: {Path("/bin"): Path("/usr/bin")}.
+    Neither leads through another link, so a view may create the links in any order. Links without an existing target are left
+    out. Example: {Path("/bin"): Path("/usr/bin")}.
     """
     found: dict[Path, Path] = {}
     for path in paths:

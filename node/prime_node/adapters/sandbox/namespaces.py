@@ -1,8 +1,8 @@
-"""This process in a file system of its own: `enter_namespaces` makes a root that holds what it is given and nothing else.
+"""This process in its own file system: `enter_namespaces` makes a root that contains only the given paths.
 
-It needs neither a program nor privileges where the kernel lets users make namespaces. What it adds to Landlock: files outside
-cannot even be named, so neither their modes nor their times change, no socket file of another program can be reached, and /tmp
-and /dev/shm are private. The process keeps its id, its children and its network. A child tries it first, and leaves no traces.
+It needs neither a program nor privileges if the kernel lets users make namespaces. It adds to Landlock: files outside cannot
+even be named, so neither their modes nor their times change. No socket file of another program can be reached, and /tmp and
+/dev/shm are private. The process keeps its id, its children and its network. A child tries it first, and leaves no traces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOUNT_SETATTR, _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 442, 1, 2, 4
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _TRY_BYTES_MAX = 1_024
 EMPTY = ("/tmp", "/dev/shm")
-"""New and empty inside, and to be written to."""
+"""Folders that are new, empty and writable inside."""
 OLD, NEW = "/old", "/new"
 
 
@@ -38,7 +38,7 @@ class _Attributes(ctypes.Structure):
 
 
 def enter_namespaces(view: View) -> Wall:
-    """Leave this process the paths of the view. The caller has one thread. `view.network` is not looked at: it stays as it is."""
+    """Restrict this process to the paths of the view. The caller has one thread. `view.network` is ignored: the network stays."""
     if sys.platform != "linux":
         return Wall(WHAT, False, f"{sys.platform} has no namespaces")
     why = _tried(view)
@@ -49,7 +49,7 @@ def enter_namespaces(view: View) -> Wall:
 
 
 def _tried(view: View) -> str:
-    """Why it does not work here, found out by a child; empty where it does."""
+    """Return why a child could not do this here; empty if it could."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -73,7 +73,7 @@ def _tried(view: View) -> str:
 
 
 def _enter(view: View) -> None:
-    """Raises OSError."""
+    """Enter the namespaces. Raises OSError."""
     here, uid, gid = Path.cwd(), os.geteuid(), os.getegid()
     wanted, links = _mounts(view), links_on_the_way((*view.read, *view.write, *view.devices))
     try:
@@ -112,7 +112,7 @@ def _enter(view: View) -> None:
 
 
 def _mounts(view: View) -> list[tuple[Path, int]]:
-    """Real places to bind, the outer before the inner, each with what is taken from it."""
+    """Return real places to bind, the outer before the inner, each with the attributes that restrict it."""
     safe = _ATTR_NOSUID | _ATTR_NODEV
     kinds = ((view.read, safe | _ATTR_RDONLY), (view.write, safe), (view.devices, _ATTR_NOSUID))
     real = {path.resolve(): taken for paths, taken in kinds for path in paths}
@@ -125,7 +125,7 @@ def _mounts(view: View) -> list[tuple[Path, int]]:
 
 
 def _bind(place: str, attributes: int) -> None:
-    """What is not there is left out."""
+    """Bind a path, ignoring one that does not exist."""
     source, target = Path(OLD + place), Path(NEW + place)
     if source.is_dir():
         target.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a process gives up for good: privileges by exec, capabilities, and resources beyond a limit."""
+"""What a process gives up irrevocably: privileges by exec, capabilities, and resources beyond a limit."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _VERSION_3 = 0x20080522
 CHOWN, DAC_OVERRIDE, FOWNER, KILL, SETGID, SETUID = 0, 1, 3, 5, 6, 7
 NET_BIND_SERVICE, IPC_LOCK, SYS_NICE = 10, 14, 23
 ORDINARY = (DAC_OVERRIDE, FOWNER, NET_BIND_SERVICE, IPC_LOCK, SYS_NICE)
-"""What root in a container needs to work as a user would: its folders, however they are owned; a low port; pinned memory."""
+"""Capabilities with which root in a container works like a user: its folders whatever their owner; a low port; pinned memory."""
 GIVES_WORK_AWAY = (CHOWN, KILL, SETGID, SETUID)
-"""What root needs besides to start processes as a user with fewer rights, and to end them."""
+"""Further capabilities that root needs to start processes as a user with fewer rights, and to end them."""
 
 
 def no_new_privileges() -> None:
-    """From now on no exec gains any: set-user-ID programs run as this user. Raises OSError."""
+    """Prevent any exec from gaining privileges: set-user-ID programs run as this user. Raises OSError."""
     _prctl(_NO_NEW_PRIVS, 1)
 
 
 def forbid_dumps() -> None:
-    """No core file, no ptrace, and /proc/PID of this process is root's. Raises OSError."""
+    """Disable core files and ptrace, and make /proc/PID of this process root's. Raises OSError."""
     _prctl(_SET_DUMPABLE, 0)
 
 
 def drop_capabilities(keep: Iterable[int]) -> Wall:
-    """Give up all others, for what is executed later too. A process without any has nothing to give up."""
+    """Drop all other capabilities, also for executed programs. A process without any has nothing to drop."""
     wanted = sum(1 << number for number in set(keep))
     held = _capabilities()[1]
     if held == 0:
@@ -55,7 +55,7 @@ def drop_capabilities(keep: Iterable[int]) -> Wall:
 
 
 def apply_limits(limits: ProcessLimits) -> None:
-    """Soft and hard alike; no core files in any case. Raises OSError."""
+    """Set soft and hard limits alike, and always forbid core files. Raises OSError."""
     wanted = {
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_DATA: limits.data_bytes,
@@ -73,7 +73,7 @@ def apply_limits(limits: ProcessLimits) -> None:
 
 
 def _capabilities() -> tuple[int, int]:
-    """(effective, permitted) of this thread."""
+    """Return (effective, permitted) of this thread."""
     header, data = struct.pack("=Ii", _VERSION_3, 0), ctypes.create_string_buffer(24)
     if _libc().capget(header, data) != 0:
         return 0, 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Family(StrEnum):
-    """A socket family that a process may open; every other family is refused."""
+    """Socket family that a process may open; every other family is refused."""
 
     INET = "inet"
     INET6 = "inet6"
@@ -18,12 +18,12 @@ class Family(StrEnum):
 
 
 NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
-"""What a process needs that talks to other machines. Unix sockets are not among it."""
+"""Families of a process that talks to other machines. Unix sockets are not included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
-    """Resource limits (setrlimit). None leaves a limit as it is. A limit is never raised above the present hard limit."""
+    """Resource limits (setrlimit). None leaves a limit unchanged. A limit is never raised above the present hard limit."""
 
     data_bytes: int | None = None
     """RLIMIT_DATA: private writable memory of one process, in bytes."""
@@ -34,28 +34,28 @@ class ProcessLimits:
     file_bytes: int | None = None
     """RLIMIT_FSIZE: size of one file that the process writes, in bytes."""
     open_files: int | None = None
-    """RLIMIT_NOFILE."""
+    """RLIMIT_NOFILE: open file descriptors."""
     cpu_seconds: int | None = None
-    """RLIMIT_CPU."""
+    """RLIMIT_CPU: CPU time in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxRules:
-    """What a process keeps. Paths that do not exist are left out; symbolic links are resolved."""
+    """Access that a process keeps. Paths that do not exist are left out; symbolic links are resolved."""
 
     read: tuple[Path, ...] = ()
     """Files and folders to read and to execute."""
     write: tuple[Path, ...] = ()
-    """Folders to read and write in: files, links, sockets and pipes, but no device nodes, and nothing there is executed."""
+    """Folders to read and write in: files, links, sockets and pipes, but no device nodes. Nothing in them can be executed."""
     devices: tuple[Path, ...] = ()
     """Device files, or folders of them, to read, write and control (ioctl)."""
     hidden: tuple[Path, ...] = ()
-    """Paths that stay closed although a path of `read` lies above them. A path of `read` that lies below one stays open."""
+    """Paths that stay closed although a path of `read` is above them. A path of `read` below one stays open."""
     own_root: bool = False
-    """Whether to take a file system of its own where the system gives one (namespaces.py), with an empty /tmp and /dev/shm to
-    write in. Modes may be changed in it."""
+    """Whether to use a file system of its own if the system supports it (namespaces.py), with an empty writable /tmp and
+    /dev/shm. Modes may be changed in it."""
     write_in_shared_root: tuple[Path, ...] = ()
-    """Further folders of `write` where the process takes or gets no root of its own."""
+    """Further folders of `write` if the process does not want or get its own root."""
     bind_ports: tuple[int, ...] | None = None
     """TCP ports to listen on; None allows all, () none. 0 is a port that the system chooses."""
     connect_ports: tuple[int, ...] | None = None
@@ -63,18 +63,19 @@ class SandboxRules:
     families: frozenset[Family] = frozenset()
     """Socket families. Without UNIX, connected pairs of stream sockets (socketpair) still work."""
     signals_outside: bool = False
-    """Whether processes outside may be sent signals."""
+    """Whether the process may send signals to processes outside."""
     abstract_sockets_outside: bool = False
-    """Whether abstract Unix sockets of processes outside may be connected to."""
+    """Whether it may connect to abstract Unix sockets of processes outside."""
     namespaces: bool = False
-    """Whether the process may make namespaces (unshare, clone)."""
+    """Whether it may make namespaces (unshare, clone)."""
     change_modes: bool = True
-    """Whether modes, owners, times and extended attributes may be changed of files that are named by a path. Landlock does not
-    look at that; a root of its own keeps those of files outside."""
+    """Whether it may change modes, owners, times and extended attributes of files by path. Landlock does not restrict that; a
+    root of its own protects those of files outside."""
     keep_capabilities: tuple[int, ...] = ()
-    """Of a process of root: numbers of the capabilities that stay. All others are dropped for good."""
+    """Numbers of the capabilities that a process of root keeps. All others are dropped irrevocably."""
     dumpable: bool = True
-    """False keeps other processes of the same user from its memory, and itself from /proc/PID/fd of its own relatives."""
+    """Whether the process is dumpable. False keeps other processes of the same user from its memory, and the process itself
+    from /proc/PID/fd of its relatives."""
     log_denials: bool = True
     """Whether Landlock's refusals go to the system's audit log (ABI 7)."""
     umask: int | None = None
@@ -83,32 +84,33 @@ class SandboxRules:
 
 @dataclass(frozen=True, slots=True)
 class Wall:
-    """One thing that is enforced, or is not."""
+    """Restriction that is enforced or is not."""
 
     what: str
-    """Example: "files"."""
+    """Name of the restricted access. Example: "files"."""
     up: bool
     why: str = ""
-    """Where it is not up: the reason, as a clause for a person."""
+    """Reason why it is not enforced, as a clause for a person."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxLevel:
-    """What the system enforces of some Rules."""
+    """What the system enforces of some rules."""
 
     walls: tuple[Wall, ...]
 
     @property
     def up(self) -> frozenset[str]:
-        """Names of the walls that stand. Example: level.up >= {"files"}."""
+        """Names of the enforced restrictions. Example: level.up >= {"files"}."""
         return frozenset(wall.what for wall in self.walls if wall.up)
 
     @property
     def is_full(self) -> bool:
+        """Whether the system enforces all that the rules ask for."""
         return all(wall.up for wall in self.walls)
 
     def sentence(self) -> str:
-        """One line for a person: what is enforced, then what is not and why."""
+        """Return one line for a person: what is enforced, then what is not and why."""
         up = [wall.what for wall in self.walls if wall.up]
         down: dict[str, list[str]] = {}
         for wall in self.walls:

@@ -1,8 +1,9 @@
-"""A seccomp filter (docs.kernel.org/userspace-api/seccomp_filter.html): refuses system calls that no role of ours makes.
+"""A seccomp filter (docs.kernel.org/userspace-api/seccomp_filter.html): refuses system calls that none of our roles makes.
 
-A filter binds all threads of the process and all that they start, and cannot be lifted. It sees numbers and register values,
-never what a pointer leads to. So clone3, whose flags lie in memory, is answered as if the kernel had none, and C libraries fall
-back to clone. What it refuses gets an error number; a call by a foreign convention (32-bit, x32) ends the process.
+A filter binds all threads of the process and all that they start, and cannot be lifted. It sees call numbers and register
+values, never memory behind a pointer. The flags of clone3 are in memory, so the filter answers as if the kernel had no clone3,
+and C libraries fall back to clone. A refused call gets an error number; a call by another convention (32-bit, x32) ends the
+process.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _SECCOMP = {0xC000003E: 317, 0xC00000B7: 277}
 """AUDIT_ARCH_* -> number of the call seccomp."""
 
 NAMESPACE_FLAGS = 0x7E02_0080
-"""CLONE_NEW* of unshare. In clone's flags 0x80 is part of a signal number."""
+"""Flags CLONE_NEW* of unshare. In clone's flags 0x80 is part of a signal number."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
-"""Both put characters into a terminal's input, so the user's shell would run them."""
+"""Commands that put characters into a terminal's input, so that the user's shell would run them."""
 _SOCK_TYPE, _STREAM, _SEQPACKET = 0xF, 1, 5
 
 ALWAYS_REFUSED = (
@@ -40,16 +41,16 @@ ALWAYS_REFUSED = (
     *("fanotify_init", "modify_ldt", "uselib"),
 )
 NOT_THERE = ("io_uring_setup", "io_uring_enter", "io_uring_register")
-"""Answered by ENOSYS: libraries fall back. Its requests pass by every filter of system calls."""
+"""Calls answered by ENOSYS, so that libraries fall back. io_uring requests bypass every filter of system calls."""
 CHANGES_MODES = (
     *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat"),
 )
-"""By a path. What is open may be changed: Landlock has looked at it."""
+"""Calls that change attributes by path. Open files may be changed: Landlock has checked them."""
 SCHEDULING_OF_THREADS = ("sched_setaffinity", "sched_setscheduler", "sched_setparam")
-"""Calls that glibc makes with a thread's own id, which a filter cannot tell from a foreign one. For an id other than zero they
-are skipped and return success: libzmq aborts, and libgomp with OMP_PROC_BIND cannot start a thread, where they return an error.
-So threads that name themselves are not pinned."""
+"""Calls that glibc makes with a thread's own id, which a filter cannot distinguish from another's. For an id other than zero
+they are skipped and return success, because on an error libzmq aborts, and libgomp with OMP_PROC_BIND cannot start a thread. So
+threads that name themselves are not pinned."""
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 
 _FAMILIES = {
@@ -65,7 +66,7 @@ class _Program(ctypes.Structure):
 
 
 def restrict_calls(rules: SandboxRules) -> Wall:
-    """Bind this process to the filter. The caller has set no_new_privs. Raises OSError where the kernel refuses it."""
+    """Bind this process to the filter. The caller has set no_new_privs. Raises OSError if the kernel refuses it."""
     machine = architecture()
     if machine is None:
         return Wall("system calls", False, "no filter is written for this processor")
@@ -86,7 +87,7 @@ def restrict_calls(rules: SandboxRules) -> Wall:
 
 @dataclass(slots=True)
 class _Code:
-    """Instructions in the making. The accumulator holds the call's number between two blocks."""
+    """Instructions under construction. The accumulator holds the call's number between two blocks."""
 
     machine: Architecture
     made: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -95,14 +96,14 @@ class _Code:
         self.made.append((code, true, false, value))
 
     def refuse(self, *names: str, error: int = errno.EPERM) -> None:
-        """Whatever their arguments are. A call that the architecture does not have is left out."""
+        """Refuse calls with any arguments. A call that the architecture does not have is left out."""
         for name in names:
             if (number := self.machine.numbers.get(name)) is not None:
                 self.add(_JEQ, number, 0, 1)
                 self.add(_RET, _ERRNO | error)
 
     def judge(self, name: str, body: list[tuple[int, int, int, int]]) -> None:
-        """`body` decides by the call's arguments, and returns on every way."""
+        """Let `body` decide by the call's arguments. It returns on every path."""
         self.add(_JEQ, self.machine.numbers[name], 0, len(body))
         self.made += body
 
@@ -111,7 +112,7 @@ class _Code:
 
 
 def program(rules: SandboxRules, machine: Architecture) -> bytes:
-    """The filter's instructions. Example: len(program(Rules(), architecture())) // 8."""
+    """Return the filter's instructions. Example: len(program(Rules(), architecture())) // 8."""
     code = _Code(machine)
     code.add(_LD, _AT_ARCH)
     code.add(_JEQ, machine.audit, 1, 0)
@@ -146,11 +147,11 @@ def program(rules: SandboxRules, machine: Architecture) -> bytes:
 Instructions = list[tuple[int, int, int, int]]
 _REFUSED, _ALLOWED = (_RET, 0, 0, _ERRNO | errno.EPERM), (_RET, 0, 0, _ALLOW)
 _PRETENDED = (_RET, 0, 0, _ERRNO)
-"""Skips the call and returns success."""
+"""Instruction that skips the call and returns success."""
 
 
 def _load(argument: int) -> tuple[int, int, int, int]:
-    """The lower half of an argument: all that the kernel takes of flags, families and commands."""
+    """Load the lower half of an argument: the kernel uses only this half of flags, families and commands."""
     return (_LD, 0, 0, _AT_ARGUMENTS + 8 * argument)
 
 
@@ -168,18 +169,18 @@ def _only_zero(argument: int, *, otherwise: tuple[int, int, int, int] = _REFUSED
 
 
 def _only_of_the_caller(kind: int) -> Instructions:
-    """Allow `kind`, one process or thread, with the id zero. Groups and users hold foreign processes."""
+    """Allow `kind`, one process or thread, with the id zero. Groups and users include other processes."""
     return [_load(0), (_JEQ, 0, 3, kind), _load(1), (_JEQ, 0, 1, 0), _ALLOWED, _REFUSED]
 
 
 def _without_path() -> Instructions:
-    """The second argument, a path, is null in both halves where the call is about an open file."""
+    """Allow a call on an open file: its second argument, a path, is null in both halves."""
     high = (_LD, 0, 0, _AT_ARGUMENTS + 8 + 4)
     return [_load(1), (_JEQ, 0, 3, 0), high, (_JEQ, 0, 1, 0), _ALLOWED, _REFUSED]
 
 
 def _families(allowed: frozenset[Family]) -> Instructions:
-    """Families by name; of netlink, routing alone."""
+    """Allow these families; of netlink, routing alone."""
     lines = [_load(0)]
     for family in sorted(allowed - {Family.NETLINK}):
         lines += [(_JEQ, 0, 1, int(_FAMILIES[family])), _ALLOWED]
@@ -190,5 +191,5 @@ def _families(allowed: frozenset[Family]) -> Instructions:
 
 
 def _pairs() -> Instructions:
-    """A datagram socket of a pair could still send to a path."""
+    """Allow stream and seqpacket pairs: a datagram socket of a pair could still send to a path."""
     return [_load(1), (_AND, 0, 0, _SOCK_TYPE), (_JEQ, 1, 0, _STREAM), (_JEQ, 0, 1, _SEQPACKET), _ALLOWED, _REFUSED]

@@ -1,4 +1,4 @@
-"""Numbers of the system calls that a filter looks at, by architecture (from the kernel's asm/unistd.h)."""
+"""Numbers of the system calls that a filter checks, by architecture (from the kernel's asm/unistd.h)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a filter has to know of a processor."""
+    """Processor properties that a filter depends on."""
 
     audit: int
-    """AUDIT_ARCH_*: how the kernel names the convention that a call was made by."""
+    """AUDIT_ARCH_*: the kernel's name for the convention of a call."""
     foreign_from: int | None
-    """Numbers from here on belong to a second convention of the same name (x32)."""
+    """Number from which calls belong to a second convention of the same name (x32)."""
     numbers: dict[str, int]
 
 
@@ -28,7 +28,7 @@ _SINCE_5_1 = _table(
     removexattrat=466 open_tree_attr=467
     """
 )
-"""Newer calls have one number everywhere."""
+"""Newer calls, which have one number on every architecture."""
 
 _X86_64 = (
     _table(
@@ -71,5 +71,5 @@ _KNOWN = {
 
 
 def architecture() -> Architecture | None:
-    """This machine's; None where no table is kept for it."""
+    """Return this machine's architecture; None if it has no table."""
     return _KNOWN.get(platform.machine())

@@ -15,32 +15,32 @@ OF_ETC = (
     *("ld.so.conf", "ld.so.conf.d", "localtime", "machine-id", "mime.types", "nsswitch.conf", "passwd", "pki"),
     *("protocols", "resolv.conf", "services", "ssl/certs", "ssl/cert.pem", "ssl/openssl.cnf", "timezone"),
 )
-"""Of /etc, where operators keep secrets too: what names, networks, compilers and certificates need."""
+"""Files of /etc that names, networks, compilers and certificates need. Operators keep secrets in other files there."""
 OF_PROC = ("cpuinfo", "meminfo", "stat", "sys", "self", "loadavg", "filesystems", "version", "net")
-"""Of /proc; the folders of other processes hold their environment variables."""
+"""Files of /proc; the folders of other processes contain their environment variables."""
 OF_SYS = ("devices/system/cpu", "devices/system/node", "fs/cgroup", "kernel/mm/transparent_hugepage")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-"""That any program may open. No disks, no terminals, no memory."""
+"""Devices that any program may open: no disks, no terminals, no memory."""
 GPU_PATTERNS = ("nvidia*", "dri", "kfd", "dxg", "nvidia-caps", "infiniband")
-"""Below /dev: NVIDIA's and AMD's drivers, WSL, and links between GPUs."""
+"""Patterns below /dev: NVIDIA's and AMD's drivers, WSL, and links between GPUs."""
 
 
 def system_paths() -> tuple[Path, ...]:
-    """To read: programs, libraries, and what names, networks and certificates need."""
+    """Return the paths to read: programs, libraries, and what names, networks and certificates need."""
     return _there(
         [
             *map(Path, PROGRAMS),
             *(Path("/etc") / name for name in OF_ETC),
             *(Path("/proc") / name for name in OF_PROC),
             *(Path("/sys") / name for name in OF_SYS),
-            # What /etc/resolv.conf is a link to where systemd or NetworkManager writes it.
+            # systemd or NetworkManager writes the target of the link /etc/resolv.conf here.
             *(Path("/run") / name for name in ("systemd/resolve", "NetworkManager", "resolvconf")),
         ]
     )
 
 
 def python_paths() -> tuple[Path, ...]:
-    """To read: the interpreter, its libraries, and what it imports from; never a whole home, working or temporary folder."""
+    """Return the interpreter, its libraries and import folders, for reading; never a whole home, working or temporary folder."""
     found = [
         Path(sys.prefix),
         Path(sys.base_prefix),
@@ -53,25 +53,26 @@ def python_paths() -> tuple[Path, ...]:
 
 
 def homes() -> tuple[Path, ...]:
-    """The user's home, by the environment and by the system's own list of users."""
+    """Return the user's home, by the environment and by the system's list of users."""
     try:
         known = Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:  # a container may run as a user whom no list names
+    except KeyError:  # a container may run as a user without an entry
         return (Path.home(),)
     return (Path.home(), known)
 
 
 def devices() -> tuple[Path, ...]:
+    """Return those of DEVICES that exist."""
     return _there(map(Path, DEVICES))
 
 
 def gpu_devices() -> tuple[Path, ...]:
-    """Those that this machine has."""
+    """Return the GPU devices that this machine has."""
     return tuple(sorted(path for pattern in GPU_PATTERNS for path in Path("/dev").glob(pattern)))
 
 
 def _packages() -> list[Path]:
-    """The folders of our own two packages, wherever they were installed from."""
+    """Return the folders of our own two packages, wherever they are installed."""
     import prime_node
     import prime_protocol
 

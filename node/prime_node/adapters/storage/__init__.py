@@ -1,1 +1,1 @@
-"""Where bytes and events are kept."""
+"""Storage of bytes and events."""

@@ -1,7 +1,7 @@
-"""Keys and values of a batch: a transformers cache of a fixed size, whose rows can be repeated, dropped and reordered.
+"""KV cache of a batch: a transformers cache of a fixed size, whose rows can be repeated, dropped and reordered.
 
 transformers' own dynamic cache copies everything at every token. Here each layer writes new tokens into a buffer made once,
-and hands out views of the part in use; only another choice of rows is a copy.
+and returns views of the part in use; only a new selection of rows is a copy.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class BatchLayer(CacheLayerMixin):
         self._buffers: list[torch.Tensor] = []
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the buffers."""
         self._buffers = [
             states.new_empty((*states.shape[:2], self._columns, states.shape[3]))
             for states in (key_states, value_states)
@@ -33,6 +34,7 @@ class BatchLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys and values of new tokens. Return views of all in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self._length, self._length + key_states.shape[2]
@@ -44,26 +46,30 @@ class BatchLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def select(self, rows_B: torch.Tensor) -> None:
-        """Keep exactly these rows, in this order; a row may be named several times."""
+        """Keep exactly these rows, in this order; a row may be repeated."""
         self._buffers = [buffer.index_select(0, rows_B) for buffer in self._buffers]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the columns that a mask covers, and its offset."""
         return self._length + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens in the cache."""
         return self._length
 
     def get_max_length(self) -> int:
+        """Return the number of tokens that fit."""
         return self._columns
 
 
 class BatchCache(Cache):
-    """One BatchLayer for each layer of the model, with room for `columns` tokens of every sequence."""
+    """Cache with one BatchLayer for each layer of the model, and room for `columns` tokens of every sequence."""
 
     def __init__(self, num_layers: int, *, columns: int) -> None:
         self._own = [BatchLayer(columns) for _ in range(num_layers)]
         super().__init__(layers=list(self._own))
 
     def select(self, rows_B: torch.Tensor) -> None:
+        """Keep exactly these rows in every layer, in this order."""
         for layer in self._own:
             layer.select(rows_B)

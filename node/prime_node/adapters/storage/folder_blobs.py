@@ -4,9 +4,9 @@
     FOLDER/NAME              a document
     FOLDER/.partial/...      being written; emptied when the folder is opened
 
-Write to a temporary name, fsync, rename, fsync the folder: a reader sees all of a file or none, and what `put` has returned for
-survives. (obstore's local store renames too, but syncs neither file nor folder: good for caches, not for this. It is the way
-to S3.)
+Each write goes to a temporary name, with fsync, rename, and fsync of the folder. So a reader sees all of a file or none, and a
+file survives once `put` has returned. (obstore's local store renames too, but syncs neither file nor folder, which suits caches
+alone. It is the way to S3.)
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderBlobs:
-    """Implements ports.blobs.Blobs. Several processes may share a folder for reading; one writes."""
+    """Implementation of ports.blobs.Blobs. Several processes may read a folder; one writes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._partial = _open_folder(folder)
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
+        """Store a blob and return its digest."""
         return await asyncio.to_thread(self._put, data, digest)
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a blob. Raises KeyError."""
         return await asyncio.to_thread(self._get, digest, start, end)
 
     async def size(self, digest: str) -> int:
+        """Return the size of a blob. Raises KeyError."""
         try:
             found = self._path(digest).lstat()
         except FileNotFoundError:
@@ -48,6 +51,7 @@ class FolderBlobs:
         return found.st_size
 
     async def has(self, digest: str) -> bool:
+        """Return whether a blob is stored."""
         try:
             await self.size(digest)
         except KeyError:
@@ -55,17 +59,19 @@ class FolderBlobs:
         return True
 
     async def delete(self, digest: str) -> None:
-        # Not synced: a blob that comes back after a power loss does no harm.
+        """Delete a blob. Idempotent."""
+        # Not synced: a blob that returns after a power loss does no harm.
         await asyncio.to_thread(self._path(digest).unlink, missing_ok=True)
 
     async def digests(self) -> AsyncIterator[str]:
+        """Yield the digests of all blobs, ascending."""
         for folder in await asyncio.to_thread(sorted, self._folder.glob("??")):
             for path in await asyncio.to_thread(sorted, folder.iterdir()):
                 if _DIGEST.fullmatch(path.name):
                     yield path.name
 
     def _path(self, digest: str) -> Path:
-        """Raises KeyError for what is no digest: it may come from a peer and must not name another file."""
+        """Return a blob's path. Raises KeyError if it is no digest: it may come from a peer and must not name another file."""
         if not _DIGEST.fullmatch(digest):
             raise KeyError(digest)
         return self._folder / digest[:2] / digest
@@ -90,16 +96,18 @@ class FolderBlobs:
 
 
 class FolderDocuments:
-    """Implements ports.documents.Documents."""
+    """Implementation of ports.documents.Documents."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._partial = _open_folder(folder)
 
     async def write(self, name: str, data: bytes) -> None:
+        """Store a document, replacing the old one."""
         await asyncio.to_thread(self._write, name, data)
 
     async def read(self, name: str) -> bytes:
+        """Return a document. Raises KeyError."""
         try:
             return await asyncio.to_thread(read_regular, place(self._folder, name))
         except (FileNotFoundError, NotRegular):
@@ -114,7 +122,7 @@ class FolderDocuments:
 
 
 def _open_folder(folder: Path) -> Path:
-    """Make the folder and its place for unfinished files; returns the latter, emptied."""
+    """Make the folder and its folder for unfinished files. Return the latter, emptied."""
     partial = folder / ".partial"
     partial.mkdir(parents=True, exist_ok=True)
     for left_over in partial.iterdir():

@@ -4,11 +4,11 @@
     head.json                     the newest manifest's envelope; no file before the first
     manifests/00000041.json       every manifest's envelope
     keys/0001.json                every key ring's envelope
-    timestamp.json                the coordinator's word on which of them are the newest
+    timestamp.json                the coordinator's statement of which of them are the newest
     blobs/ab/abcd...              parts and model files by digest
 
 The coordinator writes this layout (adapters/storage/folder_blobs.py); a copy of it on any disk or web server is a
-mirror. Nothing in it is trusted: whoever reads it checks signatures and digests.
+mirror. Nothing in it is trusted: readers check signatures and digests.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderSource:
-    """Implements ports.transport.PublicSource. Read-only; a file that is replaced is read whole."""
+    """Implementation of ports.transport.PublicSource. Read-only; a file that is replaced is read whole."""
 
     def __init__(self, folder: Path, *, bounds: Limits | None = None) -> None:
         self.folder = folder
         self.bounds = bounds or Limits()
 
     async def run_spec(self) -> Envelope:
+        """Read the RunSpec."""
         return await self._envelope("run.json")
 
-    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:  # a folder has no news to wait for
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:  # a folder has no changes to wait for
+        """Read the newest manifest; None before the first."""
         try:
             return await self._envelope("head.json")
         except PeerError as error:
@@ -47,15 +49,19 @@ class FolderSource:
             raise
 
     async def manifest(self, policy_version: int) -> Envelope:
+        """Read a manifest."""
         return await self._envelope(f"manifests/{policy_version:08d}.json")
 
     async def key_ring(self, version: int) -> Envelope:
+        """Read a key ring."""
         return await self._envelope(f"keys/{version:04d}.json")
 
     async def timestamp(self) -> Envelope:
+        """Read the timestamp."""
         return await self._envelope("timestamp.json")
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a blob, unverified. Raises PeerError or Unreachable."""
         if not _DIGEST.fullmatch(digest):
             raise PeerError(ErrorCode.NOT_FOUND, f"no digest: {digest[:80]!r}")
         return await asyncio.to_thread(

@@ -8,41 +8,49 @@ from prime_protocol.digest import digest_of
 
 
 class MemoryBlobs:
-    """Implements ports.blobs.Blobs."""
+    """Implementation of ports.blobs.Blobs."""
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
+        """Store a blob and return its digest."""
         digest = digest or digest_of(data)
         self._blobs[digest] = bytes(data)
         return digest
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a blob. Raises KeyError."""
         return self._blobs[digest][start:end]
 
     async def size(self, digest: str) -> int:
+        """Return the size of a blob. Raises KeyError."""
         return len(self._blobs[digest])
 
     async def has(self, digest: str) -> bool:
+        """Return whether a blob is stored."""
         return digest in self._blobs
 
     async def delete(self, digest: str) -> None:
+        """Delete a blob. Idempotent."""
         self._blobs.pop(digest, None)
 
     async def digests(self) -> AsyncIterator[str]:
+        """Yield the digests of all blobs."""
         for digest in list(self._blobs):
             yield digest
 
 
 class MemoryDocuments:
-    """Implements ports.documents.Documents."""
+    """Implementation of ports.documents.Documents."""
 
     def __init__(self) -> None:
         self._documents: dict[str, bytes] = {}
 
     async def write(self, name: str, data: bytes) -> None:
+        """Store a document, replacing the old one."""
         self._documents[name] = data
 
     async def read(self, name: str) -> bytes:
+        """Return a document. Raises KeyError."""
         return self._documents[name]

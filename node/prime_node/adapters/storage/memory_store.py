@@ -1,4 +1,4 @@
-"""A store in memory, for tests and simulations. Durable for as long as the object lives."""
+"""A store in memory, for tests and simulations. It lasts as long as the object."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from prime_node.ports.store import PAGE_CHARS_MAX, LoggedEvent, StoreConflict, S
 
 
 class MemoryStore:
-    """Implements ports.store.Store."""
+    """Implementation of ports.store.Store."""
 
     def __init__(self) -> None:
         self._events: list[LoggedEvent] = []
-        self._receipts: dict[str, tuple[int, StoredReceipt]] = {}  # bundle -> (place in the order of changes, receipt)
+        self._receipts: dict[str, tuple[int, StoredReceipt]] = {}  # bundle -> (number of the change, receipt)
         self._bundle_of: dict[str, str] = {}  # lease -> bundle
         self._last_number = 0
         self._changes = 0
@@ -26,6 +26,7 @@ class MemoryStore:
         receipts: Sequence[StoredReceipt] = (),
         ledger: Sequence[str] = (),
     ) -> None:
+        """Append events, receipts and ledger lines in one step. Raises StoreConflict."""
         expected = range(self._last_number + 1, self._last_number + 1 + len(events))
         if [event.number for event in events] != list(expected):
             raise StoreConflict(f"the next event is {self._last_number + 1}")
@@ -41,33 +42,40 @@ class MemoryStore:
         self._ledger += ledger
 
     async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
+        """Yield the events after a number."""
         for event in list(self._events):
             if event.number > after:
                 yield event
 
     async def save_snapshot(self, number: int, payload: str) -> None:
+        """Replace the snapshot, and drop the events that it covers."""
         self._snapshot = (number, payload)
         self._events = [event for event in self._events if event.number > number]
 
     async def latest_snapshot(self) -> tuple[int, str] | None:
+        """Return the number and payload of the snapshot, or None."""
         return self._snapshot
 
     async def receipt(self, bundle: str) -> StoredReceipt | None:
+        """Return the receipt of a bundle, or None."""
         return self._receipts[bundle][1] if bundle in self._receipts else None
 
     async def receipts_of(
         self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
     ) -> tuple[list[StoredReceipt], int]:
+        """Return a page of receipts and the number of the last change in it."""
         found = [row for row in self._receipts.values() if worker in (None, row[1].worker) and row[0] > after]
         rows = sorted(found, key=lambda row: row[0])[:limit]
         rows = rows[: _fitting([len(receipt.envelope) for _, receipt in rows], chars_max)]
         return [receipt for _, receipt in rows], rows[-1][0] if rows else after
 
     async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
+        """Return a page of ledger lines."""
         lines = self._ledger[start : start + limit]
         return lines[: _fitting(map(len, lines), chars_max)]
 
     async def ledger_length(self) -> int:
+        """Return the number of ledger lines."""
         return len(self._ledger)
 
     async def close(self) -> None:
@@ -75,5 +83,5 @@ class MemoryStore:
 
 
 def _fitting(sizes: Iterable[int], chars_max: int) -> int:
-    """How many of the first ones have so many characters together; one in any case."""
+    """Return how many of the first texts fit into `chars_max` characters, at least one."""
     return max(1, sum(total <= chars_max for total in accumulate(sizes)))

@@ -1,7 +1,7 @@
-"""The store in SQLite (WAL), through SQLAlchemy, so that PostgreSQL is another URL.
+"""The store in SQLite (WAL), through SQLAlchemy, so that PostgreSQL needs only another URL.
 
-One connection writes, so transactions follow one another. `synchronous=FULL` makes each commit survive power loss. The statements
-are plain SQL that every database knows: a receipt is replaced by delete and insert, not by a dialect's upsert.
+One connection writes, so transactions are serial. `synchronous=FULL` makes each commit survive power loss. The statements are
+plain SQL that every database knows: a receipt is replaced by delete and insert, not by a dialect's upsert.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _LEDGER = Table(
     Column("line", Text, nullable=False),
 )
 _ROWS_MAX = 500
-"""Rows read at once from the log."""
+"""Rows read from the log at once."""
 
 
 class SqlStore:
-    """Implements ports.store.Store. Made by `open_sqlite` or, for another database, by `open_url`."""
+    """Implementation of ports.store.Store. Made by `open_sqlite` or, for another database, by `open_url`."""
 
     def __init__(self, engine: AsyncEngine, *, last_number: int, last_change: int, ledger_length: int) -> None:
         self._engine = engine
@@ -83,6 +83,7 @@ class SqlStore:
         receipts: Sequence[StoredReceipt] = (),
         ledger: Sequence[str] = (),
     ) -> None:
+        """Append events, receipts and ledger lines in one transaction. Raises StoreConflict."""
         expected = range(self._last_number + 1, self._last_number + 1 + len(events))
         if [entry.number for entry in events] != list(expected):
             raise StoreConflict(f"the next event is {self._last_number + 1}")
@@ -112,6 +113,7 @@ class SqlStore:
         self._ledger_length += len(ledger_rows)
 
     async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
+        """Yield the events after a number."""
         while True:
             query = select(_EVENTS).where(_EVENTS.c.number > after).order_by(_EVENTS.c.number).limit(_ROWS_MAX)
             async with self._engine.connect() as connection:
@@ -123,19 +125,22 @@ class SqlStore:
             after = rows[-1].number
 
     async def save_snapshot(self, number: int, payload: str) -> None:
+        """Replace the snapshot, and drop the events before its number."""
         async with self._engine.begin() as connection:
             await connection.execute(delete(_SNAPSHOTS))
             await connection.execute(insert(_SNAPSHOTS), [{"number": number, "payload": payload}])
-            # The last event stays: its number tells `append` whether somebody else wrote.
+            # The last event stays: its number tells `append` whether another process wrote.
             await connection.execute(delete(_EVENTS).where(_EVENTS.c.number < number))
 
     async def latest_snapshot(self) -> tuple[int, str] | None:
+        """Return the number and payload of the snapshot, or None."""
         query = select(_SNAPSHOTS).order_by(_SNAPSHOTS.c.number.desc()).limit(1)
         async with self._engine.connect() as connection:
             row = (await connection.execute(query)).first()
         return None if row is None else (row.number, row.payload)
 
     async def receipt(self, bundle: str) -> StoredReceipt | None:
+        """Return the receipt of a bundle, or None."""
         async with self._engine.connect() as connection:
             row = (await connection.execute(select(_RECEIPTS).where(_RECEIPTS.c.bundle == bundle))).first()
         return None if row is None else _receipt(row)
@@ -143,6 +148,7 @@ class SqlStore:
     async def receipts_of(
         self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
     ) -> tuple[list[StoredReceipt], int]:
+        """Return a page of receipts and the number of the last change in it."""
         chosen = _RECEIPTS.c.change > after
         if worker is not None:
             chosen &= _RECEIPTS.c.worker == worker
@@ -152,6 +158,7 @@ class SqlStore:
         return [_receipt(row) for row in rows], rows[-1].change if rows else after
 
     async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
+        """Return a page of ledger lines."""
         query = _page(
             _LEDGER, _LEDGER.c.number >= start, _LEDGER.c.number, _LEDGER.c.line, limit=limit, chars_max=chars_max
         )
@@ -159,20 +166,22 @@ class SqlStore:
             return [row.line for row in (await connection.execute(query)).all()]
 
     async def ledger_length(self) -> int:
+        """Return the number of ledger lines."""
         return self._ledger_length
 
     async def close(self) -> None:
+        """Close the connections to the database."""
         await self._engine.dispose()
 
 
 async def open_sqlite(path: Path) -> SqlStore:
-    """Open or make the database of one coordinator."""
+    """Open or create the database of one coordinator."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return await open_url(URL.create("sqlite+aiosqlite", database=str(path)))
 
 
 async def open_url(url: str | URL) -> SqlStore:
-    """Any database that SQLAlchemy speaks to asynchronously."""
+    """Open any database that SQLAlchemy supports asynchronously."""
     engine = create_async_engine(url)
     if engine.dialect.name == "sqlite":
         event.listen(engine.sync_engine, "connect", _configure_sqlite)
@@ -195,7 +204,7 @@ def _configure_sqlite(connection: Any, _record: object) -> None:
 def _page(
     table: Table, chosen: ColumnElement[bool], order: Column[int], text: Column[str], *, limit: int, chars_max: int
 ) -> Select[Any]:
-    """The first rows, as many as have `chars_max` characters of text together, and one in any case."""
+    """Return the first rows: as many as have `chars_max` characters of text together, at least one."""
     first = select(table).where(chosen).order_by(order).limit(limit).subquery()
     size = func.length(first.c[text.name])
     through = func.sum(size).over(order_by=first.c[order.name]).label("through")

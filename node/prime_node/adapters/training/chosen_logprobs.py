@@ -1,11 +1,10 @@
-"""Log-probabilities of chosen tokens, and entropies, without all logits at once: a part of the vocabulary at a time, computed
-again in the backward pass.
+"""Log-probabilities of chosen tokens, and entropies, computed a part of the vocabulary at a time and again in the backward pass.
 
 With a vocabulary of 151,936 the logits of 1,024 tokens take 0.6 GB in float32, and log_softmax with its gradient three times
-that. Here one block of them lives at a time, and of the rows only their normalisers are kept. Blocks go along the vocabulary,
-over all rows: each part of the head is read once a pass and its gradient written once, where blocks of rows would go through all
-of both for each block. The normaliser is summed as softmax is "online" (arXiv 1805.02867). Where all logits fit into one block,
-plain log_softmax is faster and is used.
+that. Here only one block of them is in memory at a time, and of the rows only their normalisers are kept. A block is a part of
+the vocabulary over all rows: each part of the head is read once a pass and its gradient written once. Blocks of rows would read
+and write the whole head for each block. The normaliser is summed as in "online" softmax (arXiv 1805.02867). If all logits fit
+into one block, plain log_softmax is faster and is used.
 
 Letters: B columns of a block, H hidden size, N predictions, S rows that they are read from, V vocabulary.
 """
@@ -19,15 +18,15 @@ import torch
 from torch import Tensor
 
 WHOLE_LOGITS = 2**24
-"""So many logits are computed at once, 64 MiB in float32; more of them in blocks."""
+"""Number of logits that are still computed at once, 64 MiB in float32; more are computed in blocks."""
 BLOCK_LOGITS = 2**21
-"""Logits of one block. Smaller ones stay in the caches between what is done with them."""
+"""Logits of one block. Smaller blocks stay in the caches between operations."""
 
 
 def chosen_logprobs(
     hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, row_N: Tensor, target_N: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """float32 [N] log-softmax of `hidden_SH @ head_VH.T / temperature` at (row, target); [S] entropies, without a gradient."""
+    """Return float32 [N] log-softmax of `hidden_SH @ head_VH.T / temperature` at (row, target); [S] entropies, no gradient."""
     if hidden_SH.shape[0] * head_VH.shape[0] <= WHOLE_LOGITS:
         return of_logits(torch.nn.functional.linear(hidden_SH, head_VH, bias_V).float() / temperature, row_N, target_N)
     apply: Any = _ChosenLogprobs.apply
@@ -36,7 +35,7 @@ def chosen_logprobs(
 
 
 def of_logits(logits_SV: Tensor, row_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of all logits, temperature applied."""
+    """Return the same from all logits, with the temperature already applied."""
     logprobs_SV = logits_SV.log_softmax(-1)
     detached_SV = logprobs_SV.detach()
     return logprobs_SV[row_N, target_N], -(detached_SV.exp() * detached_SV).sum(-1)
@@ -53,8 +52,10 @@ class _ChosenLogprobs(torch.autograd.Function):
         target_N: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """Over the blocks so far: m the largest logit, Z = sum of e^(z - m), D = sum of e^(z - m) (z - m); another m' makes of
-        them c Z and c (D + (m - m') Z), with c = e^(m - m'). At the end the normaliser is m + log Z, the entropy log Z - D / Z.
+        """Keep for the blocks so far: m the largest logit, Z = sum of e^(z - m), D = sum of e^(z - m) (z - m).
+
+        A new m' changes them to c Z and c (D + (m - m') Z), with c = e^(m - m'). At the end the normaliser is m + log Z, the
+        entropy log Z - D / Z.
         """
         largest_S = torch.full(hidden_SH.shape[:1], -torch.inf, device=hidden_SH.device)
         sum_S, below_S = torch.zeros_like(largest_S), torch.zeros_like(largest_S)
@@ -65,7 +66,7 @@ class _ChosenLogprobs(torch.autograd.Function):
             raised_S = torch.maximum(largest_S, logits_SB.amax(-1))
             fallen_S = (largest_S - raised_S).clamp_(
                 min=torch.finfo(torch.float32).min
-            )  # not infinite: 0 times it is 0
+            )  # not infinite: 0 times it must be 0
             share_S = fallen_S.exp()
             powers_SB = logits_SB.sub_(raised_S[:, None]).exp()
             below_S = share_S * (below_S + fallen_S * sum_S) + logits_SB.mul_(powers_SB).sum(-1)
@@ -80,7 +81,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """d/dlogit_v = sum over the row's picks of g * ([v is the target] - softmax_v)."""
+        """Compute d/dlogit_v = sum over the row's picks of g * ([v is the target] - softmax_v)."""
         hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S = ctx.saved_tensors
         gradient_N = gradients[0].float() / ctx.temperature
         summed_S = torch.zeros_like(normaliser_S).index_add_(0, row_N, -gradient_N)
@@ -110,7 +111,7 @@ def _logits(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, columns: 
 
 
 def _blocks(num_rows: int, vocab_size: int, target_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Columns of a block, and which predictions are of one of them."""
+    """Yield the columns of each block, and the indices of the predictions with a target in it."""
     size = max(1, BLOCK_LOGITS // num_rows)
     for start in range(0, vocab_size, size):
         columns = slice(start, min(start + size, vocab_size))

@@ -1,11 +1,11 @@
 """Rank 0 leads, the others follow: each call of the train backend is made on all ranks at once.
 
-Who waits for whom: a follower waits for rank 0's next call, as long as it takes (rank 0 may wait hours for rollouts); within a
-call all wait for one another, with the deadline of Ranks. When a process dies, its connections end, and so do the waits of
-all others; torchrun then starts every rank again.
+Concurrency: a follower waits for rank 0's next call without a deadline (rank 0 may wait hours for rollouts). Within a call all
+wait for one another, with the deadline of Ranks. If a process dies, its connections close, which ends the waits of all others;
+torchrun then restarts every rank.
 
-A LocalError in a call is raised on all ranks alike (the backend sees to that): rank 0 decides what becomes of it, and followers
-wait for its next call. Anything else ends the rank, and with it the job.
+A LocalError in a call is raised on all ranks alike (the backend ensures that): rank 0 handles it, and followers wait for its
+next call. Any other error ends the rank, and with it the job.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 Build = Callable[[Ranks], TorchBackend]
-"""Makes this rank's backend. It travels to the followers, so it is a function of a module, or a partial of one."""
+"""Function that makes this rank's backend. It is sent to the followers, so it is a module's function or a partial of one."""
 _DISMISSED = "dismissed"
 _TAKE_COPY = "take_copy"
 _TAKE_ROWS = "take_rows"
@@ -36,10 +36,10 @@ DISMISSED_WITHIN_S = 60.0
 
 
 class LeadingBackend:
-    """Implements ports.train_backend.TrainBackend on rank 0. The others run `follow`."""
+    """Implementation of ports.train_backend.TrainBackend on rank 0. The others run `follow`."""
 
     def __init__(self, build: Build, ranks: Ranks) -> None:
-        """Raises LocalError, on all ranks, where the backend cannot be built."""
+        """Build the backend on all ranks. Raises LocalError, on all of them, if it cannot be built."""
         assert ranks.is_first
         self._ranks = ranks
         ranks.lead([build] * ranks.count)
@@ -49,51 +49,62 @@ class LeadingBackend:
         self._num_copies = 0
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
+        """Start a new optimizer on all ranks."""
         self._call("new_optimizer", settings)
 
     def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        """Pack samples on rank 0, for any thread."""
         return self._backend.pack(samples)
 
     def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
+        """Train one step on all ranks."""
         stats: StepStats = self._call("train_share", loss, lr, own=self._backend.shares(samples))
         return stats
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Compute the samples' logprobs on all ranks."""
         found: list[list[float]] = self._call("share_logprobs", len(samples), own=self._backend.shares(samples))
         return found
 
     def keep_proximal(self) -> None:
+        """Keep the current weights as the proximal policy, on all ranks."""
         self._call("keep_proximal")
 
     def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Compute the samples' logprobs under the proximal policy, on all ranks."""
         shares = self._backend.shares(samples)
         found: list[list[float]] = self._call("share_proximal_logprobs", len(samples), own=shares)
         return found
 
     def snapshot(self) -> Weights:
+        """Return the whole weights, gathered from all ranks."""
         weights: Weights = self._call("snapshot")
         return weights
 
     def copy(self) -> PolicyCopy:
+        """Copy the policy on each rank in shards."""
         number, self._num_copies = self._num_copies, self._num_copies + 1
         self._call(_TAKE_COPY, number)
         return ShardedCopy(number, self._copies, self._aside, raw_bytes=self._backend.published_bytes)
 
     def copy_of(self, weights: Weights) -> PolicyCopy:
+        """Distribute other weights to the ranks in shards."""
         number, self._num_copies = self._num_copies, self._num_copies + 1
         self._ranks.lead([(_TAKE_ROWS, (), (number,))] * self._ranks.count)
         self._backend.take_rows(number, self._copies, weights)
         return ShardedCopy(number, self._copies, self._aside, raw_bytes=self._backend.published_bytes)
 
     def save(self, folder: Path) -> Callable[[], None]:
+        """Copy the training state on all ranks, and return a function that writes it."""
         write: Callable[[], None] = self._call("save", folder)
         return write
 
     def load(self, folder: Path) -> None:
+        """Restore the training state on all ranks. Raises LocalError."""
         self._call("load", folder)
 
     def _call(self, method: str, *arguments: Any, own: Sequence[RankShare] = ()) -> Any:
-        """`own`: what each rank gets besides, first."""
+        """Call a method on all ranks. `own`: each rank's own first argument."""
         calls = [(method, own[rank : rank + 1], arguments) for rank in range(self._ranks.count)]
         self._ranks.lead(calls)
         if method == _TAKE_COPY:
@@ -102,17 +113,17 @@ class LeadingBackend:
 
 
 def dismiss(ranks: Ranks) -> None:
-    """Rank 0: the followers end in order. Only while they wait for a call; after any other error they end with this process."""
+    """Dismiss the followers, on rank 0, while they wait for a call. After any other error they end with this process."""
     ranks.lead([_DISMISSED] * ranks.count)
     ranks.aside().lead([None] * ranks.count)
 
 
 def follow(ranks: Ranks) -> None:
-    """Do what rank 0 calls, until it dismisses. Raises what is no LocalError."""
+    """Run rank 0's calls until it dismisses this rank. Raises any error but LocalError."""
     aside = ranks.aside()
     copies = ShardCopies(ranks, aside)
-    # A daemon: when rank 0 dies, this process ends by its main thread's error, whatever the publisher was at. Dismissed, it is
-    # waited for: a thread within gloo when the interpreter ends would abort the process.
+    # A daemon thread: when rank 0 dies, this process ends by its main thread's error, whatever the publisher does. After a
+    # dismissal it is joined: a thread inside gloo would abort the process when the interpreter ends.
     publishing = threading.Thread(target=follow_copies, args=(copies, aside), name="copies", daemon=True)
     publishing.start()
     _follow_calls(ranks, copies)
@@ -127,7 +138,7 @@ def _follow_calls(ranks: Ranks, copies: ShardCopies) -> None:
         backend: TorchBackend = build(ranks)
     except LocalError as error:
         log.info("no backend: %s", error)
-        farewell = ranks.next_call()  # all ranks take part in it, so it is no part of the assertion
+        farewell = ranks.next_call()  # all ranks take part in it, so it stays outside the assertion
         assert farewell == _DISMISSED  # rank 0 has the same error
         return
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="save") as writer:

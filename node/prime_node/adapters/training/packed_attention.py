@@ -1,11 +1,11 @@
 """Attention over packed tokens, registered with transformers under the name "packed".
 
-The model sees one flat sequence [1, T]: its linear layers run over all tokens at once, and only attention knows who sees whom.
-That is the matter of a Layout, which travels through the model's keyword arguments: tree_attention.py (shared prefixes computed
-once) or sequence_attention.py (sequences one after another).
+The model sees one flat sequence [1, T]: its linear layers run over all tokens at once, and only attention separates the
+sequences. A Layout, passed through the model's keyword arguments, defines which tokens see each other: tree_attention.py
+(shared prefixes computed once) or sequence_attention.py (sequences one after another).
 
-Trap (measured): without a mask function of that name transformers makes no mask, and the layout alone decides who sees whom;
-an `attention_mask` of ones or a cache would silently join the sequences (logprobs off by up to 0.89).
+Trap (measured): without a mask function of that name transformers makes no mask, and the layout alone decides. An
+`attention_mask` of ones or a cache would silently join the sequences (logprobs off by up to 0.89).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NAME = "packed"
 
 
 class Layout(Protocol):
-    """Who sees whom in one pass; the same for all layers. Letters: D size of a head, H heads, T tokens."""
+    """Which tokens see each other in one pass; the same for all layers. Letters: D size of a head, H heads, T tokens."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-        """[1, H, T, D], keys and values with their own number of heads -> [1, T, H, D]."""
+        """Attend from [1, H, T, D] to keys and values with their own number of heads; return [1, T, H, D]."""
         ...
 
 
@@ -38,7 +38,7 @@ def packed_attention(
     layout: Layout,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [1, T, H, D], as transformers expects it."""
+    """Return [1, T, H, D], as transformers expects it."""
     return layout.attend(query, key, value, scaling=scaling), None
 
 

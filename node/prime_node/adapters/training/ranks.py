@@ -1,7 +1,7 @@
-"""The processes that train one model together, as torch.distributed knows them; `ALONE` where there is one.
+"""The processes that train one model together, as in torch.distributed; `ALONE` if there is only one.
 
-Every method but the properties is a collective: all ranks call it, in the same order, or all wait. Collectives have a deadline
-(a rank that was stopped, or that hangs, is noticed there); a rank that died is noticed at once.
+Every method but the properties is a collective: all ranks must call it, in the same order. Collectives have a deadline, which
+detects a rank that hangs or was suspended; a rank that died is detected at once.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from prime_protocol.errors import LocalError
 
 _IDLE = timedelta(days=365)
-"""Rank 0 may wait long for rollouts, and the others for rank 0. If it dies, their wait ends at once."""
+"""Timeout of waits between steps: rank 0 may wait long for rollouts, and the others for rank 0. If it dies, their wait ends at
+once."""
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)
-"""Longer than any step's difference between ranks; after it, the job is restarted from its checkpoint."""
+"""Longer than any difference between ranks within a step; after it, the job is restarted from its checkpoint."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others. Example: ALONE, or Ranks.join(device="cpu")."""
+    """This process and its group. Example: ALONE, or Ranks.join(device="cpu")."""
 
     rank: int
     count: int
     mesh: DeviceMesh | None
-    """What parameters are sharded over; one dimension, or (replicate, shard) with HSDP. None without torch.distributed."""
+    """Mesh that parameters are sharded over: one dimension, or (replicate, shard) with HSDP. None without torch.distributed."""
     host_group: Any = None
-    """A gloo group for what is not on the device: counts, errors, samples."""
+    """Group on gloo for data in host memory: counts, errors, samples."""
     save_group: Any = None
-    """Another, for the thread that writes checkpoints: collectives of one group must not cross."""
+    """Another gloo group, for the thread that writes checkpoints: collectives of one group must not cross."""
     call_group: Any = None
-    """Another, without a deadline, for what rank 0 calls."""
+    """Another gloo group, without a deadline, for rank 0's calls."""
     aside_groups: tuple[Any, ...] = ()
-    """The first and the last of these once more, for the thread that publishes."""
+    """Second pair of a host and a call group, for the thread that publishes."""
 
     @classmethod
     def join(cls, *, device: str, replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
-        """The ranks that torchrun started: NCCL between GPUs, gloo between CPUs.
+        """Join the ranks that torchrun started: NCCL between GPUs, gloo between CPUs.
 
-        `replicas`: HSDP; the model is sharded over count / replicas ranks, and each shard has so many copies. Raises LocalError.
+        `replicas`: HSDP; the model is sharded over count / replicas ranks, and each shard has that many copies. Raises
+        LocalError.
         """
         kind = torch.device(device).type
         if kind == "cuda":
@@ -55,7 +57,7 @@ class Ranks:
 
     @classmethod
     def single(cls, *, device: str) -> Ranks:
-        """One process that computes as many do, for what sharding brings beside the sharding: bf16, offload."""
+        """Return one process that computes as many do, for features that need sharding: bf16, offload."""
         kind = torch.device(device).type
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if not dist.is_initialized():
@@ -66,7 +68,7 @@ class Ranks:
     def among(
         cls, members: Sequence[int], *, kind: str = "cpu", replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT
     ) -> Ranks:
-        """Some of the processes; all of torch.distributed's must call this, members or not."""
+        """Return a subset of the processes. All processes of torch.distributed must call this, members or not."""
         count = len(members)
         if replicas < 1 or count % replicas:
             raise LocalError(
@@ -84,7 +86,7 @@ class Ranks:
         return cls(ranks.index(rank) if rank in ranks else -1, count, mesh, host, save, call, tuple(aside))
 
     def aside(self) -> Ranks:
-        """The same ranks with groups of their own, for the publisher's thread."""
+        """Return the same ranks with groups of their own, for the publisher's thread."""
         return (
             self
             if self.mesh is None
@@ -93,15 +95,16 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def copy(self) -> int:
-        """Which copy of the model this rank's shard belongs to; 0 unless HSDP replicates."""
+        """Index of the copy of the model to which this rank's shard belongs; 0 unless HSDP replicates."""
         return 0 if self.mesh is None or self.mesh.ndim == 1 else int(self.mesh.get_local_rank("replicate"))
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Element by element over all ranks, in float64."""
+        """Add the values element by element over all ranks, in float64."""
         if self.mesh is None:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -109,7 +112,7 @@ class Ranks:
         return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in their order."""
+        """Return every rank's value, on every rank, in rank order."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.count
@@ -117,13 +120,13 @@ class Ranks:
         return values
 
     def gather_at(self, rank: int, value: Any) -> list[Any] | None:
-        """Every rank's value at one of them; None on the others."""
+        """Return every rank's value on one rank; None on the others."""
         values: list[Any] | None = [None] * self.count if rank == self.rank else None
         dist.gather_object(value, values, group=self.host_group, group_dst=rank)
         return values
 
     def deal(self, values: Sequence[Any] | None) -> Any:
-        """Rank 0 gives every rank its value; the others give None."""
+        """Send every rank its value from rank 0; the others pass None."""
         if self.mesh is None:
             assert values is not None
             return values[0]
@@ -133,18 +136,18 @@ class Ranks:
         return mine[0]
 
     def lead(self, calls: Sequence[Any]) -> None:
-        """Rank 0: give every rank its call; `next_call` takes it."""
+        """Send every rank its call from rank 0; `next_call` receives it."""
         dist.scatter_object_list([None], list(calls), group=self.call_group, group_src=0)
 
     def next_call(self) -> Any:
-        """The others: wait for what rank 0 gives, as long as it lives."""
+        """Receive rank 0's next call on another rank, waiting as long as rank 0 lives."""
         call: list[Any] = [None]
         dist.scatter_object_list(call, None, group=self.call_group, group_src=0)
         return call[0]
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process."""
+    """Return whether torchrun started this process."""
     return dist.is_torchelastic_launched()
 
 

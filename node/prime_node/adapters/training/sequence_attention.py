@@ -1,7 +1,7 @@
 """Attention over algo.sequence_packing's tokens: a layout of packed_attention.py.
 
-On GPUs in half precision it is torch's own variable-length flash attention; elsewhere one causal call for each sequence, which
-on a CPU is 2.7 times faster than one call with a block-diagonal mask (FACTS).
+On GPUs in half precision it is torch's own variable-length flash attention, elsewhere one causal call for each sequence. On a
+CPU that is 2.7 times faster than one call with a block-diagonal mask (FACTS).
 
 Letters: D size of a head, H heads, T tokens.
 """
@@ -19,19 +19,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Sequences one after another."""
+    """Layout of sequences one after another."""
 
     lengths: tuple[int, ...]
     bounds: Tensor
-    """[sequences + 1] int32 on the device: where each begins, and where the last one ends."""
+    """[sequences + 1] int32 on the device: the start of each, and the end of the last."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, device: torch.device) -> SequenceLayout:
+        """Make the layout of sequences of these lengths."""
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return cls(tuple(lengths), bounds)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-        """Keys and values [1, H of keys, T, D]."""
+        """Attend within each sequence; keys and values are [1, H of keys, T, D]."""
         grouped = query.shape[1] != key.shape[1]
         if query.is_cuda and query.dtype in {torch.bfloat16, torch.float16}:
             longest = max(self.lengths)

@@ -1,15 +1,15 @@
 """Policies as they are published, left on the ranks in shards: no rank ever holds a whole model.
 
-Each rank keeps its own rows of every tensor, rounded, of the policies that deltas need, and encodes them in chunks of its own:
-a chunk never crosses a shard's border, and the index allows that. Rank 0 gets the encoded chunks, tensor by tensor, in order.
-A tensor's digest is over all its bytes, so its rows go to one rank, a different one for each tensor, that hashes them and
-forgets them: one tensor's rows are the most that is ever in one place.
+Each rank keeps its own rows of every tensor, rounded, for the policies that deltas need, and encodes them in chunks of its own.
+A chunk never crosses a shard's border, and the index allows that. Rank 0 gets the encoded chunks, tensor by tensor, in order. A
+tensor's digest is over all its bytes, so its rows go to one rank, a different one for each tensor, which hashes and discards
+them. No rank ever gathers more than one tensor's rows.
 
-Who waits for whom: `take` copies in the trainer's thread and is all that a step waits for. Everything else happens in a second
-thread of each rank, on groups of its own (`aside`), led by rank 0's publisher; it waits for a copy that another thread of its
-rank has not made yet.
+Concurrency: `take` copies in the trainer's thread, and a step waits only for this. Everything else happens in a second thread
+of each rank, on groups of its own (`aside`), led by rank 0's publisher. It waits for a copy that its rank's other thread has
+not made yet.
 
-HSDP's further copies of the model (Ranks.copy > 0) have nothing to add.
+HSDP's further copies of the model (Ranks.copy > 0) contribute nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, TensorEntry
 from prime_protocol.weights import Weights
 
 Chunk = tuple[bytes, int]
-"""Its bytes, and how many elements they decode to."""
+"""Encoded bytes, and the number of elements that they decode to."""
 TAKEN_WITHIN_S = 300.0
 
 
@@ -44,7 +44,7 @@ class ShardCopies:
         self._changed = threading.Condition()
 
     def put(self, number: int, rows: Weights) -> None:
-        """This rank's rows of a policy that are rounded already, and that nobody changes. No collective."""
+        """Store this rank's rows of a policy, already rounded and no longer modified. No collective."""
         with self._changed:
             self._copies[number] = rows
             self._changed.notify_all()
@@ -54,7 +54,7 @@ class ShardCopies:
         self.put(number, to_weights(rows, dtype=dtype))
 
     def tensors(self, number: int) -> tuple[TensorEntry, ...]:
-        """The table of a manifest, on every rank."""
+        """Return the tensor table of a manifest, on every rank."""
         mine: list[tuple[int, TensorEntry]] = []
         for index, (name, tensor) in enumerate(self.of(number).items()):
             owner = index % self._ranks.count
@@ -75,7 +75,7 @@ class ShardCopies:
         return tuple(entry for _, entry in sorted(everywhere, key=lambda row: row[0]))
 
     def chunks(self, number: int, base: int | None) -> Iterator[list[list[Chunk]]]:
-        """Of each tensor in order, on rank 0: each rank's chunks. Elsewhere nothing; all must go through to the end."""
+        """Yield each tensor's chunks by rank, in order, on rank 0, and nothing elsewhere. All ranks must iterate to the end."""
         old = None if base is None else self.of(base)
         for name, tensor in self.of(number).items():
             encoded: list[Chunk] = []
@@ -87,12 +87,13 @@ class ShardCopies:
             yield self._aside.gather_at(0, encoded) or []
 
     def drop(self, number: int) -> None:
+        """Forget a policy's rows."""
         with self._changed:
             self._copies.pop(number, None)
 
     @property
     def held(self) -> int:
-        """Copies that are not dropped."""
+        """Number of copies that are not dropped."""
         return len(self._copies)
 
     @property
@@ -100,7 +101,7 @@ class ShardCopies:
         return self._ranks.copy == 0
 
     def of(self, number: int) -> Weights:
-        """This rank's rows of a policy; no collective."""
+        """Return this rank's rows of a policy; no collective."""
         with self._changed:
             taken = self._changed.wait_for(lambda: number in self._copies, TAKEN_WITHIN_S)
             assert taken, f"copy {number} was never taken"
@@ -108,7 +109,7 @@ class ShardCopies:
 
 
 class ShardedCopy:
-    """Implements ports.train_backend.PolicyCopy on rank 0, where the publisher is. The others run `follow_copies`."""
+    """Implementation of ports.train_backend.PolicyCopy on rank 0, which has the publisher. The others run `follow_copies`."""
 
     def __init__(self, number: int, copies: ShardCopies, aside: Ranks, *, raw_bytes: int) -> None:
         self._number = number
@@ -118,21 +119,25 @@ class ShardedCopy:
 
     @property
     def raw_bytes(self) -> int:
+        """Size of all tensors."""
         return self._raw_bytes
 
     def tensors(self) -> tuple[TensorEntry, ...]:
+        """Return the tensor table of a manifest."""
         self._lead("tensors", self._number)
         return self._copies.tensors(self._number)
 
     def encode(
         self, base: tuple[BasePolicy, ShardedCopy] | None, *, keep: Callable[[PartEntry, bytearray], object]
     ) -> tuple[Encoding, bytes]:
+        """Encode the policy, against an older copy or alone, on all ranks."""
         against = None if base is None else base[1]._number
         self._lead("chunks", self._number, against)
         chunks = (chunk for tensor in self._copies.chunks(self._number, against) for rank in tensor for chunk in rank)
         return assemble(chunks, None if base is None else base[0], keep=keep)
 
     def drop(self) -> None:
+        """Forget the copy on all ranks."""
         self._lead("drop", self._number)
         self._copies.drop(self._number)
 
@@ -141,7 +146,7 @@ class ShardedCopy:
 
 
 def follow_copies(copies: ShardCopies, aside: Ranks) -> None:
-    """The second thread of every rank but the first: does what rank 0's publisher asks, until it is given None."""
+    """Run the requests of rank 0's publisher, in a second thread of every other rank, until one is None."""
     while (call := aside.next_call()) is not None:
         method, arguments = call
         answer = getattr(copies, method)(*arguments)

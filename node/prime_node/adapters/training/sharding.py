@@ -1,11 +1,11 @@
-"""How a model lies on its ranks: FSDP2 over the decoder layers and, as one more unit, over all else.
+"""How a model is distributed over its ranks: FSDP2 over the decoder layers and, as one more unit, over the rest.
 
-fp32 master weights are what is sharded; a layer's parameters are gathered as `compute_dtype` while it computes, and gradients
-are reduced in fp32. They are summed, not averaged: the loss is divided by the whole batch's counts already, so the number of
-ranks changes nothing but the order of the sum. Embedding and head stay in one unit, for they may be tied.
+The fp32 master weights are sharded. A layer's parameters are gathered as `compute_dtype` while it computes, and gradients are
+reduced in fp32. They are summed, not averaged: the loss is already divided by the whole batch's counts, so the number of ranks
+changes nothing but the order of the sum. Embedding and head stay in one unit, because they may be tied.
 
-Traps (measured): the sum needs both settings below, on every unit, for they do not recurse; a rank that does not use a parameter
-(an expert that no token chose) crashes gloo without `set_reduce_scatter_unused_params`.
+Traps (measured): the sum needs both settings below, on every unit, because they do not recurse. A rank that does not use a
+parameter (an expert that no token chose) crashes gloo without `set_reduce_scatter_unused_params`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Settings. Example: Placement(compute_dtype="bf16", recompute=True)."""
+    """Placement settings. Example: Placement(compute_dtype="bf16", recompute=True)."""
 
     compute_dtype: str = "fp32"
-    """Of forward and backward: fp32 or bf16. Master weights, reductions and the optimizer are fp32 always."""
+    """Type of forward and backward: fp32 or bf16. Master weights, reductions and the optimizer are always fp32."""
     recompute: bool = False
-    """Activation checkpointing: a layer's activations are computed again in the backward pass instead of kept."""
+    """Whether to use activation checkpointing: a layer's activations are recomputed in the backward pass instead of stored."""
     compile_backend: str | None = None
-    """A backend of torch.compile, for each layer; none computes eagerly."""
+    """Backend of torch.compile, for each layer; None computes eagerly."""
     offload: bool = False
-    """Master weights, gradients and optimizer lie in the host's memory, and the optimizer runs there."""
+    """Whether master weights, gradients and optimizer are in the host's memory, where the optimizer runs."""
     reduce_each_pass: bool = True
-    """Gradients are reduced after each pass: little memory. False: once a step, with a whole gradient on each rank until then."""
+    """Whether to reduce gradients after each pass, which needs little memory. False: once a step, with a whole gradient on each
+    rank until then."""
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether torch.distributed must be there, if only with one rank."""
+        """Whether torch.distributed is needed, if only with one rank."""
         return self.compute_dtype != "fp32" or self.offload
 
 
@@ -53,7 +54,7 @@ PLAIN = Placement()
 
 
 def arrange(policy: PolicyModule, placement: Placement, ranks: Ranks) -> None:
-    """Recomputation, compilation and sharding, in this order, in place."""
+    """Apply recomputation, compilation and sharding, in this order, in place."""
     if placement.compute_dtype not in DTYPES:
         raise LocalError(f"trainer.compute_dtype = {placement.compute_dtype!r}: known are {', '.join(DTYPES)}")
     layers = decoder_layers(policy)
@@ -79,17 +80,18 @@ def arrange(policy: PolicyModule, placement: Placement, ranks: Ranks) -> None:
 
 
 def decoder_layers(policy: PolicyModule) -> list[torch.nn.Module]:
-    """The modules that transformers says must stay whole: what FSDP shards one by one."""
+    """Return the modules that must stay whole according to transformers: FSDP shards them one by one."""
     kinds = set(policy.model._no_split_modules or ())
     return [module for module in policy.model.modules() if type(module).__name__ in kinds]
 
 
 def units(policy: PolicyModule) -> Iterator[FSDPModule]:
+    """Yield the modules that FSDP shards as units."""
     return (module for module in policy.modules() if isinstance(module, FSDPModule))
 
 
 def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's rows of a parameter, and the number of the first one. A tensor that is not sharded is all rows."""
+    """Return this rank's rows of a parameter and the index of the first one. A tensor that is not sharded returns all rows."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -97,8 +99,9 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def gathered(rows: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, *, dtype: str) -> Weights:
-    """Whole tensors of every rank's rows, rounded, one after another, on the first rank; none elsewhere. A collective; HSDP's
-    further copies bring nothing.
+    """Return whole tensors, rounded, one after another, on the first rank; none elsewhere.
+
+    A collective. HSDP's further copies contribute nothing.
     """
     weights: dict[str, WeightTensor] = {}
     for name, tensor in to_weights(rows, dtype=dtype).items():
@@ -112,7 +115,7 @@ def gathered(rows: Iterable[tuple[str, torch.Tensor]], ranks: Ranks, *, dtype: s
 
 
 def dealt(weights: Weights | None, counts: Sequence[int], ranks: Ranks) -> Weights:
-    """This rank's rows of tensors that the first rank has: `counts` of each tensor in order. A collective; the rest get None."""
+    """Return this rank's rows of the first rank's tensors: `counts` of each in order. A collective; the others pass None."""
     everywhere = ranks.gather(list(counts))
     mine: dict[str, WeightTensor] = {}
     tensors = iter(() if weights is None else weights.items())

@@ -1,15 +1,14 @@
 """The train backend on torch: any causal language model of Hugging Face with full attention, on one process or on many.
 
 Master weights are fp32 and stay so: AdamW and gradient clipping work on them, and `snapshot` rounds a copy to bf16. Workers
-sample with fp32 arithmetic on the rounded weights, so the logprobs here differ a little from theirs even for the same policy
-(0.003 nats on average in the demo). That is what the importance ratio is for; where it must not be, compute on the snapshot.
-Logprobs are taken as the engines take them: over the whole vocabulary at the run's temperature (at 1 where that is 0), without
-the noise.
+sample with fp32 arithmetic on the rounded weights, so the logprobs here differ slightly from theirs even for the same policy
+(0.003 nats on average in the demo). The importance ratio corrects that; to avoid it, compute on the snapshot. Logprobs are
+defined as in the engines: over the whole vocabulary at the run's temperature (at 1 if that is 0), without the noise.
 
 A step is forward and backward over packed passes (algo/shares.py), one after another, then clipping and the optimizer. The loss
 is divided by counts of the whole batch, so the split into passes and ranks changes nothing but rounding.
 
-With `ranks` every method is a collective: all ranks call it alike. leading_backend.py is what makes rank 0 lead the others.
+With `ranks` every method is a collective: all ranks must call it alike. leading_backend.py makes rank 0 lead the others.
 
 Letters: N predictions, S distinct places that they are read from.
 """
@@ -59,11 +58,11 @@ from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
 _NOTHING = TrainSample((0,), (0,), (0.0,), 0.0)
-"""What a rank computes, and forgets, while others have more passes than it."""
+"""Sample that a rank computes and discards while others have more passes."""
 
 
 class TorchBackend:
-    """Implements ports.train_backend.TrainBackend."""
+    """Implementation of ports.train_backend.TrainBackend."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class TorchBackend:
         placement: Placement = PLAIN,
         lora: LoraSettings | None = None,
     ) -> None:
-        """A model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
+        """Build a model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
 
         `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.shares); `threads` sets torch's for the process.
         Raises LocalError.
@@ -116,15 +115,17 @@ class TorchBackend:
         self.new_optimizer(OptimizerSettings())
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
+        """Start a new optimizer."""
         self._settings = settings
         trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
         self._optimizer = make_optimizer(trained, settings)
 
     def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
+        """Pack samples. It reads no weights, so any thread may call it. Raises LocalError."""
         return PackedBatch(self.shares(samples))
 
     def shares(self, samples: Sequence[TrainSample] | PackedBatch) -> Sequence[RankShare]:
-        """What each rank computes of a batch. Pure. Raises LocalError."""
+        """Return what each rank computes of a batch. Pure. Raises LocalError."""
         if isinstance(samples, PackedBatch):
             return samples.shares
         longest = max(
@@ -138,10 +139,11 @@ class TorchBackend:
         return shares(samples, self.packing, ranks=self._ranks.count)
 
     def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
+        """Train one step on all samples of a batch."""
         return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)
 
     def train_share(self, share: RankShare, loss: Loss, lr: float) -> StepStats:
-        """This rank's part of a step."""
+        """Compute this rank's part of a step."""
         if share.num_tokens == 0:
             return StepStats(loss=0.0, grad_norm=0.0, num_tokens=0, log_ratio_abs=0.0, metrics={})
         began_s = time.perf_counter()
@@ -183,10 +185,11 @@ class TorchBackend:
         )
 
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Return the logprobs of every completion token in nats."""
         return self.share_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
 
     def share_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
-        """Of the whole batch, on every rank."""
+        """Return the logprobs of the whole batch, on every rank."""
         found: dict[int, list[float]] = {}
         with torch.no_grad():
             for one in self._passes(share):
@@ -200,13 +203,15 @@ class TorchBackend:
         return [everywhere[place] for place in range(num_samples)]
 
     def keep_proximal(self) -> None:
+        """Keep the current weights as the proximal policy."""
         self._proximal = self._copied()
 
     def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Return the logprobs of every completion token in nats under the proximal policy."""
         return self.share_proximal_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
 
     def share_proximal_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
-        """Of the whole batch, on every rank."""
+        """Return the kept proximal policy's logprobs of the whole batch, on every rank."""
         assert self._proximal, "no proximal policy has been kept"
         present = self._copied()
         try:
@@ -225,31 +230,33 @@ class TorchBackend:
             parameter.copy_(value)
 
     def snapshot(self) -> Weights:
-        """Whole. On several ranks it is gathered tensor by tensor, and rank 0 alone has it: for models that one host can hold."""
+        """Return the whole weights, gathered tensor by tensor and only on rank 0: for models that one host can hold."""
         if self._ranks.mesh is None:
             return to_weights(self._published(), dtype=self._published_dtype)
         return gathered(self._published(), self._ranks, dtype=self._published_dtype)
 
     def copy(self) -> PolicyCopy:
+        """Copy the policy for the publisher, on a single process."""
         assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy"
         return WholeCopy(self.snapshot())
 
     def take_copy(self, number: int, copies: ShardCopies) -> None:
-        """This rank's rows, for the publisher."""
+        """Copy this rank's rows for the publisher."""
         copies.take(number, self._published(), dtype=self._published_dtype)
 
     def copy_of(self, weights: Weights) -> PolicyCopy:
+        """Wrap other weights for the publisher, on a single process."""
         assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy_of"
         return WholeCopy(weights)
 
     def take_rows(self, number: int, copies: ShardCopies, weights: Weights | None) -> None:
-        """This rank's rows of another policy of the same tensors, which the first rank has and hands out, a tensor at a time."""
+        """Store this rank's rows of another policy of the same tensors, which the first rank distributes one tensor at a time."""
         counts = [len(rows) if self._ranks.copy == 0 else 0 for _, rows in self._published()]
         copies.put(number, dealt(weights, counts, self._ranks))
 
     @property
     def published_bytes(self) -> int:
-        """Of all tensors of one policy."""
+        """Size of all tensors of one policy."""
         size = DTYPES[self._published_dtype].itemsize
         return size * sum(
             int(tensor.numel())
@@ -258,18 +265,20 @@ class TorchBackend:
         )
 
     def state_bytes(self) -> int:
-        """What this rank holds between two steps: its rows of the weights, and what the optimizer remembers of them."""
+        """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
         held = [local_rows(parameter)[0] for parameter in self._policy.parameters()]
         for state in self._optimizer.state.values():
             held += [local_rows(value)[0] for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
+        """Copy the training state, and return a function that writes it."""
         settings = json.dumps(asdict(self._settings)).encode()
         state = train_state.copied_train_state(self._policy.model, self._optimizer, self._ranks, note=settings)
         return train_state.writer(state, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
+        """Restore the training state. Raises LocalError."""
         settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
         train_state.restore_train_state(self._policy.model, self._optimizer, folder, self._ranks)
@@ -278,7 +287,10 @@ class TorchBackend:
         return published(self._policy.model, self._lora)
 
     def _passes(self, share: RankShare) -> Iterator[Pass]:
-        """As many on every rank, for each is a collective; gradients are reduced after the last, or after each."""
+        """Yield the same number of passes on every rank, as each is a collective.
+
+        Reduce gradients after the last, or after each.
+        """
         if share.num_passes > len(share.passes):
             empty = Pass(pack_sequences([_NOTHING], micro_batch_tokens=1)[0], (), ())
             passes = (*share.passes, *(empty,) * (share.num_passes - len(share.passes)))
@@ -292,7 +304,7 @@ class TorchBackend:
             yield one
 
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """[N] nats and entropies of the predictions."""
+        """Return [N] logprobs of the predictions in nats, and their entropies."""
         sources_S, row_of_N = np.unique(packed.sources_N, return_inverse=True)
         row_N = self._to_device(row_of_N)
         logprobs_N, entropies_S = self._policy(
@@ -325,7 +337,7 @@ class TorchBackend:
         return norm
 
     def _memory(self) -> dict[str, float]:
-        """The most that this rank's device has held at once since the last step."""
+        """Return the peak memory of this rank's device since the last step."""
         if self._device.type != "cuda":
             return {}
         peak = float(torch.cuda.max_memory_allocated(self._device))
@@ -337,7 +349,7 @@ class TorchBackend:
 
 
 def make_backend(ranks: Ranks, *, initial_weights: str | None, device: str, **settings: Any) -> TorchBackend:
-    """A rank's backend by TorchBackend's own settings; of several GPUs it takes the one that is this rank's.
+    """Make a rank's backend from TorchBackend's own settings, on this rank's GPU if there are several.
 
     `initial_weights`: a folder or a hub's model name, of which each rank reads its own rows. Raises LocalError.
     """

@@ -1,4 +1,4 @@
-"""Between samples and a loss: what every torch backend does alike.
+"""Steps between samples and a loss that every torch backend shares.
 
 Letters: N completion tokens of the samples, one sample's after another's.
 """
@@ -18,7 +18,7 @@ from prime_node.ports.train_backend import TrainingMode, TrainSample
 
 
 def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInputs:
-    """The trainer's logprobs of these samples' completions, and beside them all that the samples bring."""
+    """Return the trainer's logprobs of these samples' completions, together with all that the samples provide."""
     device = logprobs_N.device
     lengths = [len(sample.completion_token_ids) for sample in samples]
 
@@ -31,7 +31,7 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInput
         return torch.tensor(values, device=device)
 
     def column_if_any(values_of: Callable[[TrainSample], Sequence[float]]) -> Tensor | None:
-        """NaN where a sample has none: whoever uses it all the same fails loudly."""
+        """Return a column if any sample has one, with NaN for the others, so that using those values fails visibly."""
         return column(values_of, empty=math.nan) if any(map(values_of, samples)) else None
 
     advantages = torch.tensor([sample.advantage for sample in samples], device=device)
@@ -48,7 +48,7 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInput
 
 
 def drift(inputs: LossInputs, entropies_N: Tensor) -> dict[str, Tensor]:
-    """[2] tallies of how far trainer and inference are apart, over the trained tokens and over all that were sampled.
+    """Return [2] tallies of the difference between trainer and inference, over the trained tokens and over all sampled ones.
 
     `kl` is the estimator r - 1 - log r of KL(inference || trainer) (http://joschu.net/blog/kl-approx.html), never negative.
     """
@@ -76,14 +76,15 @@ class Tallies:
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
-        """Of this rank, which may lack a name that others have."""
+        """Sums of this rank, which may lack a name that other ranks have."""
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
+        """Add the tallies of one micro-batch."""
         for name, tally in metrics.items():
             self.sums[name] = self.sums[name] + tally if name in self.sums else tally
 
     def means(self, ranks: Ranks = ALONE) -> dict[str, float]:
-        """Over all ranks; a collective."""
+        """Return the means over all ranks; a collective."""
         totals: dict[str, list[float]] = {}
         for rank in ranks.gather(self._listed()):
             for name, tally in rank.items():

@@ -14,7 +14,7 @@ from prime_protocol.errors import LocalError
 
 
 def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel, or what `import_path` names, called with the parameters and `kwargs`. Raises LocalError."""
+    """Make AdamW in one fused kernel, or the class at `import_path` with the parameters and `kwargs`. Raises LocalError."""
     if settings.import_path is None:
         return torch.optim.AdamW(
             parameters, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True

@@ -1,12 +1,12 @@
 """Model, optimizer and random state in torch's distributed checkpoint format (DCP), the same for any number of ranks.
 
     model.NAME                  parameters that are trained; frozen ones follow from how the model was built
-    optimizer.NAME.KEY          what the optimizer remembers of each
+    optimizer.NAME.KEY          the optimizer's state for each
     random.RANK                 torch's generator on each rank
-    note                        bytes of whoever saved it
+    note                        bytes from the caller that saved it
 
-Names of what is one rank's own bear the rank: the same name on two ranks would silently keep one of them. A checkpoint of one
-process is read by many and the other way round; DCP cuts the tensors anew.
+Names of one rank's own data contain the rank: for the same name on two ranks DCP would silently keep only one. A checkpoint of
+one process can be read by many and vice versa; DCP splits the tensors again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from prime_protocol.errors import LocalError
 
 
 def copied_train_state(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes) -> dict[str, Any]:
-    """The state at this moment, in the host's memory: later steps do not change it. `note` is the same on all ranks."""
+    """Copy the current state to the host's memory, so that later steps do not change it. `note` is the same on all ranks."""
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
     for name, parameter in _trained(model):
         state[f"model.{name}"] = _copy(parameter.detach())
@@ -42,7 +42,10 @@ def copied_train_state(model: Any, optimizer: torch.optim.Optimizer, ranks: Rank
 
 
 def writer(state: dict[str, Any], folder: Path, ranks: Ranks) -> Callable[[], None]:
-    """What writes it, durably; a collective of its own, for one thread of each rank. It raises LocalError on all of them."""
+    """Return a function that writes the state durably.
+
+    It is a collective, for one thread of each rank; all raise its LocalError.
+    """
 
     def write() -> None:
         try:
@@ -55,7 +58,7 @@ def writer(state: dict[str, Any], folder: Path, ranks: Ranks) -> Callable[[], No
                 )
         except (CheckpointException, OSError, RuntimeError) as error:  # the first is a BaseException
             reason = _reason(error)
-            if "unexpected pos" in reason:  # all that torch's zip writer says where the system refuses a write
+            if "unexpected pos" in reason:  # the only message of torch's zip writer if a write is refused
                 free_mb = shutil.disk_usage(folder).free // 2**20
                 reason += f": a file could not be written whole; is the disk full? {free_mb} MiB are free in {folder}"
             raise LocalError(reason) from None
@@ -64,7 +67,7 @@ def writer(state: dict[str, Any], folder: Path, ranks: Ranks) -> Callable[[], No
 
 
 def note_of(folder: Path, ranks: Ranks) -> bytes:
-    """What was noted. Raises LocalError where there is no checkpoint to be read."""
+    """Return the note of a checkpoint. Raises LocalError if it cannot be read."""
     reader = FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata["note"]
@@ -78,7 +81,7 @@ def note_of(folder: Path, ranks: Ranks) -> bytes:
 
 
 def restore_train_state(model: Any, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
-    """Continue where the state was copied. Raises LocalError."""
+    """Restore the copied state. Raises LocalError."""
     reader = FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
@@ -106,7 +109,7 @@ def restore_train_state(model: Any, optimizer: torch.optim.Optimizer, folder: Pa
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """DCP warns each time that one process without torch.distributed is one process, even where it is told so."""
+    """Suppress DCP's warning that torch.distributed is disabled, which appears even if the caller disabled it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
@@ -126,7 +129,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _room_for(stored: Any, parameter: Tensor) -> Any:
-    """A tensor laid out as the parameter where it has the parameter's shape; else one that every rank holds whole."""
+    """Return a tensor with the parameter's layout if it has the parameter's shape; else one that every rank holds whole."""
     if not isinstance(stored, TensorStorageMetadata):
         return None
     if stored.size == parameter.shape:
@@ -136,7 +139,7 @@ def _room_for(stored: Any, parameter: Tensor) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Of the first rank that failed, as the system said it."""
+    """Return the system's message for the first rank that failed."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {cause}"

@@ -18,15 +18,16 @@ from prime_node.algo.packing import PackedRows
 
 @dataclass(frozen=True, slots=True)
 class TreeLayout:
-    """What the attention needs of a PackedRows; the same for all layers."""
+    """Attention data of a PackedRows; the same for all layers."""
 
     trunk_tokens: int
     num_rows: int
     mask_R1WK: Tensor
-    """[R, 1, W, P + W] float: 0 where a token sees another, -inf where not."""
+    """[R, 1, W, P + W] float: 0 if a token sees another, else -inf."""
 
     @classmethod
     def of(cls, packed: PackedRows, *, device: torch.device, dtype: torch.dtype) -> TreeLayout:
+        """Make the layout of packed rows, with the mask in `dtype`."""
         end_RW = torch.from_numpy(packed.subtree_end_RW).to(device)
         num_rows, width = end_RW.shape
         place_W = torch.arange(width, device=device)
@@ -36,7 +37,7 @@ class TreeLayout:
         return cls(packed.trunk_tokens, num_rows, mask)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
-        """Keys and values [1, H of keys, P + R * W, D]."""
+        """Attend as above; keys and values are [1, H of keys, P + R * W, D]."""
         trunk, rows = self.trunk_tokens, self.num_rows
         grouped = query.shape[1] != key.shape[1]
         keys = torch.cat([key[:, :, :trunk].expand(rows, -1, -1, -1), _rows(key, trunk, rows)], dim=2)
@@ -59,6 +60,6 @@ class TreeLayout:
 
 
 def _rows(tensor: Tensor, trunk: int, rows: int) -> Tensor:
-    """[1, H, P + R * W, D] without the trunk as [R, H, W, D]."""
+    """Return the rows [R, H, W, D] of [1, H, P + R * W, D], without the trunk."""
     _, heads, _, size = tensor.shape
     return tensor[0, :, trunk:].reshape(heads, rows, -1, size).transpose(0, 1)

@@ -1,1 +1,1 @@
-"""HTTP: the daemon's server, the client, and what peers ask of one another."""
+"""HTTP: the daemon's server, the client, and requests between peers."""

@@ -1,9 +1,9 @@
 """The web server on aiohttp.
 
-aiohttp closes neither a stalled header nor a stalled body by itself, decompresses request bodies, and its size limit does not
-hold for streamed ones. So connections are counted before they are made (doors.py), requests are framed before aiohttp sees them
-(guarded_handler.py), and bodies are read here: after the route has admitted their sender, counted as they come, uncompressed,
-and at a least speed that rises with their size.
+By itself, aiohttp closes neither a stalled header nor a stalled body. It decompresses request bodies, and its size limit does
+not apply to streamed ones. So connections are counted before they are made (doors.py), and requests are framed before aiohttp
+sees them (guarded_handler.py). Bodies are read here: after the route has admitted their sender, counted on arrival,
+uncompressed, and at a minimum speed that rises with their size.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerErro
 log = logging.getLogger(__name__)
 
 HEADER_S_MAX = 75.0
-"""From the start of a connection, or its last answer, to the start of the next header. An idle connection is kept as long."""
+"""Seconds from the start of a connection, or its last answer, to the start of the next header.
+
+Idle connections are kept as long.
+"""
 BODY_STALL_S_MAX = 20.0
-"""A body of which no byte comes for so long is given up, however fast it came before."""
+"""Seconds without a byte after which a body is given up, however fast it came before."""
 BODY_S_MAX = 300.0
-"""A body of any length is whole within the grace and this time: so the least speed rises with its length."""
+"""Seconds, after the grace, in which a body of any length must be complete: so the minimum speed rises with its length."""
 STREAMED_BYTES = 2**21
 """Memory that an answer in pieces takes: a piece of 1 MiB at the handler, and one at the transport."""
 FEW_CONNECTIONS = 4_096
-"""The operator is warned where the process can hold no more."""
+"""Number of connections below which the operator is warned that the process can hold no more."""
 LARGE_BYTES = 2**16
-"""An answer beyond this is written in pieces of this length, and counted while it is on its way to a stranger."""
+"""Bytes above which an answer is written in pieces of this length, and counted while it is sent to a stranger."""
 HASHED_APART_BYTES = 2**20
-"""A longer body's digest is worked out in a thread."""
+"""Bytes above which a body's digest is computed in a thread."""
 
 
 class AiohttpServer:
-    """Implements ports.web.WebServer."""
+    """Implementation of ports.web.WebServer."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class AiohttpServer:
         self._doors: Doors | None = None
 
     async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
+        """Serve `routes` and return the port. Raises LocalError if the address is unavailable."""
         app = web.Application(middlewares=[_explain_unknown])
         for route in routes:
             app.router.add_route(route.method, route.path, self._adapt(route), expect_handler=_say_nothing_yet)
@@ -98,13 +102,14 @@ class AiohttpServer:
             ) from None
 
     async def stop(self, *, grace_s: float) -> None:
+        """Accept no more connections, and end the open ones after `grace_s` seconds at most."""
         if self._listener is None or self._manager is None or self._runner is None:
             return
         self._listener.close()
         if self._bulk is not None:
             await self._bulk.close(grace_s)
         self._manager.pre_shutdown()  # closes idle connections
-        await self._manager.shutdown(max(grace_s, 0.01))  # 0 means to aiohttp: without an end
+        await self._manager.shutdown(max(grace_s, 0.01))  # for aiohttp, 0 means no limit
         await self._runner.cleanup()
         self._listener = None
 
@@ -140,13 +145,13 @@ class AiohttpServer:
             except PeerError as error:
                 answer = error_answer(error)
                 if guard.is_given_up:
-                    answer.force_close()  # says so in the header, too
+                    answer.force_close()  # sets the header, too
                 return answer
 
         return handle
 
     def _admitted(self, request: web.Request, route: Route, plain: Request) -> _Body:
-        """What a body will count against. Nothing of it has been read. Raises PeerError."""
+        """Return the shares that a body will count against. Nothing of it has been read. Raises PeerError."""
         length = request.content_length or 0
         try:
             if "Content-Encoding" in request.headers:
@@ -160,7 +165,7 @@ class AiohttpServer:
             raise
 
     async def _read_body(self, request: web.Request, body: _Body) -> bytes:
-        """The whole body, of the length and the digest that were announced. Raises PeerError."""
+        """Read the whole body, checked against the announced length and digest. Raises PeerError."""
         guard, loop = _guard_of(request), asyncio.get_running_loop()
         chunks: list[bytes] = []
         num_bytes, began_s = 0, loop.time()
@@ -210,18 +215,19 @@ class AiohttpServer:
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A body that is on its way in."""
+    """A request body that is being received."""
 
     length: int
     digest: str | None
     held: HeldBytes
 
     def close(self) -> None:
+        """Release the body's shares."""
         self.held.close()
 
 
 def _answers_to(entry: Entry) -> tuple[BodyShare, BodyShare]:
-    """What a large answer counts against, to anybody but a key of the run."""
+    """Return the shares of a large answer to a client without a key of the run's roles."""
     if entry.sender is not None:
         each_max, all_max = limits.MEMBERS_ANSWER_BYTES_EACH_MAX, limits.MEMBERS_ANSWER_BYTES_MAX
         return (
@@ -242,7 +248,7 @@ def _guard_of(request: web.Request) -> GuardedHandler:
 
 
 async def _say_nothing_yet(request: web.Request) -> None:
-    """Instead of aiohttp's own answer to Expect: a body is asked for when its sender has been admitted."""
+    """Send nothing in place of aiohttp's own answer to Expect: the body is requested once its sender is admitted."""
 
 
 async def _digest_of(body: bytes) -> str:
@@ -251,7 +257,7 @@ async def _digest_of(body: bytes) -> str:
 
 @web.middleware
 async def _explain_unknown(request: web.Request, handler: Any) -> web.StreamResponse:
-    """What aiohttp itself answers (no such path, wrong method) looks like every other error."""
+    """Turn aiohttp's own errors (no such path, wrong method) into the common error format."""
     try:
         response: web.StreamResponse = await handler(request)
         return response
@@ -269,16 +275,16 @@ async def _stream(request: web.Request, response: Response, headers: dict[str, s
     stream = web.StreamResponse(status=response.status, headers=headers)
     is_sized = isinstance(response.body, bytes) or "Content-Length" in response.headers
     try:
-        # The client may go away at any time; that is his business.
+        # The client may disconnect at any time; that is no error.
         with contextlib.suppress(ClientConnectionError, ConnectionError):
             await stream.prepare(request)
             if request.method != "HEAD":
-                # What has a length has a time; others may be streams without an end.
+                # Sized bodies have a deadline; others may be endless streams.
                 async with asyncio.timeout(send_s_max(response) if is_sized else None):
                     await _copy(response.body, stream)
     except (TimeoutError, PeerError):
         if request.transport is not None:
-            # A reader that stands still must not hold what `after` gives back; a body that broke off must not look whole.
+            # A stalled reader must not hold what `after` returns; a cut body must not look complete.
             request.transport.abort()
     return stream
 

@@ -1,9 +1,9 @@
-"""Accepts connections and bounds them by their sender, before anything is made for them.
+"""Accept connections and bound them by their sender, before anything is allocated for them.
 
-A flood of connections costs its receiver most where each becomes a transport, a parser and a task. So the listening socket is
-read here, and a connection beyond its network's share is reset at once, which takes some ten microseconds. A connection begins
-as a stranger's. When a request on it has been verified (`Entry.vouch`), it counts as its key's: a member's within the bounds of
-its key and its network, a key of the run without a bound.
+A flood of connections costs its receiver most if each becomes a transport, a parser and a task. So the listening socket is
+read here, and a connection beyond its network's share is reset at once, which takes about ten microseconds. A connection
+begins as a stranger's. When a request on it has been verified (`Entry.vouch`), it counts as its key's: a member's within the
+bounds of its key and its network, a key of the run's roles without a bound.
 """
 
 from __future__ import annotations
@@ -26,36 +26,41 @@ from prime_protocol.errors import ErrorCode, PeerError
 log = logging.getLogger(__name__)
 
 BACKLOG = 1_024
-"""Connections that the system keeps until they are accepted."""
+"""Connections that the system queues until they are accepted."""
 WORK_AT_ONCE, WORK_OF_ACCEPTING = 32, 16
-"""One wake-up resets 32 connections at most, or accepts 2: those who wait for their answers come in between."""
+"""Work units of one wake-up, and of one accepted connection.
+
+A wake-up resets 32 connections at most, or accepts 2, so that waiting answers get their turn.
+"""
 RESET_AT_CLOSE, FINISH_AT_CLOSE = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 """Values of SO_LINGER. With the first, nothing of a closed connection remains in the system's tables."""
 PAUSE_S = 1.0
-"""The listener rests so long where the system has no descriptor left."""
+"""Seconds for which the listener pauses when the system has no descriptor left."""
 STRANGERS_SHARE = 0.2
-"""Of the server's time, for what strangers ask."""
+"""Share of the server's time for strangers' requests."""
 BURST_S = 0.05
-"""Of time that strangers left unused, what they may use later."""
+"""Seconds of strangers' unused time that they may use later."""
 COST_S_MAX = 0.002
-"""A stranger's request counts as no dearer: 100 begin in each second, whatever they cost."""
+"""Largest cost in seconds that counts for a stranger's request: so 100 begin in each second, whatever they cost."""
 DEBT_S_MAX = 2.0
-"""Of strangers' requests that wait for their turn. More are refused at once, so that a flood is over soon after its end."""
+"""Queue of strangers' requests in seconds. More are refused at once, so that a flood is over soon after its end."""
 COSTS_REMEMBERED = 32
-"""Requests that the average of their costs goes back."""
+"""Number of requests in the moving average of their costs."""
 ADDRESSES_REMEMBERED = 4_096
-"""Addresses whose network is not worked out again."""
+"""Addresses whose network is cached."""
 MEMBER_BURST_S = 10.0
-"""Of its rate, what a member's key may use at once."""
+"""Seconds' worth of its rate that a member's key may use at once."""
 DESCRIPTORS_KEPT = 512
-"""For the rest of the process: the journal, blobs, links to peers. Half of all where fewer than 1,024 may be open."""
+"""Descriptors for the rest of the process: the journal, blobs, links to peers. Half of all if fewer than 1,024 may be open."""
 UNSENT_BYTES_MAX = 2**17
-"""Of an answer in the system's buffers before its first packet is sent. What lies there is lost when the asker withdraws, and its
-slot would be given back with the piece unsent."""
+"""Bytes of an answer in the system's buffers before its first packet is sent.
+
+If the client withdraws they are lost, and its slot would be returned with the piece unsent.
+"""
 
 
 class Entry:
-    """One connection, and whose share it counts against."""
+    """One connection, and the share it counts against."""
 
     __slots__ = ("_doors", "address", "is_inside", "is_proxy", "network", "sender")
 
@@ -64,26 +69,27 @@ class Entry:
         self.address, self.network, self.is_proxy = address, network, is_proxy
         self.is_inside = True
         self.sender: Sender | None = None
-        """The key of the last request, where that was verified and its bounds have room; None for a stranger."""
+        """Key of the last request, if that was verified and its bounds have room; None for a stranger."""
 
     def vouch(self, sender: Sender | None) -> None:
-        """Note what a request has shown of its sender. A proxy's connections carry many senders, and stay as they are."""
+        """Record the verified sender of a request. A proxy's connections carry many senders, and stay as they are."""
         if self.is_inside and not self.is_proxy and self.sender != sender:
             self._doors.count(self, -1)
             self.sender = sender if sender is not None and self._doors.has_room(self, sender) else None
             self._doors.count(self, +1)
 
     def leave(self) -> None:
-        """Idempotent."""
+        """Stop counting the connection. Idempotent."""
         if self.is_inside:
             self._doors.count(self, -1)
             self.is_inside = False
 
 
 class Doors:
-    """Counts connections and requests of one server by their networks and keys.
+    """Counters of one server's connections and requests, by network and key.
 
-    `connections_max`: what the process can hold; below HTTP_CONNECTIONS_MAX the shares of strangers and members shrink with it.
+    `connections_max` is what the process can hold; below HTTP_CONNECTIONS_MAX the shares of strangers and members shrink with
+    it.
     """
 
     def __init__(
@@ -94,20 +100,20 @@ class Doors:
         self._now = now
         self._scale = min(1.0, connections_max / limits.HTTP_CONNECTIONS_MAX)
         self._strangers_of: dict[str, int] = {}
-        """Network -> connections."""
+        """Connections by network."""
         self._members_of: dict[str, int] = {}
-        """Network or key -> connections."""
+        """Connections by network or key."""
         self._connects = _turns(walls.connects_per_second, burst_s=5.0)
         self._requests = _turns(walls.requests_per_second, burst_s=0.25)
         self._member_requests = _turns(walls.member_requests_per_second, burst_s=MEMBER_BURST_S)
         self._cost_s, self._lane_s = COST_S_MAX, 0.0
-        # Parsing an address costs more than all else that a refused connection takes.
+        # Parsing an address costs more than the rest of a refused connection.
         self._place_of = lru_cache(ADDRESSES_REMEMBERED)(
             lambda address: (walls.network_of(address, ""), walls.is_proxy(address))
         )
 
     def enter(self, address: str) -> Entry | None:
-        """A new connection; None where it is not taken."""
+        """Count a new connection and return it; None if it is refused."""
         if self.num_connections >= self._scaled(limits.HTTP_CONNECTIONS_MAX):
             return None
         network, is_proxy = self._place_of(address)
@@ -123,7 +129,7 @@ class Doors:
         return entry
 
     def has_room(self, entry: Entry, sender: Sender) -> bool:
-        """Whether a connection may count as this key's."""
+        """Return whether a connection may count as this key's."""
         return sender.is_role or (
             self.num_members < self._scaled(limits.HTTP_MEMBERS_MAX)
             and self._members_of.get(entry.network, 0) < limits.HTTP_MEMBERS_NETWORK_MAX
@@ -131,7 +137,7 @@ class Doors:
         )
 
     def count(self, entry: Entry, change: int) -> None:
-        """Add a connection or take it away."""
+        """Add a connection or remove it."""
         self.num_connections += change
         if entry.is_proxy:
             return
@@ -144,10 +150,11 @@ class Doors:
             _add(self._members_of, entry.sender.key, change)
 
     def delay_s(self, entry: Entry, forwarded: str) -> float:
-        """How long a request waits before it is read. One of the run's own keys does not; a member waits for its own rate.
+        """Return how long a request waits before it is read, in seconds.
 
-        Strangers wait for the turn of their network, and then for each other: however slow this machine is, or busy with members,
-        they begin only as often as fits into their share of its time. Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
+        Role keys do not wait; a member waits for its own rate. Strangers wait for their network's turn, and then for each
+        other. However slow this machine is, or busy with members, they begin only as often as fits into their share of its
+        time. Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
         """
         if entry.sender is not None:
             if entry.sender.is_role or self._member_requests is None:
@@ -165,8 +172,10 @@ class Doors:
         return max(turn_s, lane_s) - now_s
 
     def spent(self, entry: Entry, seconds: float) -> None:
-        """Note how long a request took from its beginning to its answer. What waited for something else counts no more than a
-        dear one."""
+        """Record how long a request took from its beginning to its answer.
+
+        A long wait counts no more than an expensive request.
+        """
         if entry.sender is None:
             self._cost_s += (min(seconds, COST_S_MAX) - self._cost_s) / COSTS_REMEMBERED
 
@@ -178,7 +187,7 @@ class Doors:
 
 
 class Listener:
-    """Listens on one host and port. `connect` makes the protocol of a connection that was let in."""
+    """Listener on one host and port. `connect` makes the protocol of an accepted connection."""
 
     def __init__(self, doors: Doors, connect: Callable[[Entry], asyncio.Protocol]) -> None:
         self._doors, self._connect = doors, connect
@@ -188,7 +197,7 @@ class Listener:
         self._is_closed = False
 
     async def open(self, host: str, port: int) -> int:
-        """The port. Raises OSError."""
+        """Listen, and return the port. Raises OSError."""
         found = await self._loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
             for family, _, _, _, address in dict.fromkeys(found):
@@ -202,7 +211,7 @@ class Listener:
         return bound
 
     def close(self) -> None:
-        """Accept no more. Idempotent."""
+        """Accept no more connections. Idempotent."""
         self._is_closed = True
         for listening in self._sockets:
             self._loop.remove_reader(listening.fileno())
@@ -240,7 +249,7 @@ class Listener:
     async def _take(self, entry: Entry, accepted: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: self._connect(entry), accepted)
-        except OSError:  # the caller is gone already
+        except OSError:  # the client has disconnected already
             entry.leave()
             accepted.close()
 
@@ -254,7 +263,7 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
         if option is not None:  # Linux and macOS; accepted sockets inherit it
-            with contextlib.suppress(OSError):  # it only spares bytes
+            with contextlib.suppress(OSError):  # it only saves bytes
                 made.setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES_MAX)
         made.bind(address)
         made.listen(BACKLOG)
@@ -266,7 +275,7 @@ def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
 
 
 def connections_max() -> int:
-    """How many connections this process can hold, by its limit of open files."""
+    """Return how many connections this process can hold, by its limit of open files."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return limits.HTTP_CONNECTIONS_MAX

@@ -1,9 +1,9 @@
-"""One connection of aiohttp's server, behind a wall of our own.
+"""One connection of aiohttp's server, behind a filter of our own.
 
-aiohttp parses whatever comes as it comes, one event for each chunk of a body, and buffers requests ahead. Here each request is
-framed first (request_head.py): the framework gets a header when it is whole and in order, then exactly its body, and the next
-header when the answer before it has been written. What arrives in a thousand small readings is cut off, and so is a reader that
-stands still.
+aiohttp parses whatever arrives, one event for each chunk of a body, and buffers requests ahead. Here each request is framed
+first (request_head.py). The framework gets a header when it is complete and valid, then exactly its body, and the next header
+when the previous answer has been written. Senders that arrive in a thousand tiny reads are cut off, and so are stalled
+readers.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from prime_protocol.errors import ErrorCode, PeerError
 log = logging.getLogger(__name__)
 
 READING_BYTES = 256
-"""What each reading beyond the first HTTP_READINGS_MAX of a request must bring on average."""
+"""Average bytes that each read beyond the first HTTP_READINGS_MAX of a request must bring."""
 HELD_BYTES_MAX = 2**20
-"""Of what comes while an answer is under way. Reading is paused then; one reading more may be on its way."""
+"""Bytes held while an answer is under way. Reading is paused then; one more read may arrive."""
 REFUSED_S = 2.0
-"""How long a refused connection stays, so that its sender reads why. An unread byte would reset it."""
+"""Seconds for which a refused connection stays open, so that its sender reads why. An unread byte would reset it."""
 DROPPED_BYTES_MAX = 2**16
-"""Read and thrown away in that time; what comes beyond stays in the network."""
+"""Bytes read and discarded in that time; more stays in the network."""
 READER_S = 20.0
-"""A reader that takes less than BODY_BYTES_PER_S_MIN for so long is cut off."""
+"""Seconds after which a reader slower than BODY_BYTES_PER_S_MIN is cut off."""
 
 
 class GuardedHandler(web.RequestHandler):
-    """One connection, which is cut when the header of its next request does not come in time."""
+    """One connection, closed if the header of its next request does not arrive in time."""
 
     __slots__ = (
         "_begun_s",
@@ -74,9 +74,9 @@ class GuardedHandler(web.RequestHandler):
         )
         self.entry = entry
         self.expects_continue = False
-        """The sender waits for a word before it sends the body."""
+        """Whether the sender waits for a go-ahead before it sends the body."""
         self.is_given_up = False
-        """A body is not read to its end, so no other request can follow."""
+        """Whether a body is left unread, so that no other request can follow."""
         self._doors = doors
         self._header_s_max = header_s_max
         self._first_header_s = first_header_s
@@ -84,7 +84,7 @@ class GuardedHandler(web.RequestHandler):
         self._reader_timer: asyncio.TimerHandle | None = None
         self._turn_timer: asyncio.TimerHandle | None = None
         self._held = bytearray()
-        """What has come and was not given to the framework."""
+        """Received bytes that were not passed to the framework."""
         self._searched = 0
         self._body_left = 0
         self._readings = self._request_bytes = self._dropped = 0
@@ -92,13 +92,15 @@ class GuardedHandler(web.RequestHandler):
         self._unsent = 0
         self._begun_s = 0.0
 
-    # What the loop calls
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the timer for the first header."""
         super().connection_made(transport)
         self._wait_for_header(self._first_header_s)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        """Cancel the timers and release the connection's share."""
         for timer in (self._header_timer, self._reader_timer, self._turn_timer):
             if timer is not None:
                 timer.cancel()
@@ -107,7 +109,8 @@ class GuardedHandler(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not data:  # how the framework asks its own parser to go on
+        """Frame received bytes, or discard them after a refusal."""
+        if not data:  # how the framework asks its own parser to continue
             super().data_received(data)
             return
         self._readings += 1
@@ -127,39 +130,43 @@ class GuardedHandler(web.RequestHandler):
             self._advance()
 
     def pause_writing(self) -> None:
+        """Watch a slow reader."""
         super().pause_writing()
         if self.transport is not None:
             self._unsent = self.transport.get_write_buffer_size()
             self._reader_timer = asyncio.get_running_loop().call_later(READER_S, self._look_at_reader)
 
     def resume_writing(self) -> None:
+        """Stop watching the reader."""
         if self._reader_timer is not None:
             self._reader_timer.cancel()
             self._reader_timer = None
         super().resume_writing()
 
-    # What the server calls
+    # Called by the server
 
     def abort(self) -> None:
+        """Close the connection at once."""
         if self.transport is not None:
             self.transport.abort()
 
     def give_up(self) -> None:
-        """Take no more. The answer that comes now is the last one."""
+        """Read no more. The next answer is the last one."""
         self.is_given_up = True
         self.close()
 
     def go_on(self) -> None:
-        """Ask a sender that waits for it to send its body."""
+        """Send 100 Continue to a sender that waits for it."""
         if self.expects_continue and self.transport is not None:
             self.expects_continue = False
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    # What the framework calls
+    # Called by the framework
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        """Write an answer, then admit the next request."""
         found = await super().finish_response(request, resp, start_time)
         self._answered()
         return found
@@ -171,9 +178,9 @@ class GuardedHandler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """An ErrorBody. A fault of ours is logged; what is no HTTP is a peer's fault, and scanners send it all day."""
+        """Return an ErrorBody. Server faults are logged; invalid HTTP is the peer's fault, and scanners send it all day."""
         if status >= 500:
-            super().handle_error(request, status, exc, message)  # logs, and raises where an answer has begun
+            super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
             error = PeerError(ErrorCode.INTERNAL, "a fault of the server; its operator can see it")
         else:
             log.debug("%s does not speak HTTP: %r", self.entry.address, exc)
@@ -186,10 +193,10 @@ class GuardedHandler(web.RequestHandler):
         if not self._is_held_back:
             super()._resume_transport_reading()
 
-    # Inside
+    # Internals
 
     def _advance(self) -> None:
-        """Give the framework what it may have now."""
+        """Pass to the framework what it may have now."""
         try:
             while self._held and self._turn_timer is None:
                 if self._body_left:
@@ -208,7 +215,7 @@ class GuardedHandler(web.RequestHandler):
             self._refuse(error)
 
     def _next_request(self) -> bool:
-        """Look for the next header. False where it is not whole, or where its turn has not come. Raises PeerError."""
+        """Look for the next header. Return False if it is incomplete, or if its turn has not come. Raises PeerError."""
         end = find_end(self._held, self._searched)
         if end < 0:
             self._searched = len(self._held)
@@ -258,7 +265,7 @@ class GuardedHandler(web.RequestHandler):
         self._advance()
 
     def _refuse(self, error: PeerError) -> None:
-        """Answer what never reaches the framework, and end the connection."""
+        """Answer a request that never reaches the framework, and end the connection."""
         self.is_given_up = True
         self._held.clear()
         self._stop_header_timer()
@@ -310,7 +317,7 @@ class GuardedHandler(web.RequestHandler):
 
 
 def error_answer(error: PeerError) -> web.Response:
-    """A PeerError as the framework's answer."""
+    """Return a PeerError as the framework's answer."""
     told = explanation(error)
     assert isinstance(told.body, bytes)
     return web.Response(body=told.body, status=told.status, content_type=told.content_type, headers=told.headers)

@@ -1,4 +1,4 @@
-"""Reading what a server sends, without trust: bounded, with patience that has an end, and with one meaning for every error."""
+"""Read answers of untrusted servers: with bounds, time limits, and one meaning for every error."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 from prime_protocol.messages import ErrorBody
 
 CONNECT_S_MAX = 10.0
-"""To open a connection."""
+"""Seconds to open a connection."""
 STALL_S = 30.0
-"""Without a single byte in either direction."""
+"""Seconds without a single byte in either direction."""
 BYTES_PER_SECOND_MIN = 1_024
-"""Average of an answer's body; below this a server is no use, however steadily it drips."""
+"""Lowest average speed of an answer's body; a slower server is useless, however steadily it sends."""
 READ_BYTES = 2**19
-"""Read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
+"""Bytes read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
 MOVED_S_MIN = 0.01
-"""What moves within so short a time after something else that did counts with it."""
+"""Seconds after a recorded movement within which further ones count with it."""
 _PIECE_BYTES = 2**16
 
 Reply = TypeVar("Reply", bound=WireModel)
@@ -40,7 +40,7 @@ class ExplainedRefusal(PeerError):
 
 
 class Patience:
-    """Cancels what runs inside it when nothing has moved for long enough; leaves as TimeoutError."""
+    """A timeout that cancels its body when nothing has moved for long enough; it raises TimeoutError."""
 
     def __init__(self, stall_s: float, *, wait_s: float) -> None:
         self.stall_s = stall_s
@@ -61,20 +61,20 @@ class Patience:
         await self._timeout.__aexit__(kind, error, traceback)
 
     def moved(self) -> None:
-        """Something went through. The timer is set anew only now and then: it costs more than the bytes."""
+        """Record that bytes went through. The timer is reset only at intervals, because a reset costs more than the bytes."""
         now_s = self._loop.time()
         if now_s - self._moved_s > MOVED_S_MIN:
             self._moved_s = now_s
             self._timeout.reschedule(now_s + self._allowed_s)
 
     def answered(self) -> None:
-        """The answer has begun: the wait that was agreed on is over."""
+        """Record that the answer has begun: the agreed wait is over."""
         self._allowed_s = self.stall_s
         self._moved_s = self._loop.time()
         self._timeout.reschedule(self._moved_s + self._allowed_s)
 
     def received(self, num_bytes: int) -> None:
-        """A piece of the answer's body came. Raises TimeoutError where they come too slowly on the whole."""
+        """Record a piece of the answer's body. Raises TimeoutError if the average is too slow."""
         now_s = self._loop.time()
         self._body_began_s = self._body_began_s or now_s
         self._bytes += num_bytes
@@ -84,7 +84,7 @@ class Patience:
 
 
 def new_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-    """A session that keeps no cookies, decompresses nothing and leaves all patience but connecting to its user."""
+    """Return a session without cookies and decompression; it limits only the time to connect."""
     return aiohttp.ClientSession(
         connector=connector,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
@@ -96,13 +96,14 @@ def new_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
 
 
 async def pieces_of_body(body: bytes, patience: Patience) -> AsyncIterator[bytes]:
+    """Yield a body in pieces, recording progress."""
     for start in range(0, len(body), _PIECE_BYTES):
         yield body[start : start + _PIECE_BYTES]
         patience.moved()
 
 
 async def read_bounded(answer: aiohttp.ClientResponse, patience: Patience, *, bytes_max: int) -> bytes:
-    """The body, up to a bound. Raises LimitExceeded; the connection is dropped then, not drained."""
+    """Read the body, up to a bound. Raises LimitExceeded; the connection is dropped then, not drained."""
     if answer.content_length is not None and answer.content_length > bytes_max:
         answer.close()
         raise LimitExceeded("answer_bytes_max", answer.content_length, bytes_max)
@@ -120,7 +121,7 @@ async def read_bounded(answer: aiohttp.ClientResponse, patience: Patience, *, by
 
 
 async def _until_whole(content: aiohttp.StreamReader, patience: Patience) -> None:
-    """Wait for the end of a body that fits into what is read ahead: to wake for each packet of it costs more than its bytes."""
+    """Wait for the end of a body that fits into the read buffer: waking for each of its packets costs more than its bytes."""
     seen = 0
     while not content.is_eof():
         with contextlib.suppress(TimeoutError):
@@ -132,7 +133,7 @@ async def _until_whole(content: aiohttp.StreamReader, patience: Patience) -> Non
 
 
 async def error_of(answer: aiohttp.ClientResponse, patience: Patience, clock: Clock) -> PeerError:
-    """What an answer of 400 or above means."""
+    """Return the error that an answer of 400 or above means."""
     try:
         body = await read_bounded(answer, patience, bytes_max=limits.ERROR_BODY_BYTES_MAX)
     except PeerError:
@@ -141,7 +142,7 @@ async def error_of(answer: aiohttp.ClientResponse, patience: Patience, clock: Cl
 
 
 def explained(status: int, body: bytes, date: str | None, clock: Clock) -> PeerError:
-    """The same of what was read. A proxy's HTML page counts by its status alone."""
+    """Return the error that a status and a body mean. For a proxy's HTML page, the status alone counts."""
     try:
         fault = parse_json(body, ErrorBody)
     except PeerError:
@@ -156,7 +157,7 @@ def explained(status: int, body: bytes, date: str | None, clock: Clock) -> PeerE
 
 
 def _clock_difference(date: str | None, clock: Clock) -> str:
-    """A refusal's Date header holds the server's time; a contributor wants to know by how much he is off."""
+    """Return a hint on this machine's clock error, from the server's time in the Date header of a refusal."""
     try:
         ahead_s = clock.now_ms() / 1_000 - email.utils.parsedate_to_datetime(date or "").timestamp()
     except (OverflowError, TypeError, ValueError):  # OverflowError: a year of ten digits
@@ -166,7 +167,7 @@ def _clock_difference(date: str | None, clock: Clock) -> str:
 
 
 def sensible(body: bytes, model: type[Reply]) -> Reply:
-    """The answer of a server that said yes."""
+    """Parse the body of a successful answer. Raises PeerError(UNAVAILABLE)."""
     try:
         return parse_json(body, model)
     except PeerError as error:
@@ -174,6 +175,7 @@ def sensible(body: bytes, model: type[Reply]) -> Reply:
 
 
 def sensible_envelope(body: bytes) -> Envelope:
+    """Parse an envelope from a successful answer. Raises PeerError(UNAVAILABLE)."""
     try:
         return open_envelope(body)
     except PeerError as error:
@@ -181,7 +183,10 @@ def sensible_envelope(body: bytes) -> Envelope:
 
 
 def nonsense(error: PeerError) -> PeerError:
-    """A proxy, a captive portal or a broken server. Not the coordinator's word on the request: try again."""
+    """Return the error for an unintelligible answer, from a proxy, a captive portal or a broken server.
+
+    It is not the coordinator's decision on the request, so it is transient.
+    """
     return PeerError(
         ErrorCode.UNAVAILABLE, f"the answer makes no sense: {error.detail}", retry_after_s=error.retry_after_s
     )
@@ -196,7 +201,7 @@ _CODE_OF_STATUS = {
 
 
 def reason_of(error: Exception) -> str:
-    """Why a connection failed, without the library's own terms. Example: "Connection refused"."""
+    """Return why a connection failed, without the library's own terms. Example: "Connection refused"."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not valid here: {cause.verify_message}"

@@ -1,11 +1,10 @@
 """The coordinator over HTTP, for workers, validators and the trainer. SPEC.md, section "HTTP".
 
-Nothing that a server sends is trusted. Every answer is read up to a bound of its own; redirects, compression
-and cookies are refused; whatever makes no sense becomes a PeerError, and silence becomes Unreachable.
+Nothing that a server sends is trusted. Every answer has a bound of its own; redirects, compression and cookies are refused.
+An invalid answer becomes a PeerError, and silence becomes Unreachable.
 
-There is no fixed total time for a request: a 16 MB part over a poor line may take long and still be fine. A
-request ends when nothing moved for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow
-retrieval, as The Update Framework calls it).
+A request has no total time limit: a 16 MB part over a poor line may take long and still be fine. It ends when nothing moved
+for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow retrieval, in TUF's terms).
 """
 
 from __future__ import annotations
@@ -72,19 +71,19 @@ from prime_protocol.messages import (
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
 CONNECTIONS_MAX = 100
-"""To one server; what is asked beyond waits for one."""
+"""Connections to one server; further requests wait for one."""
 UNKNOWN_EPOCH = "0" * 32
-"""Named until the coordinator has said which epoch it is in; it is never one."""
+"""Epoch sent until the coordinator has named its own; it is never a real one."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
-"""Any answer that is no blob and no bundle."""
+"""Bound of any answer except a blob or a bundle."""
 
 Reply = TypeVar("Reply", bound=WireModel)
 
 
 class HttpClient:
-    """Implements WorkerPort, ValidatorPort, TrainerPort, PublicSource and LedgerSource. Without a key it may only read.
+    """Implementation of WorkerPort, ValidatorPort, TrainerPort, PublicSource and LedgerSource.
 
-    `bounds` may be set to the run's limits once the RunSpec is verified.
+    Without a key it can only read. `bounds` may be set to the run's limits once the RunSpec is verified.
     """
 
     def __init__(
@@ -109,11 +108,11 @@ class HttpClient:
         self._resolver = NotedResolver()
         self._head: tuple[str, Envelope] | None = None
         self._epoch = UNKNOWN_EPOCH
-        """The coordinator's, as it said last."""
+        """Epoch that the coordinator named last."""
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The IP address in the URL, or those that its name has led to so far."""
+        """IP address in the URL, or the addresses that its name has resolved to so far."""
         host = parse_ip(urlsplit(self.url).hostname or "")
         return self._resolver.hosts if host is None else frozenset([str(host)])
 
@@ -126,12 +125,12 @@ class HttpClient:
         await self.close()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the session. Idempotent."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    # Public: where checkpoints come from
+    # Public: the source of checkpoints
 
     async def run_spec(self) -> Envelope:
         return await self._statement("/v1/run", limits.RUN_SPEC_BYTES_MAX)
@@ -261,13 +260,13 @@ class HttpClient:
         await self._ask(request)
 
     async def add_key_ring(self, ring: Envelope) -> None:
-        """Idempotent for the newest ring."""
+        """Upload a key ring. Idempotent for the newest ring."""
         await self._post("keys", ring.to_bytes)
 
-    # How a request is made
+    # Internals
 
     async def _statement(self, path: str, payload_bytes_max: int) -> Envelope:
-        """An envelope of a bounded payload, in base64 and with its signatures."""
+        """Fetch an envelope of a bounded payload, in base64 and with its signatures."""
         bytes_max = payload_bytes_max * 3 // 2 + 4_096
         _, body, _ = await self._exchange("GET", path, bytes_max=bytes_max)
         return open_envelope(body, bytes_max=bytes_max)
@@ -306,9 +305,9 @@ class HttpClient:
         wait_s: float = 0.0,
         bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[int, bytes]:
-        """Sign and send; once more where the coordinator names another epoch: it has started since, or is new to us.
+        """Sign and send; retry once if the coordinator names another epoch: it has restarted, or is new to us.
 
-        Raises Refusal where the coordinator itself says no; whatever else stands in the way may pass.
+        Raises ExplainedRefusal if the coordinator itself refuses; any other failure is transient.
         """
         try:
             return await self._send(action, body_of(), is_request, wait_s, bytes_max)
@@ -321,7 +320,7 @@ class HttpClient:
     async def _send(
         self, action: str, body: bytes, is_request: bool, wait_s: float, bytes_max: int
     ) -> tuple[int, bytes]:
-        """A request goes in a header where it fits; any other body is announced in one. So the server knows the sender first."""
+        """Send a request in a header if it fits, else announce its body in one: so the server knows the sender first."""
         headers: dict[str, str] = {}
         if is_request and len(body) <= limits.HEADER_ENVELOPE_BYTES_MAX:
             headers, body = {REQUEST_HEADER: body.decode()}, b""
@@ -354,7 +353,7 @@ class HttpClient:
         wait_s: float = 0.0,
         bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        """One request and its whole answer: status below 400, body, headers. Raises PeerError or Unreachable."""
+        """Make one request and return its whole answer: status below 400, body, headers. Raises PeerError or Unreachable."""
         session = self._connected()
         try:
             async with Patience(self._stall_s, wait_s=wait_s) as patience:
@@ -380,21 +379,19 @@ class HttpClient:
             raise Unreachable(f"{self.url}: no answer, or one that does not move") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{self.url}: {reason_of(error)}") from None
-        except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or headers that are none
+        except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
             raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
-        except (
-            RuntimeError
-        ):  # how aiohttp says that the session was closed: a peer was given up with requests under way
+        except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests under way
             if not session.closed:
                 raise
             raise Unreachable(f"{self.url}: the link was closed meanwhile") from None
 
     def _standing_headers(self) -> Mapping[str, str]:
-        """Sent with every request."""
+        """Headers of every request."""
         return {}
 
     def _connected(self) -> aiohttp.ClientSession:
-        """The one session, made on first use because it belongs to the running loop."""
+        """Return the session, made on first use because it belongs to the running loop."""
         if self._session is None:
             self._session = new_session(aiohttp.TCPConnector(limit=self._connections_max, resolver=self._resolver))
         return self._session

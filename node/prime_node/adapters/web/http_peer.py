@@ -1,7 +1,7 @@
 """A link to a peer over HTTP, and the coordinator's dial-back. SPEC.md, section "Peers over HTTP".
 
-A peer answers on the same paths as a coordinator's public half; it may be anybody, so its answers are bounded the same way, and
-its bytes prove themselves. Connections are kept: to learn of a delta and to fetch it costs no handshake.
+A peer answers on the same paths as a coordinator's public half. It may be anyone, so its answers have the same bounds, and
+its bytes prove themselves. Connections are kept, so learning of a delta and fetching it needs no handshake.
 """
 
 from __future__ import annotations
@@ -27,21 +27,26 @@ from prime_protocol.peers import PeerNews, check_answer
 
 
 class HttpPeer(HttpClient):
-    """Implements ports.swarm.PeerLink."""
+    """Implementation of ports.swarm.PeerLink."""
 
     def __init__(
         self, url: str, *, run: str, clock: Clock, bounds: Limits, authorization: Callable[[], str | None]
     ) -> None:
-        """`authorization` is the header that shows our ticket to this peer; None before we have one."""
+        """Link to the peer at `url`.
+
+        `authorization` returns the header that shows our ticket to this peer; None before we have one.
+        """
         super().__init__(url, run=run, clock=clock, bounds=bounds, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
         self._authorization = authorization
         self._ranges = RangeClient(url, stall_s=self._stall_s, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
 
     async def close(self) -> None:
+        """Close all connections. Idempotent."""
         self._ranges.close()
         await super().close()
 
     async def prepare(self) -> None:
+        """Open a connection for pieces. Raises Unreachable."""
         await self._ranges.prepare()
 
     async def _get_blob(self, path: str, headers: Mapping[str, str], bytes_max: int) -> tuple[int, bytes]:
@@ -57,6 +62,7 @@ class HttpPeer(HttpClient):
         return {} if shown is None else {"Authorization": shown}
 
     async def news(self) -> AsyncIterator[PeerNews]:
+        """Yield what the peer has: everything first, then changes. Raises PeerError or Unreachable."""
         try:
             async with self._connected().get(
                 f"{self.url}/v1/have", headers=dict(self._standing_headers()), allow_redirects=False
@@ -75,6 +81,7 @@ class HttpPeer(HttpClient):
         raise Unreachable(f"{self.url} has closed the link")
 
     async def peers(self) -> str:
+        """Fetch the signed list of peers. Raises PeerError or Unreachable."""
         _, body, _ = await self._exchange("GET", "/v1/peers", bytes_max=limits.PEER_LIST_BYTES_MAX)
         try:
             return body.decode()
@@ -83,9 +90,9 @@ class HttpPeer(HttpClient):
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The lines of a body that does not end, each bounded in length and in the time that it takes to come.
+    """Yield the lines of an endless body, each bounded in length and in time.
 
-    One timer looks now and then whether anything came: to set one for each line would cost as much as the line.
+    One timer checks at intervals whether anything came: a timer for each line would cost as much as the line.
     """
     loop = asyncio.get_running_loop()
     came_s = loop.time()
@@ -94,7 +101,7 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     def look() -> None:
         nonlocal timer
         if loop.time() - came_s >= limits.PEER_SILENCE_S_MAX:
-            answer.close()  # the reading ends with aiohttp.ClientConnectionError
+            answer.close()  # reading then ends with aiohttp.ClientConnectionError
         else:
             timer = loop.call_at(came_s + limits.PEER_SILENCE_S_MAX, look)
 
@@ -114,12 +121,13 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 class HttpDialBack:
-    """Implements ports.swarm.DialBack."""
+    """Implementation of ports.swarm.DialBack."""
 
     def __init__(self, run: str) -> None:
         self._run = run
 
     async def answers(self, address: str, peer: KeyId) -> bool:
+        """Return whether the peer's key answers at an address."""
         nonce = secrets.token_hex(16)
         timeout = aiohttp.ClientTimeout(
             total=limits.DIAL_BACK_S_MAX, sock_connect=min(CONNECT_S_MAX, limits.DIAL_BACK_S_MAX)
@@ -140,4 +148,4 @@ class HttpDialBack:
         return False
 
     async def close(self) -> None:
-        """Each question has a session of its own."""
+        """Do nothing: each dial-back has a session of its own."""

@@ -1,14 +1,14 @@
-"""Ranges of blobs over kept HTTP/1.1 connections to one peer: the way of the pieces, and so of nearly every byte.
+"""Ranges of blobs over persistent HTTP/1.1 connections to one peer: the path of all pieces, so of nearly every byte.
 
-A piece asks little of HTTP: a GET with a Range, and an answer with a Content-Length. Here the answer's bytes go from the kernel
-into one buffer of their size; aiohttp's client, which can do everything, took a third of a receiver's time
-(DECISIONS.md, 65). Whatever is not that plain is an error of the server.
+A piece needs little of HTTP: a GET with a Range, and an answer with a Content-Length. Here the answer's bytes go from the
+kernel into one buffer of their size. aiohttp's general client took a third of a receiver's time (DECISIONS.md, 65). Anything
+less plain is an error of the server.
 
-Who waits for whom: `get` waits for a connection, then for its answer; a connection carries one request at a time. A request that
-is cancelled closes its connection. One timer for each connection looks whether bytes still come.
+Waiting: `get` waits for a connection, then for its answer; a connection carries one request at a time. A cancelled request
+closes its connection. One timer for each connection checks whether bytes still come.
 
-Nothing that the server sends is trusted: its header is bounded, its body is as long as the caller allows, and a body that comes
-too slowly is given up.
+Nothing that the server sends is trusted: its header is bounded, its body is as long as the caller allows, and a slow body is
+given up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
 
 HEADER_BYTES_MAX = 8 * 2**10
-"""Of an answer. Most of its body comes after it, and is read into its own place."""
+"""Bytes of an answer's header. Most of its body comes after it, and is read into its own buffer."""
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([2-5][0-9]{2})( .*)?")
 _LENGTH = re.compile(r"[0-9]{1,15}")
@@ -35,16 +35,16 @@ _LENGTH = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True, slots=True)
 class RangeAnswer:
-    """Example: RangeAnswer(206, {"content-length": "262144"}, b"..")."""
+    """One answer. Example: RangeAnswer(206, {"content-length": "262144"}, b"..")."""
 
     status: int
     headers: Mapping[str, str]
-    """Names in lower case."""
+    """Header fields by their names in lower case."""
     body: bytes
 
 
 class RangeClient:
-    """GET requests to one server, whose address has the form http://host:port, with a path before ours perhaps."""
+    """Sender of GET requests to one server at http://host:port, optionally with a path prefix."""
 
     def __init__(self, url: str, *, stall_s: float, connections_max: int) -> None:
         parts = urlsplit(url)
@@ -58,19 +58,19 @@ class RangeClient:
         self._is_closed = False
 
     def close(self) -> None:
-        """Idempotent. Requests under way end as Unreachable."""
+        """Close all connections. Requests under way raise Unreachable. Idempotent."""
         self._is_closed = True
         for connection in list(self._open):
             connection.give_up(Unreachable(f"{self.url}: the link was closed meanwhile"))
 
     async def prepare(self) -> None:
-        """Make a connection, where there is none, for a request that is to come. Raises Unreachable."""
+        """Open a connection for a later request, if there is none. Raises Unreachable."""
         async with self._turns:
             if not self._open and not self._is_closed:
                 self._idle.append(await self._connect())
 
     async def get(self, path: str, headers: Mapping[str, str], *, bytes_max: int) -> RangeAnswer:
-        """One request and its whole answer, of any status. Raises PeerError or Unreachable."""
+        """Make one request and return its whole answer, of any status. Raises PeerError or Unreachable."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         asked = f"GET {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept-Encoding: identity\r\n{lines}\r\n"
         request = asked.encode("latin-1")
@@ -83,7 +83,7 @@ class RangeClient:
                 except _ClosedBefore:
                     if kept is None:
                         raise Unreachable(f"{self.url} has closed the link") from None
-                    continue  # it was closed while nobody used it; a new one may do
+                    continue  # an idle connection was closed; a new one may work
                 if connection.is_kept:
                     self._idle.append(connection)
                 else:
@@ -113,15 +113,15 @@ class RangeClient:
 
 
 class _ClosedBefore(Exception):
-    """The server closed the connection before it sent a byte of the answer."""
+    """A connection that the server closed before it sent a byte of the answer."""
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection. The system writes into the buffer that `get_buffer` gives: the header's, and then the body's own."""
+    """One connection. The system writes into the buffer that `get_buffer` returns: first the header's, then the body's own."""
 
     def __init__(self, url: str, stall_s: float, lost: Callable[[_Connection], None]) -> None:
         self.is_kept = True
-        """May another request follow?"""
+        """Whether another request may follow."""
         self._url = url
         self._stall_s = stall_s
         self._lost = lost
@@ -141,10 +141,13 @@ class _Connection(asyncio.BufferedProtocol):
         self._headers: dict[str, str] = {}
         self._body: bytearray | None = None
         self._filled = 0
-        """Of the header's buffer, then of the body."""
+        """Bytes filled of the header's buffer, then of the body."""
 
     async def ask(self, request: bytes, bytes_max: int) -> RangeAnswer:
-        """Raises _ClosedBefore, PeerError or Unreachable; the connection is closed then, and by a cancellation."""
+        """Send a request and return its answer.
+
+        Raises _ClosedBefore, PeerError or Unreachable; the connection is closed then, and by a cancellation.
+        """
         if self._transport is None:
             raise _ClosedBefore
         self._bytes_max = bytes_max
@@ -169,7 +172,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # What the loop calls
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
@@ -199,7 +202,7 @@ class _Connection(asyncio.BufferedProtocol):
             self.give_up(error)
 
     def _look(self) -> None:
-        """Do bytes come, and fast enough? A connection that nobody uses is closed."""
+        """Check that bytes still come fast enough. An unused connection is closed."""
         now_s = self._loop.time()
         allowed_s = self._asked_s + self._stall_s + (self._filled if self._body else 0) / BYTES_PER_SECOND_MIN
         if now_s - self._moved_s >= self._stall_s or (self._answered is not None and now_s > allowed_s):
@@ -210,7 +213,10 @@ class _Connection(asyncio.BufferedProtocol):
     # The answer
 
     def _read_header(self, seen: int) -> None:
-        """Raises PeerError(MALFORMED), or LimitExceeded for a body that is longer than was allowed."""
+        """Parse the header once it is complete.
+
+        Raises PeerError(MALFORMED), or LimitExceeded for a body longer than allowed.
+        """
         if self._answered is None or self._answered.done():
             raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends what nobody asked for")
         end = self._head.find(b"\r\n\r\n", max(0, seen - 3), self._filled)
@@ -249,7 +255,7 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 def _headers_of(lines: list[bytes], url: str) -> dict[str, str]:
-    """By their names in lower case. Raises PeerError(MALFORMED)."""
+    """Return the header fields by their names in lower case. Raises PeerError(MALFORMED)."""
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")

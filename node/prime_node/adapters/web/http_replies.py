@@ -1,4 +1,4 @@
-"""What every reply of a server keeps to, whoever writes it to the connection."""
+"""Common rules of a server's replies, for all code that writes one to a connection."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from prime_protocol.errors import PeerError
 
 BODY_GRACE_S = 20.0
 BODY_BYTES_PER_S_MIN = 16 * 2**10
-"""A body may take the grace plus its size at this speed; a modem is slower, nobody else is."""
+"""Speed at which a body may be sent after the grace. Only a modem is slower."""
 
 
 def explanation(error: PeerError) -> Response:
-    """Its status, and an ErrorBody."""
+    """Return the reply to an error: its status, and an ErrorBody."""
     body: dict[str, object] = {"code": str(error.code), "detail": error.detail[:2_000]}
     headers = {}
     if error.retry_after_s is not None:
@@ -25,6 +25,6 @@ def explanation(error: PeerError) -> Response:
 
 
 def send_s_max(response: Response) -> float:
-    """How long a body may take whose length is known: an iterator's stands in its headers."""
+    """Return the seconds that a body of known length may take; an iterator's length is in its headers."""
     num_bytes = len(response.body) if isinstance(response.body, bytes) else int(response.headers["Content-Length"])
     return BODY_GRACE_S + num_bytes / BODY_BYTES_PER_S_MIN

@@ -1,6 +1,6 @@
-"""Looks names up as aiohttp does, and remembers every IP address that came of it.
+"""A resolver like aiohttp's that records every IP address it found.
 
-A run's name that leads to the internet now and into a private network later (DNS rebinding) is recognised by that.
+It detects a run's name that leads to the internet first and into a private network later (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
 HOSTS_MAX = 64
-"""Addresses that are remembered of one client; one more, and the name counts as leading everywhere."""
+"""Addresses recorded for one client; with one more, the name counts as leading everywhere."""
 
 
 class NotedResolver(ThreadedResolver):
-    """Of one HTTP client."""
+    """Resolver of one HTTP client."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,6 +24,7 @@ class NotedResolver(ThreadedResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
+        """Resolve a name and record its addresses."""
         found = await super().resolve(host, port, family)
         hosts = self.hosts | {one["host"] for one in found}
         self.hosts = hosts if len(hosts) <= HOSTS_MAX else frozenset([*sorted(hosts)[:HOSTS_MAX], ""])

@@ -1,12 +1,12 @@
-"""Plain GET requests for bulk routes, answered without the framework: of a peer's answers nearly all are pieces.
+"""Answer plain GET requests of bulk routes without the framework, since nearly all of a peer's answers are pieces.
 
-A connection begins here. As long as each request comes whole, in one reading, and is a GET of a bulk route that asks for nothing
-special, it is answered here; anything else (another route, a body, a header in two packets) is handed over, and with it the
-connection for good. So one parser alone sees each request, and this one refuses whatever it need not understand. What aiohttp's
-server takes for each piece was a third of a sender's processor time (DECISIONS.md, 65).
+A connection begins here. A request is answered here as long as it arrives complete in one read and is a GET of a bulk route
+without special headers. Anything else (another route, a body, a header in two packets) is handed over, and the connection
+with it, permanently. So only one parser sees each request, and this one rejects everything that it need not understand. For
+each piece, aiohttp's server took a third of a sender's processor time (DECISIONS.md, 65).
 
-Who waits for whom: an answer waits for its handler, then until the transport has taken it; the next request waits for that. Who
-goes away cancels his answer. A timer looks whether the connection is used, and whether its reader reads.
+Waiting: an answer waits for its handler, then until the transport has taken it; the next request waits for that. A client
+that disconnects cancels its answer. A timer checks whether the connection is used, and whether its reader reads.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from prime_protocol.errors import PeerError
 log = logging.getLogger(__name__)
 
 LOOKS = 8
-"""How often the timer looks in the time that a connection may be idle."""
+"""Number of timer checks in the time that a connection may be idle."""
 _REQUEST = re.compile(rb"GET (/[!-~]{1,300}) HTTP/1\.1\r\n((?:[A-Za-z-]{1,40}: ?[!-~](?:[ -~]{0,8000})\r\n){1,16})\r\n")
 _NOT_PLAIN = {"connection", "content-length", "expect", "transfer-encoding", "upgrade"}
 _REASONS = {status.value: status.phrase for status in http.HTTPStatus}
 
 
 class BulkRoutes:
-    """What is answered here, and what all connections share."""
+    """The bulk routes, and the state that all connections share."""
 
     def __init__(
         self,
@@ -44,8 +44,11 @@ class BulkRoutes:
         is_host: Callable[[str, str], bool],
         hand_over: Callable[[Entry, float], asyncio.Protocol],
     ) -> None:
-        """`is_host`: may a caller at this address ask for this Host? `hand_over` makes the protocol that takes a connection over,
-        whose next header may still take so many seconds."""
+        """Serve the bulk routes among `routes`.
+
+        `is_host` returns whether a client at this address may ask for this Host. `hand_over` makes the protocol that takes
+        over a connection whose next header may still take that many seconds.
+        """
         self.connections: set[PlainGets] = set()
         self.idle_s_max = idle_s_max
         self.is_host = is_host
@@ -57,7 +60,7 @@ class BulkRoutes:
         ]
 
     def find(self, data: bytes, remote: str) -> tuple[Handler, Request] | None:
-        """What is asked, where it is plain."""
+        """Return the handler and the request, if the request is plain."""
         found = _REQUEST.fullmatch(data)
         if found is None:
             return None
@@ -72,7 +75,7 @@ class BulkRoutes:
         return None
 
     async def close(self, grace_s: float) -> None:
-        """Answers under way may end; then all connections are cut."""
+        """Let answers under way end within `grace_s`, then cut all connections."""
         tasks = [connection.task for connection in self.connections if connection.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -85,33 +88,36 @@ class PlainGets(asyncio.Protocol):
 
     def __init__(self, shared: BulkRoutes, entry: Entry) -> None:
         self.task: asyncio.Task[None] | None = None
-        """The answer under way."""
+        """Answer under way."""
         self._shared = shared
         self._entry = entry
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._due_s = math.inf
-        """When the next request should have come, or the answer should have been taken."""
+        """Time at which the next request, or the reader's acceptance of the answer, is due."""
         self._next = b""
-        """What came while an answer was under way."""
+        """Bytes that came while an answer was under way."""
         self._room = asyncio.Event()
-        """The transport takes more."""
+        """Event that the transport accepts more."""
         self._room.set()
 
     def abort(self) -> None:
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
-    # What the loop calls
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the idle timer."""
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
         self._shared.connections.add(self)
         self._due_s = self._loop.time() + self._shared.idle_s_max
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Release the connection's share and cancel its answer."""
         self._entry.leave()
         self._leave()
         self._transport = None
@@ -119,12 +125,15 @@ class PlainGets(asyncio.Protocol):
             self.task.cancel()
 
     def pause_writing(self) -> None:
+        """Make the answer wait for its reader."""
         self._room.clear()
 
     def resume_writing(self) -> None:
+        """Let the answer go on."""
         self._room.set()
 
     def data_received(self, data: bytes) -> None:
+        """Answer a plain request, or hand the connection over."""
         if self.task is not None:
             self._next += data
             assert self._transport is not None
@@ -137,7 +146,7 @@ class PlainGets(asyncio.Protocol):
             self._due_s = math.inf
             self.task = self._loop.create_task(self._answer(*asked))
 
-    # Inside
+    # Internals
 
     def _leave(self) -> None:
         self._shared.connections.discard(self)
@@ -169,7 +178,7 @@ class PlainGets(asyncio.Protocol):
             self._due_s = self._loop.time() + send_s_max(response)
             await self._send(response)
         except PeerError:
-            self.abort()  # a body that broke off must not look whole
+            self.abort()  # a cut body must not look complete
         except Exception:
             log.exception("GET of %s", request.params)
             self.abort()

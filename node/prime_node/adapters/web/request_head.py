@@ -1,8 +1,8 @@
-"""The header of one HTTP request, read far enough to know where the request ends and what must not reach the framework.
+"""Parse the header of one HTTP request: where the request ends, and what must not reach the framework.
 
-Stricter than RFC 9112 asks. A transfer coding is refused: a signer knows the length of its body, and a body in chunks of one byte
-costs its receiver a thousand times what it weighs. So are an upgrade, a folded field, two lengths and any method but GET, HEAD
-and POST. The framework parses the same bytes again; since nothing ambiguous is left, both find the same end.
+This is stricter than RFC 9112. A transfer coding is refused: a signer knows the length of its body, and a body in chunks of
+one byte costs its receiver a thousand times its size. An upgrade, a folded field, two lengths and any method but GET, HEAD
+and POST are refused too. The framework parses the same bytes again; since nothing ambiguous is left, both find the same end.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _ONCE = {b"content-length", b"host", b"transfer-encoding", b"expect"}
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What the server acts on before the framework sees the request."""
+    """Fields that the server acts on before the framework sees the request."""
 
     body_bytes: int
     host: str
     forwarded: str
-    """The header X-Forwarded-For."""
+    """Value of the header X-Forwarded-For."""
     expects_continue: bool
 
 
 def find_end(data: bytes | bytearray, seen: int) -> int:
-    """Where the header ends, its empty line included; -1 where it goes on. Raises PeerError.
+    """Return where the header ends, its empty line included; -1 if it is incomplete. Raises PeerError.
 
-    `seen` bytes were searched before. What cannot become a header is refused before it is whole.
+    `seen` bytes were searched before. Bytes that cannot become a header are refused before it is complete.
     """
     if not 65 <= data[0] <= 90:  # A to Z, of the method
         raise PeerError(ErrorCode.MALFORMED, "this is no HTTP")
@@ -52,7 +52,7 @@ def find_end(data: bytes | bytearray, seen: int) -> int:
 
 
 def read_request_head(data: bytes) -> Head:
-    """A whole header, with its empty line. Raises PeerError."""
+    """Parse a complete header, with its empty line. Raises PeerError."""
     request, *lines = data[: -len(END)].split(b"\r\n")
     found = _REQUEST_LINE.fullmatch(request)
     if found is None:
@@ -82,7 +82,7 @@ def read_request_head(data: bytes) -> Head:
 
 
 def _fields(lines: list[bytes]) -> Mapping[bytes, bytes]:
-    """By their names in lower case; of those that may come more than once, the last. Raises PeerError."""
+    """Return the fields by their names in lower case; of repeated ones, the last. Raises PeerError."""
     fields: dict[bytes, bytes] = {}
     for line in lines:
         found = _FIELD.fullmatch(line)
@@ -96,5 +96,5 @@ def _fields(lines: list[bytes]) -> Mapping[bytes, bytes]:
 
 
 def _shown(text: bytes) -> str:
-    """Whole: the end of X-Forwarded-For is what counts."""
+    """Return the whole text as printable: the end of X-Forwarded-For is what counts."""
     return printable(text.decode("latin-1"), limits.HTTP_HEADER_BYTES_MAX)

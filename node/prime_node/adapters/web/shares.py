@@ -1,4 +1,4 @@
-"""What callers have in common and must not use up for each other: memory, and turns."""
+"""Resources that clients share and must not use up for each other: memory and turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prime_node.ports.web import BodyShare
 from prime_protocol.errors import ErrorCode, PeerError
 
 BUCKETS_MAX = 65_536
-"""Networks remembered; the one that was not heard of for longest goes first."""
+"""Networks remembered; the longest unused one is dropped first."""
 BUSY_RETRY_S = 2.0
 
 
@@ -20,13 +20,13 @@ class _Used:
 
 
 class Shares:
-    """Counts bytes that are held, by the names of their shares. A name is forgotten when nothing counts against it."""
+    """Bytes held, counted by the names of their shares. A name is dropped when nothing counts against it."""
 
     def __init__(self) -> None:
         self._used: dict[str, _Used] = {}
 
     def open(self, shares: Sequence[BodyShare]) -> HeldBytes:
-        """Begin to hold something. Raises PeerError(UNAVAILABLE) where too much is held already."""
+        """Begin to hold a body. Raises PeerError(UNAVAILABLE) if too much is held already."""
         for share in shares:
             used = self._used.get(share.name)
             if used is not None and used.num_bodies >= share.bodies_max:
@@ -36,12 +36,12 @@ class Shares:
         return HeldBytes(self, tuple(shares))
 
     def num_bytes(self, name: str) -> int:
-        """How many bytes count against a share."""
+        """Return how many bytes count against a share."""
         used = self._used.get(name)
         return 0 if used is None else used.num_bytes
 
     def grow(self, shares: Sequence[BodyShare], num_bytes: int) -> None:
-        """Raises PeerError(UNAVAILABLE) where a share has no room; nothing is counted then."""
+        """Count more bytes. Raises PeerError(UNAVAILABLE) if a share has no room; nothing is counted then."""
         for share in shares:
             if self._used[share.name].num_bytes + num_bytes > share.bytes_max:
                 raise _busy(share)
@@ -49,7 +49,7 @@ class Shares:
             self._used[share.name].num_bytes += num_bytes
 
     def shrink(self, shares: Sequence[BodyShare], num_bytes: int) -> None:
-        """Give back what `open` and `grow` took."""
+        """Release what `open` and `grow` took."""
         for share in shares:
             used = self._used[share.name]
             used.num_bytes -= num_bytes
@@ -66,12 +66,12 @@ class HeldBytes:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Raises PeerError(UNAVAILABLE)."""
+        """Count more bytes. Raises PeerError(UNAVAILABLE)."""
         self._shares.grow(self._names, num_bytes)
         self._num_bytes += num_bytes
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release all counted bytes. Idempotent."""
         self._shares.shrink(self._names, self._num_bytes)
         self._names, self._num_bytes = (), 0
 
@@ -89,16 +89,16 @@ class Turns:
 
     def __init__(self, *, per_second: float, burst: float) -> None:
         self._per_second, self._burst = per_second, burst
-        self._levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), longest untouched first
+        self._levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), longest unused first
 
     def take(self, name: str, now_s: float) -> float:
-        """Take a turn. The seconds until it comes; 0 for at once."""
+        """Take a turn. Return the seconds until it comes, 0 if at once."""
         level = self._level(name, now_s) - 1.0
         self._set(name, level, now_s)
         return max(0.0, -level / self._per_second)
 
     def try_take(self, name: str, now_s: float) -> bool:
-        """Take a turn only where it comes at once."""
+        """Take a turn only if it comes at once. Return whether it was taken."""
         level = self._level(name, now_s) - 1.0
         if level < 0.0:
             return False

@@ -39,12 +39,12 @@ ADVANTAGES: Mapping[str, AdvantageFunction] = {
     "leave_one_out": leave_one_out,
     "normalized": normalized,
 }
-"""`default` is what prime-rl calls the group's mean."""
+"""Advantages by name. `default` is prime-rl's name of the group mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
-    """An advantage with its settings, and what shapes the rewards before it."""
+    """An advantage with its settings, and the reward shaping before it."""
 
     name: str
     function: AdvantageFunction
@@ -53,7 +53,7 @@ class Advantage:
     length_weights: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, inputs: AdvantageInputs) -> tuple[float, ...]:
-        """One for each rollout. Raises LocalError where a function of one's own gives something else."""
+        """Return one advantage for each rollout. Raises LocalError if a custom function returns anything else."""
         if self.length_cost is not None:
             inputs = inputs.with_rewards(shaped_rewards(inputs, self.length_cost, self.length_weights))
         found = tuple(float(value) for value in self.function(inputs, **self.settings).advantages)
@@ -72,7 +72,7 @@ def find_advantage(
     length_cost: LengthCost | None = None,
     length_weights: Mapping[str, float] | None = None,
 ) -> Advantage:
-    """By name, or one's own by `import_path` ("package.module.function"), with its settings. Raises LocalError."""
+    """Find an advantage by name, or a custom one by `import_path` ("package.module.function"). Raises LocalError."""
     settings = dict(kwargs or {})
     function = find_by_name("advantage", name, ADVANTAGES) if import_path is None else import_object(import_path)
     try:

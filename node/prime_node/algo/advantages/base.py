@@ -1,4 +1,4 @@
-"""What an advantage takes and gives: one group of rollouts, of any size. Groups may have lost some of theirs."""
+"""Inputs and outputs of an advantage: one group of rollouts, of any size. Groups may have lost some of theirs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class RolloutView(Mapping[str, Any]):
     reward: float
     completion_ids: tuple[int, ...] = ()
     completion_logprobs: tuple[float, ...] = ()
-    """Nats, of the policy that sampled."""
+    """Logprobs (nats) under the policy that sampled."""
     prompt_ids: tuple[int, ...] = ()
     is_truncated: bool = False
-    """It ended at the length limit."""
+    """Whether it ended at the length limit."""
     num_turns: int = 1
     """Requests to the model."""
     tool_response_len: int = 0
-    """Tokens that the environment said between the turns."""
+    """Tokens of the environment between the turns."""
     environment: str = ""
 
     @property
     def completion_len(self) -> int:
-        """Tokens that the model said."""
+        """Return the number of tokens that the model sampled."""
         return len(self.completion_ids)
 
     def __getitem__(self, name: str) -> Any:
@@ -59,14 +59,16 @@ class AdvantageInputs:
 
     @property
     def rewards(self) -> tuple[float, ...]:
+        """Return the rewards, in the order of the rollouts."""
         return tuple(rollout.reward for rollout in self.rollouts)
 
     @property
     def is_flat(self) -> bool:
-        """Whether there is nothing to prefer: no two rewards differ."""
+        """Return whether all rewards are equal, so that no rollout is preferred."""
         return len(set(self.rewards)) < 2
 
     def with_rewards(self, rewards: Sequence[float]) -> AdvantageInputs:
+        """Return the same group with other rewards."""
         return AdvantageInputs(
             tuple(replace(rollout, reward=reward) for rollout, reward in zip(self.rollouts, rewards, strict=True))
         )
@@ -74,7 +76,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutputs:
-    """One advantage for each rollout, in their order. Example: AdvantageOutputs([0.5, -0.5])."""
+    """One advantage for each rollout, in order. Example: AdvantageOutputs([0.5, -0.5])."""
 
     advantages: Sequence[float]
 
@@ -84,6 +86,7 @@ AdvantageFunction = Callable[..., AdvantageOutputs]
 
 
 def inputs_of(group: Group) -> AdvantageInputs:
+    """Return the advantage's view of a group."""
     turns = group.turns or [()] * len(group.completions)
     return AdvantageInputs(
         tuple(

@@ -1,9 +1,10 @@
-"""Shaping of rewards by length, before any advantage: among a group's best rollouts the cheap ones get more (prime-rl).
+"""Length shaping of rewards, before any advantage: among a group's best rollouts the cheap ones get more (prime-rl).
 
     best      the rollouts whose reward is the group's highest, if that is above 0
     reward'   reward * (1 + clamp(1 - cost / mean cost of the best, 0, 1))        of the best; the others keep theirs
 
-Only what is right can earn it, so that being short never pays for being wrong. The cost is counted in tokens or in turns.
+Only the best rollouts can earn the bonus, so a short wrong answer never gains. The cost is counted in tokens or in
+turns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from prime_node.algo.advantages.base import AdvantageInputs, RolloutView
 
 
 class LengthCost(StrEnum):
-    """What a rollout costs."""
+    """Cost measure of a rollout."""
 
     TOKENS = "tokens"
     """completion_weight * tokens of the model + tool_response_weight * tokens of the environment."""
@@ -25,7 +26,7 @@ class LengthCost(StrEnum):
 
 
 def shaped_rewards(inputs: AdvantageInputs, cost: LengthCost, weights: Mapping[str, float]) -> list[float]:
-    """`weights` are those of LengthCost.TOKENS by their names; 1 where none is given."""
+    """Return the shaped rewards. `weights` are those of LengthCost.TOKENS by name, 1 by default."""
     best = max(inputs.rewards, default=0.0)
     costs = [_cost(rollout, cost, weights) for rollout in inputs.rollouts]
     of_best = [its for its, reward in zip(costs, inputs.rewards, strict=True) if reward == best]

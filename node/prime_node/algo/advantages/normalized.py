@@ -13,6 +13,7 @@ from prime_node.algo.advantages.base import AdvantageInputs, AdvantageOutputs
 
 
 def normalized(inputs: AdvantageInputs, *, eps: float = 1e-8) -> AdvantageOutputs:
+    """Compute the normalized reward. `eps` keeps the divisor positive."""
     rewards = inputs.rewards
     if inputs.is_flat:
         return AdvantageOutputs([0.0] * len(rewards))

@@ -1,4 +1,4 @@
-"""Filters, one a file: which rollouts are not trained on. What they flag stays in the metrics, by the filter's name."""
+"""Filters, one a file: which rollouts are not trained on. Flagged rollouts stay in the metrics, by the filter's name."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class Filter:
     function: FilterFunction
     settings: Mapping[str, Any] = field(default_factory=dict)
     enforce: bool = True
-    """False: it counts, and takes nothing out."""
+    """Whether flagged rollouts are removed. False: they are only counted."""
 
     def __call__(self, inputs: FilterInputs) -> Sequence[bool]:
+        """Return for each completion whether the filter flags it."""
         return self.function(inputs, **self.settings)
 
 
 def find_filter(name: str, *, kwargs: Mapping[str, Any] | None = None, enforce: bool = True) -> Filter:
-    """By name, with its settings. Raises LocalError."""
+    """Find a filter by name, with its settings. Raises LocalError."""
     settings = dict(kwargs or {})
     function = find_by_name("filter", name, FILTERS)
     try:
@@ -49,7 +50,7 @@ def find_filter(name: str, *, kwargs: Mapping[str, Any] | None = None, enforce: 
 
 
 def flags(filters: Sequence[Filter], inputs: FilterInputs) -> list[Filter | None]:
-    """For each completion the first filter that flags it, or None."""
+    """Return for each completion the first filter that flags it, or None."""
     result: list[Filter | None] = [None] * len(inputs.advantages)
     for its in filters:
         for index, flagged in enumerate(its(inputs)):

@@ -1,4 +1,4 @@
-"""What a filter takes and gives."""
+"""Inputs and outputs of a filter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class FilterInputs:
 
     group: Group
     advantages: tuple[float, ...]
-    """One for each completion of the group."""
+    """Advantages, one for each completion of the group."""
     vocab_size: int
-    """Of the model."""
+    """Vocabulary size of the model."""
 
 
 FilterFunction = Callable[..., Sequence[bool]]
-"""(FilterInputs, **settings) -> for each completion of the group: True where it is flagged."""
+"""(FilterInputs, **settings) -> for each completion of the group: True if it is flagged."""

@@ -1,4 +1,4 @@
-"""Text that the policy itself finds absurd. Two rules, by which setting is given.
+"""Filter of text that the policy itself finds improbable. The settings choose one of two rules.
 
 a token (arXiv 2510.02387, section 5.2): id > token_id_threshold and logprob < -log(vocabulary) - logprob_offset:
     a rare token, less probable than a blind guess
@@ -21,7 +21,7 @@ def gibberish(
     token_id_threshold: int = 100_000,
     logprob_offset: float = 2.0,
 ) -> list[bool]:
-    """With `threshold` the second rule alone, else the first."""
+    """Flag completions by the second rule if `threshold` is given, else by the first."""
     completions = inputs.group.completions
     if threshold is not None:
         return [

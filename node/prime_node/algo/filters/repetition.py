@@ -1,4 +1,4 @@
-"""Text that goes round in circles. Two rules, by which setting is given.
+"""Filter of repetitive text. The settings choose one of two rules.
 
 a streak (MiniMax-M1, arXiv 2506.13585, section 3.2): `window` tokens in a row with probability > prob_threshold
 threshold: the share of n-grams that occurred before in the same completion is above it
@@ -20,7 +20,7 @@ def repetition(
     window: int = 3_000,
     prob_threshold: float = 0.99,
 ) -> list[bool]:
-    """With `threshold` the second rule alone, over n-grams of `ngram` tokens; else the first."""
+    """Flag completions by the second rule, over n-grams of `ngram` tokens, if `threshold` is given, else by the first."""
     completions = inputs.group.completions
     if threshold is not None:
         return [_repeated_share(completion.token_ids, ngram) > threshold for completion in completions]

@@ -1,4 +1,7 @@
-"""Rollouts without an advantage: they cost a forward pass and give no gradient. A group of equal rewards falls out whole."""
+"""Filter of rollouts without an advantage: they cost a forward pass and give no gradient.
+
+It removes a group of equal rewards as a whole.
+"""
 
 from __future__ import annotations
 
@@ -6,4 +9,5 @@ from prime_node.algo.filters.base import FilterInputs
 
 
 def zero_advantage(inputs: FilterInputs) -> list[bool]:
+    """Flag rollouts whose advantage is exactly 0."""
     return [advantage == 0.0 for advantage in inputs.advantages]

@@ -1,4 +1,4 @@
-"""Losses, one a file: formulas per token, to minimise. base.py says what a loss takes and gives."""
+"""Losses, one a file: formulas per token, to minimise. base.py defines a loss's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class KnownLoss:
-    """A loss and how its paper aggregates it."""
+    """A loss and its paper's aggregation."""
 
     function: LossFunction
     aggregation: AggregationKind = AggregationKind.TOKEN_MEAN
@@ -77,10 +77,11 @@ def find_loss(
     aggregation: AggregationKind | None = None,
     constant_length: int | None = None,
 ) -> Objective:
-    """An objective whose mode `rl` is the loss of this name, or one's own by `import_path` ("package.module.function").
+    """Return an objective whose mode `rl` is the loss of this name, or a custom one by `import_path`.
 
-    `kwargs` are the loss's settings; `aggregation` is its paper's where none is given. A loss of one's own is called for each
-    sequence by itself. The modes `sft` and `opd` are the losses of these names. Raises LocalError.
+    `import_path` is "package.module.function". `kwargs` are the loss's settings; `aggregation` defaults to the paper's.
+    A custom loss is called for each sequence separately. The modes `sft` and `opd` are the losses of these names.
+    Raises LocalError.
     """
     settings = dict(kwargs or {})
     known = find_by_name("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))

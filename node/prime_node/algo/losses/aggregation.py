@@ -1,11 +1,11 @@
-"""How the tokens' losses become the one number that a step descends.
+"""Aggregation of the tokens' losses to the one number that a step minimises.
 
     token_mean        sum over tokens of l                    / trainable tokens of the batch
     sequence_mean     sum over sequences of mean over it of l / sequences of the batch
     constant_length   sum over tokens of l                    / (sequences of the batch * constant_length)    arXiv 2503.20783
 
-A sequence's tokens are its trainable ones. Both counts are of the whole batch, over all micro-batches and ranks: the first
-factor is summed per micro-batch, the divisor is global, so no split of a batch changes loss or gradient.
+A sequence's tokens are its trainable ones. Both counts are of the whole batch, over all micro-batches and ranks. The
+first factor is summed per micro-batch, the divisor is global, so no split of a batch changes loss or gradient.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from prime_protocol.errors import LocalError
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
-    """Example: Aggregation(AggregationKind.CONSTANT_LENGTH, constant_length=4096). Raises LocalError without the length."""
+    """An aggregation with its constant.
+
+    Example: Aggregation(AggregationKind.CONSTANT_LENGTH, constant_length=4096). Raises LocalError without the length.
+    """
 
     kind: AggregationKind = AggregationKind.TOKEN_MEAN
     constant_length: int | None = None
-    """Tokens; of `constant_length` alone."""
+    """Tokens; for `constant_length` only."""
 
     def __post_init__(self) -> None:
         if self.kind is AggregationKind.CONSTANT_LENGTH and not self.constant_length:
             raise LocalError("loss aggregation constant_length: set trainer.loss.constant_length, in tokens")
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """[N] what each token's loss is multiplied with before it is summed; 0 on masked ones."""
+        """Return [N] the factor of each token's loss before the sum; 0 on masked ones."""
         trained = inputs.loss_mask.to(inputs.trainer_logprobs.dtype)
         if self.kind is not AggregationKind.SEQUENCE_MEAN:
             return trained
         return trained / sequence_sum(trained, inputs).clamp(min=1.0)
 
     def sum(self, loss_N: Tensor, inputs: LossInputs) -> Tensor:
-        """Scalar, to be divided by `denominator`."""
+        """Return the scalar sum, to be divided by `denominator`."""
         return (torch.where(inputs.loss_mask, loss_N, 0.0) * self.weights(inputs)).sum()
 
     def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
-        """Of the whole batch: its trainable tokens, and its sequences that have any. At least 1."""
+        """Return the divisor for the whole batch, from its trainable tokens and its sequences with any. At least 1."""
         if self.kind is AggregationKind.TOKEN_MEAN:
             return float(max(1, num_tokens))
         if self.kind is AggregationKind.SEQUENCE_MEAN:

@@ -11,7 +11,7 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, shar
 
 
 def aipo_stop_gradient(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
-    """`delta` is the largest weight of a token."""
+    """Compute the loss. `delta` is the largest weight of a token."""
     ratio = log_ratio(inputs).exp().detach()
     return LossOutputs(
         loss=-ratio.clamp(max=delta) * inputs.advantages * inputs.trainer_logprobs,

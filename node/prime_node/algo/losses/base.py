@@ -1,9 +1,9 @@
-"""What a loss takes and gives.
+"""Inputs and outputs of a loss.
 
-A loss is told one value for each completion token of one or of many sequences. It gives back a loss for each token, which the
-aggregation (aggregation.py) weighs and sums, or one scalar for a sequence that it was called with alone. objective.py puts the
-two together, and puts zeros in place of whatever stands on masked tokens before a loss sees it. So masked tokens contribute
-exactly nothing, whatever their values are: 0 * inf is NaN (prime-rl #2972), but `torch.where` chooses.
+A loss gets one value for each completion token of one or of many sequences. It returns a loss for each token, which the
+aggregation (aggregation.py) weighs and sums, or one scalar if called with one sequence. objective.py combines the two,
+and zeroes the values on masked tokens before a loss sees them. So masked tokens contribute exactly nothing, whatever
+their values: 0 * inf is NaN (prime-rl #2972), but `torch.where` selects.
 
 Letters: N completion tokens, S sequences.
 """
@@ -19,12 +19,13 @@ from torch import Tensor
 from prime_node.ports.train_backend import TrainingMode
 
 LOG_RATIO_MAX = 20.0
-"""Nats. exp(20) is 5e8: beyond every clip and far below float32's overflow. Where the clamp acts, the gradient is zero."""
+"""Bound in nats. exp(20) is 5e8: beyond every clip and far below float32's overflow. Where the clamp acts, the gradient
+is zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Per-token values of one sequence, or of many one after another.
+    """Per-token values of one sequence, or of many concatenated ones.
 
     Example: LossInputs(torch.tensor([-1.0]), torch.tensor([-1.1]), torch.tensor([0.5]), torch.tensor([True])).
     """
@@ -33,19 +34,19 @@ class LossInputs:
     inference_logprobs: Tensor  # [N] nats, of the policy that sampled (mu)
     advantages: Tensor  # [N]
     loss_mask: Tensor  # [N] bool, True where the token is trained
-    teacher_logprobs: Tensor | None = None  # [N] nats, of a teacher, where the mode has one
-    prox_logprobs: Tensor | None = None  # [N] nats, of the proximal policy; none: the weights that the step begins with
+    teacher_logprobs: Tensor | None = None  # [N] nats, of a teacher, if the mode has one
+    prox_logprobs: Tensor | None = None  # [N] nats, of the proximal policy; None: the weights at the start of the step
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, masked ones included, in order; empty: one sequence."""
     modes: tuple[TrainingMode, ...] = ()
-    """Of each sequence; empty: all `rl`."""
+    """Mode of each sequence; empty: all `rl`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOutputs:
-    """What is minimised and numbers to log: each of them [N], one value a token, or a scalar for the one sequence given.
+    """The loss and metrics: each [N], one value a token, or a scalar for a single sequence.
 
-    Values on masked tokens are not looked at. Metrics are averaged over trainable tokens and need no gradient.
+    Values on masked tokens are ignored. Metrics are averaged over trainable tokens and need no gradient.
     """
 
     loss: Tensor
@@ -57,26 +58,26 @@ LossFunction = Callable[..., LossOutputs]
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
-    """[N] log r = log(pi / mu), clamped."""
+    """Return [N] log r = log(pi / mu), clamped."""
     return _clamped(inputs.trainer_logprobs - inputs.inference_logprobs)
 
 
 def log_prox_ratio(inputs: LossInputs) -> Tensor:
-    """[N] log rho = log(pi / pi_prox), clamped. Without proximal logprobs it is 0 with the gradient of log pi."""
+    """Return [N] log rho = log(pi / pi_prox), clamped. Without proximal logprobs it is 0 with the gradient of log pi."""
     return _clamped(inputs.trainer_logprobs - _prox(inputs))
 
 
 def log_prox_weight(inputs: LossInputs) -> Tensor:
-    """[N] log w = log(pi_prox / mu), clamped, without a gradient."""
+    """Return [N] log w = log(pi_prox / mu), clamped, without a gradient."""
     return _clamped(_prox(inputs) - inputs.inference_logprobs)
 
 
 def clipped_surrogate(
     log_ratio_N: Tensor, advantages: Tensor, *, eps_low: float, eps_high: float, dual_clip: float | None = None
 ) -> LossOutputs:
-    """[N] -min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A), PPO's (arXiv 1707.06347, equation 7).
+    """Return [N] -min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A), PPO's loss (arXiv 1707.06347, equation 7).
 
-    `dual_clip` c > 1: where A < 0 no more than -c * A (arXiv 1912.09729, equation 5).
+    `dual_clip` c > 1: where A < 0, at most -c * A (arXiv 1912.09729, equation 5).
     """
     ratio = log_ratio_N.exp()
     clipped = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
@@ -88,19 +89,19 @@ def clipped_surrogate(
 
 
 def sequence_mean(values: Tensor, inputs: LossInputs) -> Tensor:
-    """[N] at each token the mean of `values` over its sequence's trainable tokens; they must be 0 on masked ones."""
+    """Return [N] at each token its sequence's mean of `values` over trainable tokens; they must be 0 on masked ones."""
     return sequence_sum(values, inputs) / sequence_sum(inputs.loss_mask.to(values.dtype), inputs).clamp(min=1.0)
 
 
 def sequence_sum(values: Tensor, inputs: LossInputs) -> Tensor:
-    """[N] at each token the sum of `values` over its sequence; they must be 0 on masked tokens."""
+    """Return [N] at each token the sum of `values` over its sequence; they must be 0 on masked tokens."""
     sequence_of_N = sequence_ids(inputs)
     sums_S = values.new_zeros(max(1, len(inputs.lengths))).index_add(0, sequence_of_N, values)
     return sums_S[sequence_of_N]
 
 
 def sequence_ids(inputs: LossInputs) -> Tensor:
-    """[N] which sequence each token belongs to."""
+    """Return [N] the index of each token's sequence."""
     mask = inputs.loss_mask
     if not inputs.lengths:
         return torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
@@ -109,7 +110,7 @@ def sequence_ids(inputs: LossInputs) -> Tensor:
 
 
 def share_of_tokens(flags: Tensor) -> Tensor:
-    """A metric whose mean is the share of tokens that are flagged."""
+    """Return a metric whose mean is the share of flagged tokens."""
     return flags.to(torch.float32)
 
 

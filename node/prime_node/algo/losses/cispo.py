@@ -2,7 +2,8 @@
 
     loss = -sg(clip(r, 1 - eps_low, 1 + eps_high)) * A * log pi        r = pi / mu
 
-PPO's clip drops exactly the rare tokens that turn a chain of thought; here they still count, with a bounded weight.
+PPO's clip drops exactly the rare tokens that change the direction of a chain of thought. Here they still count, with a
+bounded weight.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio, shar
 
 
 def cispo(inputs: LossInputs, *, eps_low: float = 1.0, eps_high: float = 4.0) -> LossOutputs:
-    """`eps_low` of 1 leaves no bound below, as in the paper; the weight is 1 + `eps_high` at most."""
+    """Compute the loss. `eps_low` of 1 leaves no lower bound, as in the paper; the weight is at most 1 + `eps_high`."""
     ratio = log_ratio(inputs).exp().detach()
     weight = ratio.clamp(1.0 - eps_low, 1.0 + eps_high)
     return LossOutputs(

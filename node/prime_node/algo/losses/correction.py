@@ -1,4 +1,4 @@
-"""The importance weight of the rollout correction, at the level that a setting names. Shared by tis.py and mis.py.
+"""Importance weight of the rollout correction, at a configurable level. Shared by tis.py and mis.py.
 
 token       w = pi_prox / mu                          of each token
 sequence    w = exp(sum of log(pi_prox / mu))         of the whole sequence
@@ -16,18 +16,18 @@ from prime_protocol.errors import LocalError
 
 
 class CorrectionLevel(StrEnum):
-    """What one weight belongs to."""
+    """Scope of one importance weight."""
 
     TOKEN = "token"
-    """Each token has its own: little variance, some bias."""
+    """One weight for each token: little variance, some bias."""
     SEQUENCE = "sequence"
-    """All tokens of a sequence share the product: unbiased, large variance."""
+    """One product for all tokens of a sequence: unbiased, large variance."""
     GEOMETRIC = "geometric"
-    """All tokens of a sequence share the geometric mean."""
+    """One geometric mean for all tokens of a sequence."""
 
 
 def behavior_weight(inputs: LossInputs, level: str) -> Tensor:
-    """[N] w, without a gradient. Raises LocalError for an unknown level."""
+    """Return [N] w, without a gradient. Raises LocalError for an unknown level."""
     log_weight = log_prox_weight(inputs)
     if level == CorrectionLevel.TOKEN:
         return log_weight.exp()

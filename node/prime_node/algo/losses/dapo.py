@@ -1,4 +1,4 @@
-"""DAPO (arXiv 2503.14476): PPO's surrogate with more room upward ("clip higher"), averaged over tokens.
+"""DAPO (arXiv 2503.14476): PPO's surrogate with a higher upper bound ("clip higher"), averaged over tokens.
 
     loss = -min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A)        r = pi / mu        eps_high > eps_low
 
@@ -11,5 +11,5 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surroga
 
 
 def dapo(inputs: LossInputs, *, eps_low: float = 0.2, eps_high: float = 0.28) -> LossOutputs:
-    """`eps_low`, `eps_high`: how far r may lie below and above 1."""
+    """Compute the loss. `eps_low`, `eps_high`: how far r may be below and above 1."""
     return clipped_surrogate(log_ratio(inputs), inputs.advantages, eps_low=eps_low, eps_high=eps_high)

@@ -2,8 +2,8 @@
 
     loss = -w * min(rho * A, clip(rho) * A)        rho = pi / pi_prox        w = min(pi_prox / mu, behavior_weight_max)
 
-pi_prox is the first policy of the sync cycle (verl: `compute_prox_log_prob`). Where the trainer takes one optimizer step a cycle,
-that is the policy it holds, nothing has to be computed, and rho is 1.
+pi_prox is the first policy of the sync cycle (verl: `compute_prox_log_prob`). If the trainer takes one optimizer step a
+cycle, that is the policy it holds, nothing has to be computed, and rho is 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surroga
 def decoupled_ppo(
     inputs: LossInputs, *, eps_low: float = 0.2, eps_high: float = 0.2, behavior_weight_max: float | None = None
 ) -> LossOutputs:
-    """`eps_low`, `eps_high`: how far rho may lie below and above 1; `behavior_weight_max` bounds w from above."""
+    """Compute the loss.
+
+    `eps_low`, `eps_high`: how far rho may be below and above 1. `behavior_weight_max` bounds w from above.
+    """
     weight = log_prox_weight(inputs).exp()
     if behavior_weight_max is not None:
         weight = weight.clamp(max=behavior_weight_max)

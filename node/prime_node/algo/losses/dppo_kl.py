@@ -1,11 +1,14 @@
-"""prime-rl's default since its version 0.4: tokens whose probability moved too far in the direction of their advantage are
-dropped, and a squared log ratio holds all of them near the sampler.
+"""DPPO with a KL term, prime-rl's default since its version 0.4.
+
+Tokens whose probability moved too far in the direction of their advantage are dropped. A squared log ratio holds all
+tokens near the sampler.
 
     loss = -keep * adv_tau * A * min(r, delta) + kl_tau * log(r)^2        r = pi / mu
     keep = not (A > 0 and pi - mu > dppo_mask_high  or  A <= 0 and pi - mu < -dppo_mask_low)
 
-The mask compares probabilities (total variation), not ratios: a rare token may change its ratio much, a frequent one may not.
-The second term covers dropped tokens too. prime-rl's documents write min(r, delta), its code has no delta: none is the default.
+The mask compares probabilities (total variation), not ratios: a rare token may change its ratio much, a frequent one
+may not. The second term covers dropped tokens too. prime-rl's documents write min(r, delta), but its code has no delta:
+None is the default.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ def dppo_kl(
     kl_tau: float = 1e-3,
     delta: float | None = None,
 ) -> LossOutputs:
-    """The mask's bounds are probabilities; the taus weigh the two terms; `delta` is the largest ratio that counts."""
+    """Compute the loss.
+
+    The mask's bounds are probabilities; the taus weigh the two terms; `delta` is the largest ratio that counts.
+    """
     advantages = inputs.advantages
     log_r = log_ratio(inputs)
     ratio = log_r.exp()

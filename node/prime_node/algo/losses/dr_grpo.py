@@ -2,7 +2,8 @@
 
     loss = -min(r * A, clip(r, 1 - eps_low, 1 + eps_high) * A)        r = pi / mu        A = reward - mean of the group
 
-A division by each completion's own length would prefer short right answers and long wrong ones. The advantage is `group_mean`.
+Dividing by each completion's own length would prefer short right answers and long wrong ones. The advantage is
+`group_mean`.
 """
 
 from __future__ import annotations
@@ -11,5 +12,5 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surroga
 
 
 def dr_grpo(inputs: LossInputs, *, eps_low: float = 0.2, eps_high: float = 0.2) -> LossOutputs:
-    """`eps_low`, `eps_high`: how far r may lie below and above 1. Its aggregation is constant_length."""
+    """Compute the loss. `eps_low`, `eps_high`: how far r may be below and above 1. Its aggregation is constant_length."""
     return clipped_surrogate(log_ratio(inputs), inputs.advantages, eps_low=eps_low, eps_high=eps_high)

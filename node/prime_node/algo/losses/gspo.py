@@ -11,6 +11,9 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surroga
 
 
 def gspo(inputs: LossInputs, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> LossOutputs:
-    """`eps_low`, `eps_high`: how far s may lie below and above 1 (the paper's section 5.1). Its aggregation is sequence_mean."""
+    """Compute the loss. Its aggregation is sequence_mean.
+
+    `eps_low`, `eps_high`: how far s may be below and above 1 (the paper's section 5.1).
+    """
     log_s = sequence_mean(log_ratio(inputs), inputs)
     return clipped_surrogate(log_s, inputs.advantages, eps_low=eps_low, eps_high=eps_high)

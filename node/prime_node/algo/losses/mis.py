@@ -1,8 +1,8 @@
-"""Masked importance sampling (verl's rollout correction; IcePop): tokens whose weight is out of bounds are left out.
+"""Masked importance sampling (verl's rollout correction; IcePop): tokens whose weight is out of bounds are masked.
 
     loss = -w * [weight_min <= w <= weight_max] * min(rho * A, clip(rho) * A)        rho = pi / pi_prox        w: correction.py
 
-What is left out still counts in the batch's mean.
+Masked tokens still count in the batch's mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ def mis(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
 ) -> LossOutputs:
-    """`level`: token, sequence or geometric; `eps_low`, `eps_high`: how far rho may lie below and above 1."""
+    """Compute the loss.
+
+    `level`: token, sequence or geometric; `eps_low`, `eps_high`: how far rho may be below and above 1.
+    """
     weight = behavior_weight(inputs, level)
     is_kept = (weight >= weight_min) & (weight <= weight_max)
     kept = torch.where(is_kept, weight, 0.0)

@@ -1,10 +1,10 @@
-"""What a train step minimises: for each sequence the loss of its training mode, aggregated over the batch.
+"""The objective of a train step: for each sequence the loss of its training mode, aggregated over the batch.
 
-Implements ports.train_backend.Loss. The backend calls it once a micro-batch with whole sequences, divides what it gets by
+Implements ports.train_backend.Loss. The backend calls it once a micro-batch with whole sequences, divides the result by
 `denominator` of the global counts, and calls backward.
 
-Invariant: neither the values on masked tokens, nor the order of the sequences, nor their split into micro-batches, changes loss
-or gradient by more than the rounding of a sum in another order.
+Invariant: the values on masked tokens, the order of the sequences and their split into micro-batches do not change loss
+or gradient. Only the rounding of a sum in another order may differ.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from prime_node.algo.losses.base import LossFunction, LossInputs
 from prime_node.ports.train_backend import TrainingMode
 
 LOG_RATIO_ABS = "log_ratio_abs"
-"""A metric of every objective: mean |log pi - log mu| over the tokens that were sampled, nats."""
+"""Metric of every objective: mean |log pi - log mu| over the sampled tokens, nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """What one micro-batch adds to the batch."""
+    """One micro-batch's contribution to the batch."""
 
     loss: Tensor
     """Scalar, to be divided by the objective's `denominator`."""
     metrics: Mapping[str, Tensor]
-    """[2] each, without a gradient: the sum over trainable tokens, and how many. Add them up, then divide."""
+    """Metrics, [2] each, without a gradient: the sum over trainable tokens, and their number. Add them up, then divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class BoundLoss:
     function: LossFunction
     settings: Mapping[str, Any]
     per_sequence: bool = False
-    """Whether it is called for each sequence by itself, as somebody else's losses are."""
+    """Whether it is called for each sequence separately, as custom losses are."""
 
     def __call__(self, inputs: LossInputs, aggregation: Aggregation) -> LossSum:
-        """Sum over the sequences of `inputs`, masked tokens zeroed already."""
+        """Sum over the sequences of `inputs`, whose masked tokens are already zeroed."""
         if not self.per_sequence:
             return self._sum(inputs, aggregation)
         parts = [self._sum(sequence, aggregation) for sequence in _sequences(inputs) if sequence.loss_mask.any()]
@@ -69,12 +69,15 @@ class Objective:
 
     @property
     def aggregation(self) -> Aggregation:
+        """Return the aggregation over the batch."""
         return self._aggregation
 
     def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
+        """Return the divisor of the whole batch's sum, as the aggregation defines it."""
         return self._aggregation.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
 
     def __call__(self, inputs: LossInputs) -> LossSum:
+        """Sum the losses of one micro-batch, each sequence by its mode's loss."""
         parts = [self._of_mode(mode, part) for mode, part in _by_mode(_zeroed(inputs))]
         return added(parts, like=inputs.trainer_logprobs)
 
@@ -87,7 +90,7 @@ class Objective:
 
 
 def added(parts: Sequence[LossSum], *, like: Tensor) -> LossSum:
-    """The sum of several; of none, a zero that backward passes through."""
+    """Return the sum of several; of none, a zero through which backward passes."""
     metrics: dict[str, Tensor] = {}
     for part in parts:
         for name, tally in part.metrics.items():
@@ -98,14 +101,14 @@ def added(parts: Sequence[LossSum], *, like: Tensor) -> LossSum:
 
 
 def _tally(values: Tensor, mask: Tensor) -> Tensor:
-    """[2] sum over trainable tokens and their number; a scalar stands for each of them."""
+    """Return [2] the sum over trainable tokens and their number; a scalar is the value of each token."""
     count = mask.sum().to(torch.float32)
     total = values * count if values.dim() == 0 else torch.where(mask, values.to(torch.float32), 0.0).sum()
     return torch.stack([total.to(torch.float32), count])
 
 
 def _zeroed(inputs: LossInputs) -> LossInputs:
-    """Zeros on masked tokens, without a gradient; a probability of 0 elsewhere gets a finite logarithm."""
+    """Zero masked tokens, without a gradient; elsewhere a probability of 0 gets a finite logarithm."""
     mask = inputs.loss_mask
 
     def zeroed(values: Tensor | None) -> Tensor | None:
@@ -122,13 +125,13 @@ def _zeroed(inputs: LossInputs) -> LossInputs:
 
 
 _LOGPROB_MIN = -1e9
-"""A probability of 0 has this logarithm here: 0 * it is 0, and its square is finite in float32."""
+"""Logarithm used for a probability of 0: 0 * it is 0, and its square is finite in float32."""
 
 _PER_TOKEN = tuple(field.name for field in fields(LossInputs) if field.name not in ("lengths", "modes"))
 
 
 def _by_mode(inputs: LossInputs) -> Iterator[tuple[TrainingMode, LossInputs]]:
-    """The sequences of each mode, in their order."""
+    """Iterate over the modes and their sequences, in order."""
     modes = inputs.modes or (TrainingMode.RL,)
     present = dict.fromkeys(modes)
     if len(present) == 1:
@@ -141,7 +144,7 @@ def _by_mode(inputs: LossInputs) -> Iterator[tuple[TrainingMode, LossInputs]]:
 
 
 def _sequences(inputs: LossInputs) -> Iterator[LossInputs]:
-    """Each sequence by itself."""
+    """Iterate over single sequences."""
     if len(inputs.lengths) < 2:
         yield inputs
         return

@@ -1,9 +1,9 @@
-"""On-policy distillation: a teacher's logprobs of the student's own tokens take the place of rewards.
+"""On-policy distillation: a teacher's logprobs of the student's own tokens replace rewards.
 
     loss = -sg(min(r, delta)) * sg(log pi_teacher - log pi) * log pi        r = pi / mu
 
-Its expectation's gradient is that of the reverse KL divergence from teacher to student. The weight corrects for a sampler that is
-some steps old.
+Its expected gradient is that of the reverse KL divergence from teacher to student. The weight corrects for a sampler
+that is some steps old.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from prime_protocol.errors import LocalError
 
 
 def opd(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
-    """`delta` is the largest weight of a token. Raises LocalError without teacher logprobs."""
+    """Compute the loss. `delta` is the largest weight of a token. Raises LocalError without teacher logprobs."""
     if inputs.teacher_logprobs is None:
         raise LocalError("loss opd: the samples have no teacher logprobs; set trainer.teacher.url")
     weight = log_ratio(inputs).exp().detach().clamp(max=delta)

@@ -14,7 +14,10 @@ from prime_node.algo.losses.base import LossInputs, LossOutputs, clipped_surroga
 def ppo_clip(
     inputs: LossInputs, *, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = 3.0
 ) -> LossOutputs:
-    """`eps_low`, `eps_high`: how far r may lie below and above 1; `dual_clip` above 1, none leaves it out."""
+    """Compute the loss.
+
+    `eps_low`, `eps_high`: how far r may be below and above 1. `dual_clip` is above 1, or None to disable it.
+    """
     return clipped_surrogate(
         log_ratio(inputs), inputs.advantages, eps_low=eps_low, eps_high=eps_high, dual_clip=dual_clip
     )

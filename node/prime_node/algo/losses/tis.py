@@ -18,7 +18,10 @@ def tis(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
 ) -> LossOutputs:
-    """`level`: token, sequence or geometric; `eps_low`, `eps_high`: how far rho may lie below and above 1."""
+    """Compute the loss.
+
+    `level`: token, sequence or geometric; `eps_low`, `eps_high`: how far rho may be below and above 1.
+    """
     weight = behavior_weight(inputs, level)
     clamped = weight.clamp(weight_min, weight_max)
     surrogate = clipped_surrogate(log_prox_ratio(inputs), inputs.advantages, eps_low=eps_low, eps_high=eps_high)

@@ -1,1 +1,1 @@
-"""Checks of published checkpoints by anybody, and exports."""
+"""Public audits and exports of published checkpoints."""

@@ -1,9 +1,9 @@
-"""The provenance of exported files in the words of the supply chain: an in-toto Statement, and DSSE around it.
+"""The provenance of exported files in supply-chain terms: an in-toto Statement in a DSSE envelope.
 
-in-toto Statement v1: https://github.com/in-toto/attestation/tree/main/spec/v1. Its subjects are the files with their SHA-256, its
-predicate says which signed policy they were made of. Whoever reads it needs none of this project's software. The signature, where
-there is one, is the exporter's: it says who wrote the files; that they are the trainer's weights is proven by the run's own
-envelopes, which lie beside it. OpenSSF model-signing takes ECDSA keys alone; DECISIONS.md says why this is not its bundle.
+in-toto Statement v1: https://github.com/in-toto/attestation/tree/main/spec/v1. Its subjects are the files with their SHA-256;
+its predicate names the signed policy that they were made from. Readers need none of this project's software. The signature,
+if any, is the exporter's: it says who wrote the files. The run's own envelopes, stored with the files, prove that they are
+the trainer's weights. OpenSSF model-signing takes ECDSA keys alone; DECISIONS.md says why this is not its bundle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
 
 def statement(files: Mapping[str, str], run: PinnedRun, signed: SignedManifest, *, software: str) -> bytes:
-    """The statement about files given as name -> SHA-256. `signed` was verified for `run`."""
+    """Return the statement about files given as name -> SHA-256. `signed` was verified for `run`."""
     manifest = signed.manifest
     trainers = run.keys.ever(Role.TRAINER)
     predicate: dict[str, Any] = {
@@ -47,6 +47,6 @@ def statement(files: Mapping[str, str], run: PinnedRun, signed: SignedManifest, 
 
 
 def sign_statement(data: bytes, key: SigningKey) -> Envelope:
-    """The statement in a DSSE envelope, signed by whoever exports."""
+    """Return the statement in a DSSE envelope, signed by the exporter."""
     signature = key.sign(pre_authentication_encoding(PAYLOAD_TYPE, data))
     return Envelope(PAYLOAD_TYPE, data, (Signature(key.key_id, signature),))

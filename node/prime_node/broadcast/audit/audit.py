@@ -1,19 +1,19 @@
-"""Is a published checkpoint what it claims to be? Numbered checks over any source, without torch.
+"""Check whether a published checkpoint is what it claims to be: numbered checks over any source, without torch.
 
-    (1) the RunSpec has the pinned digest, its root keys signed it, and a threshold of them each key ring
-    (2) the trainer of its day signed every manifest
-    (3) every manifest's content holds: schema, limits, tensor table, encodings
+    (1) the RunSpec has the pinned digest, its root keys signed it, and a threshold of them signed each key ring
+    (2) the trainer key valid at the time signed every manifest
+    (3) every manifest's content is valid: schema, limits, tensor table, encodings
     (4) the manifests form one chain up to the head, and the source shows no second one
     (5) every part and index has its digest, and each index fills its parts and covers its tensors
     (6) every chunk has its digest
     (7) every tensor decodes to its digest, and all of them to the state root
     (8) the model files are the ones that the RunSpec names
-    (9) nothing newer is kept back: the coordinator's timestamp names this head, and holds
+    (9) nothing newer is withheld: the coordinator's timestamp names this head, and is fresh
 
-A policy may have several encodings. Of one policy the cheapest way that is kept is taken; with `chain` all of every policy are
-decoded, and each must give the same tensors.
+A policy may have several encodings. For one policy, the cheapest path that is kept is decoded. With `chain`, all encodings of
+every policy are decoded, and each must give the same tensors.
 
-The audit stops at the first thing that does not hold. Each check says what it established and nothing more.
+The audit stops at the first check that fails. Each check reports what it established and nothing more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["TITLES", "Audit", "AuditReport", "Check", "Step", "Verified", "audit
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What an audit has found to hold, for whoever goes on with it: an export, a comparison."""
+    """What an audit has verified, as input for an export or a comparison."""
 
     run: PinnedRun
     signed: SignedManifest
@@ -60,14 +60,14 @@ async def audit(
     on_total: Callable[[int], None] = lambda _: None,
     on_verified: Callable[[Verified], None] | None = None,
 ) -> AuditReport:
-    """Check the head, or policy `policy_version` and how the head follows from it, or with `chain` everything
-    from policy 0 to the head.
+    """Audit the head or policy `policy_version`, or with `chain` all policies from 0 to the head.
 
-    `run` is the digest from the join link; None takes the source's RunSpec for what it says, and (1) says so.
-    By `now_ms` the source must be fresh; None takes it for a copy.
-    Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no
-    forgery. `on_total` hears how many bytes there are, `on_bytes` of each part that was hashed, and
-    `on_verified` gets the policy asked for, once every check has passed. Never raises for what a source does.
+    For an earlier policy, the links from it to the head are checked too. `run` is the digest from the join link; None accepts
+    the source's RunSpec as it is, and (1) says so. At `now_ms` the source must be fresh; None treats it as a copy.
+
+    Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no forgery.
+    `on_total` gets the number of bytes, `on_bytes` the size of each part that was hashed. `on_verified` gets the requested
+    policy once every check has passed. Never raises for what a source does.
     """
     work = Audit(source, on_check, now_ms, on_bytes=on_bytes, on_total=on_total, keep_weights=on_verified is not None)
     try:
@@ -87,7 +87,7 @@ class Audit(ManifestAudit):
     on_bytes: Callable[[int], None] = lambda _: None
     on_total: Callable[[int], None] = lambda _: None
     keep_weights: bool = False
-    """Whether the wanted policy's weights and the model files outlive their check."""
+    """Whether the wanted policy's weights and the model files are kept after their check."""
     weights: Weights | None = None
     model_files: dict[str, bytes] = field(default_factory=dict)
     num_parts: int = 0
@@ -98,11 +98,12 @@ class Audit(ManifestAudit):
     """Policies before the head whose bytes are no longer kept."""
     num_bytes: int = 0
     decoders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(PARTS_AT_ONCE, "decode"))
-    """Threads for the chunks of a part and for tensors, beside those that read; they end with the audit."""
+    """Threads for the chunks of a part and for tensors, separate from those that read; they end with the audit."""
     roots: dict[int, str] = field(default_factory=dict)
-    """State roots of the policies that were decoded: a base among them needs no hashing again."""
+    """State roots of the decoded policies: a base among them is not hashed again."""
 
     async def all_checks(self, run: str | None, *, chain: bool, policy_version: int | None) -> None:
+        """Run all checks in order. Raises PeerError or Unreachable for the first that fails."""
         path = await self.manifests(run, chain=chain, policy_version=policy_version)
         assert self.pinned is not None
         assert self.head is not None
@@ -114,6 +115,7 @@ class Audit(ManifestAudit):
         self.freshness()
 
     def verified(self) -> Verified:
+        """Return the verified policy. Call after all checks have passed."""
         assert self.pinned is not None
         assert self.wanted is not None
         assert self.weights is not None
@@ -122,7 +124,7 @@ class Audit(ManifestAudit):
     # (5) to (7)
 
     async def _bytes_of(self, path: list[Step]) -> None:
-        """The bytes of the cheapest way that is still kept."""
+        """Decode the cheapest path that is still kept."""
         assert self.wanted is not None
         while True:
             weights: Weights | None = None
@@ -145,7 +147,7 @@ class Audit(ManifestAudit):
                 raise missing from None
 
     async def _all_bytes(self, head: SignedManifest) -> None:
-        """Every encoding of every policy from 0 to the head; weights are held while a later delta needs them."""
+        """Decode every encoding of every policy from 0 to the head; weights are held while a later delta needs them."""
         assert self.wanted is not None
         needed = {signed.manifest.policy_version for signed in (head, self.wanted)}
         last_use = {route.base_version: version for version, routes in sorted(self.routes.items()) for route in routes}
@@ -163,7 +165,7 @@ class Audit(ManifestAudit):
             held = {base: kept for base, kept in held.items() if last_use.get(base, -1) > version}
 
     async def _every_encoding(self, manifest: Manifest, held: dict[int, Weights]) -> Weights | None:
-        """One policy's weights; None where no encoding of it is kept with its base."""
+        """Return one policy's weights, or None if no encoding of it is kept with its base."""
         weights = None
         for encoding in manifest.encodings:
             base = None if encoding.base is None else held.get(encoding.base.policy_version)
@@ -177,7 +179,7 @@ class Audit(ManifestAudit):
         return weights
 
     async def open_index(self, manifest: Manifest, encoding: Encoding) -> ChunkIndex:
-        """(5) of an index."""
+        """Fetch and check (5) an index."""
         self.at = 5
         data = await self.source.blob(encoding.index.digest, start=0, end=encoding.index.size)
         index = await asyncio.to_thread(open_index, data, encoding, manifest.tensors)
@@ -186,7 +188,7 @@ class Audit(ManifestAudit):
         return index
 
     async def _decode(self, manifest: Manifest, encoding: Encoding, base: Weights | None) -> Weights:
-        """(5) to (7) of one encoding."""
+        """Make checks (5) to (7) of one encoding."""
         index = await self.open_index(manifest, encoding)
         self.at = 7
         root = None if encoding.base is None else self.roots.get(encoding.base.policy_version)
@@ -233,10 +235,10 @@ class Audit(ManifestAudit):
             if self.keep_weights:
                 self.model_files[file.name] = data
 
-    # What was found
+    # Results
 
     def stop(self, error: PeerError | Unreachable) -> None:
-        """Report what the checks before the failing one established, then the failure."""
+        """Report what the checks before the failed one established, then the failure."""
         at = self.at
         if len(self.checks) < 2 and at > 2:
             self.established(2, f"{len(self.digests)} signed by the run's trainer")
@@ -252,6 +254,7 @@ class Audit(ManifestAudit):
         self.on_check(check)
 
     def report(self) -> AuditReport:
+        """Return the report of the checks so far."""
         return AuditReport(
             checks=tuple(self.checks),
             run=None if self.pinned is None else self.pinned.digest,

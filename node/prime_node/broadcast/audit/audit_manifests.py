@@ -1,6 +1,6 @@
 """The manifests' part of an audit: checks (1) to (4) and (9). See audit.py.
 
-Manifests are read as they are needed and not all held: of each one, its digest, its roots and the ways that lead to it.
+Manifests are read when needed and not all held: of each one, only its digest, its roots and its encodings' sizes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
 
 MANIFESTS_MAX = 256
-"""Manifests read for the cheapest way, once some way is known."""
+"""Manifests read for the cheapest path, once some path is known."""
 
 Step = tuple[Manifest, Encoding]
-"""One hop of a way."""
+"""One hop of an update path."""
 
 
 @dataclass
 class ManifestAudit:
-    """What was read so far, and what it established."""
+    """State of the manifests' checks: what was read, and what it established."""
 
     source: PublicSource
     on_check: Callable[[Check], None]
     now_ms: int | None = None
-    """The time by which the source must be fresh; None for a copy, whose age is told and not judged."""
+    """Time at which the source must be fresh; None for a copy, whose age is reported and not judged."""
     due: tuple[int, ...] = tuple(TITLES)
     checks: list[Check] = field(default_factory=list)
     at: int = 1
@@ -41,32 +41,35 @@ class ManifestAudit:
     pinned: PinnedRun | None = None
     timestamp: Timestamp | None = None
     stamped: Envelope | None = None
-    """The timestamp as it came."""
+    """Timestamp as received."""
     timestamp_fault: PeerError | None = None
-    """Why there is no timestamp; told when its turn has come."""
+    """Reason why there is no timestamp, reported by check (9)."""
     head: SignedManifest | None = None
     wanted: SignedManifest | None = None
-    """The policy that was asked for: the head, or an earlier one."""
+    """Requested policy: the head, or an earlier one."""
     evidence: tuple[Envelope, ...] = ()
     """Signed statements that contradict each other."""
     digests: dict[int, str] = field(default_factory=dict)
-    """Of the manifests that were opened."""
+    """Digests of the manifests that were opened."""
     routes: dict[int, tuple[UpdateRoute, ...]] = field(default_factory=dict)
-    """Their encodings."""
+    """Encodings of those manifests."""
     roots: dict[int, str] = field(default_factory=dict)
     base_roots: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By policy and base: the root that the policy's manifest says its base has."""
+    """Root of each base, by policy and base, as the policy's manifest states it."""
     closed: set[tuple[int, int | None]] = field(default_factory=set)
     """Encodings whose bytes are no longer kept."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each one's encodings."""
+    """Bytes of each policy's encodings."""
 
     async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Step]:
-        """(1) to (4). Returns what the wanted policy is built on, itself last; nothing with `chain`, which takes all."""
+        """Make checks (1) to (4).
+
+        Return the path to the wanted policy, itself last, or nothing with `chain`, which decodes everything.
+        """
         self.pinned = await self._run_spec(run)
         await fetch_key_rings(self.source, self.pinned.keys)
         self.established(1, self._about_run(run))
-        self.timestamp = await self._timestamp(self.pinned)  # before the head: what is shown then must not be older
+        self.timestamp = await self._timestamp(self.pinned)  # before the head, which must then not be older
         self.head = await self._head()
         self.wanted = await self._wanted(self.head, policy_version)
         if chain:
@@ -94,7 +97,7 @@ class ManifestAudit:
     # (2) to (4)
 
     async def _manifest(self, policy_version: int) -> SignedManifest:
-        """(2) and (3) of one manifest."""
+        """Fetch one manifest, with checks (2) and (3)."""
         assert self.pinned is not None
         self.at = 2
         signed = open_manifest(await self.source.manifest(policy_version), self.pinned)
@@ -152,7 +155,7 @@ class ManifestAudit:
         return wanted
 
     async def _walk_chain(self, first: int, head: SignedManifest) -> None:
-        """Link by link from policy `first` to the head."""
+        """Check the links from policy `first` to the head."""
         previous: SignedManifest | None = None
         for version in range(first, head.manifest.policy_version):
             signed = await self._manifest(version)
@@ -166,7 +169,10 @@ class ManifestAudit:
             check_link(head.manifest, previous)
 
     async def path_to(self, wanted: SignedManifest) -> list[Step]:
-        """The cheapest way from nothing, in the order in which it is applied. Raises PeerError(NOT_FOUND) where none is open."""
+        """Return the cheapest path from nothing, in the order in which it is applied.
+
+        Raises PeerError(NOT_FOUND) if none is open.
+        """
         version = wanted.manifest.policy_version
         while True:
             routes = {
@@ -189,14 +195,14 @@ class ManifestAudit:
         return manifest, encoding
 
     def _check_bases(self) -> None:
-        """Every delta's base is the policy of that number, as far as manifests were read."""
+        """Check that every delta's base is the policy of that number, as far as manifests were read."""
         self.at = 4
         for (version, base), root in self.base_roots.items():
             if self.roots.get(base, root) != root:
                 raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: its base has another state root")
 
     async def _same_under_its_number(self, head: SignedManifest) -> None:
-        """The head as such and the manifest under its number are one: else the source shows a fork."""
+        """Check that the head and the manifest under its number are the same: otherwise the source shows a fork."""
         numbered = await self._manifest(head.manifest.policy_version)
         self.at = 4
         self.evidence = (numbered.envelope, head.envelope)
@@ -216,7 +222,7 @@ class ManifestAudit:
             self.established(4, f"head is {head}; history not walked")
 
     async def known(self, policy_version: int) -> Manifest:
-        """A manifest of the walked chain again; they are not all held in memory."""
+        """Fetch a manifest of the walked chain again; they are not all held in memory."""
         self.at = 5
         envelope = await self.source.manifest(policy_version)
         if envelope.digest != self.digests[policy_version]:
@@ -226,7 +232,7 @@ class ManifestAudit:
     # (9)
 
     async def _timestamp(self, pinned: PinnedRun) -> Timestamp | None:
-        """The coordinator's word on what is newest, if there is one. Its age is check (9), which comes last."""
+        """Return the coordinator's timestamp, if there is one. Its age is check (9), which comes last."""
         try:
             self.stamped = await self.source.timestamp()
             stamp = open_timestamp(self.stamped, pinned)
@@ -238,7 +244,7 @@ class ManifestAudit:
         return stamp
 
     def freshness(self) -> None:
-        """(9)."""
+        """Make check (9)."""
         assert self.pinned is not None
         assert self.head is not None
         self.at = 9
@@ -261,7 +267,7 @@ class ManifestAudit:
             self.established(9, f"policy {stamp.policy_version} is the newest, until {date_of(stamp.expires_at_ms)}")
 
     def _check_newest(self, stamp: Timestamp, pinned: PinnedRun, head: SignedManifest) -> None:
-        """What is shown is no older than what is said to be there. Raises PeerError."""
+        """Check that the head is no older than the timestamp says. Raises PeerError."""
         version = head.manifest.policy_version
         if stamp.policy_version > version:
             raise PeerError(
@@ -273,9 +279,10 @@ class ManifestAudit:
         if stamp.key_ring > pinned.keys.version:
             raise PeerError(ErrorCode.EXPIRED, f"freeze: key ring {stamp.key_ring} is in force and is not shown")
 
-    # What was found
+    # Results
 
     def established(self, number: int, detail: str) -> None:
+        """Record and report a check that passed."""
         check = Check(number, True, detail)
         self.checks.append(check)
         self.on_check(check)

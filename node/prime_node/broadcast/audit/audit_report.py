@@ -1,4 +1,4 @@
-"""What an audit says: one outcome a check, and all of them together."""
+"""The result of an audit: one outcome for each check, and all of them together."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ class Check:
     number: int
     passed: bool
     detail: str
-    """What was established, or why it does not hold."""
+    """What was established, or why the check failed."""
 
     @property
     def title(self) -> str:
+        """Short name of the check."""
         return TITLES[self.number]
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit found."""
+    """Findings of an audit."""
 
     checks: tuple[Check, ...]
     run: str | None
     """Digest of the RunSpec, once it was verified."""
     policy_version: int
-    """The head; -1 where none was verified."""
+    """Version of the head; -1 if none was verified."""
     num_manifests: int
     num_policies: int
     """Policies whose every byte was verified."""
@@ -51,25 +52,27 @@ class AuditReport:
     """Bytes of parts that were hashed."""
 
     due: tuple[int, ...] = tuple(TITLES)
-    """The checks that had to be made; the proof of a single tensor leaves two out."""
+    """Checks that had to be made; the proof of a single tensor omits two."""
     key_ring: int = 0
     """Version of the newest key ring that was verified; 0 is the RunSpec."""
     timestamp: Timestamp | None = None
-    """The coordinator's word on what is newest, if there is one."""
+    """Coordinator's statement of the newest policy, if there is one."""
     evidence: tuple[Envelope, ...] = ()
-    """Signed statements that contradict each other, where that is why it does not hold."""
+    """Signed statements that contradict each other, if that is why the audit failed."""
 
     @property
     def passed(self) -> bool:
+        """Whether every check that was due has passed."""
         return tuple(check.number for check in self.checks if check.passed) == self.due
 
     @property
     def failure(self) -> Check | None:
+        """The check that failed, if any."""
         return next((check for check in self.checks if not check.passed), None)
 
 
 def date_of(at_ms: int) -> str:
-    """When somebody says that he signed. A number that is no date is shown as it is."""
+    """Return a claimed signing time as a date. A number that is no date is shown as it is."""
     try:
         return f"{datetime.fromtimestamp(at_ms / 1_000, UTC):%Y-%m-%d %H:%M} UTC"
     except (ValueError, OverflowError, OSError):

@@ -1,6 +1,6 @@
-"""Are two sets of weights the same, bit for bit? And if not: which tensors differ first, and by how much.
+"""Compare two sets of weights bit for bit: which tensors differ first, and by how much.
 
-Bits decide, not numbers: -0 is not 0, and two NaNs with one payload are equal. The numbers are for whoever looks at the result.
+Bits decide, not numbers: -0 is not 0, and two NaNs with one payload are equal. The numbers are for the reader of the result.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from prime_protocol.codec.layout import TYPES
 from prime_protocol.weights import Weights, WeightTensor
 
 _PIECE_ELEMENTS = 2**22
-"""Compared at a time: what a comparison needs beside the two sets of weights is some tens of MiB."""
+"""Elements compared at a time: a comparison needs some tens of MiB in addition to the two sets of weights."""
 
 
 class Fault(StrEnum):
-    """In what a tensor differs."""
+    """Kind of difference between two tensors."""
 
     MISSING = "missing"
-    """The signed policy has it, the other side does not."""
+    """Missing in the other set."""
     EXTRA = "extra"
-    """The other side has it, the signed policy does not."""
+    """Missing in the signed policy."""
     DTYPE = "dtype"
     SHAPE = "shape"
     VALUES = "values"
@@ -33,7 +33,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One tensor. Example: Difference("lm_head.weight", Fault.VALUES, "3 of 1,024 elements ...", 3, 0.015625)."""
+    """One tensor that differs. Example: Difference("lm_head.weight", Fault.VALUES, "3 of 1,024 elements ...", 3, 0.015625)."""
 
     tensor: str
     fault: Fault
@@ -41,25 +41,26 @@ class Difference:
     num_elements: int = 0
     """Elements with other bits."""
     largest: float | None = None
-    """The largest distance between two of them; None where their type or a value (NaN, infinity) has no distance."""
+    """Largest distance between two elements; None if their type or a value (NaN, infinity) has no distance."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointComparison:
-    """What was found."""
+    """Result of a comparison."""
 
     num_tensors: int
-    """Of the signed policy."""
+    """Tensors of the signed policy."""
     differences: tuple[Difference, ...]
-    """In the signed policy's order; extra tensors last."""
+    """Differences in the signed policy's order; extra tensors last."""
 
     @property
     def equal(self) -> bool:
+        """Whether the two sets are the same."""
         return not self.differences
 
 
 def compare(signed: Weights, other: Weights) -> CheckpointComparison:
-    """`other` beside the weights of a verified policy."""
+    """Compare `other` with the weights of a verified policy."""
     found = [_compare_tensor(name, tensor, other.get(name)) for name, tensor in signed.items()]
     extra = [
         Difference(name, Fault.EXTRA, "the signed policy has no such tensor") for name in other if name not in signed
@@ -97,7 +98,7 @@ def _nan_first(value: float) -> float:
 
 
 def _distance(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], dtype: str) -> float:
-    """The largest |ours - theirs|; NaN where there is none."""
+    """Return the largest |ours - theirs|; NaN if there is none."""
     a, b = as_numbers(ours, dtype), as_numbers(theirs, dtype)
     if a is None or b is None or not (np.isfinite(a).all() and np.isfinite(b).all()):
         return float("nan")
@@ -105,7 +106,7 @@ def _distance(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], dtype: str) -> f
 
 
 def as_numbers(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64] | None:
-    """Bit patterns as float64; None for types whose numbers numpy does not know (fp8)."""
+    """Return bit patterns as float64; None for types whose numbers numpy does not know (fp8)."""
     if dtype == "bf16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
     element = TYPES[dtype]

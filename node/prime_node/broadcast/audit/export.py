@@ -1,14 +1,14 @@
-"""A verified policy as a plain Hugging Face model directory that says where it comes from.
+"""A verified policy as a plain Hugging Face model directory that states its provenance.
 
     model.safetensors                    or model-00001-of-0000N.safetensors and their index, above SHARD_BYTES
-    adapter_model.safetensors            instead, with adapter_config.json for peft, of a run whose policies are adapters; given
+    adapter_model.safetensors            instead, with adapter_config.json for peft, if the run's policies are adapters; given
                                          their base, the model with the adapters merged in
     config.json, tokenizer.json, ...     the model files of the RunSpec, byte for byte
     PROVENANCE.json                      an in-toto Statement: every other file's SHA-256, and which signed policy it is
-    PROVENANCE.dsse.json                 the same, signed by the exporter, where he gave a key
-    provenance/run.json, manifest.json   the run's own signed envelopes: the proof; keys-0001.json, ... where its keys changed
+    PROVENANCE.dsse.json                 the same, signed by the exporter, if a key was given
+    provenance/run.json, manifest.json   the run's own signed envelopes: the proof; keys-0001.json, ... if its keys changed
 
-Invariant: the directory appears whole or not at all. It is written beside its place and renamed.
+Invariant: the directory appears whole or not at all. It is written next to its final place and renamed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.weights import Weights, num_bytes, root_of
 
 SHARD_BYTES = 5 * 10**9
-"""Weights above this are written to several files, as the Hugging Face hub asks for."""
+"""Bytes above which weights are split into several files, as the Hugging Face hub asks for."""
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 PROVENANCE_FILE = "PROVENANCE.json"
 SIGNED_PROVENANCE_FILE = "PROVENANCE.dsse.json"
@@ -46,7 +46,7 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     base: Weights | None = None,
 ) -> dict[str, str]:
-    """Write the directory. Returns file name -> SHA-256. Raises LocalError, and leaves nothing behind then."""
+    """Write the directory. Return file name -> SHA-256. Raises LocalError, and leaves nothing behind then."""
     check_free(folder)
     if base is not None:
         verified = replace(verified, weights=_merged(verified, base))
@@ -72,20 +72,20 @@ def export_checkpoint(
 
 
 def check_free(folder: Path) -> None:
-    """An export goes to a new folder or into an empty one. Raises LocalError."""
+    """Check that the export goes to a new or empty folder. Raises LocalError."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise LocalError(f"{folder} is not empty; export to a new folder")
 
 
 def _check_names(verified: Verified) -> None:
-    """A model file of the run may not pass for one that the export writes. Raises LocalError."""
+    """Check that no model file of the run has a name that the export writes. Raises LocalError."""
     for name in map(str.casefold, verified.model_files):
         if name.startswith("provenance") or ".safetensors" in name or name == ADAPTER_CONFIG_FILE:
             raise LocalError(f"the run has a model file {name}; an export writes a file of that name itself")
 
 
 def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
-    """The tensors in their own order, as many to a file as fit; one that is larger has a file to itself."""
+    """Yield the tensors in their own order, as many to a file as fit; a larger one has a file to itself."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in weights.items():
@@ -99,7 +99,7 @@ def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
 
 
 def _merged(verified: Verified, base: Weights) -> Weights:
-    """Raises LocalError."""
+    """Return the base with the adapters merged in. Raises LocalError."""
     spec = verified.run.spec.adapters
     if spec is None:
         raise LocalError("this run's policies are whole models: leave out the base")

@@ -1,13 +1,13 @@
-"""Reading a ledger: is it one chain up to its signed head, does it agree with what was signed before, and who did what?
+"""Audit a ledger: one chain up to its signed head, agreement with earlier statements, and each worker's credit.
 
     (1) every line follows the one before it             CHAIN_BROKEN, MALFORMED, ...
     (2) the head that a coordinator of the run signed names the last line
     (3) earlier heads name lines of this ledger
-    (4) every settled receipt of one's own up to the head is a line
-    (5) where the RunSpec has a seed chain, the head's secret is the chain's and as new as it must be, and every bundle
+    (4) every settled receipt of the caller's own up to the head is a line
+    (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as it must be, and every bundle
         accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
 
-Where (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. Where (5)
+If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. If (5)
 fails, the head alone convicts it, with the lines that it stands for.
 """
 
@@ -29,30 +29,30 @@ from prime_protocol.verdict import BundleStatus, Receipt
 
 @dataclass(slots=True)
 class Account:
-    """What one worker is worth by the ledger."""
+    """Credit of one worker by the ledger."""
 
     rollouts: int = 0
-    """Accepted."""
+    """Accepted rollouts."""
     tokens: int = 0
     """Completion tokens credited."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Rollouts by reason."""
+    """Refused rollouts by reason."""
 
 
 @dataclass(slots=True)
 class LedgerReport:
-    """What was read, and what does not hold."""
+    """What was read, and what is inconsistent."""
 
     head: LedgerHead
     num_entries: int = 0
     """Lines that follow one another."""
     accounts: dict[str, Account] = field(default_factory=dict)
     num_receipts: int = 0
-    """Settled receipts of one's own that were looked for."""
+    """Settled receipts of the caller's own that were looked for."""
     faults: list[str] = field(default_factory=list)
-    """What does not hold, for a person; empty where all does."""
+    """Inconsistencies, as text for people; empty if there are none."""
     seeds: SeedReport = field(default_factory=SeedReport)
-    """What (5) found."""
+    """Findings of check (5)."""
     evidence: list[Envelope] = field(default_factory=list)
     """Statements by the coordinator that cannot all be true."""
 
@@ -60,8 +60,10 @@ class LedgerReport:
 async def audit_ledger(
     source: LedgerSource, run: PinnedRun, *, known: Sequence[Envelope] = (), receipts: Sequence[Envelope] = ()
 ) -> LedgerReport:
-    """`known`: heads that were kept earlier. `receipts`: one worker's own. Raises PeerError where there is no ledger to read, or
-    where what was kept is not the coordinator's word."""
+    """Audit a ledger. `known`: heads that were kept earlier. `receipts`: one worker's own.
+
+    Raises PeerError if there is no ledger to read, or if the coordinator did not sign what was kept.
+    """
     signed = await source.ledger_head()
     report = LedgerReport(open_ledger_head(signed, run))
     heads = [(open_ledger_head(one, run), one) for one in (signed, *known)]
@@ -99,10 +101,10 @@ class _Reader:
         self._missing = missing
         self._seeds = SeedAudit(run, report.head, report.seeds)
         self._chain = LedgerChain(report.head.run)
-        self._accepted: dict[str, Receipt] = {}  # bundle -> what counts as accepted now
+        self._accepted: dict[str, Receipt] = {}  # bundle -> its current acceptance
 
     async def read(self, source: LedgerSource) -> None:
-        """Raises PeerError where a line does not follow."""
+        """Read all lines. Raises PeerError if a line does not follow."""
         wanted = self._report.head.num_entries
         self._compare()
         while self._chain.num_entries < wanted:
@@ -120,7 +122,7 @@ class _Reader:
                 self._compare()
 
     def finish(self) -> None:
-        """What only the end shows: kept heads that are longer than the ledger, receipts that are not in it, and (5)."""
+        """Make the checks that need the end: kept heads longer than the ledger, missing receipts, and (5)."""
         head, signed = self._heads[0]
         if self._report.faults:
             return

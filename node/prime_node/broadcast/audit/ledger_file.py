@@ -1,6 +1,6 @@
-"""An exported ledger: one file that holds everything that it takes to check it, a JSON text a line.
+"""An exported ledger: one file with everything needed to check it, one JSON text a line.
 
-    the RunSpec's envelope, the key rings' envelopes in order, the ledger's lines, the head's envelope
+It holds the RunSpec's envelope, the key rings' envelopes in order, the ledger's lines, and the head's envelope.
 
 Nothing in it is trusted. Lines are read one after another, so a long ledger needs no memory.
 """
@@ -25,7 +25,7 @@ _ENVELOPE_START = b'{"payload":'
 
 
 async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int:
-    """Write the file, whole or not at all. Returns the number of entries. Raises LocalError and PeerError."""
+    """Write the file, whole or not at all. Return the number of entries. Raises LocalError and PeerError."""
     signed = await source.ledger_head()
     wanted, written = open_ledger_head(signed, run).num_entries, 0
     partial = path.with_name(f"{path.name}.partial")
@@ -54,7 +54,10 @@ async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int
 
 @contextlib.contextmanager
 def open_ledger_file(path: Path, *, pinned: str | None) -> Iterator[LedgerFile]:
-    """`pinned`: the run that is meant. Raises LocalError for the disk, PeerError for what is in the file."""
+    """Open an exported ledger.
+
+    `pinned` is the expected run. Raises LocalError for the disk, PeerError for the file's content.
+    """
     try:
         with path.open("rb") as file:
             yield LedgerFile(file, pinned=pinned)
@@ -63,10 +66,10 @@ def open_ledger_file(path: Path, *, pinned: str | None) -> Iterator[LedgerFile]:
 
 
 class LedgerFile:
-    """Implements ports.transport.LedgerSource for an exported file; to be read from its beginning, once."""
+    """Implementation of ports.transport.LedgerSource for an exported file; read once, from its beginning."""
 
     def __init__(self, file: BinaryIO, *, pinned: str | None) -> None:
-        """As open_ledger_file."""
+        """Read the RunSpec and the key rings. Raises as open_ledger_file does."""
         self._file = file
         self._head = _last_line(file)
         file.seek(0)
@@ -81,9 +84,11 @@ class LedgerFile:
         self._next = 0
 
     async def ledger_head(self) -> Envelope:
+        """Return the signed head, unverified."""
         return open_envelope(self._head, bytes_max=2 * limits.LEDGER_LINE_BYTES_MAX)
 
     async def ledger(self, start: int) -> list[bytes]:
+        """Return the next lines. `start` must be the number of lines read so far."""
         assert start == self._next, "a file is read in order"
         lines = list(self._lines())
         self._next += len(lines)

@@ -1,8 +1,9 @@
-"""Prove a single tensor of a policy: fetch and decode what it needs and nothing else.
+"""Prove a single tensor of a policy: fetch and decode only what that needs.
 
-The signed manifest holds the table of all tensors' digests, and the state root over it. So a tensor is proven by its own chunks,
-and by those of the same tensor in what its policy is a delta of: a few requests instead of a checkpoint. These are the audit's
-checks (1) to (4) and (9) for the manifests, (6) and (7) for this tensor; parts (5) are not read whole, model files (8) never.
+The signed manifest holds the table of all tensors' digests, and the state root over it. So a tensor is proven by its own
+chunks, and by those of the same tensor in the bases of its policy: a few requests instead of a checkpoint. These are the
+audit's checks (1) to (4) and (9) for the manifests, (6) and (7) for this tensor; parts (5) are not read whole, model files
+(8) never.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CHECKS = (1, 2, 3, 4, 6, 7, 9)
 
 @dataclass(frozen=True, slots=True)
 class TensorProof:
-    """What was established of one tensor."""
+    """What was established about one tensor."""
 
     name: str
     dtype: str
@@ -36,22 +37,22 @@ class TensorProof:
     digest: str
     """BLAKE3 of its raw little-endian bytes."""
     index: int
-    """Its row in the signed manifest's tensor table."""
+    """Row in the signed manifest's tensor table."""
     num_tensors: int
     """Rows of the table."""
     policy_version: int
     manifest: str
     """Digest of the signed manifest."""
     state_root: str
-    """Over the whole table."""
+    """Root over the whole table."""
     num_policies: int
     """Publications that it was built from: 1 for an anchor, more for deltas."""
     num_bytes: int
-    """Fetched."""
+    """Bytes fetched."""
 
 
 class NoSuchTensor(ValueError):
-    """The policy has no tensor of the name that the user gave."""
+    """A tensor name from the user that the policy does not have."""
 
 
 async def prove_tensor(
@@ -64,7 +65,7 @@ async def prove_tensor(
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> tuple[AuditReport, TensorProof | None]:
-    """The proof, or None where a check does not hold. Raises NoSuchTensor; never raises for what a source does."""
+    """Return the proof, or None if a check fails. Raises NoSuchTensor; never raises for what a source does."""
     work = Audit(source, on_check, now_ms, due=CHECKS, on_bytes=on_bytes)
     try:
         path = await work.manifests(run, chain=False, policy_version=policy_version)
@@ -113,13 +114,13 @@ def _row(manifest: Manifest, name: str) -> int:
 
 
 async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None) -> WeightTensor:
-    """The tensor of one publication, from its own chunks and the same tensor of the base."""
+    """Decode the tensor of one publication, from its own chunks and the same tensor of the base."""
     manifest, encoding = step
     table = await work.open_index(manifest, encoding)
     work.at = 6
     try:
         index = _row(manifest, name)
-    except NoSuchTensor as error:  # the user's name was right: it is this base that lacks it
+    except NoSuchTensor as error:  # the name is valid for the wanted policy; this base lacks it
         raise PeerError(ErrorCode.CHAIN_BROKEN, str(error)) from None
     entry = manifest.tensors[index]
     if base is not None and (base.dtype, base.shape) != (entry.dtype, entry.shape):
@@ -140,7 +141,7 @@ async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None)
 async def _decode_range(
     work: Audit, step: Step, part: int, chunks: list[ChunkEntry], out: WeightTensor, base: WeightTensor | None
 ) -> None:
-    """Neighbouring chunks of one part, in one request."""
+    """Decode neighbouring chunks of one part, fetched in one request."""
     manifest, encoding = step
     start, end = chunks[0].offset, chunks[-1].offset + chunks[-1].size
     work.at = 6

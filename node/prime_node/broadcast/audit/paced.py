@@ -1,11 +1,11 @@
-"""A source that must keep up a rate on the whole: the defence against slow retrieval, as The Update Framework calls it.
+"""A source with a minimum average rate: the defence against slow retrieval, in TUF's terms.
 
-The HTTP client gives a single answer up when it stalls or drips. A source may still answer each of many questions just fast
-enough, and hold a verification up for days. So the time in which at least one question is open is added up, and what came in it:
+The HTTP client gives up a single answer that stalls or drips. A source may still answer each of many requests just fast
+enough, and delay a verification for days. So the time in which at least one request is open is added up, and compared with:
 
-    waited <= PATIENCE_S + questions x REQUEST_S + bytes / bytes_per_second_min
+    waited <= PATIENCE_S + requests x REQUEST_S + bytes / bytes_per_second_min
 
-What is done with the bytes between questions does not count against the source.
+Time spent on the bytes between requests does not count against the source.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.envelope import Envelope
 
 PATIENCE_S = 60.0
-"""Lent to every source once: to connect, and for a bad moment."""
+"""Seconds allowed to every source once: to connect, and for a short disturbance."""
 REQUEST_S = 0.5
-"""For each question: a line around the world, and a disk that has to look for it."""
+"""Seconds allowed for each request: a line around the world, and a disk seek."""
 BYTES_PER_SECOND_MIN = 32 * 2**10
-"""A quarter of a megabit a second. Below this nobody waits for a checkpoint of today."""
+"""Lowest average rate: a quarter of a megabit a second, too slow for checkpoints of today's size."""
 
 T = TypeVar("T")
 
 
 class PacedSource:
-    """Implements ports.transport.PublicSource over another one. Raises Unreachable in the middle of a wait that is too long."""
+    """Implementation of ports.transport.PublicSource over another one. Raises Unreachable during a wait that is too long."""
 
     def __init__(
         self, source: PublicSource, *, clock: Clock, bytes_per_second_min: float = BYTES_PER_SECOND_MIN
@@ -39,30 +39,36 @@ class PacedSource:
         self._rate_min = bytes_per_second_min
         self._open = 0
         self._since_s = 0.0
-        """When the first of the open questions was asked."""
+        """Time at which the first of the open requests was sent."""
         self._waited_s = 0.0
         self._allowed_s = PATIENCE_S
 
     async def run_spec(self) -> Envelope:
+        """Fetch the RunSpec."""
         return await self._ask(self._source.run_spec, _size_of)
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        """Fetch the newest manifest."""
         return await self._ask(lambda: self._source.head(wait_s=wait_s), _size_of)
 
     async def manifest(self, policy_version: int) -> Envelope:
+        """Fetch a manifest."""
         return await self._ask(lambda: self._source.manifest(policy_version), _size_of)
 
     async def key_ring(self, version: int) -> Envelope:
+        """Fetch a key ring."""
         return await self._ask(lambda: self._source.key_ring(version), _size_of)
 
     async def timestamp(self) -> Envelope:
+        """Fetch the timestamp."""
         return await self._ask(self._source.timestamp, _size_of)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Fetch bytes [start, end) of a blob."""
         return await self._ask(lambda: self._source.blob(digest, start=start, end=end), len)
 
     async def _ask(self, call: Callable[[], Awaitable[T]], size_of: Callable[[T], int]) -> T:
-        """The answer, or Unreachable as soon as the allowance is used up."""
+        """Return the answer, or raise Unreachable as soon as the allowance is used up."""
         if self._open == 0:
             self._since_s = self._clock.monotonic_s()
         self._open += 1
@@ -89,7 +95,7 @@ class PacedSource:
                 self._waited_s += self._clock.monotonic_s() - self._since_s
 
     def _so_far_s(self) -> float:
-        """Seconds in which a question was open."""
+        """Return the seconds in which a request was open."""
         return self._waited_s + (self._clock.monotonic_s() - self._since_s if self._open else 0.0)
 
 

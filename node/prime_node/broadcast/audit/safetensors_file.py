@@ -1,10 +1,10 @@
-"""Weights <-> safetensors files, tensor by tensor, without torch and whatever their type.
+"""Read and write safetensors files, tensor by tensor, without torch, for all dtypes.
 
-The published library has no bf16 in numpy, and it wants all bytes of a file at once. Here a tensor is written as it is held and
-read through a memory map, so the extra memory is one tensor's at most. Reading is for a file that this machine's user names:
-its faults are LocalErrors.
+The published library has no bf16 in numpy, and it needs all bytes of a file at once. Here a tensor is written as it is held
+and read through a memory map, so the extra memory is one tensor's at most. Reading is for a file that this machine's user
+names: its faults are LocalErrors.
 
-    u64 little endian: bytes of the header | header: JSON name -> dtype, shape, data_offsets | the tensors' bytes
+u64 little endian: bytes of the header | header: JSON name -> dtype, shape, data_offsets | the tensors' bytes
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ NAMES = {
     "i64": "I64",
     "bool": "BOOL",
 }
-"""Our dtype -> the file's. A test holds that none is missing."""
+"""File format's name of each of our dtypes. A test checks that none is missing."""
 DTYPE_OF = {theirs: ours for ours, theirs in NAMES.items()}
 HEADER_BYTES_MAX = 100_000_000
-"""The format's own bound."""
+"""Bound of the format itself, in bytes."""
 INDEX_FILE = "model.safetensors.index.json"
 _PIECE_BYTES = 64 * 2**20
 
 
 def layout_of(weights: Weights) -> tuple[list[str], bytes]:
-    """The tensors in the order of the file, and what stands before their bytes.
+    """Return the tensors in the order of the file, and the bytes before theirs.
 
-    Large element types come first, so that each tensor lies aligned. `format: pt` is what transformers asks for.
+    Large element types come first, so that each tensor is aligned. transformers requires `format: pt`.
     """
     order = sorted(weights, key=lambda name: (-DTYPES[weights[name].dtype], name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -80,7 +80,7 @@ def write_safetensors(path: Path, weights: Weights) -> str:
 
 
 def read_weights(path: Path) -> dict[str, WeightTensor]:
-    """Every tensor of a file, or of a model directory's files, as memory maps. Raises LocalError."""
+    """Return every tensor of a file, or of a model directory's files, as memory maps. Raises LocalError."""
     weights: dict[str, WeightTensor] = {}
     for file in _files_of(path):
         try:
@@ -114,7 +114,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> dict[str, WeightTensor]:
-    """Raises ValueError for anything that is not the format, OSError from the disk."""
+    """Read one file. Raises ValueError for anything that is not the format, OSError from the disk."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -140,7 +140,7 @@ def _read_file(path: Path) -> dict[str, WeightTensor]:
 
 
 def _entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape, start and end of one header entry."""
+    """Return dtype, shape, start and end of one header entry."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name} needs exactly dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF:

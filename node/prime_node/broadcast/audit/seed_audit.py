@@ -1,7 +1,7 @@
-"""Were the problems and seeds of a ledger's bundles those that the run's seed chain demands? Step (5) of ledger_audit.py.
+"""Check that a ledger's bundles got the problems and seeds that the run's seed chain requires: step (5) of ledger_audit.py.
 
-What can be seen: that each accepted bundle was assigned what its step's secret gives, by the receipts' own words. A receipt that
-says something else than its lease is found by its worker (worker/receipts.py) and by whoever holds the bundle.
+The check covers what the receipts say: each accepted bundle was assigned what its step's secret gives. A receipt that differs
+from its lease is detected by its worker (worker/receipts.py) and by any holder of the bundle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prime_protocol.verdict import Receipt
 
 @dataclass(slots=True)
 class SeedReport:
-    """Bundles of a run with a seed chain, by what could be said of their seeds."""
+    """Bundles of a run with a seed chain, by what could be checked of their seeds."""
 
     num_checked: int = 0
     """Accepted bundles whose step's secret is open."""
@@ -27,11 +27,11 @@ class SeedReport:
     num_evaluations: int = 0
     """Bundles of held-out problems, whose seeds come from no chain."""
     num_passed_over: int = 0
-    """Problems that checked slots passed over: prompts too long, and the curriculum's choice."""
+    """Problems that checked slots skipped: prompts too long, and the curriculum's choice."""
 
 
 class SeedAudit:
-    """Looks at one line after another. In a run without a chain it has nothing to say."""
+    """Checker that reads one line after another. In a run without a chain it reports nothing."""
 
     def __init__(self, run: PinnedRun, head: LedgerHead, report: SeedReport) -> None:
         self._run, self._head, self._report = run, head, report
@@ -48,7 +48,7 @@ class SeedAudit:
                 self._fault = error.detail
 
     def look(self, receipt: Receipt, *, is_first: bool) -> None:
-        """One line that accepts a bundle. `is_first`: no line before accepts it."""
+        """Check one line that accepts a bundle. `is_first`: no earlier line accepts it."""
         chain, said = self._run.spec.seed_chain, receipt.assigned
         if chain is None:
             return
@@ -82,12 +82,12 @@ class SeedAudit:
             self._wrong(receipt, error.detail)
 
     def faults(self) -> list[str]:
-        """What does not hold, for a person."""
+        """Return what is inconsistent, as text for people."""
         found = [self._fault] if self._fault else []
         chain, spec = self._run.spec.seed_chain, self._run.spec
         if chain is None:
             return found
-        # In order, a policy is published when all groups of the steps before it are with the trainer.
+        # With in-order admission, a policy is published when the trainer has all groups of the steps before it.
         wanted = (
             chain.newest_open(self._newest_policy, max_steps=spec.max_steps) if spec.admission.is_in_order else None
         )

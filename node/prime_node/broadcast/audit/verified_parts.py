@@ -1,9 +1,8 @@
-"""A publication's parts, read, hashed and decoded side by side, for whoever checks a checkpoint.
+"""Read, hash and decode a publication's parts in parallel, for programs that verify a checkpoint.
 
-Who waits for whom: PARTS_AT_ONCE readers take the next part that nobody has taken; each hashes and decodes its own while its next
-one is read, in threads that hold no GIL while they do: so no thread waits until the event loop has its turn. The first that fails
-ends the others. Invariant: no more than two parts for each reader are held at one time, and nothing of a part is decoded before
-the whole part had its digest.
+Waiting: PARTS_AT_ONCE readers take the next free part. Each hashes and decodes its own part while its next one is read, in
+threads without the GIL, so no thread waits for the event loop. The first failure ends all readers. Invariant: at most two
+parts for each reader are held at one time, and nothing of a part is decoded before the whole part matched its digest.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import PartEntry
 
 PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
-"""One more than the cores, so that a disk or a server works while every core hashes; four hold 128 MiB."""
+"""Parts read at once: one more than the cores, so that a disk or a server works while every core hashes; four hold 128 MiB."""
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -31,27 +30,29 @@ KEPT_BYTES = 64 * 2**20
 
 
 def bound_threads() -> None:
-    """For a process that does nothing but verify: no more helper threads for the loop than parts, as the allocator keeps a
-    part's memory for each thread that had one. And it is told to keep it: to give each part's pages back and ask for them anew
-    takes a third of the time in which a part is hashed.
+    """Bound the memory of a process that only verifies.
+
+    The loop gets no more helper threads than parts, because the allocator keeps a part's memory for each thread that had one.
+    The allocator is set to keep it: returning each part's pages and requesting them again takes a third of the time in which
+    a part is hashed.
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(PARTS_AT_ONCE))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt:  # glibc's
+    if mallopt:  # glibc only
         mallopt(M_MMAP_THRESHOLD, KEPT_BYTES // 2)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 class TakesParts(Protocol):
-    """What a CheckpointDecoder is here."""
+    """The interface of a CheckpointDecoder that is used here."""
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
-        """Called from several threads, never twice for a part. Raises PeerError."""
+        """Decode one part. Called from several threads, never twice for a part. Raises PeerError."""
         ...
 
 
 class CheckFailed(Exception):
-    """A part does not pass, and which of the audit's checks says so."""
+    """A part that fails, and the number of the audit's check that it fails."""
 
     def __init__(self, at: int, error: PeerError | Unreachable) -> None:
         super().__init__(str(error))
@@ -67,9 +68,9 @@ async def feed_parts(
     what: str,
     on_part: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """All parts of an encoding into its decoder. Raises CheckFailed.
+    """Feed all parts of an encoding into its decoder. Raises CheckFailed.
 
-    `what` names the policy; `on_part` hears the size of each part that has passed.
+    `what` names the policy; `on_part` gets the size of each part that has passed.
     """
     numbers = iter(range(len(parts)))
     readers = [
@@ -92,7 +93,7 @@ async def _feed(
     what: str,
     on_part: Callable[[int], None],
 ) -> None:
-    """One reader."""
+    """Run one reader."""
     reading = _read(source, parts, numbers)
     try:
         while reading is not None:

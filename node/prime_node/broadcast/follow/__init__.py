@@ -1,1 +1,1 @@
-"""From the newest head to verified weights."""
+"""Steps from the newest head to verified weights."""

@@ -1,16 +1,16 @@
-"""Follows the head: fetch, verify, decode, stage. For workers, validators and everybody else.
+"""Follow the head: fetch, verify, decode, stage. For workers, validators and all other followers.
 
-Who waits for whom: `follow` polls the sources and stages the newest policy; `wait_newer` and `weights` wait
-for it. One policy is decoded at a time. A source that is away, slow or lying costs time and a line in the
-log, never the task; what ends it is a fault of this machine, such as a full disk.
+Waiting: `follow` polls the sources and stages the newest policy; `wait_newer` and `weights` wait for it. One policy is
+decoded at a time. An unreachable, slow or dishonest source costs time and a log line, never the task. A fault of this
+machine, such as a full disk, ends it.
 
-The way to a policy is the cheapest in bytes from what is held or from nothing (ways.py). A delta is applied to a
-shadow copy. Nothing is staged before heads.py has verified its manifest, and then: (4) every blob's digest; (5) every
-chunk's and every tensor's, and with them the base's (CheckpointDecoder).
+The update path to a policy is the cheapest in bytes from what is held, or from nothing (ways.py). A delta is applied to a
+shadow copy. Nothing is staged before heads.py has verified its manifest, then (4) every blob's digest, and (5) the digests of
+every chunk and tensor and, through them, of the base (CheckpointDecoder).
 
-Healing: a held policy that is no longer what its root says (a flipped bit in memory) is noticed when the next delta
-is taken against it, and dropped; an encoding that is gone or does not decode is closed. Either way the next cheapest
-way is taken. A policy is given up only when every way to it was published broken.
+Self-repair: a held policy that no longer matches its root (a flipped bit in memory) is detected when the next delta is
+applied to it, and dropped. An encoding that is gone or does not decode is excluded. Either way the next cheapest path is
+taken. A policy is given up only when every path to it was published broken.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 HEAD_WAIT_S = 10.0
-"""A source that can may hold the question for the newest policy this long."""
+"""Seconds for which a source that supports long polling may hold a request for the newest policy."""
 PAUSE_S_MAX = 15.0
-"""Between attempts at a policy that nobody gives."""
+"""Longest pause in seconds between attempts at a policy that no source gives."""
 DISK_SHARE_MAX = 2.0
-"""Bytes kept on the disk for one policy, as a share of its weights."""
+"""Bytes kept on disk for one policy, as a share of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +57,26 @@ class Policy:
     signed: SignedManifest
     weights: Weights
     blobs: tuple[PartEntry, ...] = ()
-    """What leads to it from nothing, as far as that is worth its room: on the disk as long as it is held."""
+    """Encodings that lead to it from nothing, if worth their room; on disk as long as the policy is held."""
 
     @property
     def version(self) -> int:
+        """Version of the policy."""
         return self.signed.manifest.policy_version
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadProgress:
-    """Of one download. Example: DownloadProgress(policy_version=41, bytes_done=5_000_000, bytes_total=9_000_000)."""
+    """Progress of one download. Example: DownloadProgress(policy_version=41, bytes_done=5_000_000, bytes_total=9_000_000)."""
 
     policy_version: int
     bytes_done: int
-    """Verified, from the disk or from a source."""
+    """Verified bytes, from the disk or from a source."""
     bytes_total: int
 
 
 class Follower:
-    """One machine's view of the published policies. `folder` is its own and survives restarts."""
+    """One machine's view of the published policies. `folder` belongs to it alone and survives restarts."""
 
     def __init__(
         self,
@@ -91,25 +92,24 @@ class Follower:
         on_progress: Callable[[DownloadProgress], None] = lambda _: None,
         rng: random.Random | None = None,
     ) -> None:
-        """`sources` are (name, source) pairs, the preferred one first. Raises LocalError if the folder is
-        unusable."""
+        """Follow `sources`: (name, source) pairs, the preferred one first. Raises LocalError if the folder is unusable."""
         self.run = run
         self.holdings = Holdings()
-        """What can be given to peers."""
+        """Have-set that peers can fetch from."""
         self.received: dict[str, int] = {}
-        """Bytes of pieces so far, by source."""
+        """Bytes of pieces received so far, by source."""
         self._rng = rng or random.Random()
         self.pool = SourcePool(sources, clock=clock, rng=self._rng)
         self._folder = folder
         self._clock = clock
         self._poll_s = poll_s
-        self._policies_kept = max(2, policies_kept)  # the newest, and one that somebody asks for
+        self._policies_kept = max(2, policies_kept)  # the newest, and one on request
         self._memory_bytes_max = memory_bytes_max
         self._on_progress = on_progress
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
         self._bad: dict[tuple[int, int | None], str] = {}
-        """Encodings, by policy and base, whose bytes are the signed ones and do not decode to their policy."""
+        """Encodings, by policy and base, whose bytes are the signed ones but do not decode to their policy."""
         self._newest = -1
         self._decoding = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -120,38 +120,37 @@ class Follower:
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
-    # What others ask
+    # Queries
 
     def latest(self) -> Policy | None:
-        """The newest staged policy."""
+        """Return the newest staged policy, or None."""
         return self._policies.get(self._newest)
 
     def versions(self) -> tuple[int, ...]:
-        """Policies at hand without a download, oldest first."""
+        """Return the policies available without a download, oldest first."""
         return tuple(sorted(self._policies))
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
-        """A verified manifest, where it is held: to be shown to peers."""
+        """Return a verified manifest to serve to peers, or None if it is not held."""
         signed = self.heads.chain.recent(policy_version) or self._ways.at_hand(policy_version)
         return None if signed is None else signed.envelope
 
     async def wait_newer(self, policy_version: int) -> Policy:
-        """The newest staged policy, as soon as it is newer than `policy_version`."""
+        """Wait for a staged policy newer than `policy_version` and return it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._newest > policy_version and self._newest in self._policies)
             return self._policies[self._newest]
 
     async def weights(self, policy_version: int) -> Weights:
-        """Verified weights of one policy, fetched if they are not at hand.
+        """Return verified weights of one policy, fetched if they are not held.
 
-        Waits as long as it takes (for a policy that is not published yet, for a source that is away): the
-        caller has the deadline. Raises PeerError only where the policy's bytes are not what its signed
-        manifest says.
+        It waits as long as it takes (for a policy that is not published yet, for an unreachable source): the caller sets the
+        deadline. Raises PeerError only if the policy's bytes are not what its signed manifest says.
         """
         return (await self.policy(policy_version)).weights
 
     async def policy(self, policy_version: int) -> Policy:
-        """As `weights`, with the manifest."""
+        """Return what `weights` returns, with the manifest."""
         pause_s = self._poll_s
         while policy_version not in self._policies:
             if policy_version in self._broken:
@@ -171,13 +170,16 @@ class Follower:
         return policy
 
     async def fetch(self, policy_version: int) -> Policy:
-        """As `policy`, but one attempt. Raises PeerError where nobody has it or it was published broken, or Unreachable."""
+        """Return what `policy` returns, in one attempt.
+
+        Raises PeerError if no source has it or it was published broken, or Unreachable.
+        """
         if policy_version not in self._policies:
             await self._take(await self.heads.manifest(policy_version))
         return self._policies[policy_version]
 
     async def follow(self) -> NoReturn:
-        """Keep the newest policy staged, for ever. Cancel it to stop."""
+        """Keep the newest policy staged until cancelled."""
         started: int | None = None
         pause_s = self._poll_s
         while True:
@@ -185,7 +187,7 @@ class Follower:
             await self.heads.look(wait_s=HEAD_WAIT_S if self._target(started) is None else 0.0)
             started = self._target(started)
             if started is None:
-                # A source that held the question has waited for us; one that cannot is asked again after a pause.
+                # A source that held the request has waited already; one that cannot is asked again after a pause.
                 await self._clock.sleep(max(0.0, self._poll_s - (self._clock.monotonic_s() - asked_s)))
                 continue
             try:
@@ -198,17 +200,17 @@ class Follower:
                 await self._clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
-    # The bytes
+    # Download
 
     def _target(self, started: int | None) -> int | None:
-        """The version to download next, or None. One that was begun is finished while it is still of use."""
+        """Return the version to download next, or None. A download that was begun is finished while it is still useful."""
         head = self.heads.newest
         if started is not None and started > self._newest and head - started < max(1, self.run.spec.async_level):
             return started
         return head if head > self._newest and head not in self._broken else None
 
     async def _take(self, signed: SignedManifest) -> None:
-        """Download, verify, decode and stage one policy by the cheapest way, and by the next cheapest where that fails."""
+        """Download, verify, decode and stage one policy by the cheapest path, and by the next cheapest if that fails."""
         async with self._decoding:
             version = signed.manifest.policy_version
             gone: set[tuple[int, int | None]] = set()
@@ -238,7 +240,7 @@ class Follower:
         blobs, root = () if base is None else base.blobs, None
         for step in way:
             weights = await self._decode(step, base, root, progress)
-            root = step.signed.manifest.state_root  # just decoded: what was held since earlier is hashed first
+            root = step.signed.manifest.state_root  # just decoded; a policy held since earlier is hashed first
             blobs = _worth_keeping(blobs, step.encoding, num_bytes(weights))
             base = Policy(step.signed, weights, blobs)
         assert base is not None
@@ -274,7 +276,7 @@ class Follower:
             raise _ClosedError(step, error, for_good=error.code is not ErrorCode.NOT_FOUND) from None
 
     async def _blob(self, entry: PartEntry) -> bytes:
-        """From the disk, or from a source and then on the disk."""
+        """Return a blob from disk, or from a source after writing it to disk."""
         data = await self._local(self.parts.read, entry)
         if data is None:
             data = await self.pool.fetch_blob(entry)
@@ -282,7 +284,7 @@ class Follower:
         return data
 
     def _give_up(self, version: int) -> PeerError:
-        """Every encoding was published broken, so no source is asked again."""
+        """Record that every encoding was published broken, so no source is asked again."""
         reasons = "; ".join(reason for (broken, _), reason in self._bad.items() if broken == version)
         self._broken[version] = f"policy {version} was published broken: {reasons}"
         log.error("%s; waiting for the next one", self._broken[version])
@@ -301,14 +303,14 @@ class Follower:
         async with self._changed:
             self._changed.notify_all()
 
-    # The disk
+    # Disk
 
     async def _local(self, call: Callable[..., _T], *arguments: object) -> _T:
-        """A blocking call beside the event loop. Raises LocalError."""
+        """Run a blocking call in a thread. Raises LocalError."""
         return await self._on_disk(asyncio.to_thread(call, *arguments))
 
     async def _on_disk(self, work: Awaitable[_T]) -> _T:
-        """Raises LocalError for what the disk says."""
+        """Await `work`, with OSError raised as LocalError."""
         try:
             return await work
         except OSError as error:
@@ -316,7 +318,7 @@ class Follower:
 
 
 def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes: int) -> tuple[PartEntry, ...]:
-    """What to keep on the disk for a restart: the whole way from nothing, as long as that is not too much."""
+    """Return the encodings to keep on disk for a restart: the whole path from nothing, unless it is too large."""
     if encoding.base is None:
         return encoding.blobs
     whole = before + encoding.blobs
@@ -324,7 +326,7 @@ def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes:
 
 
 class _ClosedError(Exception):
-    """An encoding that leads nowhere: its bytes are gone, or they are the signed ones and do not decode to the policy."""
+    """An encoding that cannot be used: its bytes are gone, or they are the signed ones and do not decode to the policy."""
 
     def __init__(self, step: UpdateStep, error: PeerError, *, for_good: bool) -> None:
         super().__init__(error.detail)
@@ -333,7 +335,7 @@ class _ClosedError(Exception):
 
 
 class _WrongBaseError(Exception):
-    """A policy in memory does not have its root any more."""
+    """A policy in memory that no longer matches its root."""
 
     def __init__(self, policy_version: int) -> None:
         super().__init__(policy_version)
@@ -341,7 +343,7 @@ class _WrongBaseError(Exception):
 
 
 class _Counter:
-    """Adds up the bytes of one download and tells."""
+    """Counter of one download's bytes that reports its progress."""
 
     def __init__(self, policy_version: int, bytes_total: int, tell: Callable[[DownloadProgress], None]) -> None:
         self._policy_version = policy_version

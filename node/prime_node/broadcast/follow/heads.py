@@ -1,11 +1,10 @@
-"""Which policy is the newest, by signature and chain, whoever says so.
+"""Find the newest policy by signature and chain, whichever source shows it.
 
-Asks several sources for their heads. Before one is believed: (1) the trainer's signature over the manifest;
-(2) check_manifest; (3) the links from the head that was known before, and that it is no older than what a key
-ring of the root names. The newest verified head is kept on
-disk, so that a restart does not open the door to a rollback. Two signed manifests for one policy version are
-evidence: both are kept. Linked peers are asked what they hold under a known version, so that a coordinator cannot show one
-head to us and another to them.
+Several sources are asked for their heads. Before a head is accepted, these are checked: (1) the trainer's signature over the
+manifest; (2) check_manifest; (3) the links from the known head, and that it is no older than what a key ring of the root
+names. The newest verified head is kept on disk, so that a restart does not allow a rollback. Two signed manifests for one
+policy version are evidence: both are kept. Linked peers are asked what they hold under a known version, so that a coordinator
+cannot show one head to us and another to them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 MANIFESTS_AT_ONCE = 8
 EVIDENCE_FILES_MAX = 16
 COMPARED_MAX = 2
-"""Peers with which each head is compared: a manifest may be long, and each of them compares with others."""
+"""Peers with which each head is compared: a manifest may be long, and each peer compares with others."""
 COMPARE_S_MAX = 10.0
 
 
@@ -40,15 +39,15 @@ class Heads:
     """The verified head, and the manifests that lead to it."""
 
     def __init__(self, run: PinnedRun, pool: SourcePool, folder: Path) -> None:
-        """Takes up the head that `folder` holds from the last time."""
+        """Start from the head that `folder` holds from the last run."""
         self.chain = KnownChain()
         self._run = run
         self._pool = pool
         self._folder = folder
         self._ring = run.keys.version
-        """The key ring by which the head was verified."""
+        """Key ring by which the head was verified."""
         self._compared: dict[int, set[str]] = {}
-        """With which peers a version was compared: the newest one alone."""
+        """Peers with which the newest version was compared."""
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
@@ -58,10 +57,10 @@ class Heads:
         return -1 if self.chain.head is None else self.chain.head.manifest.policy_version
 
     async def look(self, *, wait_s: float = 0.0) -> None:
-        """Ask every source that does not rest for its head, and follow the highest that holds. Peers are asked when they say that
-        they have a newer policy.
+        """Ask every source that does not rest for its head, and follow the highest valid one.
 
-        The preferred source may hold the question for `wait_s` until there is news, or until a peer says so.
+        Peers are asked when they announce a newer policy. The preferred source may hold the request for `wait_s` until there
+        is a new head, or until a peer announces one.
         """
         self._require_the_roots_chain()
         await self._compare()
@@ -72,7 +71,7 @@ class Heads:
             await self._ask(asked)
 
     async def _compare(self) -> None:
-        """Ask peers that hold the head's version whether it is the same manifest there. A fork is kept and told by `_news`."""
+        """Compare the head's manifest with that of peers that hold its version. `_news` keeps and reports a fork."""
         version = self.newest
         if version < 0:
             return
@@ -94,13 +93,13 @@ class Heads:
             self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
         except (PeerError, Unreachable) as error:
             if not (isinstance(error, PeerError) and error.code in (ErrorCode.FORK, ErrorCode.NOT_FOUND)):
-                self._pool.failed(named, error)  # a fork is the trainer's fault, not the peer's that shows it
+                self._pool.failed(named, error)  # a fork is the trainer's fault, not that of the peer that shows it
 
     async def _ask(self, asked: Sequence[NamedSource], *, wait_s: float = 0.0) -> None:
         await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
 
     async def manifest(self, policy_version: int) -> SignedManifest:
-        """A manifest at or below the head, verified against the chain. Raises PeerError or Unreachable."""
+        """Return a manifest at or below the head, verified against the chain. Raises PeerError or Unreachable."""
         held = self.chain.recent(policy_version)
         if held is not None:
             return held
@@ -109,9 +108,9 @@ class Heads:
         return await self._fetch(policy_version)
 
     async def base(self, wanted: BasePolicy) -> SignedManifest:
-        """The manifest of a policy that a verified one names as a base: its root says that it is the one that is meant.
+        """Return the manifest of a policy that a verified manifest names as a base: its root identifies it.
 
-        It may lie before the known chain; nothing is walked for it. Raises PeerError or Unreachable.
+        It may precede the known chain; no links are walked for it. Raises PeerError or Unreachable.
         """
         held = self.chain.recent(wanted.policy_version)
         return held if held and _is(held, wanted) else await self._fetch(wanted.policy_version, wanted)
@@ -129,15 +128,15 @@ class Heads:
             self._pool.failed(named, error)
 
     def _is_head(self, envelope: Envelope) -> bool:
-        """Cheap: the head as it was verified last time. Most polls end here."""
+        """Return whether this is the verified head. The check is cheap, and most polls end here."""
         return self.chain.head is not None and envelope.payload == self.chain.head.envelope.payload
 
     async def _open(self, envelope: Envelope) -> SignedManifest:
-        """(1) and (2), beside the event loop: a manifest may be large. Raises PeerError."""
+        """Check (1) and (2) in a thread, since a manifest may be large. Raises PeerError."""
         return await asyncio.to_thread(_open_checked, envelope, self._run)
 
     async def _consider(self, named: NamedSource, shown: SignedManifest) -> None:
-        """Take a head in, if it is newer and continues what is known (3). Raises PeerError or Unreachable."""
+        """Accept a head if it is newer and continues the known chain (3). Raises PeerError or Unreachable."""
         news = self._news(shown)
         if news is HeadNews.OLDER:
             log.debug("source %s is behind: policy %d", named.name, shown.manifest.policy_version)
@@ -150,12 +149,15 @@ class Heads:
         self._write(self._folder / "head.json", shown.envelope)
 
     def _is_rolled_back(self, shown: SignedManifest) -> bool:
-        """Older than a manifest that the run's root has named, so not the head, whoever shows it."""
+        """Return whether it is older than a manifest named by the run's root: then it is not the head, from any source."""
         named = self._run.keys.published
         return named is not None and shown.manifest.policy_version < named.policy_version
 
     def _require_the_roots_chain(self) -> None:
-        """A new key ring may say that the head that we follow is a thief's. Raises LocalError: what we hold is not the run's."""
+        """Check that the head still belongs to the run by the newest key ring, which may exclude a thief's.
+
+        Raises LocalError if the head is not the run's.
+        """
         head, version = self.chain.head, self._run.keys.version
         if head is None or version == self._ring:
             return
@@ -171,7 +173,7 @@ class Heads:
         self._ring = version
 
     async def _link(self, named: NamedSource, shown: SignedManifest) -> None:
-        """Walk from the known head to a newer one, by this source's manifests."""
+        """Walk from the known head to a newer one, along this source's manifests."""
         while self.newest < shown.manifest.policy_version - 1:
             versions = range(self.newest + 1, shown.manifest.policy_version)[:MANIFESTS_AT_ONCE]
             for envelope in await asyncio.gather(*(named.source.manifest(version) for version in versions)):
@@ -180,18 +182,18 @@ class Heads:
 
     async def _extend(self, named: NamedSource, new: SignedManifest) -> None:
         if new.manifest.policy_version <= self.newest:
-            self._news(new)  # another source was faster; this one must say the same
+            self._news(new)  # another source was faster; this one must agree
             return
         try:
             self.chain.extend(new)
         except PeerError:
-            # Both are signed. Does the source have another manifest for our own head? Then that is the fork.
+            # Both are signed. If the source has another manifest for our own head, that is the fork.
             other = await self._open(await named.source.manifest(self.newest))
             self._news(other)
             raise
 
     def _news(self, shown: SignedManifest) -> HeadNews:
-        """As KnownChain.news, and keeps the evidence of a fork."""
+        """Return KnownChain.news, and keep the evidence of a fork."""
         try:
             return self.chain.news(shown)
         except PeerError:
@@ -220,7 +222,7 @@ class Heads:
         raise last
 
     def _keep_evidence(self, other: SignedManifest) -> None:
-        """Two signed manifests for one version convict the trainer's key. Both are written down, once."""
+        """Write down two signed manifests for one version, once: they convict the trainer's key."""
         version = other.manifest.policy_version
         folder = self._folder / "evidence"
         for signed in (self.chain.recent(version), other):
@@ -232,8 +234,7 @@ class Heads:
                 log.error("fork: two signed manifests for policy %d; evidence in %s", version, path)
 
     def _restore(self) -> None:
-        """The head as it was when this machine stopped, verified again. A damaged file is no reason to
-        stop."""
+        """Load and verify the head from the last run. A damaged file does not stop the machine."""
         path = self._folder / "head.json"
         if not path.exists():
             return

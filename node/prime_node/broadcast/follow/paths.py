@@ -1,9 +1,9 @@
-"""The cheapest way to a policy, in bytes, from what is held or from nothing. Pure.
+"""Find the cheapest update path to a policy, in bytes, from what is held or from nothing. Pure.
 
-Policies are places; an encoding is a road from its base to its policy, and its length is what it costs to download. An anchor
-is a road from nothing. Bases are older than their policies, so the search runs backward from the policy that is wanted
-(Dijkstra) and ends at the first place that is held. Where a manifest has not been read yet, its roads are unknown: the search
-names those places, and whoever called reads their manifests and searches again.
+Policies are nodes; an encoding is an edge from its base to its policy, weighted by its download size. An anchor is an edge
+from nothing. Bases are older than their policies, so the search runs backward from the wanted policy (Dijkstra) and ends at
+the first node that is held. The edges of a manifest that has not been read are unknown: the search returns those nodes, and
+the caller reads their manifests and searches again.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from prime_protocol.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class UpdateRoute:
-    """What an encoding means here. Example: UpdateRoute(base_version=40, sent_bytes=120_000) of policy 44."""
+    """One encoding as an edge. Example: UpdateRoute(base_version=40, sent_bytes=120_000) of policy 44."""
 
     base_version: int | None
-    """None for an anchor."""
+    """Base of the delta; None for an anchor."""
     sent_bytes: int
 
 
 Routes = Mapping[int, Sequence[UpdateRoute]]
-"""Policy version -> its encodings, for every manifest that was read."""
+"""Encodings by policy version, for every manifest that was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +38,37 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Encodings in the order in which they are applied; none where the policy itself is held."""
+    """Encodings in the order in which they are applied; none if the policy itself is held."""
 
     hops: tuple[Hop, ...]
 
     @property
     def sent_bytes(self) -> int:
+        """Bytes to download."""
         return sum(hop.route.sent_bytes for hop in self.hops)
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is known so far."""
+    """Result of a search."""
 
     path: Path | None
-    """The cheapest way through the manifests that were read."""
+    """Cheapest path through the manifests that were read."""
     unread: tuple[int, ...]
     """Policies whose manifests might show a cheaper one, the nearest first."""
 
 
 def routes_of(manifest: Manifest) -> tuple[UpdateRoute, ...]:
+    """Return a manifest's encodings as edges."""
     return tuple(UpdateRoute(encoding.base_version, encoding.sent_bytes) for encoding in manifest.encodings)
 
 
 def search(target: int, known: Routes, held: Collection[int] = ()) -> Search:
-    """From any policy of `held`, or from nothing, to `target`. Of two ways of the same size the one with fewer hops."""
-    onward: dict[int | None, Hop | None] = {}  # the first hop from a place toward the target
+    """Find the path from any policy of `held`, or from nothing, to `target`.
+
+    Of two paths of the same size, take the one with fewer hops.
+    """
+    onward: dict[int | None, Hop | None] = {}  # the first hop from a node toward the target
     ahead: list[tuple[int, int, int, int | None, Hop | None]] = [(0, 0, 0, target, None)]
     unread: list[int] = []
     num_seen = 0
@@ -78,7 +83,7 @@ def search(target: int, known: Routes, held: Collection[int] = ()) -> Search:
             unread.append(place)
             continue
         for route in known[place]:
-            num_seen += 1  # settles ties: places and hops have no order
+            num_seen += 1  # breaks ties: nodes and hops have no order
             longer = (sent_bytes + route.sent_bytes, num_hops + 1, num_seen, route.base_version, Hop(place, route))
             heapq.heappush(ahead, longer)
     return Search(None, tuple(unread))

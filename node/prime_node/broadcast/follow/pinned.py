@@ -1,4 +1,7 @@
-"""What a join link pins: the RunSpec, and through it keys, configuration and tokenizer. Fetched from anywhere, and compared."""
+"""What a join link pins: the RunSpec and, through it, keys, configuration and tokenizer.
+
+They are fetched from any source and compared with the pinned digests.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ T = TypeVar("T")
 
 
 async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> PinnedRun:
-    """The RunSpec of that digest, from the first source that has it, waiting while they are away. Raises PeerError for a wrong
-    one."""
+    """Fetch the RunSpec of that digest from the first source that has it, waiting while sources are unreachable.
+
+    Raises PeerError for a wrong one.
+    """
 
     async def from_one(source: CheckpointSource) -> PinnedRun:
         return open_run_spec(await source.run_spec(), pinned=pinned)
@@ -37,7 +42,7 @@ async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> Pi
 
 
 async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
-    """Every ring of the source after those that are known; their number is bounded. Raises PeerError."""
+    """Fetch every key ring of the source after the known ones; their number is bounded. Raises PeerError."""
     while keys.version < limits.KEY_RINGS_MAX:
         try:
             envelope = await source.key_ring(keys.version + 1)
@@ -49,8 +54,10 @@ async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
 
 
 async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun, folder: Path) -> Path:
-    """Put every model file into `folder`, those that are there already untouched. Returns `folder`. Raises PeerError or
-    Unreachable."""
+    """Put every model file into `folder`, and return `folder`. Files that are there already stay untouched.
+
+    Raises PeerError or Unreachable.
+    """
     for file in run.spec.model_files:
         if not await asyncio.to_thread(_is_there, folder, file):
             data = await _in_turn(sources, partial(_fetch, file=file, run=run))
@@ -59,7 +66,7 @@ async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun,
 
 
 def model_files_in(folder: Path, run: PinnedRun) -> dict[str, bytes]:
-    """The run's model files that lie in `folder`, by name. Raises LocalError where one is missing or another."""
+    """Return the run's model files in `folder`, by name. Raises LocalError if one is missing or different."""
     return {file.name: _there(folder, file) for file in run.spec.model_files}
 
 
@@ -73,7 +80,7 @@ def _there(folder: Path, file: ModelFile) -> bytes:
 
 
 async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[CheckpointSource], Awaitable[T]]) -> T:
-    """What the first source answers that does; where none does, what was wrong with the first."""
+    """Return the first successful answer of the sources. If all fail, raise the first source's error."""
     errors: list[PeerError | Unreachable] = []
     for source in sources:
         try:

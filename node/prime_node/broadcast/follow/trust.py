@@ -1,13 +1,13 @@
-"""Keeps what a machine knows about its run's keys and newest policy current: key rings and timestamps, from several sources.
+"""Keep this machine's knowledge of its run's keys and newest policy current: key rings and timestamps, from several sources.
 
-Who waits for whom: `follow` asks every source now and then; nobody waits for it but who asks `refresh` himself. As a TUF client
-does, it follows the key rings to their end before it reads the timestamp, for a ring may say that another key signs it.
+Waiting: `follow` asks every source at intervals; nothing waits for it except callers of `refresh`. Like a TUF client, it
+follows the key rings to the last before it reads the timestamp, because a ring may name another key for it.
 
-Invariant: rings only grow and the timestamp only moves forward, over restarts too, because both are on the disk before they
-count. A source that is away, lags or lies costs a line in the log. Two timestamps of which the later takes back what the earlier
-said convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that it cannot tell us one
-thing and them another. When no source shows a timestamp that holds, `fault` says so,
-and who takes new work must wait: the run may have gone on without us, and be shown to us as it was.
+Invariant: rings only grow and the timestamp only moves forward, over restarts too, because both are on disk before they
+count. An unreachable, lagging or dishonest source costs a log line. Two timestamps of which the later contradicts the earlier
+convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that the coordinator cannot tell us
+one thing and them another. When no source shows a fresh timestamp, `fault` says so, and roles that take new work must wait:
+the run may have gone on, and we may be shown an old state.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PEERS_ASKED_MAX = 2
-"""Linked peers whose timestamp is compared with ours at one look."""
+"""Linked peers whose timestamp is compared with ours in one refresh."""
 PEER_S_MAX = 10.0
 EVIDENCE_FILES_MAX = 16
 POLL_S_MIN, POLL_S_MAX = 2.0, 30.0
-"""Between questions: while there is no timestamp that holds, and while there is one."""
+"""Seconds between requests: the shortest while there is no fresh timestamp, the longest while there is one."""
 
 
 class Trust:
-    """`folder` is this machine's own and survives restarts; `run` learns the rings that are found."""
+    """Keys and newest timestamp of a run.
+
+    `folder` belongs to this machine alone and survives restarts; `run` learns the rings found.
+    """
 
     def __init__(
         self,
@@ -54,10 +57,10 @@ class Trust:
         clock: Clock,
         rng: random.Random | None = None,
     ) -> None:
-        """Takes up what was known the last time. Raises LocalError if the folder is unusable."""
+        """Start from what was known last time. Raises LocalError if the folder is unusable."""
         self.newest: Timestamp | None = None
         self.peers: Callable[[], Sequence[tuple[str, TimestampSource]]] = lambda: ()
-        """Peers that are linked now."""
+        """Function that returns the currently linked peers."""
         self.run = run
         self._sources = sources
         self._folder = folder
@@ -72,7 +75,7 @@ class Trust:
             raise LocalError(f"folder {folder}: {error.strerror}; choose another folder") from None
 
     def fault(self) -> str:
-        """Why no new work must be taken on the word of these sources; empty where there is no reason.
+        """Return why no new work may be accepted from these sources; empty if there is no reason.
 
         A run that has published its last policy cannot be frozen.
         """
@@ -90,7 +93,7 @@ class Trust:
         return ""
 
     async def refresh(self) -> None:
-        """Ask every source once, all at the same time. Raises LocalError for the disk."""
+        """Ask every source once, concurrently. Raises LocalError for the disk."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources))
         peers = list(self.peers())
         for name, peer in self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers))):
@@ -101,7 +104,7 @@ class Trust:
         self._said = fault
 
     async def verified(self, check: Callable[[], T]) -> T:
-        """The result of `check`, tried again with the newest keys where it finds a signature by none that is known.
+        """Return the result of `check`; retry it with the newest keys if no known key made a signature.
 
         Raises what `check` raises, and LocalError.
         """
@@ -114,7 +117,7 @@ class Trust:
         return check()
 
     async def follow(self) -> NoReturn:
-        """For ever. Cancel it to stop."""
+        """Refresh until cancelled."""
         while True:
             await self.refresh()
             await self._clock.sleep(self._pause_s() * self._rng.uniform(0.5, 1.0))
@@ -145,7 +148,7 @@ class Trust:
             log.debug("peer %s shows no timestamp that counts: %s", name, error)
 
     async def _follow_rings(self, source: StatementSource) -> None:
-        """As far as the source knows them. Their number is bounded: KeyRing.version is."""
+        """Take the key rings that the source knows. Their number is bounded, as KeyRing.version is."""
         keys = self.run.keys
         while keys.version < limits.KEY_RINGS_MAX:
             version = keys.version + 1
@@ -175,7 +178,7 @@ class Trust:
             self.newest = stamp
 
     def _keep_evidence(self, envelope: Envelope, error: PeerError) -> None:
-        """What the coordinator says now and what it said before, both signed by its key."""
+        """Keep the coordinator's new and earlier statement, both signed by its key."""
         folder = self._folder / "evidence"
         said = [envelope.to_bytes()]
         with contextlib.suppress(OSError):
@@ -193,7 +196,7 @@ class Trust:
             )
 
     def _restore(self) -> None:
-        """What was known when this machine stopped, verified again. A damaged file is no reason to stop."""
+        """Load and verify what was known when this machine stopped. A damaged file does not stop the machine."""
         keys = self.run.keys
         while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
             try:

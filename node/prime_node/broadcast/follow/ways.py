@@ -1,10 +1,10 @@
-"""Finds the way to a policy by reading as few manifests as it takes.
+"""Find the update path to a policy, reading as few manifests as possible.
 
-A way begins at a policy that is held, or at nothing, and every hop is an encoding of a signed manifest. A manifest off the known
-chain (older than where this machine joined) is believed for what the newer one says of it: the trainer signed it, and its
-state root is the one that the newer one names as its base. So nothing has to be walked link by link to be used.
+A path begins at a held policy, or at nothing, and every hop is an encoding of a signed manifest. A manifest off the known
+chain (older than where this machine joined) is accepted because of the newer one: the trainer signed it, and its state root
+is the one that the newer one names as its base. So nothing has to be walked link by link.
 
-Blobs that lie on this machine's disk cost nothing: after a restart the way goes over what was downloaded before.
+Blobs on this machine's disk cost nothing: after a restart the path reuses what was downloaded before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prime_protocol.manifest import BasePolicy, Encoding, SignedManifest
 
 MANIFESTS_AT_ONCE = 8
 READS_MAX = 64
-"""Manifests read for one search once some way is known: a cheaper one further off is not looked for."""
+"""Manifests read for one search once some path is known; cheaper paths further back are ignored."""
 ROUTES_MAX = 4_096
 MANIFESTS_MAX = 32
 
@@ -30,30 +30,31 @@ Closed = Collection[tuple[int, int | None]]
 
 @dataclass(frozen=True, slots=True)
 class UpdateStep:
-    """One hop with all that is needed to take it."""
+    """One hop with everything needed to apply it."""
 
     signed: SignedManifest
     encoding: Encoding
 
     @property
     def name(self) -> tuple[int, int | None]:
+        """Policy version and base of the encoding."""
         return self.signed.manifest.policy_version, self.encoding.base_version
 
 
 class Ways:
-    """What was read of the manifests, and what is asked of it."""
+    """Update paths found from the manifests read so far."""
 
     def __init__(self, heads: Heads, *, on_disk: Callable[[str], bool]) -> None:
-        """`on_disk` says whether a blob is here, by its digest."""
+        """Search with the manifests of `heads`. `on_disk` returns whether a blob is here, by its digest."""
         self._heads = heads
         self._on_disk = on_disk
         self._routes: dict[int, tuple[UpdateRoute, ...]] = {}
         self._roots: dict[int, BasePolicy] = {}
-        """Policies whose root is known: from their own manifest, or from one of a delta that was taken against them."""
+        """Policies whose root is known: from their own manifest, or from that of a delta against them."""
         self._manifests: dict[int, SignedManifest] = {}
 
     async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[UpdateStep]:
-        """The cheapest way in bytes. Raises PeerError(NOT_FOUND) where none is open, or Unreachable."""
+        """Return the cheapest path in bytes. Raises PeerError(NOT_FOUND) if none is open, or Unreachable."""
         self._forget_old()
         self._note(target)
         path = await self._search(target.manifest.policy_version, held, closed)
@@ -66,7 +67,7 @@ class Ways:
         return steps
 
     def at_hand(self, policy_version: int) -> SignedManifest | None:
-        """A manifest that was read lately."""
+        """Return a manifest that was read recently, or None."""
         return self._manifests.get(policy_version)
 
     async def _search(self, target: int, held: Collection[int], closed: Closed) -> Path:
@@ -93,7 +94,7 @@ class Ways:
         return found.path
 
     def _routes_now(self, version: int) -> Sequence[UpdateRoute]:
-        """A policy's routes, shorter by what is on the disk where its manifest is at hand."""
+        """Return a policy's edges, without the bytes that are on disk if its manifest is held."""
         signed = self._manifests.get(version)
         if signed is None:
             return self._routes[version]
@@ -122,7 +123,7 @@ class Ways:
             del self._manifests[next(iter(self._manifests))]
 
     def _forget_old(self) -> None:
-        """Between two searches: one that reads further back than this needs what it has read until its end."""
+        """Drop old entries between searches, because a search needs everything it has read until its end."""
         if len(self._routes) > ROUTES_MAX:
             self._routes = {version: self._routes[version] for version in sorted(self._routes)[-ROUTES_MAX:]}
             bases = {route.base_version for routes in self._routes.values() for route in routes}

@@ -1,1 +1,1 @@
-"""From a policy to signed, compressed encodings."""
+"""Steps from a policy to signed, compressed encodings."""

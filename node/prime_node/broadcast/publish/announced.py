@@ -1,8 +1,8 @@
-"""What this trainer has announced last, on its own disk.
+"""The policy that this trainer announced last, on its own disk.
 
-A coordinator that was restored from an older copy knows less than the workers do. A trainer that followed it would sign a second
-policy of a number that is taken: a fork, which every worker that saw the first refuses, and evidence against the trainer's own
-key. So the trainer compares, and stops before anything is signed or deleted.
+A coordinator that was restored from an older copy knows less than the workers do. A trainer that followed it would sign a
+second policy under a used number: a fork, which every worker that saw the first refuses, and evidence against the trainer's
+own key. So the trainer compares, and stops before anything is signed or deleted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ class _Record(BaseModel):
     run: str
     policy_version: int
     manifest: str
-    """Digest."""
+    """Digest of the manifest."""
 
 
 class Announced:
-    """A file of one line, `announced.json` in the trainer's folder."""
+    """A one-line file, `announced.json`, in the trainer's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "announced.json"
 
     def note(self, signed: SignedManifest) -> None:
-        """The coordinator has taken it. Durable when it returns."""
+        """Record a manifest that the coordinator has accepted. Durable when it returns."""
         manifest = signed.manifest
         record = _Record(run=manifest.run, policy_version=manifest.policy_version, manifest=signed.digest)
         write_durably(self._file, record.model_dump_json().encode())
 
     def check(self, head: SignedManifest | None) -> None:
-        """Raises LocalError where the coordinator's head is not the one announced, or a later one."""
+        """Compare the coordinator's head with the last announced one.
+
+        Raises LocalError if the head is not that one, or a later one.
+        """
         try:
             record = _Record.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:

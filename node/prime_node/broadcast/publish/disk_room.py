@@ -1,7 +1,7 @@
-"""Room on the disk for one policy's tensors, so that holding it takes no memory: the file is mapped, and has no name.
+"""Disk space for one policy's tensors in an unnamed, mapped file, so that holding them takes no memory.
 
-It ends with the process, however that ends. All of it is taken at once: a mapped file that the disk has no room for would end the
-process where it is written to.
+It ends with the process, however that ends. All space is allocated at once: writing to a mapped file on a full disk would
+kill the process.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ALIGNED_BYTES = 64
 
 
 class DiskRoom:
-    """For the tensors of one table, each asked for once."""
+    """Space for the tensors of one table, each requested once."""
 
     def __init__(self, tensors: Sequence[TensorEntry], folder: Path | None = None) -> None:
-        """Raises LocalError where the disk has no room."""
+        """Allocate the space. Raises LocalError if the disk has no room."""
         place = Path(folder or tempfile.gettempdir())
         size = sum(_room(entry.dtype, entry.shape) for entry in tensors)
         with tempfile.TemporaryFile(dir=place) as file:
@@ -40,7 +40,7 @@ class DiskRoom:
         self._end = 0
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> WeightTensor:
-        """The next one, uninitialised."""
+        """Return the next tensor, uninitialised."""
         start, size = self._end, prod(shape) * DTYPES[dtype]
         self._end += _room(dtype, shape)
         return WeightTensor(dtype, shape, np.asarray(self._bytes[start : start + size]).view(f"<u{DTYPES[dtype]}"))

@@ -1,8 +1,9 @@
-"""Makes the encodings of each next policy, and holds what that takes: older weights, and the sizes of what was published.
+"""Make the encodings of each next policy, and hold what that takes: older weights, and the sizes of what was published.
 
-What is made is spans.py's decision. Memory: the weights of the last policy, of the last one at each longer span, and of policy
-0, so len(spans) + 1 policies at most. Encodings stream out part by part, so all they take is a part, and some chunks for each
-thread. A base that is not held (after a restart) is left out until it comes round again; policy 0 can be taken up from outside.
+spans.py decides which encodings are made. Memory: the weights of the last policy, of the last one at each longer span, and of
+policy 0, so len(spans) + 1 policies at most. Encodings stream out part by part, so they take one part, and some chunks for
+each thread. A base that is not held (after a restart) is skipped until its turn comes again; policy 0 can be supplied from
+outside.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What a manifest says about one encoding, and its index. The parts went where `keep` puts them."""
+    """One encoding's manifest entry, and its index. Its parts went to `keep`."""
 
     encoding: Encoding
     index: bytes
@@ -41,7 +42,7 @@ class _Held:
 
 
 class SpanEncoder:
-    """One run's encoder. `encode` is heavy and may run in a thread; calls do not overlap."""
+    """Encoder of one run. `encode` is heavy and may run in a thread; calls do not overlap."""
 
     def __init__(self, rules: SpanRules) -> None:
         self.rules = rules
@@ -56,7 +57,7 @@ class SpanEncoder:
     def encode(
         self, policy_version: int, copy: PolicyCopy, keep: Callable[[PartEntry, bytearray], object]
     ) -> list[Encoded]:
-        """Every encoding that pays: the anchor first, then deltas from the nearest base to the farthest.
+        """Return every encoding that pays: the anchor first, then deltas from the nearest base to the farthest.
 
         `keep` gets the parts of every encoding that is tried.
         """
@@ -73,7 +74,7 @@ class SpanEncoder:
         return anchor + [deltas[base] for base in paying]
 
     def published(self, manifest: Manifest, copy: PolicyCopy, *, head: int) -> None:
-        """Take up a published policy; forget what no policy after `head` needs."""
+        """Record a published policy; drop what no policy after `head` needs."""
         version = manifest.policy_version
         self._routes = worth_remembering({**self._routes, version: routes_of(manifest)})
         needed = needed_later(head, self.rules)
@@ -87,7 +88,7 @@ class SpanEncoder:
         log.debug("policies %s are held, %d bytes each", self.held, copy.raw_bytes)
 
     def _anchor_bytes(self) -> int | None:
-        """What an anchor takes: the newest one's size, as all are of much the same."""
+        """Return the size of an anchor, estimated by the newest one's; all are of similar size."""
         for version in sorted(self._routes, reverse=True):
             for route in self._routes[version]:
                 if route.base_version is None:

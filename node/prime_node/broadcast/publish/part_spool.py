@@ -1,6 +1,6 @@
-"""Encoded parts on disk until they are uploaded, so that a publication takes no more memory than the part at hand.
+"""Encoded parts on disk until they are uploaded, so that a publication takes no more memory than one part.
 
-One file without a name: it ends with the process, however that ends. Used by one thread at a time.
+One unnamed file, which ends with the process, however that ends. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from prime_protocol.manifest import PartEntry
 
 
 class PartSpool:
-    """The parts of one publication. Closing it frees the room."""
+    """The parts of one publication. Closing it frees the space."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder` has room for all encodings of a policy; by default the system's folder for temporary files."""
+        """Open a spool. `folder` has room for all encodings of a policy; the default is the system's temporary folder."""
         self._folder = Path(folder or tempfile.gettempdir())
         self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by __exit__
         self._places: dict[str, int] = {}
@@ -31,7 +31,7 @@ class PartSpool:
         self._file.close()
 
     def keep(self, entry: PartEntry, data: bytes | bytearray) -> None:
-        """Write a part down, once for each digest. Raises LocalError where the disk takes no more."""
+        """Write a part, once for each digest. Raises LocalError if the disk is full."""
         if entry.digest in self._places:
             return
         try:
@@ -46,7 +46,7 @@ class PartSpool:
         self._end += len(data)
 
     def read(self, entry: PartEntry) -> bytes:
-        """A part that was kept. Raises LocalError."""
+        """Return a part that was kept. Raises LocalError."""
         data = os.pread(self._file.fileno(), entry.size, self._places[entry.digest])
         if len(data) != entry.size:
             raise LocalError(f"the temporary file in {self._folder} lost bytes of part {entry.digest[:12]}")

@@ -1,15 +1,16 @@
-"""Publishes policies behind the trainer's back: encode, store, sign, announce, strictly in the order of their versions.
+"""Publish policies in the background: encode, store, sign, announce, strictly in version order.
 
-Who waits for whom: `submit` returns at once unless more than `pending_max` policies are pending, the new one included; then
-the trainer waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never
-further ahead of the workers than the step rule allows. The background task waits for an absent coordinator without a deadline;
-any other fault ends it, and surfaces at the next `submit` or `flush`; who waits for something else meanwhile (a batch that only
-the unpublished policy could bring) waits for `failed` beside it.
+Waiting: `submit` returns at once unless more than `pending_max` policies are pending, the new one included. Then the trainer
+waits until the background task has announced enough of them. With `pending_max` = async_level the trainer is never further
+ahead of the workers than the step rule allows. The background task waits for an unreachable coordinator without a deadline.
+Any other fault ends it, and is raised by the next `submit` or `flush`. A caller that waits for something else meanwhile (a
+batch that only the unpublished policy could bring) also waits for `failed`.
 
-What is encoded, and which older weights are held for it, is encoder.py's matter.
+encoder.py decides what is encoded, and which older weights are held for it.
 
-Invariant: one policy version has one state root, for ever. After a crash the trainer computes the steps after its checkpoint
-again; a version that is published already is compared and not published twice. Another state root is an error that names both.
+Invariant: one policy version has one state root, forever. After a crash the trainer recomputes the steps after its
+checkpoint. A version that is published already is compared and not published twice; another state root is an error that names
+both.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from prime_protocol.weights import Weights
 log = logging.getLogger(__name__)
 
 UPLOADS_MAX = 3
-"""Attempts to publish one policy while the coordinator says that a blob of it is not there."""
+"""Attempts to publish one policy while the coordinator reports a missing blob of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +66,22 @@ class Published:
     policy_version: int
     state_root: str
     raw_bytes: int
-    """Of all tensors."""
+    """Bytes of all tensors."""
     encodings: Mapping[str, int]
-    """Bytes of each: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
+    """Bytes of each encoding: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
     seconds: float
-    """From the moment that its turn came."""
+    """Duration from the start of its turn."""
     encode_seconds: float
-    """Of those, until everything of it was encoded."""
+    """Part of `seconds` until everything was encoded."""
 
     @property
     def sent_bytes(self) -> int:
-        """What a worker that keeps up downloads for it."""
+        """Bytes that a worker that keeps up downloads for it."""
         return self.encodings.get("delta_1", self.encodings.get("anchor", min(self.encodings.values())))
 
     @property
     def ratio(self) -> float:
+        """Ratio of raw to sent bytes."""
         return self.raw_bytes / max(1, self.sent_bytes)
 
 
@@ -91,7 +93,7 @@ class _Submission:
 
 
 class Publisher:
-    """Signs and announces policies. `start` first, `flush` and `close` last."""
+    """Signer and announcer of policies. Call `start` first, `flush` and `close` last."""
 
     def __init__(
         self,
@@ -107,9 +109,11 @@ class Publisher:
         folder: Path | None = None,
         copy_of: Callable[[Weights], PolicyCopy] = WholeCopy,
     ) -> None:
-        """`cosigners` sign each manifest beside `key`; `on_published` is told of each announced policy, from the event loop;
-        `folder` holds what is on its way and what was announced last (None: a temporary one, and nothing is remembered);
-        `copy_of` is the train backend's, for policy 0 after a restart.
+        """Publish to `coordinator`.
+
+        `cosigners` sign each manifest in addition to `key`. `on_published` is called for each announced policy, from the
+        event loop. `folder` holds policies in progress and what was announced last (None: a temporary folder, and nothing is
+        remembered). `copy_of` is the train backend's, for policy 0 after a restart.
         """
         self._coordinator = coordinator
         self._run = run
@@ -130,11 +134,14 @@ class Publisher:
 
     @property
     def head(self) -> int:
-        """The newest policy version that is announced; -1 before the first."""
+        """Newest policy version that is announced; -1 before the first."""
         return -1 if self._head is None else self._head.manifest.policy_version
 
     async def start(self) -> None:
-        """Learn from the coordinator where the chain ends, verified. Raises PeerError, and LocalError where it lost policies."""
+        """Fetch and verify the head of the chain from the coordinator.
+
+        Raises PeerError, and LocalError if the coordinator lost policies.
+        """
         envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
         if envelope is not None:
             self._head = open_manifest(envelope, self._run)
@@ -148,9 +155,9 @@ class Publisher:
         self._worker = asyncio.create_task(self._work())
 
     async def submit(self, policy_version: int, policy: Weights | PolicyCopy, provenance: Provenance) -> None:
-        """Publish it behind, and drop the copy when it is needed no more. Raises what went wrong with an earlier one.
+        """Publish in the background, and drop the copy when it is no longer needed.
 
-        `policy`: weights that do not change any more, or a train backend's copy.
+        `policy` is weights that no longer change, or a train backend's copy. Raises the error of an earlier publication.
         """
         self._raise_error()
         assert self._worker is not None, "start() first"
@@ -162,20 +169,20 @@ class Publisher:
         self._raise_error()
 
     async def flush(self) -> None:
-        """Wait until everything is announced. Raises what went wrong."""
+        """Wait until everything is announced. Raises the error of a publication."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._error is not None or not self._pending)
         self._raise_error()
 
     async def failed(self) -> NoReturn:
-        """Never returns: raises what went wrong, as soon as something does."""
+        """Wait for an error of a publication and raise it. Never returns."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._error is not None)
         assert self._error is not None
         raise self._error
 
     async def close(self) -> None:
-        """End the background task; what is pending is published by the next start. Idempotent."""
+        """End the background task; pending policies are published after the next start. Idempotent."""
         if self._worker is not None:
             self._worker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -191,7 +198,7 @@ class Publisher:
                 await self._changed.wait_for(lambda: bool(self._pending))
             try:
                 await self._publish(self._pending[0])
-            except Exception as error:  # noqa: BLE001 - the task's edge: kept, and raised where the trainer looks next
+            except Exception as error:  # noqa: BLE001 - the task's edge: stored, and raised at the trainer's next call
                 log.error("policy %d was not published: %s", self._pending[0].policy_version, error)
                 self._error = error
             async with self._changed:
@@ -235,7 +242,7 @@ class Publisher:
             await asyncio.to_thread(self._announced.note, announced)
 
     async def _upload(self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool) -> None:
-        """Every blob, one after the other from the spool, then the manifest."""
+        """Upload every blob from the spool, one after the other, then the manifest."""
         version = signed.manifest.policy_version
         for attempt in range(UPLOADS_MAX):
             for one in encoded:
@@ -248,7 +255,7 @@ class Publisher:
                 )
                 return
             except PeerError as error:
-                # An older policy held the same bytes, and was forgotten with them between our upload and our manifest.
+                # An older policy held the same bytes, and was deleted with them between our upload and our manifest.
                 if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
                     raise
 
@@ -258,9 +265,9 @@ class Publisher:
         )
 
     async def _take_up_first(self) -> None:
-        """Policy 0 from the coordinator, for root deltas, decoded onto the disk.
+        """Fetch policy 0 from the coordinator, for root deltas, and decode it onto the disk.
 
-        Where its bytes are gone, or there is no room for them, no root deltas are made.
+        If its bytes are gone, or there is no room for them, no root deltas are made.
         """
         try:
             signed = await self._published_manifest(0)
@@ -291,7 +298,7 @@ class Publisher:
         return signed
 
     async def _compare(self, submission: _Submission) -> None:
-        """The version is published already: it must be the same weights."""
+        """Check that a version that is published already has the same weights."""
         version = submission.policy_version
         published = self._head
         if published is None or published.manifest.policy_version != version:

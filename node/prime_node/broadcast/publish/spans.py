@@ -1,11 +1,12 @@
-"""Which encodings of a policy are made: the one place with the cost model. Pure.
+"""Decide which encodings of a policy are made: the only place with the cost model. Pure.
 
-Every policy gets the delta from the one before it. A policy whose version a span divides gets the delta over that span too:
-what changes in d steps grows slower than d, so that whoever was away for a while catches up with long strides. Now and then a
-root delta against policy 0 serves those who hold it (the public model that the run began with), and an anchor serves newcomers.
+Every policy gets the delta from its predecessor. A policy whose version is divisible by a span gets the delta over that span
+too: changes over d steps grow slower than d, so a worker that was away for a while catches up in long strides. At intervals a
+root delta against policy 0 serves those that hold it (the public model that the run began with), and an anchor serves
+newcomers.
 
-An encoding is published only where it pays: a delta, when nothing else leads from its base to its policy for as few bytes and
-an anchor would not be smaller; an anchor, when a newcomer would have to download `anchor_pays` times as much without it.
+An encoding is published only if it pays. A delta pays if no other path leads from its base to its policy for as few bytes,
+and an anchor would not be smaller. An anchor pays if a newcomer would download `anchor_pays` times as much without it.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from prime_node.broadcast.follow.paths import Routes, UpdateRoute, search
 
 @dataclass(frozen=True, slots=True)
 class SpanRules:
-    """Settings. Example: SpanRules(spans=(1, 4, 16), root_every=16, anchor_pays=2.0)."""
+    """Settings of the cost model. Example: SpanRules(spans=(1, 4, 16), root_every=16, anchor_pays=2.0)."""
 
     spans: tuple[int, ...] = (1, 4, 16)
-    """Steps that a delta goes over, at versions that they divide."""
+    """Steps that a delta spans, at versions that they divide."""
     root_every: int = 16
     """Policies between two root deltas; 0 makes none."""
     anchor_pays: float = 2.0
-    """A newcomer never downloads more than this many times an anchor."""
+    """Largest download of a newcomer, as a multiple of an anchor."""
 
 
 def planned_bases(policy_version: int, rules: SpanRules) -> tuple[int, ...]:
-    """Policies to encode a delta against, the nearest first."""
+    """Return the policies to encode a delta against, the nearest first."""
     bases = {policy_version - span for span in rules.spans if policy_version % span == 0 and policy_version >= span}
     if policy_version and rules.root_every and policy_version % rules.root_every == 0:
         bases.add(0)
@@ -37,7 +38,7 @@ def planned_bases(policy_version: int, rules: SpanRules) -> tuple[int, ...]:
 
 
 def needed_later(policy_version: int, rules: SpanRules) -> frozenset[int]:
-    """Policies up to this one whose weights the encodings of later ones need: at most one a span, and policy 0."""
+    """Return the policies up to this one whose weights later encodings need: at most one a span, and policy 0."""
     bases = {policy_version - policy_version % span for span in rules.spans}
     return frozenset(bases | {0} if rules.root_every else bases)
 
@@ -45,10 +46,9 @@ def needed_later(policy_version: int, rules: SpanRules) -> frozenset[int]:
 def paying_deltas(
     policy_version: int, deltas: Mapping[int, int], published: Routes, *, anchor_bytes: int | None
 ) -> list[int]:
-    """The bases worth publishing of `deltas` (base -> bytes).
+    """Return the bases of `deltas` (base -> bytes) worth publishing.
 
-    `published` are the encodings of earlier policies, as far as they matter; `anchor_bytes` is what an anchor takes, where
-    that is known.
+    `published` holds the encodings of earlier policies, as far as they matter; `anchor_bytes` is an anchor's size, if known.
     """
     chosen: list[UpdateRoute] = []
     for base, sent_bytes in sorted(deltas.items(), reverse=True):
@@ -63,14 +63,17 @@ def paying_deltas(
 def anchor_is_due(
     policy_version: int, deltas: Mapping[int, int], published: Routes, rules: SpanRules, *, anchor_bytes: int | None
 ) -> bool:
-    """Does an anchor pay beside the deltas that were chosen? Always where nothing else leads to the policy from nothing."""
+    """Return whether an anchor pays in addition to the chosen deltas.
+
+    It always does if nothing else leads to the policy from nothing.
+    """
     routes = [UpdateRoute(base, sent_bytes) for base, sent_bytes in deltas.items()]
     way = search(policy_version, {**published, policy_version: routes}).path
     return way is None or anchor_bytes is None or way.sent_bytes > rules.anchor_pays * anchor_bytes
 
 
 def worth_remembering(published: Routes) -> dict[int, tuple[UpdateRoute, ...]]:
-    """The part of `published` that later decisions look at: policy 0, and all since the newest anchor but one."""
+    """Return the part of `published` that later decisions need: policy 0, and everything since the second-newest anchor."""
     anchors = sorted(version for version, routes in published.items() if any(r.base_version is None for r in routes))
     since = anchors[-2] if len(anchors) > 1 else 0
     return {version: tuple(routes) for version, routes in published.items() if version == 0 or version >= since}

@@ -1,1 +1,1 @@
-"""Pieces: which, from whom, and to whom."""
+"""Exchange of pieces between peers: which piece, from which peer, to which peer."""

@@ -1,8 +1,8 @@
-"""Heads as peers announce them: a source of manifests that is told instead of asked.
+"""Heads that peers announce: a source of manifests that is pushed instead of polled.
 
-Each announcement is a manifest with the trainer's signature, or, where that is too long to be passed on, the coordinator's
-timestamp, which names it. It is verified before it is forwarded; a peer that sends on what does not verify is to blame. What is
-announced counts like any other source's word: heads.py links it to the chain before anything follows from it.
+Each announcement is a manifest with the trainer's signature or, if that is too long to gossip, the coordinator's timestamp,
+which names it. It is verified before it is forwarded; a peer that forwards an invalid one is at fault. An announcement counts
+like any other source's answer: heads.py links it to the chain before anything follows from it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ ASKED_MAX = 4
 
 
 def announcement(manifest: Envelope, timestamp: Envelope | None) -> bytes | None:
-    """What to announce of a new head: itself, or the timestamp that names it; None where it is too long and there is none."""
+    """Return what to announce for a new head: the manifest, or the timestamp that names it.
+
+    Return None if the manifest is too long and there is no timestamp.
+    """
     whole = manifest.to_bytes()
     if len(whole) <= limits.ANNOUNCEMENT_BYTES_MAX:
         return whole
@@ -41,7 +44,7 @@ def announcement(manifest: Envelope, timestamp: Envelope | None) -> bytes | None
 
 
 async def announce(network: PeerNetwork, manifest: Envelope, timestamp: Envelope | None = None) -> bool:
-    """Tell all peers of a head. False where the network has ended."""
+    """Announce a head to all peers. Return False if the network has ended."""
     data = announcement(manifest, timestamp)
     if data is None:
         return True  # peers that ask will find it
@@ -54,7 +57,10 @@ async def announce(network: PeerNetwork, manifest: Envelope, timestamp: Envelope
 
 
 class AnnouncedHeads:
-    """Implements CheckpointSource as far as manifests go. Made before the network starts; then it is in the pool."""
+    """Implementation of CheckpointSource for manifests alone.
+
+    Made before the network starts; joins the pool with the first announcement.
+    """
 
     def __init__(self, network: PeerNetwork, run: PinnedRun, pool: SourcePool, clock: Clock) -> None:
         self._network = network
@@ -63,12 +69,12 @@ class AnnouncedHeads:
         self._clock = clock
         self._recent: dict[int, Envelope] = {}
         self._authors: dict[int, KeyId] = {}
-        """Who announced a manifest by its digest."""
+        """Peers that announced a manifest by its digest, by policy version."""
         self._named = NamedSource("announcements", self, SourceKind.PEER)
         network.subscribe(TOPIC, self.judge, self.hear)
 
     async def judge(self, sender: KeyId, data: bytes) -> GossipJudgement:
-        """Verify, beside the event loop: a manifest may be long."""
+        """Verify an announcement in a thread, because a manifest may be long."""
         try:
             version, _ = await asyncio.to_thread(self._open, data)
         except PeerError as error:
@@ -77,6 +83,7 @@ class AnnouncedHeads:
         return GossipJudgement.ACCEPT if version > self._named.head else GossipJudgement.IGNORE
 
     async def hear(self, author: KeyId, data: bytes) -> None:
+        """Store a verified announcement and add this source to the pool."""
         version, manifest = await asyncio.to_thread(self._open, data)
         if manifest is not None:
             self._recent[version] = manifest
@@ -89,7 +96,7 @@ class AnnouncedHeads:
         self._pool.add(self._named)
 
     def _open(self, data: bytes) -> tuple[int, Envelope | None]:
-        """(policy version, the manifest where it is there). Raises PeerError."""
+        """Return (policy version, manifest or None). Raises PeerError."""
         envelope = open_envelope(data, bytes_max=limits.ANNOUNCEMENT_BYTES_MAX)
         if envelope.payload_type == PayloadType.TIMESTAMP:
             stamp = open_timestamp(envelope, self._run)
@@ -97,15 +104,18 @@ class AnnouncedHeads:
             return stamp.policy_version, None
         return open_manifest(envelope, self._run).manifest.policy_version, envelope
 
-    # As a source
+    # CheckpointSource
 
     async def run_spec(self) -> Envelope:
+        """Return the run's RunSpec."""
         return self._run.envelope
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        """Return the newest announced manifest, or None."""
         return await self.manifest(self._named.head) if self._named.head >= 0 else None
 
     async def manifest(self, policy_version: int) -> Envelope:
+        """Return an announced manifest, fetched from a linked peer if need be. Raises PeerError or Unreachable."""
         if policy_version in self._recent:
             return self._recent[policy_version]
         if policy_version in self._authors:
@@ -113,10 +123,11 @@ class AnnouncedHeads:
         raise PeerError(ErrorCode.NOT_FOUND, f"nobody has announced manifest {policy_version}")
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Raise PeerError(NOT_FOUND): announcements hold no blobs."""
         raise PeerError(ErrorCode.NOT_FOUND, "announcements hold no blobs")
 
     async def _fetch(self, policy_version: int, author: KeyId) -> Envelope:
-        """From the author, or whoever else is linked and has it."""
+        """Fetch a manifest from its author or another linked peer."""
         linked = [link.peer for link in self._network.connected() if link.is_direct]
         last: Exception = Unreachable(f"nobody is linked who has manifest {policy_version}")
         for peer in sorted(linked, key=lambda peer: peer != author)[:ASKED_MAX]:

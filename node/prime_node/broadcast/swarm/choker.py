@@ -1,11 +1,13 @@
-"""Who is served next, when more ask than the uplink carries. Pure.
+"""Which peer is served next when more ask than the uplink carries. Pure.
 
-At most `slots` answers are on their way at one time, one to each member; other requests wait, few per peer, in a bounded room.
-A free slot goes to the peer that has received the least for what it has given here, both remembered with a half-life:
+At most `slots` answers are under way, one to each member. Other requests wait in a bounded queue, few per peer. A free slot
+goes to the peer with the smallest ratio of bytes received to bytes given here, both decaying with a half-life. This is
 proportional response, under which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant
-lets newcomers begin; members of the run have a larger one than strangers. At a seeder, which is given nothing, everybody gets
-the same. One network has no more than a share of the slots and of the waiting room, however many members' keys it has: keys are
-cheap, and slow readers hold their slots.
+lets newcomers begin; members of the run have a larger one than strangers. A seeder is given nothing, so there everybody gets
+the same.
+
+One network has at most a share of the slots and of the queue, however many members' keys it has: keys are cheap, and slow
+readers hold their slots.
 """
 
 from __future__ import annotations
@@ -18,19 +20,19 @@ from itertools import islice
 from prime_protocol import limits
 
 COMPARED_MAX = 32
-"""Of the peers that wait, those whose turn was longest ago are compared: a full origin decides in microseconds."""
+"""Number of waiting peers that are compared, longest wait first, so that a full origin decides in microseconds."""
 ACCOUNTS_IDLE_MAX = 1_024
-"""Above this, accounts of peers that have not been heard of for long are dropped."""
+"""Number of accounts above which those of peers idle for long are dropped."""
 
 
 class UploadTurn(StrEnum):
-    """What becomes of a request."""
+    """Result of a request for a slot."""
 
     NOW = "now"
     WAIT = "wait"
-    """It is queued: `done` will name it."""
+    """The request is queued: `done` will return it."""
     REFUSED = "refused"
-    """Too many wait already. Ask another peer, or later."""
+    """Too many requests wait already. Ask another peer, or later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +40,30 @@ class ChokerRules:
     """Settings of a serving side."""
 
     slots: int = 16
-    """Answers on their way at one time."""
+    """Answers under way at the same time."""
     each_max: int = 1
-    """Of these, to one member. One by one, pieces are whole sooner than side by side, and of a request that is taken over
-    elsewhere while it waits, nothing was sent."""
+    """Answers under way to one member.
+
+    One at a time, pieces are whole sooner than side by side. A waiting request that is taken over elsewhere has cost no
+    upload.
+    """
     members_share: float = 0.5
-    """Of the slots, only for members: strangers, who are one peer and may be anybody, could keep all others by reading slowly."""
+    """Share of the slots for members only.
+
+    Strangers count as one peer and may be anybody; slow readers could hold all slots.
+    """
     network_share: float = 0.25
-    """Of the slots, for all members of one network. One such network and all strangers leave slots to the others."""
+    """Share of the slots for all members of one network. One such network and all strangers leave slots to the others."""
     waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
-    """Requests that wait, of all peers."""
+    """Waiting requests of all peers."""
     waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX
     waiting_per_network_max: int = limits.PEER_REQUESTS_WAITING_NETWORK_MAX
     half_life_s: float = 30.0
-    """What was given and received counts half after this time."""
+    """Half-life in seconds of the bytes given and received."""
     member_grant_bytes: float = 2**22
-    """What a peer of the run is taken to have given at the beginning."""
+    """Bytes credited to a new peer of the run."""
     stranger_grant_bytes: float = 2**18
-    """The same for whoever does not show that he belongs to the run."""
+    """Bytes credited to strangers."""
 
 
 @dataclass(slots=True)
@@ -65,30 +73,30 @@ class _Account:
     settled_s: float = 0.0
     is_member: bool = True
     network: str = ""
-    """That its requests come from; empty where it counts alone."""
+    """Network its requests come from; empty if it counts alone."""
 
 
 class Choker:
-    """Requests are numbers that the caller chooses; peers are names."""
+    """The queue for upload slots. Requests are numbers that the caller chooses; peers are names."""
 
     def __init__(self, rules: ChokerRules | None = None) -> None:
         self.rules = rules or ChokerRules()
         self.serving = 0
         self._accounts: dict[str, _Account] = {}
         self._waiting: dict[str, deque[int]] = {}
-        """Requests by peer; whose turn was longest ago comes first."""
+        """Requests by peer, longest wait first."""
         self._num_waiting = 0
         self._served: dict[str, int] = {}
-        """Answers on their way, by peer."""
+        """Answers under way, by peer."""
         self._served_in: Counter[str] = Counter()
-        """The same, by network."""
+        """Answers under way, by network."""
         self._waiting_in: Counter[str] = Counter()
 
     def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True, network: str = "") -> UploadTurn:
-        """A peer wants something. `network`: all members there together have a bounded share; empty for none."""
+        """Ask for a slot. All members in one `network` have a bounded share; an empty network has none."""
         account = self._account(peer, now_s)
         account.is_member = is_member
-        if peer not in self._served and peer not in self._waiting:  # else what it has there could not be given back
+        if peer not in self._served and peer not in self._waiting:  # otherwise its old network's counts would stay
             account.network = network
         if self.serving < self.rules.slots and self._may_have_one(peer):
             self._begin(peer)
@@ -103,7 +111,7 @@ class Choker:
         return UploadTurn.WAIT
 
     def done(self, peer: str, sent_bytes: int, now_s: float) -> int | None:
-        """An answer was sent, or has failed. Returns the waiting request that takes its slot."""
+        """Record that an answer was sent or has failed. Return the waiting request that takes its slot."""
         self._account(peer, now_s).received_bytes += sent_bytes
         self.serving -= 1
         self._served[peer] -= 1
@@ -125,11 +133,11 @@ class Choker:
         return request
 
     def gave(self, peer: str, num_bytes: int, now_s: float) -> None:
-        """A peer has given us verified bytes."""
+        """Record verified bytes that a peer has given us."""
         self._account(peer, now_s).given_bytes += num_bytes
 
     def withdrawn(self, peer: str, request: int) -> None:
-        """A request that waits is wanted no more."""
+        """Remove a waiting request."""
         queue = self._waiting.get(peer)
         if queue is not None and request in queue:
             queue.remove(request)
@@ -184,7 +192,7 @@ class Choker:
 
 
 def _add(counts: Counter[str], network: str, num: int) -> None:
-    """Count in a network, and forget it at 0: others choose how many networks there are."""
+    """Count in a network, and delete its entry at 0: others choose how many networks there are."""
     if network:
         counts[network] += num
         if not counts[network]:

@@ -1,10 +1,9 @@
-"""Who else is in the run, as the coordinator and, through it, other peers have said; and the ticket with which we are let in.
+"""Peer discovery: the members of the run, as the coordinator lists them, directly or through peers; and our ticket.
 
-The coordinator is asked every so often, and offered our own address in the same breath. Peers pass on the lists that it has
-signed, so the swarm goes on finding itself while the coordinator is away. Then hints count too, for which nobody has signed: few,
-and after all the others. A record only says where to look: what comes from there proves itself. An address in a private network
-counts, and is passed on, only where it leads to the same machine: a hostile run must not send its members to their own
-neighbours.
+The coordinator is asked at intervals, and gets our own address in the same request. Peers pass on the lists that it has
+signed, so discovery works while the coordinator is unreachable. Then unsigned hints count too: few, and after all others. A
+record only says where to look; content proves itself. A private-network address counts, and is passed on, only if it leads to
+the same machine: a hostile run must not send its members to their own neighbours.
 """
 
 from __future__ import annotations
@@ -32,14 +31,19 @@ from prime_protocol.run_spec import PinnedRun
 log = logging.getLogger(__name__)
 
 ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
-"""Between two questions to the coordinator: often while there is news, then ever less, and soon again when a member of the run is
-met who is on no list of ours. Offers are remembered for longer."""
+"""Seconds between two requests to the coordinator: short while there are changes, then doubling.
+
+A member that is on none of our lists shortens it again. The coordinator remembers offers for longer.
+"""
 TICKET_KEPT_S = 120.0
-"""Tickets last a day. One that came before the run's keys were replaced is shown no more, and a new one asked for at once."""
+"""Seconds for which a ticket is kept; tickets last a day.
+
+A ticket older than the run's current keys is not shown, and a new one is requested at once.
+"""
 
 
 class Directory:
-    """Used from the event loop only."""
+    """Discovery state of one machine. Used from the event loop only."""
 
     def __init__(
         self,
@@ -53,13 +57,13 @@ class Directory:
         self.me = key.key_id
         self.run_digest = run.digest
         self.offer: Callable[[], PeersRequest] = PeersRequest
-        """What we ask, with the address at which we serve, if we do."""
+        """Function that returns our request, with the address at which we serve, if we do."""
         self.records: dict[KeyId, PeerRecord] = {}
-        """The newest ones last."""
+        """Listed peers, the newest last."""
         self.hinted: dict[KeyId, PeerRecord] = {}
-        """Peers that only hints name, while the coordinator is away."""
+        """Peers that only hints name, while the coordinator is unreachable."""
         self.is_alone = False
-        """The coordinator did not answer last time."""
+        """Whether the coordinator did not answer last time."""
         self.reachable: bool | None = None
         """Whether the coordinator could reach us."""
         self._run = run
@@ -70,19 +74,22 @@ class Directory:
         self._ticket: str | None = None
         self._ticket_at_s = 0.0
         self._ticket_ring = 0
-        """The key ring that held when it came."""
+        """Key ring in force when the ticket came."""
         self._tokens: dict[KeyId, tuple[int, str]] = {}
         self._list: tuple[str, PeerList] | None = None
-        """The newest one, to be passed on, and what it says."""
+        """Newest signed list, to be passed on, as text and parsed."""
         self._hints_since_s = -limits.PEER_HINTS_S_MAX
         self._num_hints = 0
-        """Taken since then."""
+        """Hints taken since then."""
         self._met: set[KeyId] = set()
-        """Members of the run who are on no list of ours: private ones, and newcomers."""
+        """Members of the run that are on none of our lists: private ones, and newcomers."""
         self._woken = asyncio.Event()
 
     def met(self, peer: KeyId) -> None:
-        """A member of the run has come to us. If we do not know him, he may be new, and serve: the coordinator is asked soon."""
+        """Record that a member of the run has contacted us.
+
+        An unknown one may be new and serve, so the coordinator is asked soon.
+        """
         if peer not in self.records and peer not in self._met and peer != self.me:
             if len(self._met) >= limits.PEER_RECORDS_MAX:
                 self._met.clear()
@@ -90,7 +97,10 @@ class Directory:
             self._woken.set()
 
     async def run(self, links: Callable[[], list[PeerLink]], tell: Callable[[], None]) -> NoReturn:
-        """Keep asking, for ever. `tell` hears when there may be new records; `links` are asked while the coordinator is away."""
+        """Ask until cancelled.
+
+        `tell` is called when there may be new records; `links` are asked while the coordinator is unreachable.
+        """
         pause_s = ASK_S_MIN
         while True:
             known, offer = len(self.records), self.offer()
@@ -102,7 +112,7 @@ class Directory:
                 self.is_alone = False
                 self.hinted.clear()
             except (PeerError, Unreachable) as error:
-                if not self.is_alone:  # said once, until it answers again: the worker tells how long it is away
+                if not self.is_alone:  # logged once; the worker reports how long it lasts
                     is_refused = isinstance(error, PeerError) and error.code is ErrorCode.NOT_INVITED
                     level = logging.WARNING if is_refused else logging.INFO
                     log.log(level, "the coordinator names no peers: %s", error)
@@ -114,26 +124,25 @@ class Directory:
             is_hopeful = is_news or not (self.records or self.is_alone)
             pause_s = ASK_S_MIN if is_hopeful else min(2 * pause_s, ASK_S_MAX)
             await unless(self._woken.wait(), self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2)))
-            if self._woken.is_set():  # whoever has just come is tried by the coordinator first
+            if self._woken.is_set():  # the coordinator dials a newcomer before it lists it
                 self._woken.clear()
                 pause_s = ASK_S_MIN
                 await self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2))
 
     @property
     def candidates(self) -> dict[KeyId, PeerRecord]:
-        """Whom to link to: those whom the coordinator names before those whom hints name."""
+        """Peers to link to; those that the coordinator lists come before those from hints."""
         return {**self.records, **{peer: r for peer, r in self.hinted.items() if peer not in self.records}}
 
     def may_dial(self, address: str) -> bool:
-        """Whether a listed address leads where the coordinator meant: to the internet, or into the network that it is in
-        itself."""
+        """Return whether a listed address leads to the internet or into the coordinator's own network."""
         end = endpoint_of(address)
         return end is not None and may_be_named(end.host, between=self._coordinator.hosts)
 
     def hint(self, found: Sequence[PeerAddress]) -> None:
-        """Peers that may be there, whoever says so; what the coordinator says of a peer counts more.
+        """Take in unsigned addresses of peers; what the coordinator says of a peer takes precedence.
 
-        The caller has seen to it that their addresses may be dialled at all. PEER_HINTS_MAX are taken in PEER_HINTS_S_MAX.
+        The caller has checked that the addresses may be dialled at all. At most PEER_HINTS_MAX are taken in PEER_HINTS_S_MAX.
         """
         now_s = self._clock.monotonic_s()
         if now_s - self._hints_since_s >= limits.PEER_HINTS_S_MAX:
@@ -152,8 +161,10 @@ class Directory:
             del self.hinted[next(iter(self.hinted))]
 
     def list_for(self, asker: str) -> str | None:
-        """The newest list, as the coordinator signed it, for an asker at this IP address; None where there is none, or where
-        it names an address that leads the asker elsewhere."""
+        """Return the newest list, as the coordinator signed it, for an asker at this IP address.
+
+        Return None if there is none, or if it names an address that leads the asker elsewhere.
+        """
         if self._list is None:
             return None
         text, listed = self._list
@@ -162,7 +173,7 @@ class Directory:
         return text if is_for_asker else None
 
     def take_in(self, text: str) -> None:
-        """A list that somebody shows. Raises PeerError where the run's coordinator did not sign it."""
+        """Take in a list that any peer shows. Raises PeerError if the run's coordinator did not sign it."""
         listed = open_peer_list(text, self._run)
         for told in listed.peers:
             urls, addresses = (tuple(filter(self.may_dial, every)) for every in (told.urls, told.addresses))
@@ -175,9 +186,9 @@ class Directory:
             self._list = (text, listed)
 
     def _keep_ticket(self, ticket: str) -> None:
-        """A new one costs every peer three signatures to check."""
+        """Keep a ticket unless the current one is recent. A new one costs every peer three signatures to check."""
         if not ticket:
-            return  # we do not take part now; one from before is good until it expires
+            return  # we do not take part now; an earlier ticket is valid until it expires
         now_s = self._clock.monotonic_s()
         is_old = self._ticket_ring != self._run.keys.version or now_s - self._ticket_at_s > TICKET_KEPT_S
         if self._ticket is None or is_old:
@@ -185,7 +196,10 @@ class Directory:
             self._tokens.clear()
 
     def authorization(self, peer: KeyId) -> str | None:
-        """The header that shows our ticket to `peer`; None while we have none: strangers are served, wrong tickets not."""
+        """Return the header that shows our ticket to `peer`.
+
+        Return None while we have none: strangers are served, invalid tickets are not.
+        """
         if self._ticket is not None and self._ticket_ring != self._run.keys.version:
             self._ticket = None
             self._woken.set()

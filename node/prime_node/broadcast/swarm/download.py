@@ -1,11 +1,11 @@
-"""One encoding on its way to this machine, from all sources at once.
+"""Download of one encoding from all sources at once.
 
-Who waits for whom: `run` asks every source that has room for the piece that the picker names, and waits until one has come, a
-source has changed, or TICK_S have passed (work is stolen from a source that has fallen silent). A piece is fetched by a task of
-its own. One job in a decoder's thread then verifies and stores it, says so, and decodes it: peers hear of a piece before it is
-decoded, and it crosses between threads once. Pieces in memory are bounded; what waits for the decoder counts.
+Waiting: `run` asks every source that has room for the piece that the picker names. It waits until a piece has come, a source
+has changed, or TICK_S have passed (work is stolen from silent sources). Each piece is fetched by a task of its own. One job
+in a decoder's thread then verifies it, stores it, reports it, and decodes it: peers learn of a piece before it is decoded,
+and it crosses between threads once. Pieces in memory are bounded, those queued for the decoder included.
 
-Invariant: nothing is stored, announced or decoded before each of its chunks had its digest. Whose piece was wrong is known
+Invariant: nothing is stored, announced or decoded before each of its chunks matched its digest. A wrong piece is attributed
 exactly, since a piece comes from one source and is hashed alone.
 """
 
@@ -36,19 +36,22 @@ from prime_protocol.pieces import Piece, check_piece, cut_pieces
 
 T = TypeVar("T")
 TICK_S = 0.1
-"""How often to look whether a silent source's work should be taken over."""
+"""Seconds between checks whether to take over a silent source's work."""
 TREE_S_MAX = 2.0
-"""Where an encoding goes down the tree, our parents alone are asked for so long; then everybody."""
+"""Seconds for which our parents alone are asked where an encoding goes down the tree; then all peers are."""
 DECODERS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decode")
-"""Of all downloads: each thread keeps a dozen megabytes of the codec's buffers, which a delta a step would make anew."""
+"""Thread pool of all downloads.
+
+Each thread keeps a dozen megabytes of codec buffers, which would otherwise be allocated for each delta.
+"""
 
 Decode = Callable[[range, bytes | memoryview], None]
-"""(numbers of neighbouring chunks, the verified bytes of all of them). Called from threads. Raises PeerError."""
+"""Function of (numbers of neighbouring chunks, the verified bytes of all of them). Called from threads. Raises PeerError."""
 
 
 @dataclass
 class Download:
-    """What it works with. `run` once."""
+    """One download and what it works with. Call `run` once."""
 
     encoding: Encoding
     index: ChunkIndex
@@ -61,9 +64,9 @@ class Download:
     memory_bytes_max: int
     rules: PickerRules = field(default_factory=PickerRules)
     on_bytes: Callable[[int], None] = lambda num_bytes: None
-    """Hears of verified bytes, from the disk or from a source."""
+    """Callback for verified bytes, from the disk or from a source."""
     received: dict[str, int] = field(default_factory=dict)
-    """Bytes of pieces by source, those that came twice included."""
+    """Bytes of pieces by source, duplicates included."""
 
     def __post_init__(self) -> None:
         self._pieces = cut_pieces(self.encoding, self.index)
@@ -75,21 +78,21 @@ class Download:
         """Parts with room on the disk."""
         self._decoding = threading.Lock()
         self._decoded: PieceSet = 0
-        """Pieces that a thread has taken up; of those that come twice the second is not decoded. Under the lock."""
+        """Pieces that a thread has taken up; a duplicate is not decoded again. Guarded by the lock."""
         self._absent: dict[str, PieceSet] = {}
-        """What a source that should have everything says that it has not."""
+        """Pieces that a permanent source reported missing."""
         self._tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._asked: set[asyncio.Task[None]] = set()
-        """Those that wait for a source; the others verify, store or decode."""
+        """Tasks that wait for a source; the others verify, store or decode."""
         self._memory_bytes = 0
         self._news = asyncio.Event()
         self._error: Exception | None = None
 
     async def run(self) -> None:
-        """Until everything has been decoded.
+        """Download until everything is decoded.
 
-        Raises PeerError(NOT_FOUND) where nobody has a piece any more, another PeerError where verified bytes do not decode,
-        Unreachable where nobody gives anything for long, OSError from the disk.
+        Raises PeerError(NOT_FOUND) if no source has a piece any more, another PeerError if verified bytes do not decode,
+        Unreachable if no source gives anything for long, OSError from the disk.
         """
         have = await self._from_disk()
         self.holdings.add(Holding(self.encoding, self._pieces, have & self._on_disk()))
@@ -109,7 +112,7 @@ class Download:
     # From the disk
 
     async def _from_disk(self) -> PieceSet:
-        """Decode what lies there from last time. Returns the pieces."""
+        """Decode what is on disk from an earlier download. Return the pieces."""
         found = 0
         for part, entry in enumerate(self.encoding.parts):
             is_new = not self.parts.has_some(entry.digest)
@@ -128,7 +131,7 @@ class Download:
         return found
 
     def _take_verified(self, part: int) -> PieceSet:
-        """The pieces of a part on the disk that are what they should be, decoded. One at a time: a part may be large."""
+        """Return the pieces of a part on disk that verify, decoded. It reads one at a time, since a part may be large."""
         here, digest = [], self.encoding.parts[part].digest
         for number in members(self._of_part[part]):
             piece = self._pieces[number]
@@ -166,7 +169,7 @@ class Download:
                 self._parents = None if self.clock.monotonic_s() >= self._tree_until_s else self._parents
                 await self.pool.rest()
             elif not self._picker.is_done and not self._news.is_set():
-                if rounds or not self.pool.peers:  # a peer may be about to say that it has them
+                if rounds or not self.pool.peers:  # a peer may be about to announce them
                     self._check_somebody_has(missing)
                 if rounds >= ROUNDS_MAX:
                     raise Unreachable(f"no source gives pieces of encoding {self._name[:12]}")
@@ -183,7 +186,7 @@ class Download:
             self._news.set()
 
     def _ask(self) -> None:
-        """Give every source that is awake as much to do as the picker has for it."""
+        """Request as much from every awake source as the picker assigns to it."""
         now_s = self.clock.monotonic_s()
         only = self._parents if now_s < self._tree_until_s else None
         ready = {named.name: named for named in self.pool.ready() if only is None or named.name in only}
@@ -195,7 +198,7 @@ class Download:
                 self._picker.add(name, is_fallback=named.kind is SourceKind.ORIGIN)
             has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
             self._picker.has(name, has & ~self._absent.get(name, 0))
-        for name, named in ready.items():  # now that all have said what they have: a fallback gives what no peer has
+        for name, named in ready.items():  # after all `has`: a fallback gives what no peer has
             while self._memory_bytes < self.memory_bytes_max:
                 number = self._picker.pick(name, now_s)
                 if number is None:
@@ -230,7 +233,7 @@ class Download:
             try:
                 await stored
             except asyncio.CancelledError:
-                decoded.cancel()  # a job that has not begun never does
+                decoded.cancel()  # cancels a job that has not begun
                 raise
         except TimeoutError:
             self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
@@ -243,7 +246,7 @@ class Download:
         finally:
             named.fetching -= 1
         self.received[named.name] = self.received.get(named.name, 0) + len(data)
-        if not self._picker.have >> number & 1:  # else another source was faster
+        if not self._picker.have >> number & 1:  # otherwise another source was faster
             self._arrived(named, number, len(data))
             of_part = self._of_part[piece.part]
             if self._picker.have & of_part == of_part and piece.part in self._stored:
@@ -252,7 +255,7 @@ class Download:
 
     def _arrived(self, named: NamedSource, number: int, num_bytes: int) -> None:
         now_s = self.clock.monotonic_s()
-        if named.name not in self._picker.sources:  # it was found to rest meanwhile
+        if named.name not in self._picker.sources:  # it began to rest meanwhile
             self._picker.add(named.name)
         self._picker.arrived(named.name, number, now_s)
         for task, (_, same) in self._tasks.items():
@@ -273,8 +276,11 @@ class Download:
             self._picker.remove(named.name)
 
     async def _blame(self, named: NamedSource, piece: Piece, error: PeerError) -> None:
-        """A source that is there for good sent a wrong piece. Is it the publisher's fault? Then the part has its digest, and its
-        chunks do not have those that the index names: no source can do better, and the download ends with that."""
+        """Check whether a wrong piece from a permanent source is the publisher's fault.
+
+        It is if the part has its digest and its chunks do not match those that the index names. No source can do better then,
+        and the download ends with that error.
+        """
         if error.code is not ErrorCode.DIGEST_MISMATCH:
             return
         entry = self.encoding.parts[piece.part]
@@ -286,7 +292,7 @@ class Download:
                 self._error = PeerError(ErrorCode.CHAIN_BROKEN, f"published broken: {wrong.detail}")
 
     def _check_somebody_has(self, missing: PieceSet) -> None:
-        """Raises PeerError(NOT_FOUND) where every source that is there for good lacks a piece, and no peer has it."""
+        """Raise PeerError(NOT_FOUND) if every permanent source lacks a piece and no peer has it."""
         lasting = self.pool.lasting
         if not lasting:
             return
@@ -304,7 +310,7 @@ class Download:
         return await asyncio.get_running_loop().run_in_executor(DECODERS, call, *arguments)
 
     def _take(self, number: int, data: bytes) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
-        """(verified and stored, decoded) by one job in a thread. The second is to be waited for where the first went well."""
+        """Return futures (verified and stored, decoded) of one job in a thread. Await the second only if the first succeeds."""
         loop = asyncio.get_running_loop()
         stored: asyncio.Future[None] = loop.create_future()
 

@@ -1,7 +1,7 @@
-"""What this machine can give to others: encodings, whole or as far as they have come, and the news about them.
+"""The have-set of this machine: encodings it can give to others, whole or partial, and notifications of changes.
 
-Whoever serves reads here; downloads write here. News are numbered, so that a listener who has heard a part of them asks for the
-rest. Invariant: a piece is announced only after it was verified and lies on the disk.
+The serving side reads here; downloads write here. Changes are numbered, so that a listener that has received some of them
+asks for the rest. Invariant: a piece is announced only after it was verified and is on disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prime_protocol.pieces import Piece
 HOLDINGS_MAX = 64
 """Encodings that are announced, the newest ones."""
 NEWS_MAX = 8_192
-"""Announcements that are remembered; who is further behind gets everything."""
+"""Announcements that are remembered; a listener further behind gets everything."""
 
 
 @dataclass(slots=True)
@@ -29,18 +29,18 @@ class Holding:
     pieces: Sequence[Piece]
     has: PieceSet = 0
     _ends: list[tuple[int, int]] = field(default_factory=list)
-    """(part, end) of every piece, to find one by."""
+    """(part, end) of every piece, for bisection."""
 
     def __post_init__(self) -> None:
         self._ends = [(piece.part, piece.end) for piece in self.pieces]
 
     @property
     def name(self) -> str:
-        """Of the encoding: its index's digest."""
+        """Name of the encoding: its index's digest."""
         return self.encoding.index.digest
 
     def has_range(self, part: int, start: int, end: int) -> bool:
-        """Have all pieces come that these bytes of a part belong to?"""
+        """Return whether all pieces that cover these bytes of a part have come."""
         place = bisect_right(self._ends, (part, start))
         while start < end:
             if not self.has >> place & 1:
@@ -51,38 +51,39 @@ class Holding:
 
     @property
     def is_whole(self) -> bool:
+        """Whether all pieces are here."""
         return self.has == span(0, len(self.pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class HoldingsChange:
-    """What has come since somebody asked last."""
+    """Changes since a cursor."""
 
     cursor: int
-    """To ask from next time."""
+    """Cursor for the next request."""
     pieces: dict[str, PieceSet]
-    """By encoding."""
+    """New pieces by encoding."""
     head: int
     """Newest policy that is here whole, -1 before the first."""
 
 
 class Holdings:
-    """Used from the event loop only."""
+    """The have-set. Used from the event loop only."""
 
     def __init__(self) -> None:
         self.head = -1
         self._holdings: dict[str, Holding] = {}
         self._where: dict[str, list[tuple[str, int]]] = {}
-        """Digests of parts: the encodings that they are in, and their place there."""
+        """Encodings that contain a part, and its number there, by the part's digest."""
         self._log: list[tuple[str, PieceSet]] = []
-        self._log_begins = 1  # a cursor of 0 means: from the beginning
+        self._log_begins = 1  # a cursor of 0 means from the beginning
         self._changed = asyncio.Event()
 
     def __iter__(self) -> Iterator[Holding]:
         return iter(self._holdings.values())
 
     def add(self, holding: Holding) -> None:
-        """An encoding of which pieces are here or will come. Idempotent: the pieces are put together."""
+        """Add an encoding of which pieces are here or will come. Idempotent: the pieces are merged."""
         known = self._holdings.get(holding.name)
         if known is None:
             self._holdings[holding.name] = known = Holding(holding.encoding, holding.pieces)
@@ -93,17 +94,17 @@ class Holdings:
         self._announce(known, holding.has)
 
     def came(self, name: str, piece: int) -> None:
-        """A verified piece lies on the disk."""
+        """Record that a verified piece is on disk."""
         self._announce(self._holdings[name], 1 << piece)
 
     def staged(self, policy_version: int) -> None:
-        """A policy is here and verified as a whole."""
+        """Record that a policy is here and verified as a whole."""
         if policy_version > self.head:
             self.head = policy_version
             self.tell()
 
     def remove(self, name: str) -> None:
-        """An encoding is no longer on the disk."""
+        """Remove an encoding that is no longer on disk."""
         holding = self._holdings.pop(name, None)
         for part in () if holding is None else holding.encoding.parts:
             places = self._where[part.digest]
@@ -112,14 +113,14 @@ class Holdings:
                 del self._where[part.digest]
 
     def keep_only(self, digests: set[str]) -> None:
-        """Other blobs have been removed from the disk."""
+        """Remove the encodings with blobs other than `digests`: those were removed from the disk."""
         for name in [
             one.name for one in self._holdings.values() if not {b.digest for b in one.encoding.blobs} <= digests
         ]:
             self.remove(name)
 
     def has_range(self, digest: str, start: int, end: int) -> bool:
-        """Are these bytes of a part here, verified?"""
+        """Return whether these bytes of a part are here, verified."""
         for name, number in self._where.get(digest, ()):
             holding = self._holdings[name]
             if 0 <= start < end <= holding.encoding.parts[number].size and holding.has_range(number, start, end):
@@ -127,14 +128,14 @@ class Holdings:
         return False
 
     def size(self, digest: str) -> int | None:
-        """Of a part of which something is here."""
+        """Return the size of a part of which something is here, else None."""
         places = self._where.get(digest)
         return None if not places else self._holdings[places[0][0]].encoding.parts[places[0][1]].size
 
-    # News
+    # Notifications
 
     def news(self, cursor: int) -> HoldingsChange:
-        """Since `cursor`; everything, where that is too long ago or 0."""
+        """Return the changes since `cursor`; everything if that is too long ago or 0."""
         if not self._log_begins <= cursor <= self._log_begins + len(self._log) or cursor == 0:
             return HoldingsChange(
                 self._end, {name: one.has for name, one in self._holdings.items() if one.has}, self.head
@@ -146,7 +147,7 @@ class Holdings:
         return HoldingsChange(self._end, fresh, self.head)
 
     async def changed(self, seen: HoldingsChange) -> None:
-        """Until there is something that `seen` does not say, or `tell` is called."""
+        """Wait until there is something that `seen` lacks, or `tell` is called."""
         if self._end == seen.cursor and self.head == seen.head:
             await self._changed.wait()
 
@@ -166,6 +167,6 @@ class Holdings:
             self.tell()
 
     def tell(self) -> None:
-        """Whoever waits looks again."""
+        """Wake all listeners to look again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,8 +1,8 @@
-"""Links over the peer network that need no coordinator: heads are announced along them, and peers find each other again.
+"""Links over the peer network that work without the coordinator: for gossip of heads and for peer discovery.
 
-Who waits for whom: nothing waits for it. `run` keeps a handful of links to other peers, whatever carries the bytes, since the
-coordinator's host alone would be the one thread by which all announcements hang. It leaves a hint in the table of providers
-under the run's digest, and looks for such hints while the coordinator does not answer. What hints say is only where to try.
+Waiting: nothing waits for it. `run` keeps a few links to other peers, whatever transport carries the bytes; otherwise all
+announcements would depend on the coordinator's host. It publishes a provider record under the run's digest, and looks for
+such records while the coordinator does not answer. A record only says where to try.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from prime_protocol.run_spec import PinnedRun
 log = logging.getLogger(__name__)
 
 LINKS_WISHED = 6
-"""As many as gossipsub wants."""
+"""Number of links to keep: the degree that gossipsub wants."""
 LOOK_S = 1.0
 LINK_S_MAX = 15.0
 TRIED_AGAIN_S = 60.0
-"""A peer that was not reached rests for so long."""
+"""Seconds for which an unreachable peer rests."""
 HINT_S = 600.0
-"""Between two hints of our own; they are forgotten after a day."""
+"""Seconds between two provider records of ours; records expire after a day."""
 ASK_S = 20.0
-"""Between two looks at others' hints, while the coordinator is away."""
+"""Seconds between two lookups of others' records, while the coordinator is unreachable."""
 
 
 class Mesh:
-    """Used from the event loop only."""
+    """The links kept for gossip. Used from the event loop only."""
 
     def __init__(
         self, run: PinnedRun, network: PeerNetwork, directory: Directory, *, clock: Clock, rng: random.Random
@@ -45,10 +45,10 @@ class Mesh:
         self._clock = clock
         self._rng = rng
         self._rests: dict[KeyId, float] = {}
-        """Until when a peer is not tried again."""
+        """Time until which a peer is not tried again."""
 
     async def run(self) -> NoReturn:
-        """Until cancelled. Raises Unreachable where the network ends by itself."""
+        """Keep links until cancelled. Raises Unreachable if the network ends by itself."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch())
             tasks.create_task(self._leave_hints())
@@ -64,19 +64,21 @@ class Mesh:
         raise Unreachable("the peer network has ended")
 
     def _take_over(self) -> None:
-        """What the directory knows, for the network; and the other way round while nobody vouches for anybody."""
+        """Pass the directory's addresses to the network.
+
+        While no listed peer is reachable, pass the network's hints to the directory.
+        """
         told = [PeerAddress(r.peer, r.addresses) for r in self._directory.records.values() if r.addresses]
         self._network.learn(tuple(told))
         for address in told:
             if address.peer in self._run.keys.current.coordinator:
-                self._network.stay_linked(address)  # meeting point and relay
+                self._network.stay_linked(address)  # rendezvous point and relay
         if self._is_cut_off:
             self._directory.hint(self._network.known())
 
     @property
     def _is_cut_off(self) -> bool:
-        """Neither the coordinator answers, nor is there a link to any peer that it has named: only then strangers are
-        believed."""
+        """Whether the coordinator does not answer and no peer that it listed is linked. Only then hints count."""
         linked = {link.peer for link in self._network.connected()}
         return self._directory.is_alone and not linked & self._directory.records.keys()
 
@@ -92,7 +94,7 @@ class Mesh:
             and record.peer not in self._rests
             and record.peer not in self._run.keys.current.coordinator
         ]
-        # Anybody may hint at peers that do not exist: those that the coordinator names come first.
+        # Hints may name peers that do not exist, so peers that the coordinator lists come first.
         self._rng.shuffle(others)
         others.sort(key=lambda address: address.peer not in self._directory.records)
         room = max(0, LINKS_WISHED - len(linked))

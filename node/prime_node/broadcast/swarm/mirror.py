@@ -1,7 +1,9 @@
-"""Keeps every encoding of the newest policies, and the ways to them, without decoding any: bandwidth and a disk lent to a run.
+"""Keep all encodings of the newest policies and of the update paths to them, without decoding any.
 
-Who waits for whom: `follow` waits for a new head and downloads it as a follower does, from all sources at once, verified chunk by
-chunk; peers fetch from it meanwhile. A source that is away costs time, never the task; a fault of this machine ends it.
+A mirror lends bandwidth and disk to a run.
+
+Waiting: `follow` waits for a new head and downloads it as a follower does, from all sources at once, verified chunk by chunk.
+Peers fetch from it meanwhile. An unreachable source costs time but never ends the task; a fault of this machine ends it.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ log = logging.getLogger(__name__)
 HEAD_WAIT_S = 10.0
 POLL_S = 1.0
 PAUSE_S = 5.0
-"""After a policy that could not be had."""
+"""Pause in seconds after a policy that could not be fetched."""
 
 
 class Mirror:
-    """`folder` is its own and survives restarts. Raises LocalError where it is unusable."""
+    """A follower that stores and serves encodings.
+
+    `folder` belongs to this mirror alone and survives restarts. Raises LocalError if it is unusable.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class Mirror:
     ) -> None:
         self.holdings = Holdings()
         self.received: dict[str, int] = {}
-        """Bytes of pieces so far, by source."""
+        """Bytes of pieces received so far, by source."""
         self.pool = SourcePool(sources, clock=clock, rng=rng)
         self._run = run
         self._clock = clock
@@ -67,7 +72,7 @@ class Mirror:
             raise LocalError(f"folder {folder}: {error}") from None
 
     async def follow(self) -> NoReturn:
-        """For ever. Cancel it to stop."""
+        """Follow the head until cancelled."""
         try:
             await self.shelf.restore(self._run)
         except OSError as error:
@@ -85,8 +90,10 @@ class Mirror:
                 await self._clock.sleep(PAUSE_S)
 
     async def take(self, policy_version: int) -> None:
-        """The way to a policy from nothing, where there is one, and every encoding of its own. Raises PeerError, Unreachable or
-        LocalError."""
+        """Download the update path to a policy from nothing, if there is one, and every encoding of the policy itself.
+
+        Raises PeerError, Unreachable or LocalError.
+        """
         signed = await self.heads.manifest(policy_version)
         try:
             await self._take_way(signed)
@@ -98,7 +105,7 @@ class Mirror:
         log.info("policy %d is here, %d encodings", policy_version, len(signed.manifest.encodings))
 
     async def _take_way(self, signed: SignedManifest) -> None:
-        """What a newcomer needs before the policy's own encodings, as far as somebody still has it."""
+        """Download what a newcomer needs before the policy's own encodings, as far as any source still has it."""
         gone: set[tuple[int, int | None]] = set()
         try:
             while missing := [step for step in await self._way(signed, gone) if not self.shelf.has(*step.name)]:
@@ -112,7 +119,7 @@ class Mirror:
             log.info("policy %d: newcomers cannot begin here: %s", signed.manifest.policy_version, error)
 
     async def _way(self, signed: SignedManifest, gone: set[tuple[int, int | None]]) -> list[UpdateStep]:
-        """The steps before the policy's own."""
+        """Return the steps before the policy's own."""
         return (await self._ways.find(signed, held=(), closed=gone))[:-1]
 
     async def _download(self, manifest: Manifest, encoding: Encoding) -> None:

@@ -1,8 +1,8 @@
 """The peers that this machine is linked to, as sources of its pool.
 
-Who waits for whom: `run` keeps as many links as the topology wants, choosing among the directory's records; each link has a task
-that listens to the peer's news and ends with it. A peer that cannot be reached rests; one that sent a wrong byte is not linked
-again while this process lives, and its news count for nothing.
+Waiting: `run` keeps as many links as the topology wants and chooses among the directory's records. Each link has a task that
+reads the peer's notifications and ends with it. An unreachable peer rests. A peer that sent a wrong byte is not linked again
+while this process runs, and its notifications are ignored.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 REST_S_MIN, REST_S_MAX = 1.0, 300.0
 LOOK_S = 1.0
-"""How often to look whether there are links to make."""
+"""Seconds between checks for links to make."""
 
 Connect = Callable[[PeerRecord], PeerLink | None]
-"""Makes a link, without waiting; None where the record names no way that this machine can go."""
+"""Function that makes a link without waiting; it returns None if the record names no address that this machine can dial."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Rest:
 
 
 class Neighbours:
-    """Used from the event loop only."""
+    """The current links. Used from the event loop only."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Neighbours:
         self.fault: Callable[[str, BaseException], None] = lambda part, error: log.error(
             "%s failed", part, exc_info=error
         )
-        """Is told of a fault of ours."""
+        """Callback for faults of this machine."""
         self._directory = directory
         self._pool = pool
         self._connect = connect
@@ -78,14 +78,15 @@ class Neighbours:
 
     @property
     def linked(self) -> tuple[KeyId, ...]:
-        """Peers whose news we hear."""
+        """Linked peers whose notifications have been received."""
         return tuple(named.name for named in self._pool.peers if named.name in self._links)
 
     def links(self) -> list[PeerLink]:
+        """Return the links to the peers in `linked`."""
         return [self._links[peer] for peer in self.linked if peer in self._links]
 
     async def run(self) -> NoReturn:
-        """Until cancelled; closes the links then."""
+        """Keep links until cancelled, then close them."""
         asking = asyncio.create_task(self._directory.run(self.links, self._wake.set))
         try:
             while True:
@@ -120,7 +121,7 @@ class Neighbours:
                 self._tasks[record.peer] = asyncio.create_task(self._listen(record.peer, link))
 
     async def _listen(self, peer: KeyId, link: PeerLink) -> None:
-        """One link, from its first news to its last."""
+        """Run one link from its first notification to its last."""
         named = NamedSource(peer, link, SourceKind.PEER)
         try:
             async for news in link.news():
@@ -129,7 +130,7 @@ class Neighbours:
                 self._pool.add(named)
         except (PeerError, Unreachable) as error:
             self._rest(peer, error)
-        except Exception as error:  # noqa: BLE001 - the edge of the task, for which nobody waits
+        except Exception as error:  # noqa: BLE001 - the edge of the task; nothing awaits it
             self.fault(f"the link to peer {peer}", error)
             self._rest(peer, error)
         finally:
@@ -139,7 +140,7 @@ class Neighbours:
             await link.close()
 
     def _heard(self, named: NamedSource, news: PeerNews) -> None:
-        """Raises PeerError for a peer that announces without end."""
+        """Store what a peer announced. Raises PeerError for a peer that announces out-of-range pieces."""
         for name, ranges in news.pieces.items():
             held = named.has.get(name, 0)
             for start, end in ranges:
@@ -169,17 +170,23 @@ class Neighbours:
             self._pool.remove(named.name)
 
     async def _prepare(self) -> None:
-        """A link that fails here fails again when it is used, and is judged then."""
+        """Prepare all links. A link that fails here fails again when it is used, and is handled then."""
         await asyncio.gather(*(link.prepare() for link in self.links()), return_exceptions=True)
 
     def _share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
-        """Ours, among the listed peers that do not have the encoding whole yet: the same list at everybody, as far as may be."""
+        """Return our share of an encoding, among the listed peers that do not have all of it.
+
+        All peers compute it from nearly the same list.
+        """
         whole = span(0, num_pieces)
         done = {named.name for named in self._pool.peers if named.has.get(encoding, 0) == whole}
         return share_of(self._directory.me, self._directory.records.keys() - done, encoding)
 
     def _parents(self, sent_bytes: int) -> frozenset[str] | None:
-        """Those of ours that are linked, where so many bytes go down the tree. None at its root, and in a swarm."""
+        """Return our linked parents if an encoding of this size goes down the tree.
+
+        Return None at the tree's root, and in a swarm.
+        """
         directory = self._directory
         if topology_for(sent_bytes, len(directory.records) + 1, self._rules) is Topology.SWARM:
             return None

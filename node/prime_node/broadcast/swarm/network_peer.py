@@ -1,8 +1,8 @@
-"""Links between peers over the peer network (libp2p), for those that HTTP does not reach. SPEC.md, section "Peers over HTTP".
+"""Links between peers over the peer network (libp2p), for peers that HTTP does not reach.
 
-The same questions and answers as over HTTP, one request each: a path, and of the headers the range. Who asks is known by the link
-and belongs to the run by the ticket that he shows. A request carries no stream, so news are asked for with the cursor of the last
-ones, and the answer waits until there are some.
+See SPEC.md, section "Peers over HTTP". The questions and answers are those of HTTP, one request each: a path, and of the
+headers only the range. The link identifies the asker, and the asker's ticket proves membership in the run. A request carries
+no stream, so notifications are requested with the cursor of the last ones, and the answer waits until there are some.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from prime_protocol.peers import PeerNews, PeerRecord
 
 PROTOCOL = "checkpoints"
 LINK_S_MAX = 40.0
-"""To link to a peer, the punching of a hole included."""
+"""Timeout in seconds for a link to a peer, hole punching included."""
 
 
 class PeerQuestion(WireModel):
-    """Example: {"path": "/v1/blobs/ab..", "start": 0, "end": 65536}."""
+    """One request to a peer. Example: {"path": "/v1/blobs/ab..", "start": 0, "end": 65536}."""
 
     path: str = Field(max_length=200)
     start: Count | None = None
     end: Count | None = None
-    """With `start`: a range of a blob."""
+    """End of a blob's range, with `start`."""
     cursor: Count = 0
-    """Of the last news; 0 asks for everything."""
+    """Cursor of the last notifications; 0 asks for everything."""
     head: int = Field(default=-1, ge=-1, le=limits.STEP_MAX)
-    """Newest policy of the last news."""
+    """Newest policy of the last notifications."""
     authorization: str | None = Field(default=None, max_length=2 * limits.PEER_TICKET_BYTES_MAX)
 
 
 def serve_over(network: PeerNetwork, service: PeerService) -> None:
-    """Answer other peers' questions over the network. To be called before it starts."""
+    """Answer other peers' questions over the network. Call before the network starts."""
     serve_routes(network, service.routes(), service)
 
 
 def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerService | None = None) -> None:
-    """As `serve_over`, for whoever has no service: the coordinator."""
+    """Serve routes as `serve_over` does, for a host without a PeerService: the coordinator."""
     paths = [(re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", r.path)), r.handler) for r in routes]
 
     async def answer(peer: KeyId, payload: bytes) -> bytes | DeferredAnswer:
@@ -79,7 +79,7 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
 
 
 async def _whole(response: Response) -> bytes:
-    """A request carries no stream: its answer is held whole, so it is bounded more closely. Raises LimitExceeded."""
+    """Return an answer's whole body. It is held in memory, so it has a tighter bound. Raises LimitExceeded."""
     assert not isinstance(response.body, bytes)
     num_bytes = int(response.headers["Content-Length"])
     if num_bytes > limits.PEER_RANGE_BYTES_MAX:
@@ -95,7 +95,7 @@ def _find(paths: list[tuple[re.Pattern[str], Handler]], path: str) -> tuple[Hand
 
 
 class NetworkPeer:
-    """Implements ports.swarm.PeerLink."""
+    """Implementation of ports.swarm.PeerLink."""
 
     def __init__(
         self, network: PeerNetwork, record: PeerRecord, *, bounds: Limits, authorization: Callable[[], str | None]
@@ -106,19 +106,24 @@ class NetworkPeer:
         self._authorization = authorization
 
     async def run_spec(self) -> Envelope:
+        """Fetch the RunSpec. Raises PeerError or Unreachable."""
         return open_envelope(await self._ask("/v1/run", limits.ENVELOPE_BYTES_MAX))
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        """Fetch the peer's newest manifest, or None. Raises PeerError or Unreachable."""
         body = await self._ask("/v1/head", limits.ENVELOPE_BYTES_MAX)
         return open_envelope(body) if body else None
 
     async def manifest(self, policy_version: int) -> Envelope:
+        """Fetch a manifest. Raises PeerError or Unreachable."""
         return open_envelope(await self._ask(f"/v1/manifests/{policy_version}", limits.ENVELOPE_BYTES_MAX))
 
     async def timestamp(self) -> Envelope:
+        """Fetch the coordinator's timestamp that the peer holds. Raises PeerError or Unreachable."""
         return open_envelope(await self._ask("/v1/timestamp", limits.ENVELOPE_BYTES_MAX))
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Fetch bytes [start, end) of a blob, unverified. Raises PeerError or Unreachable."""
         if end is not None and end <= start:
             return b""
         bytes_max = self._bounds.blob_bytes_max if end is None else end - start
@@ -127,6 +132,7 @@ class NetworkPeer:
         return await self._ask(f"/v1/blobs/{digest}", bytes_max, start=start, end=end)
 
     async def news(self) -> AsyncIterator[PeerNews]:
+        """Yield what the peer has: everything first, then changes. Raises PeerError or Unreachable."""
         news = PeerNews()
         while True:
             question = PeerQuestion(path="/v1/have", cursor=news.cursor, head=news.head)
@@ -135,6 +141,7 @@ class NetworkPeer:
             yield news
 
     async def peers(self) -> str:
+        """Fetch the signed list of peers that the peer holds. Raises PeerError or Unreachable."""
         body = await self._ask("/v1/peers", limits.PEER_LIST_BYTES_MAX)
         try:
             return body.decode()
@@ -142,10 +149,10 @@ class NetworkPeer:
             raise PeerError(ErrorCode.MALFORMED, "a list of peers is text") from None
 
     async def prepare(self) -> None:
-        """The link is there already: news came over it."""
+        """Do nothing: the link exists already, since notifications came over it."""
 
     async def close(self) -> None:
-        """The link stays: the network keeps what it may need again."""
+        """Do nothing: the network keeps links that it may need again."""
 
     async def _ask(self, path: str, bytes_max: int, *, start: int | None = None, end: int | None = None) -> bytes:
         return await self._request(PeerQuestion(path=path, start=start, end=end), bytes_max)
@@ -162,7 +169,10 @@ class NetworkPeer:
         )
 
     async def _need_direct_link(self) -> None:
-        """Raises Unreachable: a relay carries words, and bytes come from whoever is reached directly."""
+        """Connect directly if needed.
+
+        Raises Unreachable if there is only a relayed link: relays carry short messages, not blobs.
+        """
         linked = {link.peer: link for link in self._network.connected()}.get(self._address.peer)
         if linked is None or not linked.is_direct:
             linked = await self._network.connect(self._address, timeout_s=LINK_S_MAX)

@@ -1,9 +1,9 @@
-"""Parts on disk, whole ones and those that are on their way, so that an interrupted download never starts at zero.
+"""Parts on disk, whole and partial, so that an interrupted download never starts at zero.
 
-Invariant: a file that is named by a digest alone has that digest, and appears under that name whole. A part on its way lies in
-`<digest>.partial`: pieces are put where they belong after they were verified, holes are zero. Which of them are there is written
-down nowhere: after a restart the bytes are hashed again, because a disk is not trusted more than a peer. Whatever has another
-name, or is no file (a link to one would be served to strangers), is neither read nor removed.
+Invariant: a file named by a digest alone has that digest, and appears under that name whole. A part being downloaded is in
+`<digest>.partial`: verified pieces are written at their offsets, holes are zero. No record says which pieces are there. After
+a restart the bytes are hashed again, because a disk is trusted no more than a peer. Files with other names, and entries that
+are not regular files (a symbolic link would be served to strangers), are neither read nor removed.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from prime_protocol.manifest import PartEntry
 PARTIAL = ".partial"
 _DIGEST = re.compile("[0-9a-f]{64}")
 READ_BYTES = 2**20
-"""Held at a time of a part that is read to its end."""
+"""Bytes in memory at a time while a whole part is read."""
 
 
 class PartStore:
-    """A folder of parts. Blocking; each call is short but for the disk. Raises OSError."""
+    """A folder of parts. Its calls block, each briefly except for the disk. Raises OSError."""
 
     def __init__(self, folder: Path, *, bytes_max: int) -> None:
         self._folder = folder
         self._bytes_max = bytes_max
         folder.mkdir(parents=True, exist_ok=True)
         self._sizes: dict[str, int] = {}
-        """Of whole parts."""
+        """Bytes of whole parts."""
         self._begun: dict[str, int] = {}
-        """Of parts on their way: what they will take."""
+        """Final bytes of partial parts."""
         for entry in os.scandir(folder):
             digest = entry.name.removesuffix(PARTIAL)
             if _DIGEST.fullmatch(digest) and entry.is_file(follow_symlinks=False):
@@ -44,7 +44,7 @@ class PartStore:
     # Whole parts
 
     def read(self, entry: PartEntry) -> bytes | None:
-        """The part's bytes; None where they are not there whole. A damaged file is removed."""
+        """Return the part's bytes, or None if it is not here whole. Remove a damaged file."""
         if entry.digest not in self._sizes:
             return None
         try:
@@ -57,7 +57,7 @@ class PartStore:
         return None
 
     def are_sound(self, entries: Collection[PartEntry]) -> bool:
-        """Are all of these there whole, and does the disk still give their bytes? A damaged file is removed."""
+        """Return whether all of these are here whole and read back correctly. Remove a damaged file."""
         for entry in entries:
             if entry.digest not in self._sizes:
                 return False
@@ -67,7 +67,7 @@ class PartStore:
         return True
 
     def write(self, digest: str, data: bytes) -> bool:
-        """Keep a verified part. False where it would go over the bound: then it is only not resumable."""
+        """Keep a verified part. Return False if it would exceed the bound: then the download is just not resumable."""
         if digest in self._sizes:
             return True
         if not self._has_room(len(data)):
@@ -82,20 +82,24 @@ class PartStore:
         return True
 
     def has(self, digest: str) -> bool:
+        """Return whether a part is here whole."""
         return digest in self._sizes
 
     def has_some(self, digest: str) -> bool:
-        """Whole, or on its way since last time."""
+        """Return whether a part is here whole, or partial from an earlier download."""
         return digest in self._sizes or digest in self._begun
 
     def size(self, digest: str) -> int | None:
-        """Bytes of a part that is there whole."""
+        """Return the bytes of a part that is here whole, else None."""
         return self._sizes.get(digest)
 
-    # Parts on their way
+    # Partial parts
 
     def begin(self, entry: PartEntry) -> bool:
-        """Make room for a part that comes in pieces, unless it is here, or as much of it as came last time. False: no room."""
+        """Make room for a part that comes in pieces, unless it, or its partial file, is here already.
+
+        Return False if there is no room.
+        """
         for path, known in ((self._whole(entry.digest), self._sizes), (self._partial(entry.digest), self._begun)):
             if entry.digest in known and path.exists() and path.stat().st_size == entry.size:
                 return True
@@ -109,12 +113,12 @@ class PartStore:
         return True
 
     def reopen(self, digest: str) -> None:
-        """A part that was whole has bytes that are not right any more: from now on it is on its way again."""
+        """Turn a whole part with wrong bytes into a partial one."""
         self._whole(digest).replace(self._partial(digest))
         self._begun[digest] = self._sizes.pop(digest)
 
     def put(self, digest: str, start: int, data: bytes) -> None:
-        """Verified bytes of a part that has begun."""
+        """Write verified bytes of a partial part."""
         try:
             descriptor = open_regular(self._partial(digest), os.O_WRONLY)
         except FileNotFoundError:
@@ -127,9 +131,9 @@ class PartStore:
             os.close(descriptor)
 
     def finish(self, entry: PartEntry) -> None:
-        """All pieces of a part have come: from now on it is a whole one.
+        """Turn a partial part into a whole one, once all its pieces have come.
 
-        Raises PeerError(CHAIN_BROKEN) where its digest is another one although every piece was right: it was published so.
+        Raises PeerError(CHAIN_BROKEN) if its digest is wrong although every piece was right: it was published so.
         """
         if entry.digest in self._sizes:
             return
@@ -142,7 +146,7 @@ class PartStore:
         self._sizes[entry.digest] = entry.size
 
     def get(self, digest: str, start: int, end: int) -> bytes | None:
-        """Bytes [start, end) of a part, whole or on its way: whether these have come is the caller's to know."""
+        """Return bytes [start, end) of a part, whole or partial. The caller knows whether they have come."""
         whole = self._whole(digest)
         for path in (whole, self._partial(digest), whole):  # it may become whole in between
             try:
@@ -156,8 +160,10 @@ class PartStore:
         return None
 
     def get_cached(self, digest: str, start: int, end: int) -> bytes | None:
-        """As `get`, for the event loop: only what the system holds in memory, as it does what came lately. Never waits for the
-        disk; None where it would have to."""
+        """Return as `get` does, but only from the page cache, for the event loop.
+
+        It never waits for the disk, and returns None where it would have to. The system caches what came lately.
+        """
         if not hasattr(os, "RWF_NOWAIT"):
             return None
         path = self._whole(digest) if digest in self._sizes else self._partial(digest)
@@ -196,7 +202,7 @@ class PartStore:
 
 
 def _in_turn(path: Path) -> Iterator[bytes]:
-    """Nothing where there is no file."""
+    """Yield a file's bytes in blocks; nothing if there is no file."""
     try:
         descriptor = open_regular(path, os.O_RDONLY)
     except (FileNotFoundError, NotRegular):

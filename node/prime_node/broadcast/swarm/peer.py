@@ -1,7 +1,7 @@
 """One peer of the swarm: it serves what is here, offers itself, and links to others. For workers, seeders and the trainer.
 
-Who waits for whom: nothing waits for a peer. What it serves and fetches is in the holdings and the pool that it was given. A part
-of it that fails is started again after a pause and told (tended.py), so that a run never stops because of its swarm.
+Waiting: nothing waits for a peer. What it serves and fetches is in the have-set and the pool that it was given. A part of it
+that fails restarts after a pause and is reported (tended.py), so a run never stops because of its swarm.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from prime_protocol.messages import PeersRequest
 log = logging.getLogger(__name__)
 
 STOP_S = 1.0
-"""For answers under way, when the peer stops."""
+"""Grace period in seconds for answers under way when the peer stops."""
 
 
 @dataclass
 class Peer:
-    """What it is made of. `running` once."""
+    """The parts of a peer. Call `running` once."""
 
     config: SwarmConfig
     service: PeerService
     web: WebServer
     directory: Directory
     neighbours: Neighbours | None = None
-    """None for a machine that only serves: the trainer."""
+    """Links to peers; None for a machine that only serves: the trainer."""
     network: PeerNetwork | None = None
-    """Over which peers behind a NAT are reached."""
+    """Network that reaches peers behind a NAT."""
     mesh: Mesh | None = None
-    """Keeps links over that network."""
+    """Keeper of links over that network."""
     accepted: Switch | None = None
-    """Where there is one, the swarm hears of this machine only while it is on: another machine may use the same key."""
+    """Switch that, if given, lets the swarm see this machine only while on: another machine may use the same key."""
     port: int | None = None
-    """Where it serves."""
+    """Port that it serves on."""
     tended: Tended = field(init=False)
     """Faults so far."""
     _task: asyncio.Task[None] | None = field(default=None, init=False)
@@ -63,14 +63,14 @@ class Peer:
             self.neighbours.fault = self.tended.note
 
     def offer(self) -> PeersRequest:
-        """What the coordinator is asked, and told."""
+        """Return the request to the coordinator, with our addresses if we serve."""
         if self.config.private:
             return PeersRequest()
         return PeersRequest(port=self.port, addresses=() if self.network is None else self.network.addresses())
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Raises LocalError where its port cannot be had."""
+        """Serve and link while the context is open. Raises LocalError if the port is unavailable."""
         if not self.config.private:
             walls = CallerBounds(network_of=lambda address, _: network_of(address))
             routes = self.service.routes()
@@ -91,7 +91,7 @@ class Peer:
             self.service.uplink.close()
 
     def describe(self) -> str:
-        """For the owner's screen. Example: `4 peers, 120.5 MB given`."""
+        """Return a summary for the owner's screen. Example: `4 peers, 120.5 MB given`."""
         if self.config.private:
             standing = "private"
         elif self.directory.reachable is False:
@@ -133,7 +133,7 @@ class Peer:
             starting = asyncio.ensure_future(self.network.start())
             try:
                 await asyncio.shield(starting)
-            except asyncio.CancelledError:  # a network that is half open cannot be closed
+            except asyncio.CancelledError:  # a half-open network cannot be closed
                 await asyncio.gather(starting, return_exceptions=True)
                 raise
             except (LocalError, Unreachable) as error:
@@ -144,7 +144,10 @@ class Peer:
         await self.directory.run(list, lambda: None)
 
     async def _keep_links(self, mesh: Mesh) -> None:
-        """Peers are reached over HTTP too: where the peer network ends, the rest of the swarm goes on, and it is opened anew."""
+        """Run the mesh; reopen the peer network if it has ended.
+
+        Peers are reachable over HTTP too, so the rest of the swarm goes on.
+        """
         if self.network is not None and self.network.has_ended():
             await self.network.start()
         await mesh.run()

@@ -1,18 +1,20 @@
-"""Which piece to ask of whom next. Pure: what has happened goes in, requests come out; the clock is an argument.
+"""Decide which piece to request from which source next. Pure: events go in, requests come out; the clock is an argument.
 
 One picker serves one download. The rules, in the order in which they apply to a source that has room for a request:
 
-    (1) as many requests are open as keep the source busy: up to twice its rate times its shortest answer (as BBR sizes its
-        window), less where there are many sources, which keep the downlink busy between them
-    (2) rarest first among the pieces that it has and nobody was asked for; of equally rare ones those of one's own share of the
-        file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et al. 2005)
-    (3) a fallback gives what no peer has, a slow source what no other has. Here slow sources do not count, nor those that let us
-        wait for very long, until they give something: who gives nothing is not to keep us from the origin
-    (4) where nothing is left to ask for, a piece asked elsewhere is taken over if it comes at least twice as soon from here: the
-        end game and the stealing of work in one. No byte is sent twice that would have been in time. A fallback takes over what
-        is late, and before the end only what is very late: what has come of a piece is lost then
+    (1) keep as many requests open as the source needs to stay busy: up to twice its rate times its shortest answer (as BBR sizes
+        its window), less where there are many sources, which keep the downlink busy between them
+    (2) rarest first among the pieces that it has and that are not requested yet; of equally rare ones, those of this receiver's
+        share of the file, then any at random. Shares keep receivers from asking the origin for the same piece (Mutualcast, Li et
+        al. 2005)
+    (3) a fallback gives what no peer has; a slow source gives what no other has. Slow sources do not count here, nor do snubbed
+        ones (very late with an answer) until they give something: a source that gives nothing must not keep us from the origin
+    (4) if nothing is left to request, take over a piece requested elsewhere if it comes at least twice as soon from here. This is
+        end game and work stealing in one. No byte is sent twice that would have been in time. A fallback takes over what is late,
+        and before the end only what is very late, because what has already come of a piece is lost
 
-A piece is open until `arrived` or `missed`. Nothing is known here of digests: the caller says `arrived` for verified pieces only.
+A piece is open until `arrived` or `missed`. The picker knows nothing of digests: the caller reports `arrived` only for
+verified pieces.
 """
 
 from __future__ import annotations
@@ -34,27 +36,33 @@ class PickerRules:
     open_max: int = 64
     """Pieces open at all sources together."""
     window_gain: float = 2.0
-    """Bytes in flight at most, as a share of a source's rate times its shortest answer."""
+    """Bytes in flight at most, as a multiple of a source's rate times its shortest answer."""
     sources_few: int = 7
-    """With so many sources or fewer, each is asked for that much, a new one for two pieces. The more there are, the more their
-    answers only queue on our downlink, where they keep slots of theirs and pieces that others would bring sooner."""
+    """Number of sources up to which each is asked for the full window, and a new one for two pieces.
+
+    With more sources, their answers only queue on our downlink. There they hold upload slots, and pieces that others would
+    bring sooner.
+    """
     slow_piece_s: float = 1.0
-    """A source that needs longer for a piece has one open request. Where all peers together need longer, a fallback helps."""
+    """Seconds a piece above which a source has one open request. If all peers together need longer, a fallback helps."""
     slow_share: float = 0.05
-    """A source below this share of the mean rate is slow."""
+    """Share of the mean rate below which a source is slow."""
     steal_gain: float = 0.5
-    """A piece is taken over where the new source needs at most this share of the time that the old one still needs."""
+    """Largest ratio of the new source's time to the old one's remaining time at which a piece is taken over."""
     fallback_patience: float = 2.0
-    """A piece is very late by more than so many times the expected time and `slow_piece_s`. While there are pieces that nobody
-    was asked for, a fallback takes over nothing else: a late piece holds up nothing yet, and what came of it would be lost."""
+    """Multiple of the expected time (at least `slow_piece_s`) by which a piece must be overdue to be very late.
+
+    While there are unrequested pieces, a fallback takes over nothing else: a late piece holds up nothing yet, and what has
+    come of it would be lost.
+    """
     steal_look_s: float = 0.1
-    """A source with nothing else to give looks this often for a piece to take over."""
+    """Seconds between two attempts of an otherwise idle source to take over a piece."""
     copies_max: int = 2
     """Sources asked for one piece at the same time."""
     rate_memory_s: float = 2.0
-    """Rates are averages that forget with this time constant."""
+    """Time constant of the moving averages of rates, in seconds."""
     rate_guess_bytes_s: float = 2**20
-    """Of a source that has given nothing yet, while there is no other to compare with."""
+    """Rate assumed for a source that has given nothing yet, while there is no other to compare with."""
 
 
 @dataclass(slots=True)
@@ -63,10 +71,10 @@ class _Open:
 
     asked_s: float
     due_s: float
-    """When it was expected to arrive."""
+    """Time at which it was expected to arrive."""
 
     def very_late_s(self, rules: PickerRules) -> float:
-        """When it will be very late."""
+        """Return the time from which it is very late."""
         return self.due_s + rules.fallback_patience * max(self.due_s - self.asked_s, rules.slow_piece_s)
 
 
@@ -79,16 +87,16 @@ class _Source:
     rate_bytes_s: float | None = None
     answer_s_min: float = math.inf
     looked_s: float = -math.inf
-    """When it last looked for a piece to take over."""
+    """Time of its last look for a piece to take over."""
     counted_s: float = 0.0
-    """The rate has taken in everything until then."""
+    """Time up to which the rate includes everything."""
     is_doubted: bool = False
-    """Its answer is very late, and nothing has come since."""
+    """Whether it is snubbed: its answer is very late, and nothing has come since."""
     is_slow: bool = False
 
     @property
     def is_counted(self) -> bool:
-        """Whether what it has is left to it."""
+        """Whether its pieces are left to it and count as available."""
         return not (self.is_fallback or self.is_doubted or self.is_slow)
 
 
@@ -104,7 +112,7 @@ class Picker:
         have: PieceSet = 0,
         share: tuple[float, float] = (0.0, 0.0),
     ) -> None:
-        """`have` is here already. `share` is the part of the file, from 0 to 1, that this receiver asks for first."""
+        """Start with the pieces in `have`. `share` is the part of the file, from 0 to 1, that this receiver requests first."""
         self.have = have
         self._sizes = sizes
         self._all = span(0, len(sizes))
@@ -113,44 +121,48 @@ class Picker:
         self._rules = rules or PickerRules()
         self._sources: dict[str, _Source] = {}
         self._counts = PieceCounts()
-        """Of the sources that are counted."""
+        """Availability of each piece, over the sources that are counted."""
         self._askers: dict[int, list[str]] = {}
-        """Open pieces, and the sources that were asked for them."""
+        """Sources asked for each open piece."""
         self._open: PieceSet = 0
         self._piece_bytes = sum(sizes) / max(1, len(sizes))
         self._rate_bytes_s_max = 0.0
-        """No source was ever faster."""
+        """Highest rate of any source so far."""
 
-    # What is known
+    # State
 
     @property
     def is_done(self) -> bool:
+        """Whether all pieces are here."""
         return self.have == self._all
 
     @property
     def missing(self) -> PieceSet:
+        """Pieces that are not here."""
         return self._all & ~self.have
 
     @property
     def unasked(self) -> PieceSet:
-        """Missing pieces that nobody was asked for: only these make a new announcement worth a `pick`."""
+        """Missing pieces that are not requested: only these make a new announcement worth a `pick`."""
         return self._all & ~self.have & ~self._open
 
     @property
     def sources(self) -> tuple[str, ...]:
+        """Names of the sources."""
         return tuple(self._sources)
 
     def add(self, name: str, *, has: PieceSet = 0, is_fallback: bool = False) -> None:
-        """A new source. A fallback (the origin, whose uplink is scarce) is asked for what no peer has."""
+        """Add a source. A fallback (the origin, whose uplink is scarce) is asked for what no peer has."""
         assert name not in self._sources
         self._sources[name] = _Source(is_fallback)
         self.has(name, has)
 
     def has_all(self, name: str) -> None:
+        """Record that a source has every piece."""
         self.has(name, self._all)
 
     def has(self, name: str, announced: PieceSet) -> None:
-        """A source says that it has these pieces too. Those that are here already are no longer counted."""
+        """Record that a source has these pieces too. Those that are here already are no longer counted."""
         source = self._sources[name]
         new = announced & self._all & ~(source.has | self.have)
         if new:
@@ -159,7 +171,7 @@ class Picker:
                 self._counts.add(new)
 
     def remove(self, name: str) -> None:
-        """A source is gone. What it was asked for is free again."""
+        """Remove a source and free the pieces requested from it."""
         source = self._sources[name]
         for piece in list(source.open):
             self._close(name, piece)
@@ -168,17 +180,20 @@ class Picker:
         del self._sources[name]
 
     def idle(self) -> list[str]:
-        """The sources that were asked for nothing."""
+        """Return the sources without open requests."""
         return [name for name, source in self._sources.items() if not source.open]
 
     def rate_bytes_s(self, name: str) -> float | None:
-        """What a source gives, as measured; None before its first piece."""
+        """Return the measured rate of a source; None before its first piece."""
         return self._sources[name].rate_bytes_s
 
-    # What happens
+    # Events
 
     def pick(self, name: str, now_s: float) -> int | None:
-        """The piece to ask of this source now, from here on open; None where it has nothing to do for the moment."""
+        """Return the piece to request from this source now, and mark it open.
+
+        Return None if there is nothing to request at present.
+        """
         source = self._sources[name]
         if source.is_slow != self._is_slow(source):
             self._judge(source, is_doubted=source.is_doubted, is_slow=not source.is_slow)
@@ -206,7 +221,10 @@ class Picker:
         return piece
 
     def arrived(self, name: str, piece: int, now_s: float) -> tuple[str, ...]:
-        """A verified piece. Returns the other sources that were asked for it: those requests can be cancelled."""
+        """Record a verified piece.
+
+        Return the other sources that were asked for it: those requests can be cancelled.
+        """
         source = self._sources[name]
         if source.is_doubted:
             self._judge(source, is_doubted=False, is_slow=source.is_slow)
@@ -221,11 +239,11 @@ class Picker:
         return others
 
     def missed(self, name: str, piece: int) -> None:
-        """A request that came to nothing: refused, cut, cancelled, or with wrong bytes."""
+        """Record a request that failed: refused, cut, cancelled, or with wrong bytes."""
         if piece in self._sources[name].open:
             self._close(name, piece)
 
-    # Inside
+    # Internals
 
     def _close(self, name: str, piece: int) -> None:
         source = self._sources[name]
@@ -275,20 +293,20 @@ class Picker:
         return mean is not None and rate < self._rules.slow_share * mean
 
     def _is_starved(self) -> bool:
-        """Do all peers together, of which an unknown one is taken to be like the others, need long for a piece?"""
+        """Return whether all peers together need long for a piece. A peer of unknown rate is assumed to be like the others."""
         rates = [source.rate_bytes_s for source in self._sources.values() if not source.is_fallback]
         unknown_bytes_s = self._mean_rate() or self._rules.rate_guess_bytes_s
         together_bytes_s = sum(unknown_bytes_s if rate is None else rate for rate in rates)
         return together_bytes_s * self._rules.slow_piece_s < self._piece_bytes
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
-        """Of the open pieces that this source has, the one that the others would bring last."""
+        """Return the open piece of this source that the others would bring last."""
         if now_s - source.looked_s < self._rules.steal_look_s or source.is_doubted:
             return None
         source.looked_s = now_s
         if source.is_fallback:
             self._doubt(now_s)
-        # What it would bring sooner is not known, or is dear.
+        # It is unknown whether this source is faster, or its bytes are expensive.
         only_late = source.is_fallback or source.rate_bytes_s is None
         is_end = not self.unasked
         only_very_late = source.is_fallback and not is_end
@@ -303,8 +321,8 @@ class Picker:
                 due_s = asked.due_s
                 if only_late and now_s < (asked.very_late_s(self._rules) if only_very_late else due_s):
                     left_s = 0.0
-                # An open request takes as long as was expected when it was sent. Once it is late, it takes as long again as it
-                # is late or, at the end, where it alone is waited for, as it has taken so far.
+                # Estimate: a request takes as long as was expected when it was sent. A late one takes as long again as it is
+                # late. At the end, where only such requests are left, it takes as long again as it has taken so far.
                 late_since_s = asked.asked_s if is_end else due_s
                 left_s = min(left_s, due_s - now_s if now_s < due_s else now_s - late_since_s)
             if left_s > longest_s:
@@ -315,13 +333,13 @@ class Picker:
         return latest if here_s <= self._rules.steal_gain * longest_s else None
 
     def _num_copies(self, askers: Sequence[str]) -> int:
-        """Of a piece under way; a doubted source's does not keep it from others."""
-        if len(askers) < self._rules.copies_max:  # nearly always, and enough to know
+        """Return the number of requests for a piece under way; requests to snubbed sources do not count at the limit."""
+        if len(askers) < self._rules.copies_max:  # nearly always, and a sufficient answer
             return len(askers)
         return sum(not self._sources[asker].is_doubted for asker in askers)
 
     def _doubt(self, now_s: float) -> None:
-        """Sources that let us wait for very long, and have given nothing since."""
+        """Mark sources as snubbed that are very late and have given nothing since."""
         for source in self._sources.values():
             if source.is_counted and any(
                 source.counted_s < asked.due_s and now_s >= asked.very_late_s(self._rules)

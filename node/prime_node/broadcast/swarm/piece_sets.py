@@ -1,7 +1,7 @@
-"""Sets of pieces as integers, and how often each piece is held, counted for all pieces at once. Pure.
+"""Sets of pieces as integers, and counts of how many sources hold each piece, updated for all pieces at once. Pure.
 
-A set is a Python int: bit n stands for piece n. The counter keeps one int per binary digit of the counts (bit slicing), so adding
-a whole bitfield, and finding the rarest pieces of a set, takes a handful of operations on ints, whatever the number of pieces.
+A set is a Python int: bit n stands for piece n. The counter keeps one int per binary digit of the counts (bit slicing).
+Adding a whole bitfield, or finding the rarest pieces of a set, takes a few operations on ints, whatever the number of pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PieceSet = int
 
 
 def piece_set(numbers: Iterable[int]) -> PieceSet:
-    """Example: piece_set([0, 2]) is 0b101."""
+    """Return the set of these numbers. Example: piece_set([0, 2]) is 0b101."""
     made = 0
     for number in numbers:
         made |= 1 << number
@@ -21,12 +21,12 @@ def piece_set(numbers: Iterable[int]) -> PieceSet:
 
 
 def span(start: int, end: int) -> PieceSet:
-    """Pieces start to end - 1."""
+    """Return pieces start to end - 1."""
     return (1 << end) - (1 << start) if end > start else 0
 
 
 def members(of: PieceSet) -> Iterator[int]:
-    """The numbers in a set, ascending."""
+    """Yield the numbers in a set, ascending."""
     while of:
         lowest = of & -of
         yield lowest.bit_length() - 1
@@ -34,7 +34,7 @@ def members(of: PieceSet) -> Iterator[int]:
 
 
 def runs(of: PieceSet) -> list[tuple[int, int]]:
-    """The set as [start, end) ranges, ascending. Example: runs(0b1101) is [(0, 1), (2, 4)]."""
+    """Return the set as [start, end) ranges, ascending. Example: runs(0b1101) is [(0, 1), (2, 4)]."""
     found, at = [], 0
     while of:
         skipped = (of & -of).bit_length() - 1
@@ -47,20 +47,21 @@ def runs(of: PieceSet) -> list[tuple[int, int]]:
 
 
 def any_of(of: PieceSet, rng: random.Random) -> int:
-    """A random member of a set that is not empty: the first one at or after a random place."""
+    """Return a random member of a non-empty set: the first one at or after a random place."""
     place = rng.randrange(of.bit_length())
     rest = of >> place
     return (rest & -rest).bit_length() - 1 + place
 
 
 class PieceCounts:
-    """For every piece, how many sources hold it."""
+    """Number of sources that hold each piece."""
 
     def __init__(self) -> None:
         self._digits: list[PieceSet] = []
-        """The least significant first."""
+        """Binary digits of the counts, least significant first."""
 
     def add(self, held: PieceSet) -> None:
+        """Count one more source for each piece of a set."""
         for place, digit in enumerate(self._digits):
             self._digits[place], held = digit ^ held, digit & held
             if not held:
@@ -69,7 +70,7 @@ class PieceCounts:
             self._digits.append(held)
 
     def remove(self, held: PieceSet) -> None:
-        """The opposite of `add`: every piece in it was added before."""
+        """Undo an `add`: every piece in the set was added before."""
         for place, digit in enumerate(self._digits):
             self._digits[place], held = digit ^ held, ~digit & held
             if not held:
@@ -77,13 +78,13 @@ class PieceCounts:
         assert not held, "a piece was removed more often than added"
 
     def rarest(self, of: PieceSet) -> PieceSet:
-        """Those of a set that the fewest sources hold."""
+        """Return the pieces of a set that the fewest sources hold."""
         for digit in reversed(self._digits):
             of = of & ~digit or of
         return of
 
     def is_held(self) -> PieceSet:
-        """Pieces that at least one source holds."""
+        """Return the pieces that at least one source holds."""
         held = 0
         for digit in self._digits:
             held |= digit

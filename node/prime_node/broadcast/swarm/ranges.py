@@ -1,4 +1,4 @@
-"""Byte ranges of blobs, as HTTP asks for them."""
+"""Byte ranges of blobs, as in HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 
 
 def parse_range(text: str, size: int) -> tuple[int, int]:
-    """One byte range of RFC 9110 as [start, end). Raises PeerError(BAD_RANGE).
+    """Parse one byte range of RFC 9110 into [start, end). Raises PeerError(BAD_RANGE).
 
     Example: parse_range("bytes=0-9", 100) is (0, 10).
     """

@@ -1,8 +1,8 @@
-"""The trainer as the first seeder: what it publishes it also keeps and serves, so that the coordinator need not.
+"""The trainer as the first seeder: it keeps and serves what it publishes, so that the coordinator need not.
 
-A port to the coordinator that keeps a copy of what passes through. A policy is announced to the peers once the coordinator has
-taken its manifest, or does not answer: the manifest proves itself, so the swarm need not wait for the coordinator. shelf.py says
-what stays.
+A decorator of the port to the coordinator that keeps a copy of each upload. It announces a policy to the peers once the
+coordinator has taken the manifest, or does not answer. The manifest proves itself, so the swarm need not wait for the
+coordinator. shelf.py decides what is kept.
 """
 
 from __future__ import annotations
@@ -26,36 +26,38 @@ log = logging.getLogger(__name__)
 
 
 class Seeding:
-    """Implements ports.transport.TrainerPort."""
+    """Implementation of ports.transport.TrainerPort."""
 
     def __init__(
         self, port: TrainerPort, run: PinnedRun, parts: PartStore, holdings: Holdings, *, folder: Path
     ) -> None:
-        """`folder` survives restarts."""
+        """Wrap `port`. `folder` survives restarts."""
         self._port = port
         self._run = run
         self._parts = parts
         self.holdings = holdings
         self.shelf = Shelf(parts, holdings, folder / "manifests")
         self.announce: Callable[[Envelope], Awaitable[object]] = _tells_nobody
-        """Tells all peers of a manifest that the coordinator cannot tell them of."""
+        """Callback that announces a manifest to all peers when the coordinator cannot."""
 
     async def restore(self) -> None:
-        """What was published before this process began is served again."""
+        """Serve again what was published before this process began."""
         try:
             await self.shelf.restore(self._run)
         except OSError as error:
             log.warning("what was published before is not seeded: %s", error)
 
     async def put_blob(self, data: bytes) -> str:
+        """Upload a blob and keep it on disk. Raises PeerError or Unreachable."""
         digest = await self._port.put_blob(data)
         await self._on_disk(digest, data)
         return digest
 
     async def publish(self, manifest: Envelope) -> None:
+        """Publish a manifest and seed its policy. Raises PeerError or Unreachable."""
         signed = open_manifest(manifest, self._run)
         for encoding in signed.manifest.encodings:
-            # First: workers that hear of the policy find that it is here.
+            # First, so that workers that see the policy find it here.
             await self.shelf.announce(signed.manifest, encoding)
         try:
             await self._port.publish(manifest)
@@ -67,34 +69,40 @@ class Seeding:
         self.shelf.put(signed)
 
     async def _on_disk(self, digest: str, data: bytes) -> None:
-        """A full disk costs the seeder, not the run."""
+        """Write a blob to disk. A full disk costs the seeder, not the run."""
         try:
             await asyncio.to_thread(self._parts.write, digest, data)
         except OSError as error:
             log.warning("blob %s is not seeded: %s", digest[:12], error)
 
-    # As the coordinator answers
+    # Answers of the coordinator
 
     async def run_spec(self) -> Envelope:
+        """Fetch the RunSpec from the coordinator."""
         return await self._port.run_spec()
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        """Fetch the newest manifest from the coordinator."""
         return await self._port.head(wait_s=wait_s)
 
     async def manifest(self, policy_version: int) -> Envelope:
+        """Fetch a manifest from the coordinator."""
         return await self._port.manifest(policy_version)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a blob, from disk if they are there."""
         size = self._parts.size(digest)
         here = None if size is None else await asyncio.to_thread(self._parts.get, digest, start, end or size)
         return await self._port.blob(digest, start=start, end=end) if here is None else here
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
+        """Request a batch from the coordinator."""
         return await self._port.batch(request)
 
     async def bundle(self, request: BundleRequest) -> bytes:
+        """Fetch a bundle from the coordinator."""
         return await self._port.bundle(request)
 
 
 async def _tells_nobody(manifest: Envelope) -> None:
-    """Without a peer network: peers hear of the policy from the links that they have."""
+    """Do nothing. Without a peer network, peers learn of the policy over their own links."""

@@ -1,7 +1,7 @@
-"""What a peer serves: the same paths as a coordinator's public half, so that whoever can read one can read the other.
+"""What a peer serves: the paths of a coordinator's public half, so that one client can read both.
 
-Everything that is served proves itself by a digest or a signature; so strangers may read too, as far as members leave room. Who
-else is there is for members of the run only: those who show a ticket (prime_protocol/peers.py).
+All content proves itself by a digest or a signature, so strangers may read too, as far as members leave room. The list of peers
+is for members of the run only: those that show a ticket (prime_protocol/peers.py).
 
     GET /v1/run  /v1/keys/{version}  /v1/timestamp                                 for everybody
     GET /v1/head  /v1/manifests/{policy_version}  /v1/blobs/{digest}  /v1/have      for everybody
@@ -38,16 +38,16 @@ from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
 
 STRANGERS = "strangers"
-"""All who show no ticket are one peer to the uplink."""
+"""Name under which the uplink counts all requests without a ticket as one peer."""
 CHECKED_AGAIN_S = 60.0
-"""An authorization is verified again after this many seconds, so that it ends soon after it has expired."""
+"""Seconds after which an authorization is verified again, so that it ends soon after it expires."""
 READ_BYTES_MAX = PACE_BYTES
-"""Held of one answer at a time; pieces are no longer."""
+"""Bytes of one answer in memory at a time; no piece is longer."""
 
 
 @dataclass
 class PeerService:
-    """Serves what `holdings` says from `parts` and `files`."""
+    """Service that answers from `parts` and `files` what `holdings` lists."""
 
     run: PinnedRun
     key: SigningKey
@@ -56,25 +56,26 @@ class PeerService:
     uplink: Uplink
     clock: Clock
     manifest: Callable[[int], Envelope | None]
-    """A verified manifest by its policy version, where it is at hand."""
+    """Function that returns a verified manifest by policy version, or None if it is not held."""
     peer_list: Callable[[str], str | None] = lambda asker: None
-    """The newest list of peers, as the coordinator signed it."""
+    """Function that returns the newest list of peers, as the coordinator signed it."""
     met: Callable[[KeyId], None] = lambda peer: None
-    """Hears of members of the run who ask for our news."""
+    """Callback for members of the run that ask for notifications."""
     heard_of: Callable[[KeyId], Mapping[str, PieceSet]] = lambda peer: {}
-    """What a member has told us that he has, by encoding: news of the same can wait."""
+    """Function that returns what a member has announced, by encoding. Notifications of the same pieces can wait."""
     folder: Path | None = None
-    """Of the role: the run's configuration and tokenizer in `model`, its verified key rings and timestamp in `trust`."""
+    """Role's folder: the run's configuration and tokenizer in `model`, verified key rings and timestamp in `trust`."""
     _members: dict[tuple[int, str], tuple[str, int]] = field(default_factory=dict)
-    """Authorizations that were checked, and the key ring that held then."""
+    """Verified authorizations, each with the key ring in force then."""
     _listeners: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """News that are heard at the moment, by who hears them and his network."""
+    """Open notification streams, by listener and its network."""
     _is_closing: bool = False
 
     def __post_init__(self) -> None:
         self._telling = HoldingsBroadcast(self.holdings, self.clock)
 
     def routes(self) -> list[Route]:
+        """Return the routes to register with the web server."""
         gets: list[tuple[str, Handler]] = [
             ("/v1/run", self._run),
             ("/v1/head", self._head),
@@ -89,13 +90,13 @@ class PeerService:
         return [Route("GET", path, handler, is_bulk=handler == self._blob) for path, handler in gets]
 
     def close(self) -> None:
-        """End what is open: whoever listens is told no more."""
+        """End open notification streams."""
         self._is_closing = True
         self.holdings.tell()
         self._telling.close()
 
     def member(self, request: Request) -> str | None:
-        """The key that a request's ticket names; None for a stranger. Raises PeerError for a ticket that does not hold."""
+        """Return the key that a request's ticket names; None for a stranger. Raises PeerError for an invalid ticket."""
         header = request.headers.get("authorization")
         if header is None:
             return None
@@ -142,7 +143,7 @@ class PeerService:
         return await self._statement("timestamp.json")
 
     async def _statement(self, name: str) -> Response:
-        """What trust.py has verified and written."""
+        """Return a file that trust.py has verified and written."""
         try:
             return Response(await asyncio.to_thread(read_regular, place(self.folder or Path(), f"trust/{name}")))
         except OSError:
@@ -183,15 +184,15 @@ class PeerService:
         return Response(body, 206 if wanted else 200, "application/octet-stream", headers, after=give_back)
 
     async def _in_turn(self, digest: str, start: int, end: int, file: Path | None) -> AsyncIterator[bytes]:
-        """No more at a time than READ_BYTES_MAX: what waits for a slow reader stays on the disk."""
+        """Yield a blob in blocks of READ_BYTES_MAX. The rest stays on disk, however slow the reader is."""
         for begin in range(start, end, READ_BYTES_MAX):
             until = min(begin + READ_BYTES_MAX, end)
-            if begin > start:  # its slot came with the first
+            if begin > start:  # the slot included the first block
                 await self.uplink.pace(until - begin)
             yield await self._read(digest, begin, until, file)
 
     async def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes:
-        """Raises PeerError(NOT_FOUND) where the blob is removed meanwhile."""
+        """Return bytes of a blob. Raises PeerError(NOT_FOUND) if the blob is removed meanwhile."""
         if file is None and (cached := self.parts.get_cached(digest, start, end)) is not None:
             return cached
 
@@ -214,7 +215,7 @@ class PeerService:
                 return path if path.is_file() and not path.is_symlink() else None
         return None
 
-    # News
+    # Notifications
 
     async def _have(self, request: Request) -> Response:
         listener, network = self._listener(request)
@@ -223,8 +224,11 @@ class PeerService:
         return Response(self._lines(listener, network), content_type="application/x-ndjson")
 
     def _listener(self, request: Request) -> tuple[str, str]:
-        """Who hears news, and his network. A newcomer has no ticket while the coordinator is away, so strangers hear news too:
-        all of them together are one."""
+        """Return the listener and its network.
+
+        All strangers together count as one listener. They may listen because a newcomer has no ticket while the coordinator
+        is unreachable.
+        """
         member = self.member(request)
         if member is None:
             return STRANGERS, STRANGERS
@@ -232,7 +236,7 @@ class PeerService:
         return member, network_of(request.remote)
 
     def _check_room(self, listener: str, network: str, each_max: int) -> None:
-        """Raises PeerError where the listener, its network or all together hear as much as they may."""
+        """Raise PeerError if the listener, its network or all together have as many streams as they may."""
         hears = sum(num for (who, _), num in self._listeners.items() if who == listener)
         in_network = sum(1 for who, where in self._listeners if where == network and who != listener)
         if (
@@ -259,7 +263,7 @@ class PeerService:
                     yield line
 
     async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
-        """One line of news, for a link that carries no stream: as soon as there are any that the asker has not heard."""
+        """Return one line of notifications, for a link without streams. It waits until there are some that the asker lacks."""
         listener, network = self._listener(request)
         if not cursor:
             return told(self.holdings.news(0))
@@ -270,8 +274,10 @@ class PeerService:
             return told(await self._fresh(listener, cursor, head))
 
     async def _fresh(self, member: str, cursor: int, head: int) -> HoldingsChange:
-        """News since the last ones, as soon as there is a piece that the listener lacks, or a policy is whole; what he has waits
-        for that. Here news cost a request each. As lines of a stream they cost too little for this to show."""
+        """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or a policy is whole; then return all changes.
+
+        Here each answer costs a request. In a stream, lines are too cheap for this to matter.
+        """
         await self.clock.sleep(NEWS_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):

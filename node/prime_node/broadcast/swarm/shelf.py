@@ -1,6 +1,6 @@
-"""What a seeder keeps and shows: the newest policies, and the cheapest ways that lead to them from nothing, for newcomers.
+"""A seeder's store: the newest policies, and the cheapest update paths to them from nothing, for newcomers.
 
-The manifests of what is kept lie beside the parts, so that a seeder that starts again shows what it showed before.
+The manifests of what is kept are stored next to the parts, so a restarted seeder announces what it announced before.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ log = logging.getLogger(__name__)
 POLICIES_KEPT = 8
 
 Name = tuple[int, int | None]
-"""An encoding: its policy and its base, None for an anchor."""
+"""Name of an encoding: its policy, and its base or None for an anchor."""
 
 
 class Shelf:
-    """Used from the event loop only. Invariant: what is announced lies on the disk, and what is dropped was withdrawn before."""
+    """The seed store. Used from the event loop only.
+
+    Invariant: what is announced is on disk, and what is dropped was withdrawn before.
+    """
 
     def __init__(self, parts: PartStore, holdings: Holdings, folder: Path) -> None:
-        """`folder` is for manifests. Raises OSError."""
+        """Open a store; `folder` is for manifests. Raises OSError."""
         self._parts = parts
         self._holdings = holdings
         self._folder = folder
@@ -44,7 +47,7 @@ class Shelf:
         folder.mkdir(parents=True, exist_ok=True)
 
     async def restore(self, run: PinnedRun) -> None:
-        """Show again what was kept before this process began, as far as its bytes are still the right ones."""
+        """Announce again what was kept before this process began, as far as its bytes are still right."""
         for path in sorted(self._folder.iterdir()):
             try:
                 signed = open_manifest(open_envelope(await asyncio.to_thread(read_regular, path)), run)
@@ -60,7 +63,7 @@ class Shelf:
                 self._holdings.staged(signed.manifest.policy_version)
 
     async def announce(self, manifest: Manifest, encoding: Encoding) -> None:
-        """Tell peers of an encoding, if all of it lies on the disk."""
+        """Announce an encoding to peers, if all of it is on disk."""
         index = await asyncio.to_thread(self._parts.read, encoding.index)
         if index is None or not all(self._parts.has(part.digest) for part in encoding.parts):
             return
@@ -72,21 +75,22 @@ class Shelf:
         self._holdings.add(Holding(encoding, pieces, span(0, len(pieces))))
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
-        """Of a policy of which something is kept."""
+        """Return the manifest of a policy of which something is kept, else None."""
         kept = self._signed.get(policy_version)
         return None if kept is None else kept.envelope
 
     def has(self, policy_version: int, base_version: int | None) -> bool:
+        """Return whether an encoding is kept."""
         return (policy_version, base_version) in self._here
 
     def add(self, signed: SignedManifest, encoding: Encoding) -> None:
-        """One encoding that is here: a step on the way to a policy that will be put."""
+        """Record one encoding that is here: a step on the update path to a policy that `put` will add."""
         version = signed.manifest.policy_version
         self._signed[version] = signed
         self._here[version, encoding.base_version] = encoding
 
     def put(self, signed: SignedManifest) -> None:
-        """A policy all of whose encodings are here. Drops what is too old."""
+        """Record a policy of which all encodings are here. Drop what is too old."""
         for encoding in signed.manifest.encodings:
             self.add(signed, encoding)
         kept = self._worth_keeping()
@@ -99,7 +103,7 @@ class Shelf:
         self._parts.keep_only(digests)
 
     def _write_down(self) -> None:
-        """A full disk costs what a restart would find, no more."""
+        """Write the manifests to disk. A full disk costs only what a restart would find."""
         names = {f"{version:0{len(str(limits.STEP_MAX))}}.json": one for version, one in self._signed.items()}
         try:
             there = {path.name for path in self._folder.iterdir()}

@@ -1,8 +1,8 @@
-"""Several places to fetch from, none of them trusted: which one next, which one not for a while, which one never again.
+"""Sources to fetch from, none of them trusted: which to ask next, which to rest, which to drop.
 
-The coordinator and the mirrors are there for good, and have everything that is published. Peers come and go (neighbours.py),
-and say what they have. A source that fails rests for a time that doubles with each failure, with jitter, so that a thousand
-workers do not come back in the same second. Its reason is logged when it changes, not every time.
+The coordinator and the mirrors are permanent and have everything that is published. Peers come and go (neighbours.py) and
+announce what they have. A source that fails rests for a time that doubles with each failure. Jitter keeps a thousand workers
+from coming back in the same second. Its reason is logged when it changes, not every time.
 """
 
 from __future__ import annotations
@@ -26,38 +26,40 @@ log = logging.getLogger(__name__)
 
 REST_S_MIN, REST_S_MAX = 0.5, 60.0
 RANGE_BYTES = 4 * 2**20
-"""One request for a blob asks for no more; what came before a cut is kept."""
+"""Largest range of one request for a blob, in bytes. What came before a cut is kept."""
 BLOB_S_MAX = 3.0
-"""A peer is given so long for a small blob, and twice that in the next round; then another source is asked. Whoever announces
-something and then drips could hold up everybody else with the index alone."""
+"""Seconds that a peer has for a small blob, doubled in each round; then another source is asked.
+
+Otherwise a peer that announces an index and then sends it slowly could hold up everybody.
+"""
 ROUNDS_MAX = 8
 """Rounds over all sources before a blob is given up for now."""
 
 
 class SourceKind(StrEnum):
-    """What is to be expected of a source."""
+    """What to expect of a source."""
 
     ORIGIN = "origin"
-    """The coordinator, or whoever else everybody asks: its uplink is scarce, so peers come first."""
+    """The coordinator, or another source that everybody asks. Its uplink is scarce, so peers come first."""
     MIRROR = "mirror"
-    """Has everything, and bandwidth to spare: a CDN, a bucket, a folder."""
+    """A source that has everything, and bandwidth to spare: a CDN, a bucket, a folder."""
     PEER = "peer"
-    """Has what it announces."""
+    """A source that has what it announces."""
 
 
 @dataclass
 class NamedSource:
-    """A source and how it has behaved."""
+    """A source and its behaviour so far."""
 
     name: str
     source: CheckpointSource
     kind: SourceKind = SourceKind.ORIGIN
     has: dict[str, PieceSet] = field(default_factory=dict)
-    """What a peer has announced: encodings by the digest of their index, and their pieces."""
+    """Pieces that a peer has announced, by the digest of the encoding's index."""
     head: int = -1
-    """The newest policy that a peer has announced."""
+    """Newest policy that a peer has announced."""
     failures: int = 0
-    """In a row."""
+    """Failures in a row."""
     rests_until_s: float = 0.0
     fetching: int = 0
     """Requests under way."""
@@ -68,7 +70,7 @@ class SourcePool:
     """The sources in the order in which to ask them."""
 
     def __init__(self, sources: Sequence[tuple[str, CheckpointSource]], *, clock: Clock, rng: random.Random) -> None:
-        """`sources` are there for good: the first is the origin, the others are mirrors."""
+        """Start with the permanent `sources`: the first is the origin, the others are mirrors."""
         self._sources = {
             name: NamedSource(name, source, SourceKind.MIRROR if place else SourceKind.ORIGIN)
             for place, (name, source) in enumerate(sources)
@@ -77,79 +79,82 @@ class SourcePool:
         self._rng = rng
         self._changed = asyncio.Event()
         self.share: Callable[[str, int], tuple[float, float]] = lambda encoding, num_pieces: (0.0, 0.0)
-        """The part of an encoding of so many pieces that this machine asks for first."""
+        """Part of an encoding of so many pieces that this machine requests first."""
         self.parents: Callable[[int], frozenset[str] | None] = lambda sent_bytes: None
-        """Whom alone to ask at first for an encoding of so many bytes: our parents in the tree. None: everybody."""
+        """Peers to ask exclusively at first for an encoding of so many bytes: our parents in the tree. None: all peers."""
         self.prepare: Callable[[], Coroutine[None, None, None]] = _nothing_to_prepare
-        """Makes the links to peers ready for pieces, which are asked for soon."""
+        """Callback that prepares the links to peers for requests that come soon."""
         self.download_turn: Callable[[int], Awaitable[None]] | None = None
-        """Waits until so many bytes may be asked for: the owner's limit."""
+        """Function that waits until so many bytes may be requested: the owner's limit."""
         self.gave: Callable[[NamedSource, int], None] = lambda named, num_bytes: None
-        """Hears of verified bytes."""
+        """Callback for verified bytes."""
         self.lied: Callable[[NamedSource, PeerError], None] = lambda named, error: None
-        """Hears of wrong bytes."""
+        """Callback for wrong bytes."""
 
     def ready(self) -> list[NamedSource]:
-        """Those that do not rest: reliable ones first, those that are there for good before peers, then the least busy."""
+        """Return the sources that do not rest: reliable ones first, permanent ones before peers, then the least busy."""
         now_s = self._clock.monotonic_s()
         awake = [named for named in self._sources.values() if named.rests_until_s <= now_s]
         return sorted(awake, key=lambda named: (named.failures, named.kind is SourceKind.PEER, named.fetching))
 
     def having(self, encoding: str) -> list[NamedSource]:
-        """Those that do not rest, peers that have something of an encoding first."""
+        """Return the sources that do not rest. Peers that have some of an encoding come first."""
         ready = self.ready()
         peers = [named for named in ready if encoding in named.has]
         return peers + [named for named in ready if named not in peers]
 
     @property
     def lasting(self) -> list[NamedSource]:
-        """The sources that are there for good."""
+        """The permanent sources."""
         return [named for named in self._sources.values() if named.kind is not SourceKind.PEER]
 
     @property
     def all(self) -> list[NamedSource]:
+        """All sources, resting ones included."""
         return list(self._sources.values())
 
     @property
     def peers(self) -> list[NamedSource]:
+        """The sources that are peers."""
         return [named for named in self._sources.values() if named.kind is SourceKind.PEER]
 
     def heard_of(self, name: str) -> Mapping[str, PieceSet]:
-        """What a peer has announced, by encoding; nothing of one that is not linked."""
+        """Return what a peer has announced, by encoding; nothing for a peer that is not linked."""
         named = self._sources.get(name)
         return {} if named is None else named.has
 
-    # Peers come and go
+    # Peers
 
     def add(self, named: NamedSource) -> None:
-        """A peer, or the news about one."""
+        """Add a peer, or record its new announcement."""
         self._sources[named.name] = named
         self.tell()
 
     def remove(self, name: str) -> None:
-        """Idempotent."""
+        """Remove a peer. Idempotent."""
         self._sources.pop(name, None)
         self.tell()
 
     def tell(self) -> None:
-        """Something has changed: a peer has come, gone, or announced something."""
+        """Wake all that wait for `changed`: a peer has come, gone, or announced something."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def changed(self) -> None:
-        """Until `tell` is called next."""
+        """Wait until `tell` is called next."""
         await self._changed.wait()
 
     async def hinted(self, policy_version: int) -> None:
-        """Until a peer that does not rest says that it has a newer policy."""
+        """Wait until a peer that does not rest announces a newer policy."""
         while not any(named.head > policy_version for named in self.ready() if named.kind is SourceKind.PEER):
             await self.changed()
 
-    # How they behave
+    # Behaviour
 
     def failed(self, named: NamedSource, error: Exception) -> None:
+        """Record a failed request: the source rests. A wrong digest is reported to `lied`."""
         if named.kind is SourceKind.PEER and isinstance(error, PeerError) and error.is_transient:
-            # A peer that has no slot for us does nothing wrong.
+            # A peer without a free slot does nothing wrong.
             named.rests_until_s = self._clock.monotonic_s() + min(error.retry_after_s or REST_S_MIN, REST_S_MAX)
             return
         named.failures += 1
@@ -164,6 +169,7 @@ class SourcePool:
             self.lied(named, error)
 
     def succeeded(self, named: NamedSource, num_bytes: int = 0) -> None:
+        """Record a successful request, and `num_bytes` verified bytes."""
         if named.failures:
             log.info("source %s is back", named.name)
         named.failures, named.reason = 0, ""
@@ -171,17 +177,17 @@ class SourcePool:
             self.gave(named, num_bytes)
 
     async def rest(self) -> None:
-        """Until a source that rests is ready again, or a peer has come or announced something; REST_S_MIN where none rests."""
+        """Wait until a resting source is ready, or a peer has come or announced something; REST_S_MIN if none rests."""
         now_s = self._clock.monotonic_s()
         resting = [named.rests_until_s for named in self._sources.values() if named.rests_until_s > now_s]
         pause_s = max(0.05, min(resting) - now_s) if resting else REST_S_MIN
         await unless(self.changed(), self._clock.sleep(pause_s))
 
     async def fetch_blob(self, entry: PartEntry) -> bytes:
-        """A small blob's bytes with the right digest, from whoever gives them; peers that announce it come first.
+        """Return a small blob's bytes with the right digest, from any source; peers that announce it come first.
 
-        Raises PeerError(NOT_FOUND) where every source that is there for good says that it has none, and no peer says meanwhile
-        that it has; Unreachable after ROUNDS_MAX rounds.
+        Raises PeerError(NOT_FOUND) if every permanent source answers that it lacks the blob and no peer announces it
+        meanwhile. Raises Unreachable after ROUNDS_MAX rounds.
         """
         partial = bytearray()
         for round_number in range(ROUNDS_MAX):
@@ -215,18 +221,18 @@ class SourcePool:
 
 
 async def _nothing_to_prepare() -> None:
-    """Without peers."""
+    """Do nothing: there are no peers."""
 
 
 async def fetch_from(source: CheckpointSource, entry: PartEntry) -> bytes:
-    """A blob's bytes with the right digest from one source. Raises PeerError or Unreachable."""
+    """Return a blob's bytes with the right digest from one source. Raises PeerError or Unreachable."""
     partial = bytearray()
     await _download(source, entry, partial)
     return bytes(partial)
 
 
 async def _download(source: CheckpointSource, entry: PartEntry, partial: bytearray) -> None:
-    """Fill `partial` up to the blob's size, then compare. Raises PeerError or Unreachable."""
+    """Fill `partial` up to the blob's size, then compare the digest. Raises PeerError or Unreachable."""
     while len(partial) < entry.size:
         end = min(len(partial) + RANGE_BYTES, entry.size)
         piece = await source.blob(entry.digest, start=len(partial), end=end)

@@ -1,8 +1,10 @@
-"""News for all who listen, in one beat: a line is written once for everybody who has heard as much, however many they are.
+"""Broadcast of changes in the have-set to all listeners, on a shared beat.
 
-Who waits for whom: `_beat` waits until there is something new, at the longest KEEP_ALIVE_S, wakes all listeners, and rests for
-NEWS_EVERY_S, so that what comes meanwhile goes into one line. A listener who reads slowly misses beats, and gets what came since
-his last line at once when he has read it.
+A line is serialised once for all listeners with the same cursor, however many they are.
+
+Waiting: `_beat` waits for a change, at most KEEP_ALIVE_S, wakes all listeners, and rests for NEWS_EVERY_S, so that changes
+meanwhile share one line. A slow listener misses beats; when it has read its last line, it gets everything since that line at
+once.
 """
 
 from __future__ import annotations
@@ -21,35 +23,35 @@ from prime_protocol.peers import PeerNews
 log = logging.getLogger(__name__)
 
 NEWS_EVERY_S = 0.1
-"""Between two lines of news to one listener: what comes meanwhile goes into one."""
+"""Seconds between two lines to one listener; changes in between share one line."""
 KEEP_ALIVE_S = 15.0
-"""A line is sent at least so often, so that a lost link is noticed on both sides."""
+"""Longest time between two lines, in seconds, so that both sides notice a lost link."""
 LINES_MAX = 16
-"""Of one beat that are kept: one for each cursor."""
+"""Lines cached for one beat: one for each cursor."""
 
 
 @dataclass
 class HoldingsBroadcast:
-    """What the listeners share."""
+    """The state that all listeners share."""
 
     holdings: Holdings
     clock: Clock
     _num_listeners: int = 0
     _beats: int = 0
     _told: asyncio.Event = field(default_factory=asyncio.Event)
-    """Of the next beat."""
+    """Event of the next beat."""
     _beating: asyncio.Task[None] | None = None
     _lines: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
-    """By the cursor that was asked from, and what stands in the line: its cursor and head."""
+    """Lines by the cursor asked from, and the line's own cursor and head."""
     _is_closing: bool = False
 
     def close(self) -> None:
-        """Whoever listens is told no more."""
+        """End all listeners' streams."""
         self._is_closing = True
         self._wake()
 
     async def lines(self) -> AsyncGenerator[bytes, None]:
-        """To one listener: everything, and then what comes."""
+        """Yield lines to one listener: everything first, then changes."""
         self._num_listeners += 1
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
@@ -77,7 +79,7 @@ class HoldingsBroadcast:
                         await self.holdings.changed(news)
                 news = self.holdings.news(news.cursor)
                 self._wake()
-            except Exception:  # nobody waits for this task, and every listener for what it does
+            except Exception:  # nothing awaits this task, and every listener depends on it
                 log.exception("news could not be told to the peers that listen")
             await self.clock.sleep(NEWS_EVERY_S)
 
@@ -98,6 +100,6 @@ class HoldingsBroadcast:
 
 
 def told(news: HoldingsChange) -> bytes:
-    """As it goes over the wire."""
+    """Serialise a change as one line of the protocol."""
     pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in news.pieces.items()}
     return PeerNews(cursor=news.cursor, head=news.head, pieces=pieces).model_dump_json().encode()

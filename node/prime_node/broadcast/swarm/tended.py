@@ -1,5 +1,4 @@
-"""Parts of the swarm that a bug must not end: each is started again, after growing pauses, and its faults are counted and
-told."""
+"""Supervision of the swarm's tasks: restart each after a bug, with back-off, and count and report its faults."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ from prime_protocol.visible import printable
 log = logging.getLogger(__name__)
 
 STEADY_S = 60.0
-"""A part that ran for so long before it failed again begins with the shortest pause."""
+"""Uptime in seconds after which a restarted task begins with the shortest pause again."""
 REASON_CHARS_MAX = 200
 
 
 @dataclass
 class Tended:
-    """What went wrong so far in one machine's swarm. Example: Tended(clock)."""
+    """Faults so far in one machine's swarm. Example: Tended(clock)."""
 
     clock: Clock
     num_faults: int = 0
     last: str = ""
-    """The last fault: its part and its error."""
+    """Last fault: its part and its error."""
     on_fault: Callable[[], None] = lambda: None
-    """Called after each, for metrics."""
+    """Callback after each fault, for metrics."""
 
     def note(self, part: str, error: BaseException) -> None:
-        """Count a fault of ours and log it with its traceback."""
+        """Count a fault of this machine and log it with its traceback."""
         self.num_faults += 1
         reasons = "; ".join(repr(cause) for cause in causes_of(error))
         self.last = f"{part}: {printable(reasons, REASON_CHARS_MAX)}"
@@ -39,14 +38,14 @@ class Tended:
         self.on_fault()
 
     async def keep(self, part: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
-        """Run `work` until cancelled. It never ends by itself, so an end is a fault as well."""
+        """Run `work` until cancelled. It never ends by itself, so a return counts as a fault too."""
         backoff = Backoff()
         while True:
             began_s = self.clock.monotonic_s()
             try:
                 await work()
                 raise RuntimeError("it ended, and was meant to run for ever")
-            except Exception as error:  # noqa: BLE001 - the edge of the task: whatever it was is told, and the part starts again
+            except Exception as error:  # noqa: BLE001 - the edge of the task: any error is reported, and the part restarts
                 self.note(part, error)
                 if self.clock.monotonic_s() - began_s >= STEADY_S:
                     backoff = Backoff()
@@ -55,7 +54,10 @@ class Tended:
             await self.clock.sleep(pause_s)
 
     def describe(self) -> str:
-        """For the owner's screen; empty while nothing has failed. Example: `1 fault of the swarm, see the log; ...`."""
+        """Return a summary for the owner's screen, empty if nothing has failed.
+
+        Example: `1 fault of the swarm, see the log; ...`.
+        """
         if not self.num_faults:
             return ""
         return f"{self.num_faults} fault{'s' * (self.num_faults > 1)} of the swarm, see the log; the last: {self.last}"

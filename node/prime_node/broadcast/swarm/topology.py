@@ -1,11 +1,11 @@
-"""Whom to connect to: a tree for what is small, a swarm for what is large. Pure, and the same at every peer.
+"""Which peers to connect to: a tree for small files, a swarm for large ones. Pure, and the same at every peer.
 
-A small file is over after a few round trips, and in a mesh of a thousand peers most of these go to the origin, which then sends
-it hundreds of times. So the smallest files go to very many peers down a tree, in which every peer has a parent and a spare one;
-all others spread in a mesh of random neighbours, where everybody's uplink carries as much as it can.
+A small file is done after a few round trips. In a mesh of a thousand peers most of these go to the origin, which then sends
+it hundreds of times. So the smallest files go to very many peers down a tree, in which every peer has a parent and a spare
+one. All others spread in a mesh of random neighbours, where each uplink carries as much as it can.
 
-Neither needs messages: peers are sorted by the digest of their names and a salt, so everyone computes the same order. The tree's
-salt is the run, so that its connections are kept from one delta to the next; the shares of a file are salted with the file.
+Neither needs messages: peers are sorted by the digest of their names and a salt, so all compute the same order. The tree's
+salt is the run, so its connections last from one delta to the next; a file's shares are salted with the file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ class Topology(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TopologyRules:
-    """Settings."""
+    """Settings of the topology."""
 
     tree_bytes_max: int = 2**16
-    """Larger files spread in a swarm. With 1,000 homes the two cross here (scripts/bench/swarm_sim.py --crossing)."""
+    """Size above which files spread in a swarm.
+
+    With 1,000 homes the two are equal here (scripts/bench/swarm_sim.py --crossing).
+    """
     tree_peers_min: int = 512
-    """Fewer peers are always a swarm. With 100 homes it was faster at every size."""
+    """Number of peers below which a swarm is always used. With 100 homes it was faster at every size."""
     fan_out: int = 4
     """Children of a peer in the tree."""
     neighbours_max: int = 32
@@ -40,17 +43,18 @@ class TopologyRules:
 
 
 def topology_for(sent_bytes: int, num_peers: int, rules: TopologyRules) -> Topology:
+    """Return the topology for a file of `sent_bytes` among `num_peers`."""
     is_tree = sent_bytes <= rules.tree_bytes_max and num_peers >= rules.tree_peers_min
     return Topology.TREE if is_tree else Topology.SWARM
 
 
 def order_of(peers: Collection[str], salt: str) -> list[str]:
-    """The peers in the order that everybody computes."""
+    """Return the peers in the order that all peers compute."""
     return sorted(peers, key=lambda peer: digest_of(f"{salt}/{peer}".encode()))
 
 
 def parents(me: str, peers: Collection[str], run: str, rules: TopologyRules) -> list[str]:
-    """Whom `me` asks in the tree: its parent, and the parent's in case that is away. The root asks the origin."""
+    """Return the peers that `me` asks in the tree: its parent, and the parent's parent as a spare. The root asks the origin."""
     order = order_of({*peers, me}, run)
     place = order.index(me)
     found: list[str] = []
@@ -63,7 +67,7 @@ def parents(me: str, peers: Collection[str], run: str, rules: TopologyRules) -> 
 def neighbours(
     me: str, peers: Collection[str], run: str, *, topology: Topology, rules: TopologyRules, rng: random.Random
 ) -> list[str]:
-    """Whom to ask for a file."""
+    """Return the peers to ask for a file."""
     if topology is Topology.TREE:
         return parents(me, peers, run, rules)
     others = sorted(set(peers) - {me})
@@ -71,7 +75,7 @@ def neighbours(
 
 
 def share_of(me: str, peers: Collection[str], file: str) -> tuple[float, float]:
-    """The part of a file, from 0 to 1, that a peer asks the origin for first: no two peers the same one."""
+    """Return the part of a file, from 0 to 1, that a peer asks the origin for first. The parts of two peers do not overlap."""
     order = order_of({*peers, me}, file)
     place = order.index(me)
     return place / len(order), (place + 1) / len(order)

@@ -1,7 +1,7 @@
-"""This machine's uplink: who is served when, how fast, how much in all, and whether at all.
+"""This machine's uplink: when a peer is served, how fast, how much in total, and whether at all.
 
-Who waits for whom: an answer waits for a slot (choker.py decides whose turn it is; PEER_TURN_S_MAX at most), then for the rate
-limit. The slot is given back when the answer has been written to the connection, so that `slots` is what is really under way.
+Waiting: an answer waits for a slot (choker.py decides the order; PEER_TURN_S_MAX at most), then for the rate limit. The slot
+is returned when the answer is written to the connection, so `slots` counts what is really under way.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 RETRY_CLOSED_S = 30.0
-"""Where the owner's machine is busy, or his cap is reached."""
+"""Retry time in seconds while the owner's machine is busy, or the data cap is reached."""
 PACE_BYTES = 2**20
-"""Of one answer that leave together under a rate limit."""
+"""Bytes of one answer sent together under a rate limit."""
 BURST_S = 0.25
-"""How much of a rate limit may be used at once."""
+"""Seconds' worth of a rate limit that may be used at once."""
 
 
 class RateLimit:
-    """A bucket of tokens: bytes per second, with short bursts. 0 is no limit."""
+    """A token bucket: bytes per second, with short bursts. 0 is no limit."""
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_s = 0.0
-        """When everything that was taken is paid for."""
+        """Time at which everything taken so far is paid for."""
 
     async def take(self, num_bytes: int) -> None:
-        """Waits until so much may move. First come, first served."""
+        """Wait until so many bytes may move. First come, first served."""
         if not self._bytes_per_s:
             return
         now_s = self._clock.monotonic_s()
@@ -51,13 +51,13 @@ class RateLimit:
             try:
                 await self._clock.sleep(begins_s - now_s)
             except BaseException:
-                # Else who asks and goes away would keep the others waiting.
+                # Otherwise a cancelled request would keep the others waiting.
                 self._free_s -= num_bytes / self._bytes_per_s
                 raise
 
 
 class DataCap:
-    """Bytes that may be given away in a period of days, remembered over restarts in a small file. 0 is no cap."""
+    """A cap on bytes uploaded in a period of days, kept over restarts in a small file. 0 is no cap."""
 
     def __init__(self, bytes_max: int, *, days: int, file: Path, clock: Clock) -> None:
         self._bytes_max = bytes_max
@@ -68,7 +68,7 @@ class DataCap:
         self._written_bytes = self.used_bytes
 
     def take(self, num_bytes: int) -> bool:
-        """Count so many bytes before they are sent: answers under way together are not to go over the cap. False: no room."""
+        """Count bytes before they are sent, so that concurrent answers stay under the cap. Return False if there is no room."""
         self._turn_over()
         if self._bytes_max and self.used_bytes + num_bytes > self._bytes_max:
             return False
@@ -78,15 +78,17 @@ class DataCap:
         return True
 
     def give_back(self, num_bytes: int) -> None:
-        """Bytes that were counted, and of which none was sent."""
+        """Subtract bytes that were counted and not sent."""
         self.used_bytes = max(0, self.used_bytes - num_bytes)  # a period may have ended meanwhile
 
     @property
     def is_reached(self) -> bool:
+        """Whether the cap of this period is used up."""
         self._turn_over()
         return bool(self._bytes_max) and self.used_bytes >= self._bytes_max
 
     def close(self) -> None:
+        """Write the count to disk."""
         if self._bytes_max:
             self._write()
 
@@ -114,7 +116,7 @@ class DataCap:
 
 
 class Uplink:
-    """Everything that is given to peers goes through here."""
+    """Gate for everything that is uploaded to peers."""
 
     def __init__(
         self,
@@ -125,7 +127,7 @@ class Uplink:
         cap: DataCap | None = None,
         may_serve: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`may_serve` is asked for every answer: it is how a machine serves only when it is idle."""
+        """Create the gate. `may_serve` is called for every answer: with it, a machine serves only when it is idle."""
         self.served_bytes = 0
         self._clock = clock
         self._choker = Choker(rules)
@@ -141,14 +143,14 @@ class Uplink:
             self._cap.close()
 
     def gave(self, peer: str, num_bytes: int) -> None:
-        """A peer has given us verified bytes: it is served before those who did not."""
+        """Record verified bytes from a peer: it is served before those that gave none."""
         self._choker.gave(peer, num_bytes, self._clock.monotonic_s())
 
     async def slot(self, peer: str, num_bytes: int, *, is_member: bool, network: str = "") -> Callable[[], None]:
-        """A slot for an answer; what is returned gives it back, once the answer was sent. All members of one `network` have a
-        share; an empty one counts for none.
+        """Wait for a slot, and return a function that releases it once the answer was sent.
 
-        Raises PeerError(UNAVAILABLE) where there is none for this peer now.
+        All members of one `network` have a share; an empty network has none. Raises PeerError(UNAVAILABLE) if there is no
+        slot for this peer now.
         """
         if not self._may_serve() or (self._cap is not None and self._cap.is_reached):
             raise _does_not_serve()
@@ -167,10 +169,10 @@ class Uplink:
         return functools.partial(self._done, peer, num_bytes)
 
     async def pace(self, num_bytes: int) -> None:
-        """Until so many bytes may leave. An answer of more than PACE_BYTES asks before each that follow the first, so that a long
-        one does not hold up all others. Counts against the cap: an asker that goes away has used up only what was sent.
+        """Wait until so many bytes may leave, and count them against the cap.
 
-        Raises PeerError(UNAVAILABLE) where the cap is reached.
+        An answer longer than PACE_BYTES calls this before each further block, so that it does not hold up all others. If the
+        asker withdraws, only what was sent counts. Raises PeerError(UNAVAILABLE) if the cap is reached.
         """
         if self._cap is not None and not self._cap.take(num_bytes):
             raise _does_not_serve()

@@ -1,1 +1,1 @@
-"""What others ask of the coordinator: one file for each asker or thing asked, and the path that every request takes."""
+"""The coordinator's HTTP API: one file per kind of caller or resource, and the checks that every request passes."""

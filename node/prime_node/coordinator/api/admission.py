@@ -1,13 +1,15 @@
-"""Who may join. The checks of a join request, after those that every signed request passes (requests.py):
+"""Admission of workers: the checks of a join request.
+
+They follow the checks that every signed request passes (requests.py):
 
     (0) no other machine takes part with this key              IN_USE
-    (1) the software is not older than the operator takes      VERSION_UNSUPPORTED
+    (1) the software is at least the operator's minimum        VERSION_UNSUPPORTED
     (2) the key is on the operator's list, if there is one     NOT_INVITED
-    (3) a new key has an invitation, where one is asked for    NOT_INVITED, BAD_SIGNATURE, WRONG_RUN, EXPIRED
+    (3) a new key has an invitation, if one is required        NOT_INVITED, BAD_SIGNATURE, WRONG_RUN, EXPIRED
     (4) there is room in the run, and for its network          UNAVAILABLE, TOO_MANY_REQUESTS
-    (5) no other key of its network was banned lately          TOO_MANY_REQUESTS
+    (5) no other key of its network was banned recently        TOO_MANY_REQUESTS
 
-What it may do then grows with what it has done (state/newcomers.py).
+A worker's limits then grow with its record (state/newcomers.py).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ ROOM_RETRY_S = 60.0
 
 
 async def admit_worker(core: Core, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
-    """Take part, or begin anew with the same key. Raises PeerError."""
+    """Let a worker join, or start again with the same key. Raise PeerError."""
     state, config = core.state, core.config
     worker = state.workers.get(signer)
     is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
@@ -84,7 +86,7 @@ async def admit_worker(core: Core, signer: str, request: JoinRequest, *, address
 
 
 def name_of_network(core: Core, address: str) -> str:
-    """A name for the network of an address, which only this coordinator can make; empty for one that the operator trusts."""
+    """Return a keyed hash of the network of an address; empty for a network that the operator trusts."""
     if is_in(address, core.config.trusted):
         return ""
     return core.assigner.network_name(prefix_of(address))
@@ -117,7 +119,7 @@ def _redeem(core: Core, request: JoinRequest) -> str:
 
 
 def _check_software(software: str, least: str) -> None:
-    """`software` is a name and a version, as workers of ours send it; those of others are not compared."""
+    """Compare `software`, a name and a version, with the minimum. Versions of other implementations are not compared."""
     ours, wanted = _version(software), _version(f"prime-node {least}") if least else None
     if ours is not None and wanted is not None and ours < wanted:
         raise PeerError(

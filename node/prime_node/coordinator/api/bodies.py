@@ -1,14 +1,16 @@
-"""Who may send a body, before its first byte is read. The cheap checks come first; the first that fails answers.
+"""Which requests may send a body, decided before its first byte is read.
+
+The checks run from cheap to expensive; the first failure is the answer:
 
     (1) the header Prime-Body, its framing and size; without it the body is a stranger's, and short
-    (2) one signer; a stranger's address has not sent too much rubbish         BAD_SIGNATURE, TOO_MANY_REQUESTS
+    (2) one signer; a stranger's address has not sent too many faulty requests BAD_SIGNATURE, TOO_MANY_REQUESTS
     (3) the signer has the endpoint's role                                     WRONG_ROLE, REVOKED, UNKNOWN_WORKER, BANNED
-    (4) the signer's own rate, charged in the end                              TOO_MANY_REQUESTS
+    (4) the signer's own rate, charged at the end                              TOO_MANY_REQUESTS
     (5) signature, schema, this endpoint and this length                       BAD_SIGNATURE, WRONG_TYPE, MALFORMED
     (6) this run, this epoch, time stamp within the window, a new nonce        WRONG_RUN, WRONG_EPOCH, EXPIRED, REPLAYED
 
-What was admitted counts against its sender's share: the trusted roles, the members and the strangers have one each, so nobody
-fills the room of another class, and no key and no network fills its own class's alone.
+An admitted body counts against its sender's share. The trusted roles, the members and the strangers have one share each, so no
+class can use up the room of another. No key and no network can use up its class's share alone.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from prime_protocol.errors import LimitExceeded
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
 NETWORKS_PER_CLASS = 4
-"""Members of one network that the operator does not trust take at most one of so many parts of the members' share."""
+"""Parts of the members' share; members of one untrusted network together take one part at most."""
 
 
 def admits(core: Core, gate: RequestGate, callers: Callers, *, action: str, caller: Caller) -> Admit:
-    """The check for bodies that go to /v1/`action`."""
+    """Return the check for bodies that are sent to /v1/`action`."""
 
     def admit(request: Request, num_bytes: int) -> BodyAdmission:
         now_s, address = core.clock.monotonic_s(), callers.address_of(request)
@@ -61,9 +63,9 @@ def admits(core: Core, gate: RequestGate, callers: Callers, *, action: str, call
 
 
 def paid_by(core: Core, request: Request) -> str:
-    """The key whose rate was charged before this body was read; empty where none was. Raises PeerError."""
+    """Return the key whose rate was charged before this body was read; empty if none was. Raise PeerError."""
     header = request.headers.get(CLAIM_HEADER.lower())
-    if header is None or not request.body:  # without a body nobody has looked at the header
+    if header is None or not request.body:  # without a body the header was not checked
         return ""
     signer = open_claim(header).sole_signer()
     is_known = sender_of(signer, run=core.run, state=core.state) is not None
@@ -71,7 +73,7 @@ def paid_by(core: Core, request: Request) -> str:
 
 
 def _of_stranger(num_bytes: int, network: str) -> BodyAdmission:
-    """Raises LimitExceeded."""
+    """Return the admission of a stranger's body. Raise LimitExceeded."""
     if num_bytes > limits.STRANGER_BODY_BYTES_MAX:
         raise LimitExceeded(
             f"STRANGER_BODY_BYTES_MAX (a longer body needs the header {CLAIM_HEADER} of a member)",
@@ -88,7 +90,10 @@ def _of_stranger(num_bytes: int, network: str) -> BodyAdmission:
 
 
 def _of_known(core: Core, signer: str, network: str, callers: Callers) -> tuple[BodyShare, ...]:
-    """A key may send two of the largest bodies at once, however small its class's share is set."""
+    """Return the shares that a known key's body counts against.
+
+    A key may send two of the largest bodies at once, however small its class's share is.
+    """
     bounds = core.run.spec.limits
     if signer not in core.state.workers:
         each_max = 2 * (bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)

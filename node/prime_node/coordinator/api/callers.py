@@ -1,7 +1,7 @@
-"""Whose address a request counts against: the caller's, also where a reverse proxy stands in between.
+"""The caller's address that a request counts against, also behind a reverse proxy.
 
-A proxy writes the address that it was called from at the end of X-Forwarded-For. What stands before that anybody may have
-written, so the header is read from its end, and only as long as it is a proxy of ours that speaks.
+A proxy appends the address of its caller to X-Forwarded-For. A client can forge the entries before that. So the header is read
+from its end, only as long as the entries come from trusted proxies.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 Networks = Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]
 HEADER = "x-forwarded-for"
 HOPS_MAX = 8
-"""Proxies in a row."""
+"""Number of proxies in a row."""
 PREFIX_BITS = {4: 24, 6: 48}
-"""What one owner of addresses usually has, by the version of IP."""
+"""Prefix length, by IP version, of what one owner of addresses usually has."""
 
 
 class Callers:
-    """Example: Callers(proxies=config.behind, trusted=config.trusted)."""
+    """Addresses of callers. Example: Callers(proxies=config.behind, trusted=config.trusted)."""
 
     def __init__(self, *, proxies: Networks, trusted: Networks) -> None:
         self._proxies = proxies
@@ -32,11 +32,11 @@ class Callers:
         self._has_warned = False
 
     def address_of(self, request: Request) -> str:
-        """The last address on the way that is no proxy of ours."""
+        """Return the last address on the path that is not a trusted proxy."""
         return self.address(request.remote, request.headers.get(HEADER, ""))
 
     def address(self, remote: str, forwarded: str) -> str:
-        """The same, from the connection's address and the value of X-Forwarded-For."""
+        """Return the same from the connection's address and the value of X-Forwarded-For."""
         address, hops = remote, forwarded.split(",")[-HOPS_MAX:]
         if hops == [""]:
             return address
@@ -53,20 +53,20 @@ class Callers:
         return address
 
     def network_of(self, address: str) -> str:
-        """The network that shares its bounds: /24 or /48, but a single address where the operator trusts its network."""
+        """Return the network that the address shares limits with: /24 or /48, or the address alone in a trusted network."""
         return address if self.is_trusted(address) else prefix_of(address)
 
     def is_trusted(self, address: str) -> bool:
-        """Is it in a network of the operator's own?"""
+        """Return whether the address is in a network that the operator trusts."""
         return is_in(address, self._trusted)
 
     def is_proxy(self, address: str) -> bool:
-        """Is it a reverse proxy of the operator's own?"""
+        """Return whether the address is one of the operator's reverse proxies."""
         return is_in(address, self._proxies)
 
 
 def prefix_of(address: str) -> str:
-    """The network of an address, as its owner usually has it. What is no address is one network."""
+    """Return the network of an address at its usual prefix length. All invalid addresses are one network."""
     found = parsed(address)
     if found is None:
         return "unknown"
@@ -74,20 +74,20 @@ def prefix_of(address: str) -> str:
 
 
 def is_in(address: str, networks: Networks) -> bool:
-    """False for what is no address."""
+    """Return whether the address is in one of the networks; False for an invalid address."""
     found = parsed(address)
     return found is not None and any(found in network for network in networks)
 
 
 def without_port(address: str) -> str:
-    """Some proxies write the caller's port too: 192.0.2.1:4711, [2001:db8::1]:4711."""
+    """Remove the caller's port, which some proxies add: 192.0.2.1:4711, [2001:db8::1]:4711."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address.partition(":")[0] if address.count(":") == 1 else address
 
 
 def parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for what is no address. IPv4 inside IPv6 is IPv4."""
+    """Return the parsed address, IPv4 for IPv4 inside IPv6; None for an invalid one."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

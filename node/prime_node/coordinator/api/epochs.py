@@ -1,9 +1,9 @@
-"""Epochs: the times within which this server remembers every nonce that it took.
+"""Epochs: the periods within which this server remembers every nonce that it accepted.
 
-A nonce is forgotten by a restart, and with time, once its request has expired by the clock. So an epoch begins with the process,
-and again when the clock turns out to be set back: what had expired could count again then. An epoch's name is random and is kept
-nowhere. So nobody knows it in advance or can have a request signed for it, and neither kill -9 nor a copied folder nor a restored
-backup brings an earlier one back.
+A nonce is forgotten by a restart, and with time, once its request has expired by the clock. So an epoch begins with the
+process, and again when the clock is set back, because expired requests could be valid again then. An epoch's name is random and
+not stored. So nobody knows it in advance or can have a request signed for it. Neither kill -9 nor a copied folder nor a
+restored backup brings an earlier one back.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from prime_protocol.errors import ErrorCode, PeerError
 
 
 class Epochs:
-    """The present epoch. A new one begins when the wall clock falls CLOCK_BACK_S_MAX behind the monotonic clock."""
+    """The current epoch. A new one begins when the wall clock falls CLOCK_BACK_S_MAX behind the monotonic clock."""
 
     def __init__(self) -> None:
         self._present = secrets.token_hex(16)
         self._ahead_s: float | None = None
-        """The most that the wall clock was ahead of the monotonic one in this epoch."""
+        """Maximum lead of the wall clock over the monotonic one in this epoch."""
 
     def present(self, *, now_ms: int, now_s: float) -> str:
-        """The epoch's name. `now_ms` is Unix time, `now_s` monotonic."""
+        """Return the epoch's name. `now_ms` is Unix time, `now_s` monotonic."""
         ahead_s = now_ms / 1_000 - now_s
         if self._ahead_s is None or ahead_s > self._ahead_s:
             self._ahead_s = ahead_s
@@ -32,7 +32,10 @@ class Epochs:
         return self._present
 
     def require(self, epoch: str, *, now_ms: int, now_s: float) -> None:
-        """Raises PeerError: WRONG_EPOCH with the present epoch, VERSION_UNSUPPORTED for what older clients send."""
+        """Check a request's epoch.
+
+        Raise PeerError: WRONG_EPOCH with the current epoch, VERSION_UNSUPPORTED for a request without one, from older clients.
+        """
         present = self.present(now_ms=now_ms, now_s=now_s)
         if not epoch:
             raise PeerError(

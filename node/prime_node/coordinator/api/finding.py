@@ -1,7 +1,7 @@
-"""Finding peers: the asker offers itself, and gets a signed list of others and a ticket. SPEC, "Peers over HTTP".
+"""Peer discovery: the client announces itself, and gets a signed list of other peers and a ticket. SPEC, "Peers over HTTP".
 
-members (active workers, the run's keys, the operator's seeders)   a ticket and a list, and they are listed
-other keys ("guests"), in a run that any key may join              a list and no ticket; listed apart, in a bounded share
+members (active workers, the run's keys, the operator's seeders)   get a ticket and a list, and are listed
+other keys ("guests"), in a run that any key may join              get a list and no ticket; listed in a bounded share
 other keys, in a run for invited or listed workers                 NOT_INVITED
 """
 
@@ -20,11 +20,11 @@ from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
 
 TICKET_S = 24 * 3_600.0
-"""Long, so that the swarm goes on without the coordinator; a banned key gets no new one."""
+"""Lifetime of a ticket. Long, so that the swarm works without the coordinator; a banned key gets no new one."""
 
 
 async def find_peers(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
-    """Answer a verified request that came from `address`. Raises PeerError."""
+    """Answer a verified request that came from `address`. Raise PeerError."""
     is_guest = signer not in core.config.seeders and sender_of(signer, run=core.run, state=core.state) is None
     if is_guest and (core.config.invites_needed or core.config.allowed_workers):
         raise PeerError(
@@ -64,8 +64,11 @@ def _ticket(core: Core, peer: str, now_ms: int) -> str:
 
 
 def announced_from(core: Core, request: Request) -> str:
-    """The IP address that an offer comes from. Empty, so that nothing is dialled back, where a reverse proxy stands in between
-    that the settings do not name: its address is not the asker's."""
+    """Return the IP address that an announcement comes from.
+
+    It is empty behind a reverse proxy that the settings do not name, because that address is not the client's. Then no
+    dial-back happens.
+    """
     hops = [without_port(hop.strip()) for hop in request.headers.get(HEADER, "").split(",")[-HOPS_MAX:]]
     while hops and is_in(hops[-1], core.config.behind):
         hops.pop()
@@ -74,7 +77,7 @@ def announced_from(core: Core, request: Request) -> str:
 
 
 def _urls(address: str, port: int | None) -> tuple[str, ...]:
-    """Where the asker serves, if it does. Nothing where its address is no number (a socket file, say)."""
+    """Return the client's URL if it serves; empty if its address is not an IP address, such as a socket file."""
     parsed = parse_ip(address)
     if port is None or parsed is None:
         return ()

@@ -1,4 +1,4 @@
-"""Taking rollouts in.
+"""Intake of rollouts: the checks of an uploaded bundle.
 
     (1) framing and size                                  MALFORMED, TOO_LARGE, ...
     (2) the signer takes part and is not banned           UNKNOWN_WORKER, BANNED
@@ -10,12 +10,12 @@
     (7) sizes that the lease can possibly need            TOO_LARGE, DECOMPRESSED_TOO_LARGE
     (8) the body is the one that was signed               DIGEST_MISMATCH
 
-What is new is counted against its worker's rate, and is a sign of life: TOO_MANY_REQUESTS. What was sent before has a rate of its
-own, because anybody who has recorded it can send it again. Neither is counted where the worker's announcement was (bodies.py).
+A new bundle counts against its worker's rate (TOO_MANY_REQUESTS), and is a sign of life. A repeated bundle has a rate of its
+own, because anyone who has recorded it can send it again. Neither is charged if the worker's announcement was (bodies.py).
 
-Then the bytes are made durable, then the fact, then the answer is given. So a worker that got an answer may forget the bundle,
-and one that got none sends it again: the same bundle gets the same answer. The body is not opened here. What is in it is judged
-by a validator, whose verdict on a body that cannot be read is MALFORMED.
+First the bytes are made durable, then the event, then the answer is sent. So a worker that got an answer may delete the bundle.
+One that got none sends it again: the same bundle gets the same answer. The body is not opened here. A validator judges its
+content; its verdict on a body that cannot be read is MALFORMED.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
 
 AGAIN = "again "
-"""Begins the name of the bucket for what a worker, or anybody who has recorded it, sends again."""
+"""Prefix of the bucket name for repeated uploads, from the worker or from anyone who has recorded them."""
 
 
 async def upload(core: Core, gate: RequestGate, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
-    """One bundle. `paid_by`: the key whose rate is charged already. Raises PeerError."""
+    """Accept one bundle. `paid_by` is the key whose rate is charged already. Raise PeerError."""
 
     def charge(bucket: str) -> None:
         if paid_by != header.worker:
@@ -61,7 +61,7 @@ async def upload(core: Core, gate: RequestGate, parcel: bytes, *, address: str, 
         charge(AGAIN + header.worker)
         return decision
     check_sizes(header, lease, core.run)  # (7)
-    opened.check_body(header)  # (8); before anybody is convicted: who has seen a header can put another body behind it
+    opened.check_body(header)  # (8); before any conviction: anyone who has seen a header can attach another body to it
     charge(header.worker)
     core.presence.heard(header.worker, now_s)
     if isinstance(decision, ev.BundleArrived):
@@ -83,7 +83,7 @@ async def upload(core: Core, gate: RequestGate, parcel: bytes, *, address: str, 
 
 
 def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeader:
-    """Steps (2) to (4). Raises PeerError."""
+    """Check steps (2) to (4). Raise PeerError."""
     signer = opened.envelope.sole_signer()
     require_role(signer, Caller.WORKER, run=run, state=state)  # (2)
     payload = opened.envelope.verify(PayloadType.ROLLOUT, trusted=(signer,))  # (3)
@@ -104,7 +104,7 @@ def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeade
 
 
 def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> None:
-    """Step (7). Raises PeerError where the declared sizes are beyond what the lease's completions can take."""
+    """Check step (7). Raise PeerError if the declared sizes exceed what the lease's completions can need."""
     bound = body_bytes_max(
         num_rollouts=len(lease.slots) * run.spec.rollouts_per_group,
         completion_tokens_max=run.spec.sampling.completion_tokens_max,
@@ -121,14 +121,14 @@ def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> No
 def decide(
     state: State, header: RolloutHeader, lease: LeaseRecord, *, bundle: str, num_bytes: int
 ) -> ev.BundleArrived | ev.BundleTurnedAway | ev.BundleContradicted | UploadReply:
-    """Steps (5) and (6): what is to happen with a bundle, or what has happened already. Raises PeerError."""
+    """Check steps (5) and (6): return the event to record for a bundle, or the reply if it is settled. Raise PeerError."""
     if lease.worker != header.worker:
         raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
     if lease.bundle == bundle:
         return UploadReply(bundle=bundle, verdict=_verdict_on(state, lease))
     if lease.bundle is not None and lease.reason is None:  # accepted, or still to be judged
         return ev.BundleContradicted(lease.lease_id, lease.worker, bundle)
-    if lease.bundle is not None:  # nothing new to remember: the lease's one receipt is another bundle's
+    if lease.bundle is not None:  # nothing new to record: the lease's one receipt is another bundle's
         refusal = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")
         return UploadReply(bundle=bundle, verdict=refusal)
     num_rollouts = len(lease.slots) * state.rules.rollouts_per_group
@@ -164,7 +164,7 @@ _ENDED: dict[LeaseEnd | None, str] = {
 async def _store(
     core: Core, header: RolloutHeader, arrived: ev.BundleArrived, parcel: bytes
 ) -> ev.BundleArrived | ev.BundleTurnedAway | ev.BundleContradicted | UploadReply:
-    """Make the bytes durable, then decide again: meanwhile the lease may have ended, or the same bundle may have come twice."""
+    """Make the bytes durable, then decide again: meanwhile the lease may have ended, or the same bundle arrived twice."""
     await core.bundles.put(parcel, digest=arrived.bundle)
     require_role(header.worker, Caller.WORKER, run=core.run, state=core.state)
     lease = core.state.lease_of(header.lease_id, header.worker)
@@ -176,9 +176,9 @@ async def _store(
 async def _keep_both(
     core: Core, contradicted: ev.BundleContradicted, lease: LeaseRecord, opened: Parcel
 ) -> UploadReply:
-    """Two signed headers for one lease convict their worker: they are kept for the operator before anything follows.
+    """Keep two signed headers for one lease for the operator, then convict their worker.
 
-    The same header, wrapped in other JSON, does not: anybody can do that. Nor does one whose first one is deleted.
+    The same header in other JSON is no evidence: anyone can produce it. Nor is there evidence once the first bundle is deleted.
     """
     assert lease.bundle is not None
     try:
@@ -194,14 +194,14 @@ async def _keep_both(
     receipt = await replaced(core, lease.bundle)
     worker = core.state.workers.get(contradicted.worker)
     is_known = worker is not None and core.state.lease_of(contradicted.lease_id, contradicted.worker) is lease
-    if is_known and lease.reason is None:  # it may have come twice meanwhile, or be forgotten
+    if is_known and lease.reason is None:  # meanwhile a second copy may have arrived, or the lease may be forgotten
         core.decide(replace(contradicted, replaced=(receipt,)))
     detail = "two bundles were signed for this lease"
     return UploadReply(bundle=contradicted.other, verdict=Verdict.refuse(RejectReason.EQUIVOCATION, detail))
 
 
 async def _answer_of_old(core: Core, header: RolloutHeader, bundle: str) -> UploadReply:
-    """A bundle whose lease is no longer remembered: its receipt, if it was ever taken in."""
+    """Answer for a bundle whose lease is forgotten: from its receipt, if it was ever accepted for judgement."""
     stored = await core.store.receipt(bundle)
     if stored is not None:
         return UploadReply(bundle=bundle, verdict=verdict_of(stored))

@@ -1,4 +1,4 @@
-"""What validators ask for: a bundle to judge, its bytes, and to have their verdict noted."""
+"""The endpoints for validators: a bundle to judge, its bytes, and the verdict."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from prime_protocol.verdict import RejectReason
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-"""How soon a validator may ask again after it waited in vain."""
+"""Pause before a validator that waited without result may ask again."""
 
 
 async def next_check_task(core: Core, signer: str, request: CheckRequest) -> CheckTask | NotYet:
-    """The oldest waiting bundle, first those of the validator's own policies."""
+    """Return the oldest pending bundle, those of the validator's own policies first."""
     core.agreement.heard(signer, core.clock.monotonic_s())
     bundle = await core.news.until(
         Topic.CHECK,
@@ -60,7 +60,7 @@ async def next_check_task(core: Core, signer: str, request: CheckRequest) -> Che
 
 
 async def check_result(core: Core, signer: str, request: CheckResultRequest) -> None:
-    """Idempotent: the first verdict stands, once nothing else is asked of another validator (agreement.py)."""
+    """Record a verdict. Idempotent: the first verdict stands, unless another validator has to confirm it (agreement.py)."""
     core.agreement.heard(signer, core.clock.monotonic_s(), request)
     pending = core.state.bundles.get(request.bundle)
     if pending is None and request.bundle in core.agreement.looks:
@@ -90,13 +90,13 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
 
 
 def _pending(core: Core, bundle: str) -> PendingBundle | None:
-    """A bundle that waits for a verdict, or for a second look."""
+    """Return a bundle that waits for a verdict or for a second look."""
     look = core.agreement.looks.get(bundle)
     return core.state.bundles.get(bundle) or (None if look is None else look.pending)
 
 
 def _concluded(core: Core, signer: str, request: CheckResultRequest) -> Opinion | None:
-    """What a waiting bundle is decided by, if no other validator is to be asked."""
+    """Return the opinion that decides a pending bundle; None if another validator has to judge it first."""
     if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
         return None
     agreement, worker, now_s = core.agreement, pending.lease.worker, core.clock.monotonic_s()
@@ -114,7 +114,7 @@ def _concluded(core: Core, signer: str, request: CheckResultRequest) -> Opinion 
 
 
 def _second_look(core: Core, signer: str, request: CheckResultRequest) -> None:
-    """A validator's word on an accepted bundle that it was given too; said again, the first one's changes nothing."""
+    """Compare a second validator's opinion on an accepted bundle with the first. A repeat by the first validator is ignored."""
     if not core.agreement.may_judge(request.bundle, signer):
         return
     core.checks.settled([request.bundle])
@@ -137,7 +137,7 @@ async def _decide(core: Core, opinion: Opinion) -> None:
         return
     reason = verdict.reason
     if reason is RejectReason.WRONG_CONTEXT and core.state.is_evaluation(pending.lease.slots):
-        # Workers from before the evaluations play another problem under that number. It is refused, so nothing is gained by it.
+        # Older workers without evaluations run another problem under that number. It is refused, so they gain nothing by it.
         reason = RejectReason.INCOMPLETE
     core.decide(
         ev.VerdictGiven(
@@ -169,7 +169,7 @@ async def _decide(core: Core, opinion: Opinion) -> None:
 
 
 async def put_logprobs(core: Core, gate: RequestGate, parcel: bytes, *, address: str) -> str:
-    """A validator's own logprobs of a bundle that it is about to accept. Content-addressed and idempotent."""
+    """Store a validator's own logprobs of a bundle that it is about to accept. Content-addressed and idempotent."""
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)
         require_role(opened.envelope.sole_signer(), Caller.VALIDATOR, run=core.run, state=core.state)
@@ -179,7 +179,7 @@ async def put_logprobs(core: Core, gate: RequestGate, parcel: bytes, *, address:
             keys=core.run.keys,
             bytes_max=core.run.spec.limits.rollout_bytes_max,
         )
-    if header.bundle in core.agreement.looks:  # another validator's are there
+    if header.bundle in core.agreement.looks:  # another validator's are stored already
         return digest_of(parcel)
     if header.bundle not in core.state.bundles:
         raise PeerError(ErrorCode.NOT_FOUND, f"bundle {header.bundle[:12]} does not wait for a verdict")
@@ -187,7 +187,7 @@ async def put_logprobs(core: Core, gate: RequestGate, parcel: bytes, *, address:
 
 
 async def _require_logprobs(core: Core, pending: PendingBundle, request: CheckResultRequest) -> None:
-    """The trainer is told nothing that it would stop at. Raises PeerError."""
+    """Check the logprobs of a verdict, so that the trainer gets nothing that it would stop at. Raise PeerError."""
     spec = core.run.spec
     if request.logprobs is None:
         is_trained = request.verdict.accepted and not core.state.is_evaluation(pending.lease.slots)
@@ -217,12 +217,15 @@ async def _require_logprobs(core: Core, pending: PendingBundle, request: CheckRe
 
 
 def coarse(value: float) -> float:
-    """One significant digit. Anybody may read the metrics: the sum must not tell a worker how its last bundle measured."""
+    """Round to one significant digit.
+
+    The metrics are public: their sum must not show a worker how its last bundle measured.
+    """
     return float(f"{value:.0e}")
 
 
 async def _copies_replaced(core: Core, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:
-    """The receipts of bundles that this one shows to be copies, which were judged and accepted before it."""
+    """Return the receipts of bundles that this one shows to be copies, and that were judged and accepted before it."""
     known: dict[str, ev.Replaced] = {}
     while (pending := core.state.bundles.get(request.bundle)) is not None:
         later = copies.found_later(core.state, pending, request.fingerprints)
@@ -233,7 +236,7 @@ async def _copies_replaced(core: Core, request: CheckResultRequest) -> tuple[ev.
 
 
 async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:
-    """A bundle's bytes, for validators and the trainer only."""
+    """Return a bundle's bytes, for validators and the trainer only."""
     try:
         return await core.bundles.get(request.bundle)
     except KeyError:
@@ -241,7 +244,7 @@ async def bundle(core: Core, signer: str, request: BundleRequest) -> bytes:
 
 
 async def settle_held(core: Core) -> None:
-    """Refuse what a second validator was to judge, and did not."""
+    """Refuse the bundles that a second validator should have judged in time but did not."""
     for bundle in core.agreement.overdue(core.clock.monotonic_s()):
         opinion = core.agreement.settle(bundle, core.clock.monotonic_s())
         if bundle in core.state.bundles:
@@ -249,7 +252,7 @@ async def settle_held(core: Core) -> None:
 
 
 def expire_checks(core: Core) -> None:
-    """Bundles whose validator did not answer go to another one; after several, nobody's fault, back to the workers."""
+    """Requeue bundles that their validator did not judge in time. After several attempts, refuse them as unverifiable."""
     before = len(core.checks)
     for overdue in core.checks.overdue(core.clock.monotonic_s()):
         if overdue not in core.state.bundles or core.agreement.is_held(overdue):  # settle_held decides the latter

@@ -1,4 +1,4 @@
-"""What workers ask for beside joining and uploading: heartbeat, lease, hand back, leave."""
+"""The other endpoints for workers: heartbeat, lease, return a lease, leave."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from prime_protocol.visible import printable
 log = logging.getLogger(__name__)
 
 ENVIRONMENT_RETRY_S = 5.0
-"""After an environment failed: it may be a service that comes back."""
+"""Pause after an environment failed: it may be a service that recovers."""
 RETRY_S = 0.2
-"""How soon to ask again where waiting here would not help, a new policy being needed first."""
+"""Pause before the next request if waiting here would not help, because a new policy is needed first."""
 
 
 async def take_heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
+    """Answer a heartbeat."""
     require_session(core, signer, request.session)
-    if request.policy_version > core.state.head:  # shown to others, so what cannot be is not kept
+    if request.policy_version > core.state.head:  # the value is public, so an impossible one is not stored
         request = request.model_copy(update={"policy_version": -1})
     core.presence.reported(signer, request, core.clock.monotonic_s())
     if request.usable_after_ms is not None and request.policy_version >= 0:
@@ -54,18 +55,18 @@ async def take_heartbeat(core: Core, signer: str, request: HeartbeatRequest) -> 
 
 
 async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | NotYet:
-    """The lowest open slots that the worker's policy may serve; or, at the latest after `wait_s`, why there are none."""
+    """Return a lease on the lowest open slots that the policy may serve, or after at most `wait_s` why there are none."""
     require_session(core, signer, request.session)
     core.presence.heard(signer, core.clock.monotonic_s())
     _note_claim(core, signer, request.speed)
     if request.holding is not None:
-        # An answer may have been lost on its way; without this, its groups would wait until the lease expires.
+        # A reply may have been lost; without this, its groups would wait until the lease expires.
         unknown = tuple(lease for lease in core.state.workers[signer].leases if lease not in request.holding)
         if unknown:
             core.decide(ev.LeasesExpired(unknown))
 
     def look() -> Grant | NothingToLease:
-        require_role(signer, Caller.WORKER, run=core.run, state=core.state)  # things change meanwhile
+        require_role(signer, Caller.WORKER, run=core.run, state=core.state)  # the state may have changed meanwhile
         require_session(core, signer, request.session)
         refusal = _policy_fault(core, request)
         return refusal or choose_slots(
@@ -91,7 +92,7 @@ async def lease(core: Core, signer: str, request: LeaseRequest) -> Envelope | No
 
 
 async def return_lease(core: Core, signer: str, request: ReturnLeaseRequest) -> None:
-    """Idempotent."""
+    """End a lease without a bundle. Idempotent."""
     require_session(core, signer, request.session)
     record = core.state.lease_of(request.lease_id, signer)
     if record is None:
@@ -105,7 +106,7 @@ async def return_lease(core: Core, signer: str, request: ReturnLeaseRequest) -> 
 
 
 def note_failed(core: Core, record: LeaseRecord, *, is_judged: bool = False) -> None:
-    """A lease came to nothing because its environment failed. An evaluation asks everybody the same."""
+    """Record that a lease failed because of its environment. Exempt are evaluations: they ask all workers the same problems."""
     if core.state.is_evaluation(record.slots):
         return
     before = core.state.num_redrawn
@@ -115,6 +116,7 @@ def note_failed(core: Core, record: LeaseRecord, *, is_judged: bool = False) -> 
 
 
 async def take_leave(core: Core, signer: str, request: LeaveRequest) -> None:
+    """Let a worker leave."""
     require_session(core, signer, request.session)
     core.decide(ev.WorkerLeft(signer))
     core.presence.forget(signer)
@@ -122,7 +124,7 @@ async def take_leave(core: Core, signer: str, request: LeaveRequest) -> None:
 
 
 def _note_claim(core: Core, signer: str, speed: Speed | None) -> None:
-    """Once, and before anything was measured: then no claim counts."""
+    """Record a worker's first claim, unless its speed has been measured already."""
     worker = core.state.workers[signer]
     if speed is not None and worker.claimed is None and not worker.rollout_ms:
         claim = Claim(speed.rollout_ms, speed.tokens_per_s, speed.download_bytes_per_s)
@@ -130,11 +132,11 @@ def _note_claim(core: Core, signer: str, speed: Speed | None) -> None:
 
 
 def _environment_fault(core: Core, grant: Grant, draws: tuple[int, ...]) -> str:
-    """Why a grant's problems cannot be made, before anything is promised. The slots stay open, and the operator is told."""
+    """Return why the problems of a grant cannot be made, before it is leased. The slots stay open; the operator is notified."""
     try:
         for place, slot in enumerate(grant.slots):
             core.assigner.problem(slot, draws[place] if draws else None)
-    except Exception as error:  # an environment's code is not ours: whatever it raises, the coordinator goes on
+    except Exception as error:  # an environment's code may raise anything; the coordinator goes on
         if not core.environment_fault:
             log.exception("step %d: a problem cannot be made; nothing of it is leased until it can", grant.step)
         detail = str(error) if isinstance(error, LocalError) else type(error).__name__
@@ -167,7 +169,7 @@ def _grant(core: Core, signer: str, request: LeaseRequest, grant: Grant) -> Enve
 
 
 def _policy_fault(core: Core, request: LeaseRequest) -> NothingToLease | None:
-    """The worker must hold a policy that is published here, and the same one."""
+    """Check that the worker holds a policy that is published here, with the same digest."""
     state, version = core.state, request.policy_version
     publication = state.published.get(version)
     if publication is None:

@@ -1,10 +1,11 @@
-"""Rate limits, all of them here. Two token buckets:
+"""All rate limits, as two kinds of token buckets.
 
-- by key, once a signature has been verified: a worker cannot crowd out the others;
-- by network address, for what is refused and for new keys: where rubbish comes from, strangers are turned away before they cost
-  a signature check. Workers that take part and the keys of the run pass: they may share the address (requests.py).
+- by key, after a signature is verified: one worker cannot crowd out the others;
+- by network address, for faulty requests and new keys: strangers at an address that sends faulty requests are rejected
+  before they cost a signature check. Active workers and the run's keys are exempt, because they may share the address
+  (requests.py).
 
-A bucket by an unverified key would let anybody use up somebody else's.
+With a bucket by an unverified key, anyone could use up another key's tokens.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from __future__ import annotations
 from prime_protocol.errors import ErrorCode, PeerError
 
 BUCKETS_MAX = 65_536
-"""Buckets kept of each kind; the longest untouched one is dropped first. About 10 MB."""
+"""Buckets kept of each kind; the least recently used one is dropped first. About 10 MB."""
 
 
 class Buckets:
-    """Token buckets by name. A bucket that is not there is full."""
+    """Token buckets by name. A bucket that does not exist is full."""
 
     def __init__(self, *, per_second: float, burst: float) -> None:
         self._per_second = per_second
         self._burst = burst
-        self._levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), longest untouched first
+        self._levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), least recently used first
 
     def charge(self, name: str, now_s: float) -> None:
-        """Take a token; the bucket may go down to nothing."""
+        """Take a token; the level does not fall below zero."""
         level = self._level(name, now_s)
         self._levels.pop(name, None)
         self._levels[name] = (max(0.0, level - 1.0), now_s)
@@ -32,14 +33,14 @@ class Buckets:
             del self._levels[next(iter(self._levels))]
 
     def require(self, name: str, now_s: float) -> None:
-        """Raises PeerError(TOO_MANY_REQUESTS) where no token is left."""
+        """Raise PeerError(TOO_MANY_REQUESTS) if no token is left."""
         level = self._level(name, now_s)
         if level < 1.0:
             retry_after_s = round((1.0 - level) / self._per_second, 3)
             raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=retry_after_s)
 
     def spend(self, name: str, now_s: float) -> None:
-        """Take a token. Raises PeerError(TOO_MANY_REQUESTS) where none is left."""
+        """Take a token. Raise PeerError(TOO_MANY_REQUESTS) if none is left."""
         self.require(name, now_s)
         self.charge(name, now_s)
 

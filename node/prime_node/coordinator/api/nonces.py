@@ -1,12 +1,12 @@
-"""Nonces seen lately, so that a signed request works once.
+"""Recent nonces, so that a signed request works once.
 
-A request is accepted up to REQUEST_AGE_S_MAX before and after its time stamp, so a copy of it could be accepted for twice as long
-after its arrival, and longer by what the wall clock may fall behind within an epoch (epochs.py). Its nonce is remembered for at
-least that. Two generations: when the newer one is old enough, the older one is forgotten as a whole.
+A request is valid for REQUEST_AGE_S_MAX before and after its time stamp. So a copy may be valid for twice as long after its
+arrival, plus the time that the wall clock may fall behind within an epoch (epochs.py). Its nonce is remembered for at least
+that. There are two generations: when the newer one is old enough, the whole older one is forgotten.
 
-The run's keys, members and strangers have a room each. Within a room a key (of strangers: a network) that has used
-EACH_MIN gets more only as a share of what is left (FREE_PARTS), and a part of the room is not for such keys at all.
-So those who use the most are refused first. With the default settings it takes some two thousand keys of members to fill theirs.
+The run's keys, members and strangers have a room each. Within a room a key (for strangers: a network) that has used EACH_MIN
+gets more only as a share of what is left (FREE_PARTS), and a part of the room is not available to such keys. So the heaviest
+users are refused first. With the default settings it takes about two thousand member keys to fill their room.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from prime_protocol.errors import ErrorCode, PeerError
 MEMORY_S = 2 * limits.REQUEST_AGE_S_MAX + limits.CLOCK_BACK_S_MAX
 RETRY_S = 10.0
 APART_PARTS = 4
-"""The run's keys have one of so many parts of the memory, strangers another one, and members the rest. Of each of the three, one
-of so many parts is for keys and networks that have used less than EACH_MIN."""
+"""Parts of the memory: the run's keys have one, strangers another, and members the rest.
+
+Within each of the three, one of as many parts is for keys and networks that have used less than EACH_MIN."""
 EACH_MIN = 64
-"""A key of a member, or a network of strangers, may use so many while its kind has any room."""
+"""Nonces that a member's key, or a strangers' network, may use while its kind has any room."""
 FREE_PARTS = 8
-"""Beyond these, it gets more while it has used at most one of so many parts of what is left."""
+"""Parts of what is left; beyond EACH_MIN a key gets more while it has used at most one part."""
 
 
 class Room(StrEnum):
-    """Whose nonces are counted together."""
+    """Keys whose nonces are counted together."""
 
     ROLES = "roles"
-    """The run's own keys. FREE_PARTS is not for them: one may use as much as it leaves."""
+    """The run's own keys. FREE_PARTS does not apply: one key may use as much as it leaves."""
     MEMBERS = "members"
     STRANGERS = "strangers"
 
@@ -46,7 +47,7 @@ class _Generation:
 
 
 class Nonces:
-    """Bounded: when it is full, requests are refused rather than nonces forgotten."""
+    """Bounded memory of nonces. When it is full, it refuses requests rather than forget nonces."""
 
     def __init__(self, *, nonces_max: int) -> None:
         apart = nonces_max // APART_PARTS
@@ -55,14 +56,14 @@ class Nonces:
         self._since_s = 0.0
 
     def require_new(self, signer: str, nonce: str) -> None:
-        """Raises PeerError(REPLAYED)."""
+        """Raise PeerError(REPLAYED) if the nonce is known."""
         if signer + nonce in self._newer.seen or signer + nonce in self._older.seen:
             raise PeerError(ErrorCode.REPLAYED, "this request was sent before; sign a new one")
 
     def spend(self, signer: str, nonce: str, now_s: float, *, room: Room = Room.MEMBERS, network: str = "") -> None:
-        """Remember a nonce. `network`: whose share it takes, where that is not the signer's own.
+        """Remember a nonce. `network` is the network whose share it takes, if not the signer's own.
 
-        Raises PeerError: REPLAYED, TOO_MANY_REQUESTS where the share is used up, or UNAVAILABLE where the room is full.
+        Raise PeerError: REPLAYED, TOO_MANY_REQUESTS if the share is used up, or UNAVAILABLE if the room is full.
         """
         if now_s - self._since_s > MEMORY_S:
             self._newer, self._older = _Generation(), self._newer

@@ -1,4 +1,4 @@
-"""What the operator asks for: ban, unban, drain."""
+"""The endpoint for the operator: ban, unban, drain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 async def admin(core: Core, signer: str, request: AdminRequest) -> None:
-    """Idempotent."""
+    """Carry out an operator's action. Idempotent."""
     log.info("operator %s: %s %s %s", signer, request.action, request.worker or "", request.reason)
     if request.action == "drain":
         if not core.state.draining:

@@ -1,9 +1,9 @@
-"""Taking publications in: the trainer's blobs and manifests, and handing them to everyone.
+"""Publication: upload of the trainer's blobs and manifests, and reading of manifests.
 
-A manifest becomes the head once its signature, its schema, everything in chain.py, its indices, its bases and the presence of
-all its bytes have been checked. Then, in this order: the manifest's file, the event, head.json. Killed between any two, the old
-head or the new one is found, and the trainer publishes again. Two different manifests for one policy version are a fork: the
-first one stays, both are kept as evidence.
+A manifest becomes the head after checks of its signature, its schema, chain.py, its indices, its bases and the presence of all
+its bytes. Then, in this order: the manifest's file, the event, head.json. If the daemon is killed between any two, it finds the
+old head or the new one, and the trainer publishes again. Two different manifests for one policy version are a fork: the first
+one stays, and both are kept as evidence.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 
 
 async def put_blob(core: Core, gate: RequestGate, parcel: bytes, *, address: str) -> str:
-    """A checkpoint part or model file by the trainer. Content-addressed and idempotent.
+    """Store a checkpoint part or model file of the trainer. Content-addressed and idempotent.
 
-    It must be fresh: a replay would bring back what was deleted since.
+    It must be fresh: a replay would restore bytes that were deleted since.
     """
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.blob_bytes_max)
@@ -53,13 +53,13 @@ async def put_blob(core: Core, gate: RequestGate, parcel: bytes, *, address: str
 
 
 class ManifestIntake:
-    """Takes manifests in, one at a time."""
+    """Intake of manifests, one at a time."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     async def publish(self, gate: RequestGate, body: bytes, *, address: str) -> None:
-        """Idempotent for the same manifest. Raises PeerError."""
+        """Publish a manifest. Idempotent for the same manifest. Raise PeerError."""
         core = self._core
         with gate.blame(address, core.clock.monotonic_s()):
             envelope = open_envelope(body)
@@ -70,7 +70,7 @@ class ManifestIntake:
 
     async def _take_in(self, signed: SignedManifest) -> None:
         core, manifest = self._core, signed.manifest
-        core.run.keys.verify_manifest(signed.envelope, signed.point)  # again: its turn may have come after a key ring
+        core.run.keys.verify_manifest(signed.envelope, signed.point)  # again: the keys may have changed meanwhile
         check_manifest(manifest, core.run)
         if manifest.policy_version <= core.state.head:
             await self._compare_with_known(signed)
@@ -90,7 +90,7 @@ class ManifestIntake:
         if begun := core.evaluations.due(core.state):
             core.decide(begun)
         core.observer.made(manifest.policy_version, manifest.created_at_ms)
-        await core.journal.synced()  # a head that was shown and then forgotten would look like a fork to who saw it
+        await core.journal.synced()  # a head that was shown and then lost would look like a fork
         core.head = signed
         core.news.publish(Topic.HEAD)
         await core.published.write("head.json", signed.envelope.to_bytes())
@@ -111,13 +111,13 @@ class ManifestIntake:
 
 
 def _trainer_of(envelope: Envelope, core: Core) -> str:
-    """Of several signers, one that may publish; open_manifest counts them."""
+    """Return a signer that may publish, or else the first one. open_manifest counts the signers."""
     signers = [one.key_id for one in envelope.signatures]
     return next((signer for signer in signers if signer in core.run.keys.current.of(Role.TRAINER)), signers[0])
 
 
 async def _check_blobs(core: Core, manifest: Manifest) -> None:
-    """Everything is here, and each index is what it must be. Raises PeerError."""
+    """Check that all blobs are stored and that each index is valid. Raise PeerError."""
     for blob in manifest.blobs:
         if not await core.public.has(blob.digest) or await core.public.size(blob.digest) != blob.size:
             raise PeerError(ErrorCode.NOT_FOUND, f"blob {blob.digest[:12]} is not here; upload it first")
@@ -127,7 +127,7 @@ async def _check_blobs(core: Core, manifest: Manifest) -> None:
 
 
 async def _check_bases(core: Core, manifest: Manifest) -> None:
-    """Deltas are taken against published policies, and a newcomer finds a way. Raises PeerError(CHAIN_BROKEN)."""
+    """Check that deltas have published bases, and that a newcomer has an update path. Raise PeerError(CHAIN_BROKEN)."""
     for encoding in manifest.encodings:
         if encoding.base is not None:
             envelope = await read_manifest(core, encoding.base.policy_version)
@@ -142,7 +142,7 @@ async def _check_bases(core: Core, manifest: Manifest) -> None:
 
 
 def _check_batch(core: Core, manifest: Manifest) -> None:
-    """A policy comes from the batch that was handed out for its step. Raises PeerError(CHAIN_BROKEN)."""
+    """Check that a policy comes from the batch of its step. Raise PeerError(CHAIN_BROKEN)."""
     number = manifest.policy_version - 1
     if number < core.state.durable_step:  # policy 0, or the trainer is durable past this step already
         return
@@ -153,8 +153,8 @@ def _check_batch(core: Core, manifest: Manifest) -> None:
 
 
 async def read_manifest(core: Core, policy_version: int) -> Envelope:
-    """A published manifest. Raises PeerError(NOT_FOUND)."""
-    # A file may be there ahead of its event if the daemon was killed between the two; it is not published then.
+    """Return a published manifest. Raise PeerError(NOT_FOUND)."""
+    # A file may exist before its event if the daemon was killed between the two; it is not published then.
     if policy_version <= core.state.head:
         try:
             return open_envelope(await core.published.read(manifest_name(policy_version)))
@@ -164,7 +164,7 @@ async def read_manifest(core: Core, policy_version: int) -> Envelope:
 
 
 async def restore_head(core: Core) -> None:
-    """After a restart: the head from its file, and head.json as it must be."""
+    """Read the head from its file after a restart, and rewrite head.json."""
     if core.state.head >= 0:
         envelope = await read_manifest(core, core.state.head)
         core.head = open_manifest(envelope, core.run)
@@ -173,4 +173,5 @@ async def restore_head(core: Core) -> None:
 
 
 def manifest_name(policy_version: int) -> str:
+    """Return the name of a manifest's file."""
     return f"manifests/{policy_version:08d}.json"

@@ -1,4 +1,4 @@
-"""Receipts: what workers are told of their bundles, and what the stored ones say."""
+"""Receipts: the list of a worker's receipts, and the content of stored ones."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from prime_protocol.verdict import BundleStatus, Receipt, Verdict
 RECEIPTS_MAX = 256
 """Receipts in one answer."""
 RECEIPTS_CHARS_MAX = limits.ENVELOPE_BYTES_MAX // 2
-"""Of all of them, but for a single one. A client reads twice as much, and an envelope inside JSON is a little longer."""
+"""Characters of all receipts in an answer, except for a single one.
+
+A client reads twice as much, and an envelope inside JSON is a little longer."""
 
 
 async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> ReceiptList:
-    """What became of a worker's bundles, in the order of the last change. The banned are told too, and those who have left."""
+    """Return the receipts of a worker's bundles, by their last change. Banned and former workers get them too."""
     worker = core.state.workers.get(signer)
     if worker is not None and audits.is_releasable(core.state, worker):
         core.decide(ev.SuretyReleased((signer,)))
@@ -30,14 +32,14 @@ async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> Receipt
 
 
 def release_sureties(core: Core) -> None:
-    """The run ends: of everybody whose work is all judged."""
+    """Release the escrow of all workers whose bundles are judged, at the end of the run."""
     workers = [one.worker for one in core.state.workers.values() if audits.is_releasable(core.state, one)]
     if workers:
         core.decide(ev.SuretyReleased(tuple(workers)))
 
 
 async def replaced(core: Core, bundle: str) -> ev.Replaced:
-    """What a bundle's receipt says of evidence, for the one that is to follow it. Read again where its verdict came meanwhile."""
+    """Return the evidence in a bundle's receipt, for the receipt that will replace it. Read again if a verdict came meanwhile."""
     while True:
         is_waiting = bundle in core.state.bundles
         await core.journal.synced()
@@ -47,7 +49,7 @@ async def replaced(core: Core, bundle: str) -> ev.Replaced:
 
 
 def verdict_of(stored: StoredReceipt) -> Verdict | None:
-    """What a receipt of our own says; None while the bundle waits."""
+    """Return the verdict in a receipt of our own; None while the bundle is pending."""
     receipt = _opened(stored)
     if receipt.status is BundleStatus.PENDING:
         return None
@@ -59,7 +61,7 @@ def _opened(stored: StoredReceipt) -> Receipt:
 
 
 def _by_todays_key(core: Core, receipt: str) -> str:
-    """A receipt may be older than our key: workers believe none by a key whose time is over."""
+    """Sign a receipt again if it is older than our key: workers reject the signature of an expired key."""
     envelope = open_envelope(receipt.encode()) if core.run.keys.version else None
     if envelope is None or envelope.sole_signer() == core.key.key_id:
         return receipt

@@ -1,8 +1,8 @@
-"""The one path of every signed request. The cheap checks come before the dear ones; the first that fails answers.
+"""The checks that every signed request passes, cheap ones before expensive ones. The first failure is the answer.
 
     (1) framing and size                               MALFORMED, UNKNOWN_FIELD, WRONG_TYPE, TOO_LARGE
     (2) one signer; a stranger's address has not sent
-        too much rubbish                               BAD_SIGNATURE, TOO_MANY_REQUESTS
+        too many faulty requests                       BAD_SIGNATURE, TOO_MANY_REQUESTS
     (3) the signer has the endpoint's role             WRONG_ROLE, REVOKED, UNKNOWN_WORKER, BANNED
     (4) payload type, signature over the raw bytes     WRONG_PAYLOAD_TYPE, BAD_SIGNATURE, BAD_KEY
     (5) schema                                         UNKNOWN_FIELD, WRONG_TYPE
@@ -12,13 +12,14 @@
     (9) the signer's own rate, and its share of the
         memory of nonces                               TOO_MANY_REQUESTS, UNAVAILABLE
 
-The rate comes last: a recorded request that somebody else sends again uses up nothing of its signer's. What a signer announced
-before its body was read is charged there, and not again (bodies.py).
+The rate comes last: a recorded request that someone else sends again uses up nothing of its signer's. A request that was
+announced before its body was read is charged there, and not again (bodies.py).
 
-Many may share one address, behind a proxy or a NAT. So rubbish from it shuts out strangers only: keys that are none
-of the run's and that do not take part. They are refused before any signature is checked.
+Many callers may share one address, behind a proxy or a NAT. So faulty requests from it shut out only strangers: keys that
+neither belong to the run nor take part. They are refused before any signature is checked.
 
-A restart forgets the nonces and begins a new epoch, which is random (epochs.py). So no request that was signed before it counts.
+A restart forgets the nonces and begins a new epoch with a random name (epochs.py). So no request that was signed before is
+valid.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from prime_protocol.run_spec import PinnedRun
 
 
 class Caller(StrEnum):
-    """Who may call an endpoint."""
+    """The callers of an endpoint."""
 
     ANYONE = "anyone"
     """Any usable key that is not banned: to join."""
     WORKER = "worker"
     """A key that takes part."""
     KNOWN = "known"
-    """A key that takes part or did, be it banned: to learn what became of its work."""
+    """A key that takes part or did, even a banned one: to read its receipts."""
     VALIDATOR = "validator"
     TRAINER = "trainer"
     JUDGES = "validator or trainer"
@@ -66,7 +67,7 @@ _ROLES = {
 
 @dataclass(slots=True)
 class RequestGate:
-    """Lets requests in. Holds the memory that steps (2) and (7) to (9) need."""
+    """The gate of all requests, with the memory that steps (2) and (7) to (9) need."""
 
     run: PinnedRun
     limiter: Limiter
@@ -85,7 +86,7 @@ class RequestGate:
         now_s: float,
         paid_by: str = "",
     ) -> tuple[str, Request]:
-        """The verified signer and its request. `paid_by`: the key whose rate is charged already. Raises PeerError."""
+        """Return the verified signer and its request. `paid_by` is the key whose rate is charged already. Raise PeerError."""
         with self.blame(address, now_s):
             envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
             signer = envelope.sole_signer()  # (2)
@@ -108,7 +109,7 @@ class RequestGate:
         return signer, stamped.request
 
     def spend_nonce(self, signer: str, nonce: str, *, state: State, address: str, now_s: float) -> None:
-        """Remember a nonce in the room of its signer's kind. Raises PeerError."""
+        """Remember a nonce in the room of its signer's kind. Raise PeerError."""
         sender = sender_of(signer, run=self.run, state=state)
         if sender is None:
             self.nonces.spend(signer, nonce, now_s, room=Room.STRANGERS, network=prefix_of(address))
@@ -116,15 +117,16 @@ class RequestGate:
             self.nonces.spend(signer, nonce, now_s, room=Room.ROLES if sender.is_role else Room.MEMBERS)
 
     def blame(self, address: str, now_s: float) -> _Blame:
-        """Charge an address for a PeerError inside. For parcels too."""
+        """Charge an address for a PeerError raised inside the context. Used for parcels too."""
         return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
 
     def require_fresh(
         self, epoch: str, issued_at_ms: int, *, now_ms: int, now_s: float, on_its_way_s: float = 0.0
     ) -> None:
-        """Raises PeerError: WRONG_EPOCH for a statement of another epoch, EXPIRED outside the window around its time stamp.
+        """Check that a statement is of this epoch and recent.
 
-        `on_its_way_s`: how long its bytes may take to arrive, in seconds.
+        Raise PeerError: WRONG_EPOCH for another epoch, EXPIRED outside the window around its time stamp. `on_its_way_s` is the
+        time in seconds that its bytes may take to arrive.
         """
         self.epochs.require(epoch, now_ms=now_ms, now_s=now_s)
         skew_s = abs(now_ms - issued_at_ms) / 1_000
@@ -137,9 +139,9 @@ class RequestGate:
 
 
 class _Blame:
-    """A context that calls `charge` for each PeerError that passes, but for TOO_MANY_REQUESTS.
+    """A context that calls `charge` for each PeerError that passes, except TOO_MANY_REQUESTS.
 
-    Charging that would keep an address out for as long as anybody behind it tries again.
+    Charging that one would block an address for as long as any caller behind it tries again.
     """
 
     def __init__(self, charge: Callable[[], None]) -> None:
@@ -154,7 +156,7 @@ class _Blame:
 
 
 def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:
-    """A key of the run, or of a worker that takes part; None for a stranger's key."""
+    """Return the sender if it is a key of the run or of an active worker; None for a stranger's key."""
     keys, worker = run.keys.current, state.workers.get(signer)
     if signer in keys.root + keys.coordinator + keys.trainer + keys.validator:
         return Sender(signer, is_role=True)
@@ -162,7 +164,7 @@ def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:
 
 
 def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:
-    """Raises PeerError where a key, if it did sign, may not call. Costs nothing, so it comes before the signature."""
+    """Raise PeerError if a key that is assumed to have signed may not call. Free, so it comes before the signature check."""
     keys = run.keys.current
     if caller in _ROLES:
         if not any(signer in keys.of(role) for role in _ROLES[caller]):
@@ -180,4 +182,5 @@ def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -
 
 
 def wrong_run(named: str, run: PinnedRun) -> PeerError:
+    """Return the error for a statement that was signed for another run."""
     return PeerError(ErrorCode.WRONG_RUN, f"signed for run {named[:12]}, this is run {run.digest[:12]}")

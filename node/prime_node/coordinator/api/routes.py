@@ -1,7 +1,7 @@
 """The coordinator's HTTP endpoints as a table. SPEC.md, section "HTTP".
 
-Every answer waits until what it says is durable (`journal.synced`). Every error is an ErrorBody; a fault of our own is INTERNAL,
-shows nothing of its inside and is logged with its endpoint.
+Every answer waits until its content is durable (`journal.synced`). Every error is an ErrorBody. An internal fault is INTERNAL,
+shows no details and is logged with its endpoint.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 log = logging.getLogger(__name__)
 
 BLOB_CHUNK_BYTES = 2**20
-"""Read from disk and sent at once."""
+"""Bytes read from disk and sent at once."""
 
 HEAD_WAIT_S_MAX = 30.0
-"""How long a reader of /v1/head may ask to be kept waiting for the next one."""
+"""Maximum time that a reader of /v1/head may wait for the next one."""
 
 Answer = BaseModel | Envelope | bytes | None
 Action = Callable[[Core, str, Any], Awaitable[Answer]]
@@ -70,7 +70,7 @@ _ACTIONS: tuple[tuple[str, Caller, type[Any], Action], ...] = (
 
 
 def make_routes(core: Core, gate: RequestGate) -> list[Route]:
-    """All endpoints of one coordinator."""
+    """Return all endpoints of one coordinator."""
     bounds, publisher = core.run.spec.limits, ManifestIntake(core)
 
     async def upload(request: Request) -> Response:
@@ -154,7 +154,7 @@ def _admitted(core: Core, gate: RequestGate, request: Request, kind: type[Any], 
 
 
 def _sent(request: Request) -> bytes:
-    """A signed request: the header Prime-Request, or the body. Raises PeerError."""
+    """Return a signed request from the header Prime-Request or the body. Raise PeerError."""
     header = request.headers.get(REQUEST_HEADER.lower())
     if header is None:
         return request.body
@@ -167,7 +167,7 @@ def _sent(request: Request) -> bytes:
 
 
 def _guarded(core: Core, path: str, handler: Handler, callers: Callers) -> Handler:
-    """The edge of every endpoint: who calls, durability before the answer, and nothing of our inside in an error."""
+    """Wrap an endpoint: resolve the caller's address, make the answer durable, and hide internal errors."""
 
     async def handle(request: Request) -> Response:
         outcome, request = "ok", replace(request, remote=callers.address_of(request))
@@ -265,14 +265,14 @@ def _measured(core: Core) -> Response:
 
 
 def _number(text: str) -> int:
-    """A version in a path. Raises PeerError(NOT_FOUND)."""
+    """Return a version from a path. Raise PeerError(NOT_FOUND)."""
     if not re.fullmatch(r"[0-9]{1,15}", text):
         raise PeerError(ErrorCode.NOT_FOUND, "a version is a number")
     return int(text)
 
 
 async def _blob(core: Core, request: Request) -> Response:
-    """A public blob or a range of it. Uploaded bundles are kept elsewhere and cannot be reached here."""
+    """Return a public blob or a range of it. Uploaded bundles are stored elsewhere and cannot be reached here."""
     digest = request.params["digest"]
     if not core.config.serve_chunks and all(file.digest != digest for file in core.run.spec.model_files):
         raise PeerError(
@@ -304,7 +304,7 @@ async def _chunks(core: Core, digest: str, start: int, end: int) -> AsyncIterato
 
 
 def preferred_wait_s(text: str) -> float:
-    """`Prefer: wait=10` of RFC 7240, within HEAD_WAIT_S_MAX; 0 where it is absent or makes no sense."""
+    """Return the seconds of `Prefer: wait=10` (RFC 7240), within HEAD_WAIT_S_MAX; 0 if it is absent or invalid."""
     found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", text)
     return min(float(found[1]), HEAD_WAIT_S_MAX) if found else 0.0
 

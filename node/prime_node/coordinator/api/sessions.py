@@ -1,9 +1,9 @@
-"""One machine at a time takes part with a key.
+"""Sessions: one machine at a time takes part with a key.
 
-Two machines that share a key would take each other's leases: each tells which leases it holds, and the others lapse. So a process
-names its session when it joins, and repeats the name in what it asks afterwards. While a session lasts, no other is let in. It
-ends when its worker leaves, is banned, or misses HEARTBEATS_MISSED_MAX heartbeats. So a machine that crashed and starts again, or
-whose folder was moved, waits no longer than that. Uploads and receipts need no session: finished work counts, whoever brings it.
+Two machines that share a key would take each other's leases: each reports the leases that it holds, and the others lapse. So a
+process names its session when it joins, and repeats the name in later requests. While a session lasts, no other is admitted. It
+ends when its worker leaves, is banned, or misses HEARTBEATS_MISSED_MAX heartbeats. So a machine that crashed and restarts, or
+whose folder was moved, waits no longer than that. Uploads and receipts need no session: finished work counts from any machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 
 
 def require_session(core: Core, signer: str, session: str) -> None:
-    """Raises PeerError(IN_USE) where the key takes part in another session."""
+    """Raise PeerError(IN_USE) if the key takes part in another session."""
     worker = core.state.workers.get(signer)
     if worker is None or not worker.active or worker.session == session:
         return

@@ -1,7 +1,7 @@
-"""Answers that anybody may ask for and that take long to make: however many ask, making them takes a share of our time at most.
+"""Cache slow responses to cap their CPU share.
 
-The status of a thousand workers is half a megabyte and takes the event loop some tens of milliseconds, in which nobody is leased
-anything. So what took long is shown again for a while; what is made at once is made each time.
+The status of a thousand workers is half a megabyte and takes the event loop some tens of milliseconds, during which it grants
+no leases. So a response that took long is cached for a while; a fast one is made each time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from prime_node.ports.clock import Clock
 T = TypeVar("T")
 
 SHARE = 0.05
-"""Of the time, for making one answer again and again."""
+"""Maximum share of the time spent on making one response."""
 SHORT_S = 0.002
-"""Nobody notices."""
+"""Time to make a response below which it is not cached."""
 OLD_S_MAX = 10.0
-"""A process that was stopped, or a machine that stood still, in the middle of making took long only this once."""
+"""Maximum age of a cached response. A process that was suspended while making one took long only once."""
 
 
 class Spared(Generic[T]):
-    """The answer that `make` gives, at most `1 / SHARE` times as old as it took to make, and never older than OLD_S_MAX."""
+    """The response of `make`, at most `1 / SHARE` times as old as it took to make, and never older than OLD_S_MAX."""
 
     def __init__(self, make: Callable[[], T], clock: Clock) -> None:
         self._make, self._clock = make, clock
@@ -30,6 +30,7 @@ class Spared(Generic[T]):
         self._until_s = 0.0
 
     def get(self) -> T:
+        """Return the response, from the cache while it is fresh."""
         began_s = self._clock.monotonic_s()
         if self._made is not None and began_s < self._until_s:
             return self._made

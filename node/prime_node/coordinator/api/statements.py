@@ -1,8 +1,8 @@
-"""What the run says about itself beside the manifests: key rings, timestamps of what is newest, and the ledger.
+"""The run's other signed statements: key rings, timestamps, and the ledger.
 
-A ring is taken in by anybody's hand: its signatures are what counts. It is on the disk before it is believed, so that no restart
-goes back to keys that were revoked. A timestamp is made anew every few seconds and whenever something newer is published; the
-last one lies beside the manifests, for mirrors.
+Anyone may upload a key ring: its signatures count. It is on disk before it is used, so that no restart goes back to revoked
+keys. A timestamp is renewed every few seconds and after each publication. The last one is stored with the manifests, for
+mirrors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEDGER_HEAD_NAME = "ledger_head.json"
 
 
 async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) -> None:
-    """After a restart: every ring that was taken in. Raises LocalError where our own key's time is over."""
+    """Read every accepted key ring after a restart. Raise LocalError if our own key has been revoked."""
     for version in range(run.keys.version + 1, limits.KEY_RINGS_MAX + 1):
         try:
             run.keys.add(open_envelope(await published.read(key_ring_name(version))))
@@ -45,7 +45,7 @@ async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) ->
 
 
 def require_own_key(run: PinnedRun, key: SigningKey) -> None:
-    """Raises LocalError where nobody would believe what the coordinator signs."""
+    """Raise LocalError if the coordinator's key is not in the current key ring, so that its signatures would be rejected."""
     if key.key_id not in run.keys.current.coordinator:
         raise LocalError(
             f"{key.key_id} is no coordinator key of this run by key ring {run.keys.version}: start with the key that is"
@@ -53,13 +53,13 @@ def require_own_key(run: PinnedRun, key: SigningKey) -> None:
 
 
 async def take_key_ring(core: Core, gate: RequestGate, body: bytes, *, address: str) -> None:
-    """The next ring, signed by the root. Idempotent for the newest one. Raises PeerError."""
+    """Accept the next key ring, signed by the root. Idempotent for the newest one. Raise PeerError."""
     now_s = core.clock.monotonic_s()
     with gate.blame(address, now_s):
         envelope = open_envelope(body)
         if not any(one.key_id in core.run.keys.current.root for one in envelope.signatures):
             gate.limiter.by_address.require(address, now_s)
-        async with core.blobs_turn:  # no manifest is taken in meanwhile
+        async with core.blobs_turn:  # no manifest is accepted meanwhile
             if envelope.digest == core.run.keys.digest:
                 return
             ring = core.run.keys.check(envelope)
@@ -73,8 +73,10 @@ async def take_key_ring(core: Core, gate: RequestGate, body: bytes, *, address: 
 
 
 async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaitable[Envelope]]) -> None:
-    """What is published, up to policy `head`, stays so: the ring names one of these manifests, and those after it are by keys
-    that it keeps. Raises PeerError."""
+    """Check that a ring keeps the published manifests valid, up to policy `head`.
+
+    The ring names one of these manifests, and keys that it keeps have signed those after it. Raise PeerError.
+    """
     first = 0
     if ring.published is not None:
         envelope = await read(ring.published.policy_version)
@@ -96,21 +98,21 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
 
 
 async def read_key_ring(core: Core, version: int) -> Envelope:
-    """Raises PeerError(NOT_FOUND)."""
+    """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
     if not 1 <= version <= core.run.keys.version:
         raise PeerError(ErrorCode.NOT_FOUND, f"the newest key ring is {core.run.keys.version}; 0 is the RunSpec")
     return core.run.keys.rings[version - 1][1]
 
 
 async def timestamp(core: Core) -> Envelope:
-    """What is newest, signed lately."""
+    """Return a fresh timestamp."""
     await renew_timestamp(core)
     assert core.timestamp is not None
     return core.timestamp[1]
 
 
 async def renew_timestamp(core: Core) -> None:
-    """Sign anew where the last one is old or says something else. Cheap where not."""
+    """Sign a new timestamp if the last one is old or outdated. Cheap otherwise."""
     now_ms, head = core.clock.now_ms(), None if core.head is None else core.head.point
     if core.timestamp is not None:
         last = core.timestamp[0]
@@ -131,9 +133,9 @@ async def renew_timestamp(core: Core) -> None:
 
 
 async def ledger_head(core: Core) -> Envelope:
-    """How long the ledger is and what its last line is. Signed anew where it has grown, or where the last one is old.
+    """Return the ledger's length and last line, signed. Sign again if it has grown or the last head is old.
 
-    Written down before it is shown: a restart by a clock that was set back would otherwise go on with what contradicts it.
+    The head is stored before it is shown. Otherwise a restart with a clock that was set back could sign a contradicting one.
     """
     async with core.ledger_turn:
         now_ms, chain = core.journal.said_ms(), core.journal.ledger
@@ -149,7 +151,7 @@ async def ledger_head(core: Core) -> Envelope:
 
 
 async def ledger_head_ms(private: Documents) -> int:
-    """After a restart: the time of the last head that may have been shown; 0 where there is none."""
+    """Return the time of the last ledger head that may have been shown before a restart; 0 if there is none."""
     try:
         return parse_json(open_envelope(await private.read(LEDGER_HEAD_NAME)).payload, LedgerHead).at_ms
     except KeyError:
@@ -157,11 +159,12 @@ async def ledger_head_ms(private: Documents) -> int:
 
 
 async def ledger_lines(core: Core, start: int) -> bytes:
-    """Lines from line `start` on, each with its newline."""
+    """Return the ledger's lines from line `start` on, each with its newline."""
     await core.journal.synced()  # the store must have caught up with the head that was shown
     lines = await core.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
     return "".join(f"{line}\n" for line in lines).encode()
 
 
 def key_ring_name(version: int) -> str:
+    """Return the name of a key ring's file."""
     return f"keys/{version:04d}.json"

@@ -1,4 +1,4 @@
-"""What the coordinator tells about itself: /v1/status for people and programs, /metrics for Prometheus."""
+"""The coordinator's status: /v1/status for people and programs, /metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from prime_node.ports.metrics import Metric, MetricKind
 from prime_protocol.evidence import log_evidence
 
 USABLE_SHOWN_MAX = 16
-"""Policies in one status of which it is told when they could be used."""
+"""Policies in one status for which it shows the time to available."""
 WORKERS_SHOWN_MAX = 1_000
-"""Workers in one status; those that take part come first."""
+"""Workers in one status; active ones come first."""
 NAMED_MAX = 8
-"""Keys with one ending that are told."""
+"""Keys with one ending that are listed."""
 
 METRICS = (
     Metric(MetricKind.GAUGE, "prime_head", "Newest published policy."),
@@ -52,7 +52,7 @@ METRICS = (
 
 
 def status_of_run(core: Core) -> dict[str, Any]:
-    """Everything an operator asks first. Example: {"step": 3, "head": 3, "waiting_for": ["..."], "workers": [...], ...}."""
+    """Return the run's status. Example: {"step": 3, "head": 3, "waiting_for": ["..."], "workers": [...], ...}."""
     state = core.state
     workers = sorted(state.workers.values(), key=lambda worker: (not worker.active, worker.joined_at_ms))
     return {
@@ -84,13 +84,13 @@ def status_of_run(core: Core) -> dict[str, Any]:
 
 
 def named(core: Core, ending: str) -> dict[str, Any]:
-    """Which keys end so, of all that ever joined. Example: {"workers": ["12D3KooW..."]}."""
+    """Return the keys with this ending, among all that ever joined. Example: {"workers": ["12D3KooW..."]}."""
     found = (key for key in core.state.workers if key.endswith(ending))
     return {"workers": list(islice(found, NAMED_MAX))}
 
 
 def set_gauges(core: Core) -> None:
-    """Bring the gauges up to date; called when they are read."""
+    """Update the gauges before they are read."""
     state, metrics = core.state, core.metrics
     metrics.set("prime_head", state.head)
     metrics.set("prime_max_steps", state.rules.max_steps)

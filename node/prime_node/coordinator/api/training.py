@@ -1,4 +1,4 @@
-"""What the trainer asks for: the batch of a step."""
+"""The endpoint for the trainer: the batch of a step."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from prime_protocol.visible import printable
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
-"""How soon the trainer may ask again after it waited in vain."""
+"""Pause before the trainer may ask again after it waited without result."""
 
 
 async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | NotYet:
-    """A batch of a step, its groups in slot order, once they are there. The same question gives the same batch for ever."""
+    """Return a batch of a step, its groups in slot order, once it is complete. The same request always gives the same batch."""
     state = core.state
     if request.step >= state.rules.max_steps:
         raise PeerError(ErrorCode.NOT_FOUND, f"the run ends with step {state.rules.max_steps - 1}")
@@ -51,7 +51,7 @@ async def batch(core: Core, signer: str, request: BatchRequest) -> Envelope | No
 
 
 def _fix(core: Core, request: BatchRequest) -> bool:
-    """Whether the batch has been fixed, now or before."""
+    """Return whether the batch is fixed, now or before."""
     state = core.state
     if request.part < len(state.batches.get(request.step, ())):
         return True
@@ -68,7 +68,7 @@ def _fix(core: Core, request: BatchRequest) -> bool:
 
 
 def seal_batch(core: Core, step: int, part: int) -> Envelope:
-    """The batch as the trainer gets it. What its digests are is remembered until the trainer is durable past the step."""
+    """Return the signed batch, and remember its digests until the trainer is durable past the step."""
     envelope = seal(make_batch(core, step, part), PayloadType.BATCH, core.key)
     known, durable = core.batch_digests, core.state.durable_step
     known[step, part] = BatchDigests(payload=digest_of(envelope.payload), envelope=envelope.digest)
@@ -78,14 +78,14 @@ def seal_batch(core: Core, step: int, part: int) -> Envelope:
 
 
 def batch_digests(core: Core, step: int, part: int) -> BatchDigests:
-    """Of a batch that was fixed. It is made again only after a restart."""
+    """Return the digests of a fixed batch. Only after a restart the batch is made again."""
     if (step, part) not in core.batch_digests:
         seal_batch(core, step, part)
     return core.batch_digests[step, part]
 
 
 def make_batch(core: Core, step: int, part: int) -> TrainBatch:
-    """The signed list; the same bytes each time, because it holds nothing but what was settled."""
+    """Return the batch to sign. It contains only settled facts, so its bytes are the same each time."""
     state, groups = core.state, []
     for slot in state.batches[step][part]:
         group = state.steps[slot // state.rules.groups_per_step].accepted[slot]

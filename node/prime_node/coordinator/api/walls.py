@@ -1,9 +1,9 @@
-"""What the coordinator's HTTP server holds against strangers, and the names under which it may be asked for.
+"""Limits of the coordinator's HTTP server for strangers, and the host names that it accepts.
 
-A web page can lead a browser to an address of its owner's choice under the page's own name (DNS rebinding): to a coordinator on
-the same machine or network, whose status it could then read. The name stands in the header Host. So a caller at an address that
-is not public must name an address, this machine, a name that nobody can register, or one that the operator has listed. From a
-public address everybody can read the status anyway, and a proxy of the operator's own decides for itself.
+DNS rebinding: a web page can lead a browser to an address of the page owner's choice under the page's own name. That may be a
+coordinator on the same machine or network, whose status the page could then read. The header Host contains the name. So a
+caller at a non-public address must name an address, this machine, a name that cannot be registered, or one that the operator
+has listed. From a public address anyone can read the status anyway, and the operator's own proxies decide for themselves.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds
 
 MEMBER_REQUESTS_TIMES = 4
-"""A member's requests, the unsigned ones included, by its rate of signed ones."""
+"""Limit on a member's requests, the unsigned ones included, as a multiple of its rate of signed ones."""
 PRIVATE_DOMAINS = ("localhost", "local", "internal")
-"""Names under these, and names without a dot, belong to nobody in the public DNS (RFC 6761, RFC 6762, ICANN's reservation)."""
+"""Domains that nobody owns in the public DNS, like names without a dot (RFC 6761, RFC 6762, ICANN's reservation)."""
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}(?:%25[0-9a-z._-]{1,32})?\]|[0-9a-z._-]{1,253})(?::[0-9]{1,5})?")
 
 
 def caller_bounds_of(config: CoordinatorConfig) -> CallerBounds:
-    """The walls that the settings describe."""
+    """Return the limits that the settings describe."""
     callers = Callers(proxies=config.behind, trusted=config.trusted)
     names = {name.lower().rstrip(".") for name in config.hosts}
 
@@ -42,10 +42,10 @@ def caller_bounds_of(config: CoordinatorConfig) -> CallerBounds:
 
 
 def is_safe_host(host: str, names: Collection[str]) -> bool:
-    """May a browser's request have come here under this value of Host without the help of a stranger's DNS?"""
+    """Return whether a browser's request can have this value of Host without a stranger's DNS."""
     found = _HOST.fullmatch(host.lower())
     if found is None:
-        return not host  # HTTP/1.0 has none; no browser speaks it
+        return not host  # HTTP/1.0 has none; no browser uses it
     name = found[1].strip("[]").rstrip(".")
     if name in names or "." not in name or name.rpartition(".")[2] in PRIVATE_DOMAINS:
         return True

@@ -1,1 +1,1 @@
-"""What a run's events say about overlap: who waited, how old groups were, and how close it came to waiting for nobody."""
+"""Measurement of overlap from a run's events: waiting times, the age of groups, and the closeness to a scheduler without cost."""

@@ -1,8 +1,8 @@
-"""What the daemon does with the tracker: rows, lines of the timeline, Prometheus. Nothing is decided here.
+"""Output of the tracker: rows, lines of the timeline, Prometheus. This file decides nothing.
 
-metrics.jsonl    a row a step (report.py), with the broadcast's time and the closeness to a scheduler that costs nothing
-timeline.jsonl   a line a span: leases, verdicts, batches, policies and when each worker could use them; what
-                 `prime-node trace` draws
+metrics.jsonl    a row per step (report.py), with the broadcast's time and the closeness to a scheduler without cost
+timeline.jsonl   a line per span: leases, verdicts, batches, policies and when each worker could use them;
+                 `prime-node trace` draws it
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
 
 STEPS_COMPARED = 4
-"""The newest steps that the closeness is told over."""
+"""Newest steps over which the closeness is computed."""
 POLICIES_REMEMBERED = 64
 CLOCKS_APART_MS_MAX = 2_000
-"""Of the trainer's clock and ours."""
+"""Tolerated difference between the trainer's clock and ours."""
 WORKS_MAX = 20_000
-"""In so many steps' replay; beyond, the closeness is not told while the run goes on."""
+"""Maximum of works in a replay of these steps; beyond it, the closeness is not computed during the run."""
 
 
 @dataclass(slots=True)
 class Observer:
-    """Rests on what `note` was told. `rows` get a step's numbers, `timeline` the spans."""
+    """Recorder of the tracker's results. `rows` gets a step's numbers, `timeline` the spans."""
 
     tracker: Tracker
     metrics: Metrics
     rows: Recorder = field(default_factory=Recorders)
     timeline: Recorder = field(default_factory=Recorders)
     train_seconds: dict[int, float] = field(default_factory=dict)
-    """Step asked for -> what training the newest finished one had taken, as the trainer said."""
+    """Requested step -> training time of the newest finished step, as the trainer reported it."""
     usables: TimesToUsable = field(default_factory=TimesToUsable)
-    """From a policy's publication until workers could use it."""
+    """Times from a policy's publication until workers could use it."""
     swaps: TimesToUsable = field(default_factory=TimesToUsable)
-    """What swapping to it took them."""
+    """Times that workers needed to swap to a policy."""
     _made_ms: dict[int, int] = field(default_factory=dict)
     """Policy -> when the trainer signed it."""
     _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
     _num_stale: int = 0
 
     def note(self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int) -> None:
-        """After the event, with what followed from it."""
+        """Process an event after it was applied, with its effects."""
         spans, done = self.tracker.note(event, effects, state, at_ms)
         for span in spans:
             self._tell(span, state)
@@ -58,7 +58,7 @@ class Observer:
             self._tell_step(done, state)
 
     def made(self, policy_version: int, at_ms: int) -> None:
-        """The trainer has signed a policy then, by its manifest."""
+        """Record when the trainer signed a policy, by its manifest."""
         self._made_ms[policy_version] = at_ms
         while len(self._made_ms) > POLICIES_REMEMBERED:
             del self._made_ms[min(self._made_ms)]
@@ -66,9 +66,9 @@ class Observer:
     def usable(
         self, worker: str, policy_version: int, after_s: float, at_ms: int, *, swap_s: float | None = None
     ) -> None:
-        """A worker says that it could use a policy so long after it was made, and what of that its engine took to swap to it.
+        """Record a worker's report of when it could use a policy, and how long its engine took to swap to it.
 
-        What cannot be is not believed.
+        Ignore impossible values.
         """
         made_ms = self._made_ms.get(policy_version)
         if made_ms is None or made_ms + after_s * 1_000 > at_ms + CLOCKS_APART_MS_MAX:
@@ -84,12 +84,12 @@ class Observer:
         )
 
     def trained(self, asked_step: int, seconds: float) -> None:
-        """The trainer has measured a step. Saying it again changes nothing."""
+        """Record the training time that the trainer reports. Repeated reports change nothing."""
         self.train_seconds[asked_step] = seconds
         _keep_newest(self.train_seconds)
 
     def closeness(self, state: State) -> float | None:
-        """Replayed over measured time of the newest steps; None before enough is known."""
+        """Return the replayed time over the measured time of the newest steps; None before enough is known."""
         works = [work for step in self._steps for work in step.works]
         known = self.train_seconds.values()
         if len(self._steps) < STEPS_COMPARED or not known or not 0 < len(works) <= WORKS_MAX:
@@ -154,7 +154,7 @@ class Observer:
 def _steady_step_seconds(
     works: list[Work], mode: WaitingRules, *, workers: int, train_seconds: float, usable_seconds: float
 ) -> float:
-    """What a step takes once the pipeline is full: the same work three times over, of which the last round counts."""
+    """Return the time per step in a full pipeline, from the last of three rounds of the same work."""
     size = mode.admission.groups_per_step
     again: list[Work] = []
     slot = 0

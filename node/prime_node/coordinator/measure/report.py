@@ -1,7 +1,7 @@
-"""A step's log as named numbers: the row of metrics.jsonl, and what Prometheus shows.
+"""Named numbers of a step's log: the row of metrics.jsonl, and the Prometheus metrics.
 
-Names that verl's fully asynchronous trainer uses mean here what they mean there; a sample is a group, a trajectory a completion.
-Times are seconds. What is counted `since the start` begins anew with the coordinator.
+Names of verl's fully asynchronous trainer have the same meaning here; a sample is a group, a trajectory a completion. Times are
+in seconds. Counts `since the start` restart with the coordinator.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ METRICS = (
         MetricKind.COUNTER, "prime_leases_wasted_total", "Leases that brought nothing, since the start.", ("outcome",)
     ),
 )
-"""Beside the newest row, whose numbers become gauges."""
+"""Metrics in addition to the gauges, which are the numbers of the newest row."""
 
 
 def coordinator_row(log: StepLog, *, head: int, num_generated: int, num_dropped: int) -> dict[str, float]:
-    """`num_generated` and `num_dropped`: groups accepted, and dropped as stale, since the run and the start."""
+    """Return the row of a step. `num_generated` groups were accepted since the run began.
+
+    `num_dropped` groups were dropped as stale since the start.
+    """
     row = {
         "step": log.step,
         "rollouter/idle_ratio": log.idle_ratio,

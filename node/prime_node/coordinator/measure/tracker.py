@@ -1,11 +1,11 @@
-"""The tracker: what happened between two policies, from the state machine's events. Pure; it decides nothing.
+"""The tracker: derives from the state machine's events what happened between two policies. Pure; it decides nothing.
 
-Soft state: a restart begins it anew, so what was under way then is missing in the report of that step. It is told of an event
-after `tick` has carried it out, with what followed from it, and never looks through all leases: an event costs by what it ends.
-Memory is bounded like the state's: by open leases, pending bundles, groups that wait, and workers.
+Soft state: a restart begins it again, so the report of that step lacks what was under way then. It processes an event after
+`tick` has applied it, with its effects. It never searches all leases: the cost of an event depends on what the event ends.
+Memory is bounded like the state's: by open leases, pending bundles, waiting groups, and workers.
 
-A worker generates its leases in turn: the time of each counts from when it was granted or from the worker's last bundle,
-whichever is later (the same as `tick` measures a worker's speed by).
+A worker generates its leases in turn. The time of each counts from its grant or from the worker's last bundle, whichever is
+later. `tick` measures a worker's speed in the same way.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from prime_protocol.verdict import BundleStatus
 
 
 class SpanKind(StrEnum):
-    """What took the time, or happened at a moment."""
+    """Kind of an interval or a moment."""
 
     LEASE = "lease"
-    """A worker held and generated it."""
+    """A worker held and generated a lease."""
     CHECK = "check"
     """A bundle waited for its verdict."""
     BATCH = "batch"
-    """The trainer was given a batch, at this moment."""
+    """The trainer got a batch, at this moment."""
     POLICY = "policy"
     """A policy was published, at this moment."""
 
@@ -44,7 +44,7 @@ class Span:
     begin_ms: int
     end_ms: int
     outcome: str = ""
-    """Of a lease how it ended, of a check the verdict."""
+    """End of a lease, or verdict of a check."""
     worker: str = ""
     step: int = -1
     policy_version: int = -1
@@ -52,6 +52,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """The length of the span."""
         return (self.end_ms - self.begin_ms) / 1_000
 
 
@@ -72,34 +73,34 @@ class _Waiting(NamedTuple):
 
 @dataclass(slots=True)
 class StepLog:
-    """What happened while the trainer made one policy from another."""
+    """Log of the time in which the trainer made one policy from another."""
 
     step: int
     began_ms: int | None = None
-    """None: before we were there."""
+    """Start of the step; None: before the tracker began."""
     ended_ms: int = 0
     busy_ms: float = 0.0
-    """Added up over workers that held a lease."""
+    """Sum of the times in which workers held a lease."""
     present_ms: float = 0.0
-    """Added up over workers that took part."""
+    """Sum of the times in which workers took part."""
     lags: Counter[int] = field(default_factory=Counter)
     """Policies behind the step -> groups trained."""
     queue_seconds: list[float] = field(default_factory=list)
-    """Of each trained group, from its verdict to its batch."""
+    """Seconds from verdict to batch, per trained group."""
     generate_seconds: list[float] = field(default_factory=list)
-    """Of each trained group, its lease's time."""
+    """Seconds of its lease, per trained group."""
     check_seconds: list[float] = field(default_factory=list)
-    """Of each bundle that was judged."""
+    """Seconds from arrival to verdict, per judged bundle."""
     works: list[Work] = field(default_factory=list)
-    """Leases that were trained, for the replay."""
+    """Trained leases, for the replay."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Accepted groups that were thrown away, by reason."""
+    """Accepted groups that were dropped, by reason."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Bundles, by reason."""
+    """Refused bundles, by reason."""
     wasted: Counter[str] = field(default_factory=Counter)
-    """Leases that brought nothing, by how they ended."""
+    """Leases that ended without a bundle, by how they ended."""
     num_ready: int = 0
-    """Accepted groups that waited when the policy came out."""
+    """Accepted groups without a batch when the policy was published."""
     num_leased: int = 0
     """Groups that were leased or waited for a verdict then."""
     num_open: int = 0
@@ -107,37 +108,39 @@ class StepLog:
 
     @property
     def seconds(self) -> float:
+        """The length of the step."""
         return (self.ended_ms - (self.began_ms or 0)) / 1_000
 
     @property
     def idle_ratio(self) -> float:
-        """Share of the workers' time in which they held nothing to do."""
+        """The share of the workers' time in which they held no lease."""
         return 1.0 - self.busy_ms / self.present_ms if self.present_ms > 0 else 0.0
 
     @property
     def workers_mean(self) -> float:
+        """The mean number of active workers."""
         return self.present_ms / 1_000 / max(self.seconds, 1e-3)
 
 
 class Tracker:
-    """Told of every event in order, from a state on that it was made with."""
+    """Tracker of all events in order, starting from the given state."""
 
     def __init__(self, state: State) -> None:
         self._now_ms = 0
         self._step = max(0, state.head)
-        """Under way."""
+        """Step under way."""
         self._logs: dict[int, StepLog] = {}
-        """Of it and, since the trainer fetches its batches ahead, of those after it."""
+        """Logs of this step and of later ones, because the trainer fetches its batches ahead."""
         self._held: dict[str, _Held] = {}
         self._holding: Counter[str] = Counter()
-        """Worker -> leases that it holds; none at 0."""
+        """Worker -> number of leases that it holds; workers with none are absent."""
         self._num_active = 0
         self._arrived_ms: dict[str, int] = {}
-        """Worker -> when its last bundle came; forgotten some time after the state has forgotten it."""
+        """Worker -> arrival of its last bundle; removed some time after the state has forgotten the worker."""
         self._judged: dict[str, Span] = {}
-        """Bundle without a verdict -> its lease."""
+        """Pending bundle -> its lease."""
         self._waiting: dict[int, _Waiting] = {}
-        """By slot."""
+        """Waiting groups by slot."""
         for lease in state.leases.values():
             self._hold(lease.lease_id, _held(lease))
         for pending in state.bundles.values():
@@ -146,7 +149,7 @@ class Tracker:
     def note(
         self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int
     ) -> tuple[list[Span], StepLog | None]:
-        """What has come to its end: spans, and with a policy the step that made it."""
+        """Return the spans that ended with the event and, if it published a policy, the log of the step."""
         self._pass_time(at_ms)
         spans: list[Span] = []
         done: StepLog | None = None
@@ -197,7 +200,7 @@ class Tracker:
         self._holding[held.worker] += 1
 
     def _arrive(self, bundle: str, lease: LeaseRecord, at_ms: int) -> Span:
-        if self._held.pop(lease.lease_id, None) is not None:  # else it had lapsed
+        if self._held.pop(lease.lease_id, None) is not None:  # otherwise it had lapsed
             self._release(lease.worker)
         span = self._span(_held(lease), at_ms, "redeemed")
         self._arrived_ms[lease.worker] = at_ms
@@ -206,7 +209,8 @@ class Tracker:
 
     def _judge(self, event: ev.VerdictGiven, effects: Sequence[Effect], state: State, at_ms: int) -> list[Span]:
         lease = self._judged.pop(event.bundle)
-        # The state machine refuses some that the validator accepted: copies, and what all evidence together speaks against.
+        # The state machine refuses some bundles that the validator accepted: copies, and those that complete the evidence for a
+        # ban.
         settled = (one for one in effects if isinstance(one, Settled) and one.bundle == event.bundle)
         reason = next((one.reason for one in settled), None)
         outcome = "accepted" if reason is None else str(reason)
@@ -249,7 +253,7 @@ class Tracker:
         self._log(self._step).dropped[reason] += len(slots)
 
     def _take_back(self, lease: LeaseRecord, state: State) -> None:
-        """Groups of a refused bundle that had been accepted, and are no longer."""
+        """Drop the groups of a refused bundle that had been accepted before."""
         step = state.step_of(lease)
         accepted = {} if step is None else step.accepted
         lost = tuple(
@@ -275,7 +279,7 @@ class Tracker:
         return log
 
     def _let_go(self, lease: LeaseRecord, at_ms: int) -> list[Span]:
-        """It ended without a bundle."""
+        """End a lease without a bundle."""
         held = self._held.pop(lease.lease_id, None)
         if held is None:
             return []

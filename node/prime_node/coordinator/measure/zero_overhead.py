@@ -1,9 +1,9 @@
-"""The yardstick for overlap: the same work replayed by a scheduler that costs nothing. Pure.
+"""The baseline for overlap: a replay of the same work by a scheduler without cost. Pure.
 
-Given how long each piece of work took to generate, how long each step trained and how long a policy was under way, when would
-the policies have come out if asking, answering, uploading, checking and swapping took no time? Only the rule of step.py, the
-number of workers and the order of the work remain. Closeness is that time divided by the measured one: 1 means that nothing
-was lost to the scheduler; what k, slow workers or slow links cost is in both.
+The inputs are the time to generate each work, to train each step and to distribute a policy. The replay computes when the
+policies would have been published if requests, answers, uploads, checks and swaps took no time. Only the rule of step.py, the
+number of workers and the order of the work remain. Closeness is that time divided by the measured one: 1 means that the
+scheduler lost nothing. The cost of k, slow workers or slow links is in both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prime_protocol.step import Admission
 
 
 class Work(NamedTuple):
-    """What one worker does in one go. Example: Work(first_slot=64, num_groups=1, seconds=16.2)."""
+    """A unit of one worker's work. Example: Work(first_slot=64, num_groups=1, seconds=16.2)."""
 
     first_slot: int
     num_groups: int
@@ -26,13 +26,14 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WaitingRules:
-    """The part of a run's rules that waiting follows from."""
+    """The part of a run's rules that determines the waiting."""
 
     admission: Admission
     batches_per_step: int = 1
 
     @property
     def batch_groups(self) -> int:
+        """The groups of one batch."""
         return self.admission.groups_per_step // self.batches_per_step
 
 
@@ -45,10 +46,10 @@ def published_at(
     usable_seconds: float,
     num_steps: int,
 ) -> list[float]:
-    """When policy 1, 2, ... `num_steps` would be published, in seconds after policy 0 can be used.
+    """Return when policies 1, 2, ... `num_steps` would be published, in seconds after policy 0 can be used.
 
-    `works` hold the slots from 0 on, in order, each once and all that `num_steps` steps train. `train_seconds` of a step are
-    spread evenly over its batches. `usable_seconds` after its publication a policy can be used by everybody.
+    `works` hold the slots from 0 on, in order, each once, and all that `num_steps` steps train. `train_seconds` of a step are
+    spread evenly over its batches. All workers can use a policy `usable_seconds` after its publication.
     """
     return _Replay(works, mode, workers, train_seconds, usable_seconds, num_steps).run()
 
@@ -73,7 +74,7 @@ class _Replay:
         self.batches_done = 0
         self.num_filled = 0
         self.filled: set[int] = set()
-        """In order only: slots filled out of turn. The trainer waits for the lowest one that is missing."""
+        """Slots filled out of turn, if selection is in order. The trainer waits for the lowest one that is missing."""
         self.events: list[tuple[float, int, int]] = []
         self.published: list[float] = []
 
@@ -110,7 +111,7 @@ class _Replay:
         slots_end = self.mode.admission.slots_end(self.usable)
         while self.idle and self.next_work < len(self.works):
             work = self.works[self.next_work]
-            if work.first_slot >= slots_end:  # some may reach beyond it: what is known of a run need not tile its steps
+            if work.first_slot >= slots_end:  # works may extend beyond it: they need not tile a run's steps
                 break
             heappush(self.events, (now_s + work.seconds, _WORK, self.next_work))
             self.next_work += 1

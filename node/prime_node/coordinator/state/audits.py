@@ -1,15 +1,16 @@
-"""Whose bundles get a forward pass, and what the others stand for meanwhile.
+"""Which bundles are audited; escrow of the tokens of recent bundles.
 
-Every bundle is checked against its assignment and scored. The forward pass, which is what costs, is made for all bundles of a
-newcomer, and then for a share of them that falls with the audits that the worker has passed in a row, as BOINC's adaptive
-replication does. The share never falls below the run's floor. Which bundles it is follows from a secret of the coordinator and
-the bundle's own digest, after its bytes are durable: nobody can foresee it, nor choose by it what to upload.
+Every bundle is checked against its assignment and scored. The forward pass costs the most. Validators make it for every bundle
+of a newcomer, then for a share that falls with the worker's audits passed in a row, as in BOINC's adaptive replication. The
+share never falls below the run's floor. A secret of the coordinator and the bundle's digest select the bundles, once the bytes
+are durable. So a worker can neither predict the selection nor choose its uploads by it.
 
-The tokens of a worker's last `surety_bundles` accepted bundles are not credited yet: they are its surety. With one dishonest
-bundle it is lost; what of it was neither audited nor trained is dropped, what waits unaudited is refused, and all is audited
-again. So a cheat stakes more than the work that it saves (sim/cheating.py works it out).
+The tokens of a worker's last `surety_bundles` accepted bundles are in escrow: no receipt credits them yet. One dishonest bundle
+forfeits the escrow. Its groups that were neither audited nor trained are dropped, the worker's pending unaudited bundles are
+refused, and all its later bundles are audited again. So a cheat stakes more than the work that it saves (sim/cheating.py has
+the calculation).
 
-Leases that end without a bundle count too: whoever leaves indices out may be choosing among them.
+Leases that end without a bundle count too: a worker that omits indices may be choosing among them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 ABANDONED_COSTS = 4
-"""Passed audits that a lease without a bundle takes back."""
+"""Passed audits that one abandoned lease cancels."""
 TAKEN_BACK = "not audited, and the worker was found out before it could stand for itself"
 
 
 def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
-    """The probability that the worker's next bundle is audited. One whose engine nobody has calibrated remains a newcomer."""
+    """Return the probability that the worker's next bundle is audited.
+
+    A worker whose engine is not in the run's calibration remains a newcomer.
+    """
     if worker.streak <= rules.newcomer_bundles or worker.calibrated is False:
         return 1.0
     return max(rules.audit_share_min, rules.newcomer_bundles / worker.streak)
@@ -36,7 +40,10 @@ def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
 def credit(
     state: State, worker: WorkerRecord, pending: PendingBundle, num_tokens: int, weighed: Weighed | None = None
 ) -> tuple[int, str]:
-    """The tokens that an accepted bundle's receipt credits, and what to say about it. `weighed`: what else it says."""
+    """Move an accepted bundle into escrow; return the tokens that its receipt credits, and the receipt's detail.
+
+    `weighed` is the evidence that the receipt states.
+    """
     worker.streak += pending.audited
     newcomers.kept(state, worker)
     newcomers.recount(state, worker)
@@ -51,15 +58,15 @@ def credit(
 
 
 def is_releasable(state: State, worker: WorkerRecord) -> bool:
-    """Its surety has nothing left to stand for: no work is given out any more, and all of its own is judged."""
+    """Return whether the worker's escrow can be released: the run ends and all of the worker's bundles are judged."""
     waits = worker.leases or worker.pending or worker.banned is not None
     return bool(worker.surety) and state.is_ending and not waits
 
 
 def release(state: State, worker: WorkerRecord) -> Settled:
-    """Credit what is withheld, by another receipt of the last bundle.
+    """Credit the tokens in escrow, by another receipt of the last bundle.
 
-    Not when a worker leaves: it could come back with nothing at stake, and cheat then.
+    This does not happen when a worker leaves: it could come back with nothing at stake, and cheat then.
     """
     last, num_tokens = worker.surety[-1], sum(one.num_tokens for one in worker.surety)
     released, worker.surety, worker.released = len(worker.surety), [], True
@@ -79,7 +86,7 @@ def release(state: State, worker: WorkerRecord) -> Settled:
 
 
 def abandoned(state: State, worker: WorkerRecord) -> None:
-    """A lease ended without a bundle."""
+    """Record that a lease ended without a bundle."""
     worker.abandoned += 1
     newcomers.note_abandoned(state, worker)
     worker.streak = max(0, worker.streak - ABANDONED_COSTS)
@@ -87,7 +94,7 @@ def abandoned(state: State, worker: WorkerRecord) -> None:
 
 
 def found_out(state: State, worker: WorkerRecord) -> list[Effect]:
-    """A bundle of the worker's could only be dishonest: what stood on trust alone is taken back."""
+    """Forfeit the escrow after a bundle that can only be dishonest, and take back the unaudited bundles in it."""
     worker.streak = 0
     newcomers.recount(state, worker)
     taken_back, worker.surety = worker.surety, []
@@ -105,9 +112,9 @@ def found_out(state: State, worker: WorkerRecord) -> list[Effect]:
 def take_back(
     state: State, worker: WorkerRecord, lease: LeaseRecord, reason: RejectReason, detail: str
 ) -> tuple[Settled, bool]:
-    """An accepted bundle is refused after all: its groups that no batch has taken are open again.
+    """Refuse an accepted bundle afterwards: reopen those of its groups that no batch has taken.
 
-    Returns the bundle's new receipt, and whether there were any.
+    Return the bundle's new receipt, and whether any group was reopened.
     """
     bundle, num_rollouts = lease.bundle, len(lease.slots) * state.rules.rollouts_per_group
     assert bundle is not None

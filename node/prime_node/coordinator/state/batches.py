@@ -1,6 +1,6 @@
-"""The trainer's and the operator's part of the state machine: batches, durable steps, publications, draining.
+"""The trainer's and the operator's events: batches, durable steps, publications, draining.
 
-A batch is fixed when the trainer is given it. Which groups it takes was decided before (batching.py) and is in the event.
+A batch is fixed when the trainer receives it. batching.py chose its groups before, and the event names them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from prime_node.coordinator.state.slot_records import StepSlots
 
 
 def may_be_ready(state: State, step: int) -> bool:
-    """Whether a group accepted for `step` may have made the next batch possible. Cheap; batching.py decides."""
+    """Return whether a group accepted for `step` may have completed the next batch. Cheap; batching.py decides."""
     rules = state.rules
     return state.is_ready(step) if rules.is_batched_by_step else state.num_ready >= rules.batch_groups
 
 
 def mean(before: float, value: float, *, weight: float) -> float:
-    """A mean that forgets; 0 stands for no value yet."""
+    """Return the EWMA of `before` and `value`; 0 = unset."""
     return before + weight * (value - before) if before else value
 
 
 def measure_speed(state: State, worker: WorkerRecord, lease: LeaseRecord, num_rollouts: int, at_ms: int) -> None:
-    """How fast a worker is, from when it could begin a lease to when its bundle came."""
+    """Update a worker's speed: the time from when it could begin a lease until its bundle arrived."""
     took_ms = max(1, at_ms - max(lease.issued_at_ms, worker.arrived_at_ms)) / num_rollouts
     worker.rollout_ms = mean(worker.rollout_ms, took_ms, weight=0.3)
     state.rollout_ms = mean(state.rollout_ms, took_ms, weight=0.05)

@@ -1,7 +1,7 @@
-"""Which groups the trainer's next batch takes, as a function of the state. It decides; `state.tick` carries out.
+"""Which groups the trainer's next batch takes, as a function of the state. This file decides; `state.tick` applies the decision.
 
-In order, a batch is the next slots by number and waits for each. Otherwise it is chosen among what has been accepted, and what
-has become stale is dropped, waited for, masked or kept as the run says (replay/selection.py).
+With in-order selection, a batch is the next slots by number, and it waits for each of them. Otherwise the batch is chosen among
+the accepted groups. Stale groups are dropped, waited for, masked or kept, as the run's policy says (replay/selection.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prime_protocol.schedule import Selection, StalePolicy
 
 
 def next_step(state: State) -> int:
-    """The step whose next batch is to be fixed."""
+    """Return the step whose next batch is not fixed yet."""
     step = state.durable_step
     while state.is_given(step):
         step += 1
@@ -23,16 +23,16 @@ def next_step(state: State) -> int:
 
 
 def stale_slots(state: State, step: int) -> tuple[int, ...]:
-    """Accepted groups that are too old for `step` and are to be dropped before its batch is chosen.
+    """Return the accepted groups that are too old for `step`. They are dropped before its batch is chosen.
 
-    Under StalePolicy.WAIT there are some only where more groups were leased late, on an old policy, than a step can take.
+    Under StalePolicy.WAIT there are some only if more groups were leased late, on an old policy, than a step can take.
     """
     lag_max = state.rules.admission.lag_max
     return () if lag_max is None else stale(_ready(state), step=step, lag_max=lag_max)
 
 
 def choose_batch(state: State) -> tuple[int, ...] | None:
-    """The slots of the next batch, ascending; None where it has to wait."""
+    """Return the slots of the next batch, ascending; None if the batch has to wait."""
     rules = state.rules
     step, count = next_step(state), rules.batch_groups
     if step >= rules.max_steps:
@@ -71,7 +71,7 @@ def _ready(state: State) -> Iterator[Ready]:
 
 
 def _begun_versions(state: State) -> Iterator[int]:
-    """For each slot that is held and not filled, the oldest policy that anybody works on it with."""
+    """Yield, for each held slot that is not filled, the oldest policy that a worker uses on it."""
     oldest: dict[int, int] = {}
     for lease in _holders(state):
         step = None if state.is_evaluation(lease.slots) else state.steps.get(lease.step)
@@ -87,8 +87,10 @@ def _holders(state: State) -> Iterator[LeaseRecord]:
 
 
 def _window_end(state: State) -> int:
-    """The lowest `window_groups` slots that are not trained yet are below this. One that counted trained slots too could hold
-    fewer than a batch, and wait for ever."""
+    """Return an upper bound: the lowest `window_groups` untrained slots are below it.
+
+    A window that counted trained slots too could hold less than a batch, and wait forever.
+    """
     size = state.rules.groups_per_step
     untaken = (
         slot

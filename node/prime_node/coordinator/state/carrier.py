@@ -1,8 +1,8 @@
-"""Frozen records that cost no more to make than others.
+"""Frozen records without the cost of frozen dataclasses.
 
-`dataclass(frozen=True)` sets each field by a call: an event of eight fields takes 1.0 us to make instead of 0.25 us, and making
-the three events of a lease took a quarter of all that the scheduler does for it. What is declared with `carrier` is frozen for
-the type checker, which every commit passes, and a plain dataclass when it runs. It is compared and hashed like a frozen one.
+`dataclass(frozen=True)` sets each field by a call: an event of eight fields takes 1.0 us to create instead of 0.25 us. Creating
+the three events of a lease took a quarter of the scheduler's time per lease. A class declared with `carrier` is frozen for the
+type checker, which every commit passes, and a plain dataclass at runtime. It compares and hashes like a frozen one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ else:
     from dataclasses import dataclass
 
     def carrier(*, frozen, slots):
-        """In place of `dataclass(frozen=True, slots=True)`."""
+        """Replace `dataclass(frozen=True, slots=True)`."""
         return dataclass(unsafe_hash=frozen, slots=slots)
 
 

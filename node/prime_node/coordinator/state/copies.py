@@ -1,12 +1,12 @@
-"""Who said it first: an index of fingerprints (prime_protocol/copies.py) of accepted bundles, in the order in which they came.
+"""Which bundle is the original: an index of the fingerprints (prime_protocol/copies.py) of accepted bundles, as judged.
 
-A copy is the fault of the later one by the coordinator's clock, whichever is judged first. The index is part of the state, so it
-survives restarts; it holds the last FINGERPRINTS_KEPT_MAX fingerprints.
+Of two equal bundles the one that arrived later by the coordinator's clock is the copy, whichever is judged first. The index is
+part of the state, so it survives restarts. It holds the last FINGERPRINTS_KEPT_MAX fingerprints.
 
-Only an audited bundle accuses others. In one without a forward pass any text may stand: who has had a slot's seeds, and let its
-lease lapse, could file what they give under another slot, and have the honest worker that samples it next refused as a copyist.
-An unseeded engine could do the same with a forward pass. But what is proven to follow from its slot's seeds was copied from
-nobody, so between the two the unseeded one is at fault, whenever it came.
+Only an audited bundle is evidence against others. Without a forward pass a bundle may contain any text. A worker that had a
+slot's seeds and let its lease lapse could file their text under another slot. The honest worker that samples that slot next
+would then be refused for copying. An unseeded engine could do the same even with a forward pass. But text that is proven to
+follow from its slot's seeds is no copy. So of a seeded and an unseeded bundle the latter is the copy, whenever it arrived.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ SAID_BEFORE = "a bundle that came before it, but was judged later, said the same
 
 
 def found_earlier(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> Original | None:
-    """An accepted bundle for another slot that holds the same, and that this one is a copy of."""
+    """Return an accepted bundle for another slot with the same text, of which this bundle is a copy."""
     return next((one for one in _alike(state, pending, marks) if _is_original(one, pending)), None)
 
 
 def found_later(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:
-    """Accepted bundles that hold the same and are copies of this one, but were judged first. Each once."""
+    """Return accepted bundles that are copies of this one but were judged before it, each once."""
     if not pending.audited:
         return []
     return list({one.bundle: one for one in _alike(state, pending, marks) if not _is_original(one, pending)}.values())
 
 
 def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> None:
-    """An accepted bundle's fingerprints, if it was audited. An original stays the original."""
+    """Index an accepted bundle's fingerprints if it was audited. An original remains the original."""
     if not pending.audited:
         return
     for slot, mark in marks:
@@ -45,13 +45,16 @@ def remember(state: State, pending: PendingBundle, marks: Sequence[tuple[int, st
 
 
 def _is_original(known: Original, pending: PendingBundle) -> bool:
-    """Of two that hold the same, whether the known one was first, or must have been."""
+    """Return whether the known one of two equal bundles arrived first, or is proven by its seeds."""
     if known.seeded is not pending.seeded:
         return known.seeded
     return known.arrived_at_ms <= pending.arrived_at_ms
 
 
 def _alike(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> list[Original]:
-    """The same seeds give the same text, so bundles for the same slot are no copies of one another."""
+    """Return the originals with the same text in other slots.
+
+    The same seeds give the same text, so bundles for the same slot are not copies of each other.
+    """
     known = ((state.originals.get(mark), slot) for slot, mark in marks)
     return [one for one, slot in known if one is not None and one.slot != slot and one.bundle != pending.bundle]

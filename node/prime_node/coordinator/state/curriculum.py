@@ -1,13 +1,13 @@
-"""Which problems are worth asking: difficulty pools, and groups that teach nothing. The state's part of it, pure.
+"""Which problems are worth asking: difficulty pools and online difficulty filtering. The state's part of the curriculum, pure.
 
     easy, hard   problems whose last group's mean reward was at or beyond a threshold; they are not drawn any more
     normal       all others
-    filtered     accepted groups whose rollouts all failed or all succeeded, thrown away before a batch takes them (online
+    filtered     accepted groups whose rollouts all failed or all succeeded, dropped before a batch takes them (online
                  difficulty filtering): their slots are leased again, with other problems
 
-A problem is known by its example, a digest of environment and prompt: a question that a generator or a data set repeats is one.
-A slot draws its problem when it is leased while nobody holds it. The draw is in the lease's event, so lease, check and batch
-agree on it for ever. curation.py decides; here its decisions are carried out.
+A problem is identified by its example, a digest of environment and prompt. A question that a generator or a data set repeats is
+one problem. A slot draws its problem when it is leased while no worker holds it. The lease's event contains the draw, so lease,
+check and batch always agree on it. curation.py decides; this file applies its decisions.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from enum import StrEnum
 from operator import attrgetter
 
 EXAMPLES_MAX = 100_000
-"""Examples whose last result is remembered; beyond it the one that was looked at longest ago is forgotten."""
+"""Examples whose last result is kept; beyond it the example that was rated longest ago is evicted."""
 
 
 _PLACE = attrgetter("environment", "pool")
 
 
 class Pool(StrEnum):
-    """Where a problem is."""
+    """The difficulty pool of a problem."""
 
     EASY = "easy"
-    """Solved: it has nothing to teach."""
+    """Solved: no learning signal."""
     NORMAL = "normal"
-    """Drawn like any other."""
+    """Drawn as usual."""
     HARD = "hard"
-    """Never solved: it has nothing to teach yet."""
+    """Never solved: no learning signal yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """What an accepted group said about its problem."""
+    """The result of an accepted group for its problem."""
 
     slot: int
     example: str
@@ -48,52 +48,53 @@ class Rating:
     """One of the environment's indices that give this problem."""
     reward_mean: float
     pool: Pool
-    """Where it belongs from now on."""
+    """The problem's pool from now on."""
     filtered: Pool | None = None
-    """The group is thrown away, as too easy or too hard."""
+    """The pool for which the group is dropped, too easy or too hard; None: the group is kept."""
 
 
 @dataclass(slots=True)
 class Example:
-    """What is known of a problem."""
+    """The last result of a problem."""
 
     environment: str
     index: int
     reward_mean: float
-    """Of its last group."""
+    """Mean reward of its last group."""
     pool: Pool
     step: int
-    """Of its last group."""
+    """Step of its last group."""
 
 
 @dataclass(slots=True)
 class Curriculum:
-    """Empty where the curriculum is switched off."""
+    """The state of the curriculum. Empty if the run has none."""
 
     examples: dict[str, Example] = field(default_factory=dict)
-    """By digest, the one longest not looked at first."""
+    """Examples by digest, the least recently rated first."""
     draws: dict[int, int] = field(default_factory=dict)
     """Slots of the window whose problem is not the first draw."""
     redraw: set[int] = field(default_factory=set)
-    """Slots whose group was thrown away: they draw on when they are leased again."""
+    """Slots whose group was dropped: they draw the next problem when they are leased again."""
     filtered: dict[int, int] = field(default_factory=dict)
-    """Step of the window -> groups thrown away."""
+    """Step of the window -> dropped groups."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Since the run began: `evicted_examples/ENVIRONMENT/easy`, `filtered_rollouts/ENVIRONMENT/hard`, and the like."""
+    """Totals since the run began: `evicted_examples/ENVIRONMENT/easy`, `filtered_rollouts/ENVIRONMENT/hard`, and so on."""
 
     def is_pooled(self, example: str) -> bool:
+        """Return whether the example is in the easy or the hard pool."""
         known = self.examples.get(example)
         return known is not None and known.pool is not Pool.NORMAL
 
     def drawn(self, slots: Iterable[int], draws: Iterable[int]) -> None:
-        """Slots that are leased have these problems."""
+        """Record the draws of leased slots."""
         for slot, draw in zip(slots, draws, strict=True):
-            if draw != self.draws.get(slot, 0):  # else somebody works on it already
+            if draw != self.draws.get(slot, 0):  # else another worker holds it already
                 self.draws[slot] = draw
                 self.redraw.discard(slot)
 
     def rate(self, rating: Rating, *, step: int, num_rollouts: int) -> None:
-        """Of `num_rollouts`. The caller throws a filtered group away."""
+        """Apply the rating of a group of `num_rollouts` rollouts. The caller drops a filtered group."""
         known = self.examples.pop(rating.example, None)
         before = Pool.NORMAL if known is None else known.pool
         self.examples[rating.example] = Example(rating.environment, rating.index, rating.reward_mean, rating.pool, step)
@@ -107,12 +108,12 @@ class Curriculum:
             del self.examples[next(iter(self.examples))]
 
     def lift(self, examples: Iterable[str]) -> None:
-        """Back to `normal`."""
+        """Move examples back to the normal pool."""
         for example in examples:
             self.examples[example].pool = Pool.NORMAL
 
     def forget_before(self, first_step: int, *, groups_per_step: int) -> None:
-        """Slots of earlier steps are trained and durable."""
+        """Forget the slots of steps before `first_step`: they are trained and durable."""
         first = first_step * groups_per_step
         for slot in [slot for slot in self.draws if slot < first]:
             del self.draws[slot]
@@ -121,7 +122,7 @@ class Curriculum:
             del self.filtered[step]
 
     def shares(self) -> dict[str, float]:
-        """`pool/ENVIRONMENT/easy` and the like: shares of the examples that are known."""
+        """Return the share of known examples in each pool, as `pool/ENVIRONMENT/easy` and so on."""
         counts = Counter(map(_PLACE, self.examples.values()))
         environments = dict.fromkeys(environment for environment, _ in counts)
         totals = {name: sum(counts[name, pool] for pool in Pool) for name in environments}

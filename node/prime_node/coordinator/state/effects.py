@@ -1,4 +1,4 @@
-"""What follows from an event, for the daemon to do: wake, sign, delete, tell. `state.tick` returns them in order."""
+"""Effects of an event that the daemon carries out: wake, sign, delete, log. `state.tick` returns them in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 
 
 class Topic(StrEnum):
-    """What somebody may be waiting for."""
+    """What a request can wait for."""
 
     LEASE = "lease"
     CHECK = "check"
@@ -22,18 +22,18 @@ class Topic(StrEnum):
 
 @carrier(frozen=True, slots=True)
 class Woken:
-    """Effect: whoever waits for this should look again."""
+    """Effect: requests that wait for this topic check again."""
 
     topic: Topic
     is_offer: bool = False
-    """One after another, the one who waits longest first, while anything is left. Otherwise all at once."""
+    """If true, wake the requests one after another, the longest waiting first, while work is left. Otherwise wake all at once."""
 
 
 CHECK_NEWS, BATCH_NEWS = Woken(Topic.CHECK), Woken(Topic.BATCH)
 LEASE_NEWS = Woken(Topic.LEASE, is_offer=True)
-"""There may be something to lease."""
+"""A slot may be available to lease."""
 LEASE_NEWS_FOR_ALL = Woken(Topic.LEASE)
-"""It may be in vain to wait on: a newer policy is needed, or nothing more is leased."""
+"""Waiting may be useless: a newer policy is needed, or nothing more is leased."""
 
 
 @carrier(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LeaseEnded:
 
 @dataclass(slots=True)
 class Settled:
-    """Effect: a bundle's receipt is to be signed and stored, in the same transaction as the event."""
+    """Effect: the daemon signs and stores a bundle's receipt, in the same transaction as the event."""
 
     bundle: str
     lease: LeaseRecord
@@ -55,14 +55,14 @@ class Settled:
     reason: RejectReason | None = None
     detail: str = ""
     weighed: Weighed | None = None
-    """What it added to the evidence against its worker."""
+    """The evidence against the worker that this bundle added."""
     newly_accepted: bool = False
-    """Its verdict has come just now, so its slots' problems are still those of its lease."""
+    """Whether the verdict is new, so that the problems of its slots are still those of its lease."""
 
 
 @carrier(frozen=True, slots=True)
 class Evaluated:
-    """Effect: an evaluation is over; `State.results` has it."""
+    """Effect: an evaluation is complete; `State.results` has its results."""
 
     policy_version: int
 
@@ -76,7 +76,7 @@ class BundleForgotten:
 
 @carrier(frozen=True, slots=True)
 class WorkerWasBanned:
-    """Effect: a worker was banned; the operator should know."""
+    """Effect: a worker was banned; the operator is notified."""
 
     worker: str
     ban: Ban

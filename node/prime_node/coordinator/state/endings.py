@@ -1,4 +1,4 @@
-"""How leases and bundles end, and what a worker's going or ban means for those that it has. For tick.py and verdicts.py."""
+"""How leases and bundles end, and what happens to those of a worker that leaves or is banned. Used by tick.py and verdicts.py."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
-"""Ended leases kept for each worker."""
+"""Ended leases kept per worker."""
 LEASES_REMEMBERED_MIN = 16
-"""Twice what a worker may have in hand by default: all that lapsed at once, and all that replaced it."""
+"""Twice the default maximum of leases that a worker may hold: all that lapsed at once, and all that replaced them."""
 LEASES_REMEMBERED_TOTAL = 2**14
-"""Of all workers, where LEASES_REMEMBERED_MIN allows it. A snapshot holds them, half a kilobyte each, and while it is made nobody
-is answered: 64 of each of 1,000 workers would be 32 MB and a fifth of a second, 16 are 8 MB and a twentieth."""
+"""Ended leases of all workers, if LEASES_REMEMBERED_MIN allows it.
+
+A snapshot holds them, half a kilobyte each, and blocks all requests. 64 leases of each of 1,000 workers would be 32 MB and a
+fifth of a second; 16 are 8 MB and a twentieth."""
 WORKERS_REMEMBERED_FACTOR = 4
-"""Beyond this many times `workers_max`, workers that went away are forgotten (newcomers.py)."""
+"""Workers remembered, as a multiple of `workers_max`. Beyond it, inactive workers are forgotten (newcomers.py)."""
 WASTED_PAUSE_MS = 1_000
-"""A worker waits this long after its second wasted lease in a row, twice as long after each further one, ..."""
+"""Pause after a worker's second abandoned lease in a row. It doubles with each further one, ..."""
 WASTED_PAUSE_MS_MAX = 60_000
 """... up to this."""
 
@@ -42,7 +44,7 @@ WASTED_PAUSE_MS_MAX = 60_000
 def refuse(
     state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None = None
 ) -> list[Effect]:
-    """A bundle that waits gets its verdict."""
+    """Refuse a pending bundle."""
     step, worker = state.step_of(pending.lease), state.workers[pending.lease.worker]
     forgotten = stop_waiting(state, worker, pending, step)
     newcomers.recount(state, worker)
@@ -52,7 +54,7 @@ def refuse(
 
 
 def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
-    """Note a refusal everywhere it is counted."""
+    """Count a refusal for the worker and the run, and return its `Settled` effect."""
     assert lease.bundle is not None
     lease.reason, lease.detail = reason, detail
     worker = state.workers[lease.worker]
@@ -62,16 +64,16 @@ def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectR
 
 
 def stop_waiting(state: State, worker: WorkerRecord, pending: PendingBundle, step: StepSlots | None) -> list[Effect]:
-    """A worker's bundle for a lease of `step` waits no longer. The caller counts its worker again."""
+    """Remove a pending bundle of `step`. The caller recounts its worker."""
     del state.bundles[pending.bundle]
     worker.pending = without(worker.pending, pending.bundle)
     _remember_ended(worker, pending.lease)
-    # Where its step was trained meanwhile, with the groups of others, nothing else would delete its bytes.
+    # If other workers filled the slots of its step and the step is trained, nothing else would delete its bytes.
     return [BundleForgotten(pending.bundle)] if step is None and pending.bundle not in state.evidence else []
 
 
 def give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Effect]:
-    """End an open lease without a bundle. Whoever does so again and again is made to wait (scheduler.py)."""
+    """End an open lease without a bundle. A worker that does so repeatedly has to pause (scheduler.py)."""
     lease = state.leases[lease_id]
     worker = end_lease(state, lease, end)
     is_requeued = state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head
@@ -81,7 +83,7 @@ def give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Ef
 
 
 def note_wasted(state: State, worker: WorkerRecord, at_ms: int) -> None:
-    """A lease brought nothing."""
+    """Count a lease without result. From the second one in a row on, the worker has to pause."""
     worker.wasted += 1
     audits.abandoned(state, worker)
     if worker.is_wasteful:
@@ -90,12 +92,12 @@ def note_wasted(state: State, worker: WorkerRecord, at_ms: int) -> None:
 
 
 def without(names: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """All but one, which is nearly always all there is."""
+    """Return the names without `name`, which is nearly always the only one."""
     return tuple([other for other in names if other != name]) if len(names) > 1 else ()
 
 
 def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> WorkerRecord:
-    """An open lease is open no longer. Its slots are the caller's."""
+    """End an open lease. The caller releases its slots."""
     del state.leases[lease.lease_id]
     worker = state.workers[lease.worker]
     worker.leases = without(worker.leases, lease.lease_id)
@@ -106,17 +108,17 @@ def end_lease(state: State, lease: LeaseRecord, end: LeaseEnd) -> WorkerRecord:
 
 
 def leases_remembered(state: State) -> int:
-    """How many ended leases a worker keeps when it is granted one more.
+    """Return how many ended leases a worker keeps when it gets one more.
 
-    Of a lease that is forgotten a late bundle is not taken, and neither a second bundle nor a copy that is found out costs its
-    worker anything. So this is also how many leases a cheat has to waste, with ever longer pauses, to get away with either.
+    A late bundle for a forgotten lease is not accepted. A second bundle for it, or a copy found later, costs its worker
+    nothing. So a cheat has to abandon this many leases, with ever longer pauses, to get away with either.
     """
     fitting, in_hand = LEASES_REMEMBERED_TOTAL // len(state.workers), state.rules.bundles_pending_per_worker_max
     return min(LEASES_REMEMBERED_MAX, max(fitting, LEASES_REMEMBERED_MIN, 2 * in_hand))
 
 
 def forget_ended(worker: WorkerRecord, kept: int) -> None:
-    """But for the last ones."""
+    """Drop all but the newest `kept` leases."""
     if len(worker.ended) > kept:
         worker.ended = worker.ended[-kept:]
 
@@ -127,11 +129,12 @@ def _remember_ended(worker: WorkerRecord, lease: LeaseRecord) -> None:
 
 
 def lapse_leases(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
+    """Let all open leases of a worker lapse."""
     return [effect for lease in worker.leases for effect in give_back(state, lease, LeaseEnd.LAPSED, at_ms)]
 
 
 def deactivate(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
-    """A worker takes part no longer."""
+    """Make a worker inactive."""
     effects = lapse_leases(state, worker, at_ms)
     state.num_active -= worker.active
     worker.active = False
@@ -145,7 +148,7 @@ def deactivate(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
 
 
 def _forget_one(state: State) -> list[Effect]:
-    """With a banned key goes what its ban rests on: the case is written and lies with the operator (cases.py)."""
+    """Forget one inactive worker. A banned key's evidence goes with it: the operator has the ban dossier (cases.py)."""
     worker = newcomers.forget_one(state)
     bundle = None if worker is None or worker.banned is None else worker.banned.evidence
     if bundle is None:
@@ -156,7 +159,7 @@ def _forget_one(state: State) -> list[Effect]:
 
 
 def banish(state: State, worker: WorkerRecord, ban: Ban) -> list[Effect]:
-    """Nothing of a banned worker is taken any more: leases end, and what waits for a verdict is refused."""
+    """Ban a worker: its leases end, and its pending bundles are refused."""
     worker.banned = ban
     if ban.evidence is not None:
         state.evidence.append(ban.evidence)

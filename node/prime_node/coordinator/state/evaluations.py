@@ -1,11 +1,11 @@
-"""Evaluations by workers: held-out problems, leased, uploaded and judged like any others, and never trained on.
+"""Evaluations by workers: held-out problems that are leased, uploaded and judged like any others, and never trained on.
 
-The slots of an evaluation lie beyond those of the run (Rules.slots_end), so no batch, window or curriculum can meet them. They
-are leased to workers that hold the policy, before anything else, while it may be leased at all. An evaluation is over when each
-slot is answered or was asked in vain often enough; or, once its policy is too old, when nothing of it is held. Its figures are
-those of what was answered.
+The slots of an evaluation follow those of the run (Rules.slots_end), so no batch, window or curriculum contains them. They are
+leased before other work, to workers that hold the policy, while that policy may be leased. An evaluation ends when each slot
+has an answer or has used up its attempts. Once its policy is too old, it ends when no slot is held. Its results cover the
+answered slots.
 
-The workers are not trusted: their answers are proven like all others, but which leases they bring back is up to them.
+The workers are not trusted: their answers are verified like all others, but they choose which leases they return.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Results
 
 ATTEMPTS_MAX = 3
-"""A problem is leased so often at most. One that no validator can score must not hold up the training behind it."""
+"""Leases per problem. A problem that no validator can score must not hold up the training behind it."""
 RESULTS_KEPT_MAX = 4
-"""Evaluations whose results are remembered when another begins, the newest; the rows that were written hold all."""
+"""Newest results kept when another evaluation begins; the written rows hold all."""
 
 
 def _evaluation_begun(state: State, event: ev.EvaluationBegun, at_ms: int) -> list[Effect]:
     assert event.policy_version in state.published
     while (
         len(state.results) > RESULTS_KEPT_MAX
-    ):  # not in `settle_evaluation`: one event may end several, and all are told then
+    ):  # not in `settle_evaluation`: one event may end several evaluations, and all of them are reported
         del state.results[next(iter(state.results))]
     state.evaluations[event.policy_version] = Evaluation(
         open=sorted(event.slots, reverse=True), num_slots=len(event.slots)
@@ -42,7 +42,7 @@ HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {ev.Evaluat
 
 
 def retire(state: State) -> list[Effect]:
-    """After a publication: policies that are leased no more are evaluated no further."""
+    """After a publication, end the evaluations of policies that are not leased any more."""
     effects: list[Effect] = []
     oldest = state.head - state.rules.admission.lag_leased
     for version in [version for version in state.evaluations if version < oldest or state.is_complete]:
@@ -53,12 +53,12 @@ def retire(state: State) -> list[Effect]:
 
 
 def is_asked_again(evaluation: Evaluation, slot: int) -> bool:
-    """Whether a slot that came back without an answer is open again."""
+    """Return whether a slot without an answer is open again."""
     return not evaluation.retired and evaluation.attempts[slot] < ATTEMPTS_MAX
 
 
 def settle_evaluation(state: State, version: int) -> list[Effect]:
-    """The results, if nothing of the evaluation is open or held."""
+    """Store the results if no slot of the evaluation is open or held."""
     evaluation = state.evaluations[version]
     if evaluation.open or evaluation.held:
         return []

@@ -1,7 +1,7 @@
 """Events: the facts that the coordinator's state is folded from.
 
-An event says what has been decided, not what was asked: a lease event names its slots. So a release with another
-scheduler replays the log to the same state. Time is logged beside each event and is an argument of `tick`.
+An event states what was decided, not what was requested: a lease event names its slots. So a release with another scheduler
+replays the log to the same state. The log stores each event's time, which is an argument of `tick`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from prime_protocol.verdict import RejectReason
 
 @carrier(frozen=True, slots=True)
 class WorkerJoined:
-    """A key takes part, for the first time or again. Its open leases from before lapse."""
+    """Event: a key joins, for the first time or again. Its open leases lapse."""
 
     worker: str
     name: str
@@ -28,7 +28,7 @@ class WorkerJoined:
     engine: str
     rollouts_max: int
     network: str = ""
-    """Where from, as a keyed hash; empty: a network that the operator trusts."""
+    """Keyed hash of the network that the worker joined from; empty: a network that the operator trusts."""
     invite: str = ""
     hardware: str = ""
     session: str = ""
@@ -37,7 +37,7 @@ class WorkerJoined:
 
 @carrier(frozen=True, slots=True)
 class SpeedClaimed:
-    """A worker that has brought nothing yet says how fast it is."""
+    """Event: a worker without any bundle claims its speed."""
 
     worker: str
     claim: Claim
@@ -46,7 +46,7 @@ class SpeedClaimed:
 
 @carrier(frozen=True, slots=True)
 class WorkerLeft:
-    """A worker said goodbye. Its open leases lapse."""
+    """Event: a worker left. Its open leases lapse."""
 
     worker: str
     type: Literal["worker_left"] = "worker_left"
@@ -54,7 +54,7 @@ class WorkerLeft:
 
 @carrier(frozen=True, slots=True)
 class WorkersLost:
-    """Workers that were silent for too long. Their open leases lapse; they may join again."""
+    """Event: workers were silent for too long. Their open leases lapse; they may join again."""
 
     workers: tuple[str, ...]
     type: Literal["workers_lost"] = "workers_lost"
@@ -62,7 +62,10 @@ class WorkersLost:
 
 @carrier(frozen=True, slots=True)
 class WorkerBanned:
-    """The operator bans a worker. (A ban by strikes follows from a verdict and needs no event of its own.)"""
+    """Event: the operator bans a worker.
+
+    A ban by strikes follows from a verdict and needs no event of its own.
+    """
 
     worker: str
     reason: str
@@ -71,7 +74,7 @@ class WorkerBanned:
 
 @carrier(frozen=True, slots=True)
 class WorkerUnbanned:
-    """The operator forgives a worker: ban and strikes are gone."""
+    """Event: the operator lifts a worker's ban and clears its strikes."""
 
     worker: str
     type: Literal["worker_unbanned"] = "worker_unbanned"
@@ -79,7 +82,7 @@ class WorkerUnbanned:
 
 @carrier(frozen=True, slots=True)
 class LeaseGranted:
-    """Some slots of one step are promised to a worker."""
+    """Event: a worker gets a lease on some slots of one step."""
 
     lease_id: str
     worker: str
@@ -89,15 +92,15 @@ class LeaseGranted:
     slots: tuple[int, ...]
     expires_at_ms: int
     draws: tuple[int, ...] = ()
-    """Which problem each slot is (curriculum.py); empty: those it was before, the first at first."""
+    """Problem of each slot (curriculum.py); empty: the draws from before, at first the first problem."""
     remembered: int = 64
-    """How many of its worker's ended leases are kept (endings.py)."""
+    """Ended leases that the worker keeps (endings.py)."""
     type: Literal["lease_granted"] = "lease_granted"
 
 
 @carrier(frozen=True, slots=True)
 class LeaseReturned:
-    """A worker hands a lease back; it cannot be redeemed any more."""
+    """Event: a worker returns a lease; it cannot be redeemed any more."""
 
     lease_id: str
     type: Literal["lease_returned"] = "lease_returned"
@@ -105,18 +108,21 @@ class LeaseReturned:
 
 @carrier(frozen=True, slots=True)
 class EpisodesFailed:
-    """Slots whose environment failed on a worker: it handed its lease back for that, or its bundle was refused (failing.py)."""
+    """Event: the environment of slots failed on a worker.
+
+    The worker returned its lease for that, or its bundle was refused (failing.py).
+    """
 
     worker: str
     slots: tuple[int, ...]
     is_judged: bool = False
-    """A validator's environment failed as well."""
+    """Whether a validator's environment failed as well."""
     type: Literal["episodes_failed"] = "episodes_failed"
 
 
 @carrier(frozen=True, slots=True)
 class LeasesExpired:
-    """Leases whose time is up, or that their worker does not know of. They lapse."""
+    """Event: leases expired, or their worker does not know of them. They lapse."""
 
     lease_ids: tuple[str, ...]
     type: Literal["leases_expired"] = "leases_expired"
@@ -124,7 +130,7 @@ class LeasesExpired:
 
 @carrier(frozen=True, slots=True)
 class BundleArrived:
-    """A bundle is durable and redeems its lease; it waits for a verdict."""
+    """Event: a bundle is durable and redeems its lease; it waits for a verdict."""
 
     bundle: str
     lease_id: str
@@ -132,15 +138,15 @@ class BundleArrived:
     num_rollouts: int
     num_bytes: int
     audited: bool = True
-    """A validator makes a forward pass for it."""
+    """Whether a validator makes a forward pass for it."""
     seeded: bool = True
-    """Its engine says that it samples by the assigned seeds."""
+    """Whether its engine claims to sample by the assigned seeds."""
     type: Literal["bundle_arrived"] = "bundle_arrived"
 
 
 @carrier(frozen=True, slots=True)
 class BundleTurnedAway:
-    """A signed bundle came too late for its lease. Its bytes are not kept, its receipt is."""
+    """Event: a signed bundle arrived too late for its lease and was rejected. Its bytes are not kept, its receipt is."""
 
     bundle: str
     lease_id: str
@@ -153,7 +159,7 @@ class BundleTurnedAway:
 
 @carrier(frozen=True, slots=True)
 class Replaced:
-    """An accepted bundle's receipt that may be replaced: what it says of evidence is said by the next one too."""
+    """The evidence in an accepted bundle's receipt, which the receipt that replaces it states again."""
 
     bundle: str
     weighed: Weighed | None
@@ -161,46 +167,49 @@ class Replaced:
 
 @carrier(frozen=True, slots=True)
 class BundleContradicted:
-    """A worker signed a second, other bundle for a lease that one had redeemed. No honest worker does: it keeps the bytes."""
+    """Event: a worker signed a second, different bundle for a redeemed lease.
+
+    An honest worker keeps the bytes of the first, so it never does this.
+    """
 
     lease_id: str
     worker: str
     other: str
-    """The second one. Its bytes are not kept, its signed header is."""
+    """The second bundle. Its bytes are not kept, its signed header is."""
     replaced: tuple[Replaced, ...] = ()
-    """The first one's receipt, where it was accepted."""
+    """The first bundle's receipt, if it was accepted."""
     type: Literal["bundle_contradicted"] = "bundle_contradicted"
 
 
 @carrier(frozen=True, slots=True)
 class VerdictGiven:
-    """What a validator found, or UNVERIFIABLE by the coordinator where no validator answered."""
+    """Event: a validator's verdict, or UNVERIFIABLE by the coordinator if no validator answered."""
 
     bundle: str
     reason: RejectReason | None
-    """None: accepted."""
+    """Reason of the refusal; None: accepted."""
     detail: str
     rewards: tuple[float, ...]
     num_tokens: int
     validator: str
     versions: tuple[tuple[int, int], ...] = ()
-    """For each group of an accepted bundle the oldest policy of its tokens and of its last tokens; empty: the lease's own."""
+    """Per group of an accepted bundle, the oldest policy of its tokens and of its last tokens; empty: the lease's own."""
     unscored: tuple[int, ...] = ()
     """Completions of an accepted bundle that could not be scored; their rewards are 0."""
     evidence: BundleEvidence | None = None
-    """What its tokens say against the worker, where a forward pass was made."""
+    """Evidence of its tokens against the worker, if a forward pass was made."""
     fingerprints: tuple[tuple[int, str], ...] = ()
-    """Of an accepted bundle: slots, and what was said in them (copies.py)."""
+    """Slots of an accepted bundle and the fingerprints of their text (copies.py)."""
     replaced: tuple[Replaced, ...] = ()
-    """The receipts of accepted bundles that turn out to be copies by it."""
+    """Receipts of accepted bundles that this one shows to be copies."""
     logprobs: str = ""
-    """Parcel of the validator's own logprobs of an accepted bundle; empty where it made none."""
+    """Parcel of the validator's own logprobs of an accepted bundle; empty if it made none."""
     type: Literal["verdict_given"] = "verdict_given"
 
 
 @carrier(frozen=True, slots=True)
 class SuretyReleased:
-    """The run ends, and all work of these workers is judged: what is withheld of them is credited."""
+    """Event: the run ends and all bundles of these workers are judged: their escrow is credited."""
 
     workers: tuple[str, ...]
     type: Literal["surety_released"] = "surety_released"
@@ -208,7 +217,7 @@ class SuretyReleased:
 
 @carrier(frozen=True, slots=True)
 class BatchFixed:
-    """The trainer was given a batch of a step, its next one. It never changes from now on."""
+    """Event: the trainer got the next batch of a step. The batch is final."""
 
     step: int
     slots: tuple[int, ...]
@@ -217,7 +226,7 @@ class BatchFixed:
 
 @carrier(frozen=True, slots=True)
 class GroupsDropped:
-    """Accepted groups became too old before a batch took them: their slots are leased again."""
+    """Event: accepted groups became too old before a batch took them: their slots are leased again."""
 
     slots: tuple[int, ...]
     type: Literal["groups_dropped"] = "groups_dropped"
@@ -225,7 +234,7 @@ class GroupsDropped:
 
 @carrier(frozen=True, slots=True)
 class GroupsRated:
-    """Accepted groups were put into difficulty pools; those that are filtered are thrown away and their slots leased again."""
+    """Event: accepted groups were put into difficulty pools; filtered groups are dropped and their slots leased again."""
 
     step: int
     ratings: tuple[Rating, ...]
@@ -234,7 +243,7 @@ class GroupsRated:
 
 @carrier(frozen=True, slots=True)
 class ExamplesLifted:
-    """Pooled examples are drawn again."""
+    """Event: examples return from the easy and hard pools to the normal one."""
 
     examples: tuple[str, ...]
     type: Literal["examples_lifted"] = "examples_lifted"
@@ -242,7 +251,7 @@ class ExamplesLifted:
 
 @carrier(frozen=True, slots=True)
 class TrainerDurable:
-    """The trainer would resume at this step: what earlier steps trained on may be forgotten."""
+    """Event: the trainer would resume at this step: data of earlier steps may be deleted."""
 
     step: int
     type: Literal["trainer_durable"] = "trainer_durable"
@@ -250,37 +259,37 @@ class TrainerDurable:
 
 @carrier(frozen=True, slots=True)
 class ManifestPublished:
-    """The next policy is out."""
+    """Event: the next policy is published."""
 
     policy_version: int
     digest: str
     routes: tuple[UpdateRoute, ...]
-    """Its encodings."""
+    """Encodings of the policy."""
     type: Literal["manifest_published"] = "manifest_published"
 
 
 @carrier(frozen=True, slots=True)
 class EvaluationBegun:
-    """A published policy is to be evaluated by the workers (evaluations.py)."""
+    """Event: workers are to evaluate a published policy (evaluations.py)."""
 
     policy_version: int
     slots: tuple[int, ...]
-    """Beyond the run's; which problems they are, assignments.py says."""
+    """Slots after the run's last one; assignments.py maps them to problems."""
     type: Literal["evaluation_begun"] = "evaluation_begun"
 
 
 @carrier(frozen=True, slots=True)
 class EncodingsForgotten:
-    """Old encodings whose bytes are being deleted. Their manifests stay."""
+    """Event: the bytes of old encodings are being deleted. Their manifests stay."""
 
     encodings: tuple[tuple[int, int | None], ...]
-    """Policy version and base version."""
+    """Policy version and base version of each."""
     type: Literal["encodings_forgotten"] = "encodings_forgotten"
 
 
 @carrier(frozen=True, slots=True)
 class DrainSet:
-    """The operator lets the run drain: nothing is leased, everything out is taken in."""
+    """Event: the operator drains the run: no new leases, outstanding bundles are still accepted."""
 
     type: Literal["drain_set"] = "drain_set"
 
@@ -316,9 +325,10 @@ _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="t
 
 
 def event_to_json(event: Event) -> str:
+    """Return the event as JSON for the log."""
     return _EVENT.dump_json(event).decode()
 
 
 def event_from_json(payload: str) -> Event:
-    """An event of our own log. A pydantic ValidationError means that the log was written by another release."""
+    """Return an event of our own log. A pydantic ValidationError means that another release wrote the log."""
     return _EVENT.validate_json(payload)

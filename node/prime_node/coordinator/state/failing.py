@@ -1,17 +1,17 @@
-"""Problems whose environment fails whoever plays them: their slots draw another one, so that they hold up no run.
+"""Problems whose environment fails: after a quorum of reports their slot draws another problem, so they do not block the run.
 
-An environment fails on a worker because the worker's machine is broken, or because it fails anywhere. Nobody can tell from one
-report. So a slot draws on once enough voices have said that its problem fails: each key of a network that the operator trusts is
-a voice, all keys of another network together are one, and the validators, whose own environment failed as well, are one. It
-takes VOICES_MAX, or as many as take part where they are fewer, whoever has spoken included: a stranger whose answer breaks the
-validators' environment, or who leaves, outvotes nobody by that. Of strangers it takes never fewer than two. Whose bundle is
-`incomplete` speaks too, though a validator's environment went on: it is workers' machines that have to play the problem.
+An environment fails because one worker's machine is broken, or because it fails everywhere. One report cannot tell which. So a
+slot draws another problem once a quorum reports that its problem fails. Each key of a trusted network is one reporter. All keys
+of another network together are one reporter. The validators, if their own environment failed as well, are one reporter. The
+quorum is VOICES_MAX, or all participants and past reporters if they are fewer. Past reporters count, so a stranger cannot
+outvote others by breaking the validators' environment or by leaving. With strangers present, the quorum is at least two. An
+`incomplete` bundle is a report too, even if the validator's environment worked: workers' machines have to run the problem.
 
-What a stranger gains: whoever holds that many networks, is leased the same slot with each of them before anybody else plays its
-problem, and lets as many leases end for nothing, exchanges one problem for another that he cannot foresee. With a share f of the
-leases that is a chance of f^3. An accepted group ends the count, and each lease handed back costs what it always costs.
+What a stranger gains: it needs a quorum of networks. With each it must lease the same slot before anyone else runs its problem,
+and abandon that lease. Then it exchanges one problem for another that it cannot foresee. With a share f of the leases the
+chance is f^3. An accepted group resets the count, and each returned lease has its usual cost.
 
-A slot of which this was said is leased alone: what is said next is of it and of no neighbour.
+A reported slot is leased alone, so that the next report concerns this slot and no other.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.slot_records import StepSlots
 
 VOICES_MAX = 3
-"""So many say that a problem fails, and its slot draws another."""
+"""Reports after which a slot draws another problem."""
 JUDGES = "validators"
-"""The voice of them all."""
+"""The reporter name that all validators share."""
 
 
 def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list[Effect]:
@@ -50,7 +50,7 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
 
 
 def voices_needed(state: State, said: Collection[str]) -> int:
-    """How many have to say that a problem fails, of which these have."""
+    """Return the quorum for a problem of which `said` are the reporters so far."""
     found = (name for name, known in state.networks.items() if name and known.active)
     strangers = sum(1 for _ in islice(found, VOICES_MAX))  # more change nothing, and a run may have thousands
     trusted = state.networks[""].active if "" in state.networks else 0
@@ -64,7 +64,7 @@ def _takes_part(state: State, voice: str) -> bool:
 
 
 def alone(state: State, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Of slots that are about to be leased, those before the first that fails; or that one alone."""
+    """Return the slots before the first reported one, or that one alone if it comes first."""
     for place, slot in enumerate(slots):
         if slot in state.failing:
             return slots[: max(1, place)]
@@ -72,7 +72,7 @@ def alone(state: State, slots: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def waits(state: State, steps: Mapping[int, StepSlots]) -> list[str]:
-    """What the operator should know of the problems of these steps that fail."""
+    """Describe the reported problems of these steps for the operator."""
     failing = [slot for slot in state.failing if slot // state.rules.groups_per_step in steps]
     if not failing:
         return []
@@ -84,7 +84,7 @@ def waits(state: State, steps: Mapping[int, StepSlots]) -> list[str]:
 
 
 def _forget(state: State) -> None:
-    """What was said of slots that are trained and durable."""
+    """Drop the reports on slots that are trained and durable."""
     size = state.rules.groups_per_step
     state.curriculum.forget_before(state.first_step, groups_per_step=size)
     for slot in [slot for slot in state.failing if slot < state.first_step * size]:

@@ -1,4 +1,4 @@
-"""What is true of the state after every event. Checked by the tests after each one, and by the daemon once when it starts."""
+"""Invariants of the state. The tests check them after every event, the daemon once when it starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_node.coordinator.state.slot_records import AcceptedGroup
 
 
 def check_invariants(state: State) -> None:
-    """Raises AssertionError with the invariant that does not hold."""
+    """Raise AssertionError with the violated invariant."""
     _check_slots(state)
     _check_evaluations(state)
     _check_leases(state)
@@ -24,7 +24,7 @@ def check_invariants(state: State) -> None:
 
 
 def _check_slots(state: State) -> None:
-    """No slot is lost, and each is open, held or accepted."""
+    """Check that no slot is lost, and that each is open, held or accepted."""
     size = state.rules.groups_per_step
     window = range(state.first_step, state.last_step + 1)
     assert list(state.steps) == sorted(state.steps), "steps out of order"
@@ -50,7 +50,7 @@ def _check_slots(state: State) -> None:
 
 
 def _check_evaluations(state: State) -> None:
-    """No place of an evaluation is lost while its policy may be leased, and one that is over is not kept."""
+    """Check that no slot of a current evaluation is lost, and that no completed evaluation is kept."""
     for version, current in state.evaluations.items():
         holders = [*state.leases.values(), *(pending.lease for pending in state.bundles.values())]
         held = [slot for lease in holders if state.step_of(lease) is current for slot in lease.slots]
@@ -130,7 +130,7 @@ def _check_workers(state: State) -> None:
 
 
 def _check_networks(state: State) -> None:
-    """The sums that change by what workers change are what adding up all keys gives."""
+    """Check that the incremental sums per network equal sums over all keys."""
     expected: dict[str, Network] = {}
     bans = Counter(worker.network for worker in state.workers.values() if worker.banned is not None)
     for worker in state.workers.values():
@@ -155,12 +155,12 @@ def _check_networks(state: State) -> None:
 
 
 def check_ways(state: State) -> None:
-    """A newcomer always finds a way to the head, and to every policy that a lease may name."""
+    """Check that a newcomer finds an update path to the head, and to every policy that a lease may name."""
     routes = {version: publication.routes for version, publication in state.published.items()}
     for version in range(oldest_policy_needed(state), state.head + 1):
         assert search(version, routes).path is not None, f"no way leads to policy {version}"
 
 
 def _check_progress(state: State) -> None:
-    """Unless the run is over, somebody can be named who has to act next."""
+    """Check that some participant has to act next, unless the run is over."""
     assert waits_for(state) or state.head >= state.rules.max_steps, "everything waits for nobody"

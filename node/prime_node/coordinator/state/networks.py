@@ -1,4 +1,4 @@
-"""What is kept of a network, summed over its keys. newcomers.py is the only one that changes it."""
+"""Sums over the keys of a network. Only newcomers.py changes them."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ from prime_node.coordinator.state.carrier import carrier
 
 @carrier(frozen=True, slots=True)
 class Part:
-    """What one worker adds to the sums of its network, as it was last counted (newcomers.py)."""
+    """One worker's contribution to the sums of its network, as last counted (newcomers.py)."""
 
     keys: int = 0
     active: int = 0
     newcomers: int = 0
-    """1 for a newcomer that takes part; the next two are 0 for anybody else."""
+    """1 for an active newcomer; the next two are 0 for any other worker."""
     held: int = 0
-    """Its open leases and its bundles without a verdict."""
+    """Its open leases and pending bundles."""
     passed: int = 0
     """Audits that it has passed."""
 
 
 NOTHING, ABSENT, PRESENT = Part(), Part(1), Part(1, 1)
-"""Not known; known, and no newcomer that takes part. Shared: nearly every event leaves a worker what it was."""
+"""The parts of an unknown worker, an inactive one, and an active one that is no newcomer.
+
+They are shared objects, because nearly every event leaves a worker's part unchanged."""
 
 
 @dataclass(slots=True)
 class Network:
-    """Sums over the keys that joined from one network and are remembered."""
+    """Sums over the remembered keys that joined from one network."""
 
     keys: int = 0
     active: int = 0
@@ -35,16 +37,16 @@ class Network:
     held: int = 0
     passed: int = 0
     bans: int = 0
-    """Of its keys, those that were lifted left out."""
+    """Bans of its keys, without those that were lifted."""
     banned_at_ms: int = 0
-    """The last one."""
+    """Time of the last ban."""
     away: dict[str, None] = field(default_factory=dict)
-    """Those that may be forgotten, the longest away first."""
+    """Keys that may be forgotten, the longest inactive first."""
 
     broken: int = 0
-    """Leases that its newcomers let go since a bundle of one of them was accepted."""
+    """Leases that its newcomers abandoned since one of them had a bundle accepted."""
 
     @property
     def crowd(self) -> int:
-        """Its newcomers that take part, but for one of them."""
+        """Its active newcomers except one."""
         return max(0, self.newcomers - 1)

@@ -1,18 +1,20 @@
-"""What keys may do that nobody knows yet. A key costs nothing, so a thousand of them must not be worth more than one.
+"""Sybil limits per network: what new keys may do.
 
-Workers are counted by the network that they join from: /24 of IPv4, /48 of IPv6, told apart by a keyed hash. All newcomers of one
-network together may do what one of them alone could: their leases and groups grow with the audits that they have passed together,
-and they count as one where a step is shared out. Who has passed `newcomer_bundles` audits stands for himself: that took as many
-honest bundles. Where a key was banned, new keys of its network wait, twice as long after each ban.
+A key costs nothing, so a thousand keys must not be worth more than one.
+
+Workers are counted by the network that they join from: /24 of IPv4, /48 of IPv6, identified by a keyed hash. All newcomers of
+one network together may do what one of them alone could. Their leases and groups grow with the audits that they have passed
+together, and they count as one worker in the fair share of a step. A key that has passed `newcomer_bundles` audits has limits
+of its own: that took as many honest bundles. After a ban, new keys of that network wait, twice as long after each further ban.
 
 Networks that the operator trusts (coordinator.trusted_networks) have no name here, and no such limits.
 
-Memory: beyond WORKERS_REMEMBERED_FACTOR times `workers_max` keys, the network with most keys away forgets the one that is away
-longest, so a flood of keys pushes out its own. A banned key that is forgotten is worth a new one, which anybody has for nothing;
-what its network pays for the ban stays as long as any key of it is remembered. Keys with an invitation, and those that the
-operator has banned himself, are never forgotten: they are no more than he has let in or named.
+Memory: beyond WORKERS_REMEMBERED_FACTOR times `workers_max` keys, the network with most inactive keys forgets the one that is
+inactive longest, so a flood of keys evicts its own. A forgotten banned key is worth a new one, which costs nothing. The ban's
+effect on its network lasts as long as any of its keys is remembered. Keys with an invitation, and keys that the operator has
+banned, are never forgotten: there are no more of them than the operator has admitted or named.
 
-Nothing here takes longer with more keys: a network's sums change by what its workers change (`recount`).
+The cost does not grow with the number of keys: a network's sums change when its workers change (`recount`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from prime_protocol.verdict import BanKind
 BUNDLES_PER_LEASE = 2
 """Passed audits of a network's newcomers for each further lease that they may hold at once."""
 BAN_PAUSE_MS = 60_000
-"""New keys wait this long after the first ban in their network, twice as long after each further one, ..."""
+"""Wait of new keys after the first ban in their network. It doubles with each further ban, ..."""
 BAN_PAUSE_MS_MAX = 86_400_000
 """... up to a day."""
 
@@ -37,17 +39,18 @@ class Budget:
     """What a newcomer may be leased now."""
 
     leases: int
-    """Further ones; 0: none before a bundle of its network is settled."""
+    """Further leases; 0: none before a bundle of its network is settled."""
     groups: int
-    """In one lease."""
+    """Groups in one lease."""
 
 
 def is_newcomer(rules: SchedulerRules, worker: WorkerRecord) -> bool:
+    """Return whether a worker of an untrusted network has not passed `newcomer_bundles` audits in a row."""
     return bool(worker.network) and worker.streak < rules.newcomer_bundles
 
 
 def budget(state: State, worker: WorkerRecord) -> Budget | None:
-    """None where it has only the limits that everybody has."""
+    """Return a newcomer's budget; None for a worker that has only the general limits."""
     if not is_newcomer(state.rules, worker):
         return None
     known = state.networks[worker.network]
@@ -56,7 +59,7 @@ def budget(state: State, worker: WorkerRecord) -> Budget | None:
 
 
 def pause_ms(state: State, network: str, now_ms: int) -> int:
-    """How long a new key of this network has to wait; 0: not at all."""
+    """Return how long a new key of this network has to wait; 0: not at all."""
     known = state.networks.get(network)
     if known is None or not known.bans:
         return 0
@@ -65,13 +68,13 @@ def pause_ms(state: State, network: str, now_ms: int) -> int:
 
 
 def num_active(state: State, network: str) -> int:
-    """Workers of a network that take part."""
+    """Return the number of active workers of a network."""
     known = state.networks.get(network)
     return 0 if known is None else known.active
 
 
 def enter_network(state: State, worker: WorkerRecord, network: str) -> None:
-    """A worker has joined from a network, perhaps another one than before."""
+    """Record that a worker joined from a network, perhaps another one than before."""
     if worker.network != network:
         leave_network(state, worker)
     worker.network = network
@@ -80,7 +83,7 @@ def enter_network(state: State, worker: WorkerRecord, network: str) -> None:
 
 
 def leave_network(state: State, worker: WorkerRecord) -> None:
-    """A worker is about to be forgotten, or has gone to another network."""
+    """Remove a worker from its network's sums, because it is forgotten or has moved to another network."""
     known = state.networks.get(worker.network)
     if known is None or worker.counted == NOTHING:
         return
@@ -92,39 +95,39 @@ def leave_network(state: State, worker: WorkerRecord) -> None:
 
 
 def banned(state: State, worker: WorkerRecord, at_ms: int) -> None:
-    """A key of its network has been banned."""
+    """Record a ban of a key of the worker's network."""
     known = state.networks[worker.network]
     known.bans, known.banned_at_ms = known.bans + 1, at_ms
     recount(state, worker)
 
 
 def unbanned(state: State, worker: WorkerRecord) -> None:
-    """The operator has lifted its ban."""
+    """Record that the operator has lifted the worker's ban."""
     state.networks[worker.network].bans -= 1
     recount(state, worker)
 
 
 def note_abandoned(state: State, worker: WorkerRecord) -> None:
-    """A lease of its ended without a bundle. What a newcomer breaks, its network has broken."""
+    """Record an abandoned lease against the network of a newcomer."""
     if (known := state.networks.get(worker.network)) is not None and is_newcomer(state.rules, worker):
         known.broken += 1
 
 
 def kept(state: State, worker: WorkerRecord) -> None:
-    """A bundle of its was accepted."""
+    """Record that a bundle of the worker was accepted."""
     if (known := state.networks.get(worker.network)) is not None:
         known.broken = 0
 
 
 def is_believed(state: State, worker: WorkerRecord) -> bool:
-    """Whether what it says of itself counts: once for a network, until one of its newcomers has kept its word."""
+    """Return whether a claimed speed is believed: once per network, until one of its newcomers has had a bundle accepted."""
     return worker.wasted == 0 and state.networks[worker.network].broken == 0
 
 
 def forget_one(state: State) -> WorkerRecord | None:
-    """Who is forgotten now; None where everybody is needed. The trusted network's keys go last."""
+    """Forget one inactive worker and return it; None if there is none. Keys of trusted networks go last."""
     if state.by_away:
-        network = next(iter(state.by_away[max(state.by_away)]))  # as many numbers as the root of the keys, at most
+        network = next(iter(state.by_away[max(state.by_away)]))  # about sqrt(keys) distinct counts at most
     elif (trusted := state.networks.get("")) is not None and trusted.away:
         network = ""
     else:
@@ -136,11 +139,11 @@ def forget_one(state: State) -> WorkerRecord | None:
 
 
 def recount(state: State, worker: WorkerRecord) -> None:
-    """After anything of a worker has changed that its network's sums are made of."""
+    """Update the network's sums after a change of a worker that they depend on."""
     if worker.active and is_newcomer(state.rules, worker):
         now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.streak)
     elif worker.active and worker.counted is PRESENT:
-        return  # nearly always: who takes part and is no newcomer changes nothing by what he does
+        return  # the usual case: nothing that an active worker does changes its part, unless it is a newcomer
     else:
         now = PRESENT if worker.active else ABSENT
     known = state.networks.get(worker.network)
@@ -153,7 +156,7 @@ def recount(state: State, worker: WorkerRecord) -> None:
 
 
 def is_forgettable(worker: WorkerRecord) -> bool:
-    """It does not take part, and nothing speaks for keeping it in mind."""
+    """Return whether a worker is inactive and may be forgotten."""
     by_operator = worker.banned is not None and worker.banned.kind is BanKind.OPERATOR
     return not (worker.active or worker.pending or worker.invite or by_operator)
 

@@ -1,4 +1,4 @@
-"""What the state machine needs of the RunSpec."""
+"""The part of the RunSpec that the state machine needs."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ class SchedulerRules:
     leases_per_worker_max: int
     bundles_pending_per_worker_max: int
     slots_ahead: int | None = None
-    """floor(R (1 + eta)) where the schedule names eta; None: eta is async_level."""
+    """Slots that may be begun ahead, floor(R (1 + eta)), if the schedule names eta; None: eta is async_level."""
     selection: Selection = Selection.IN_ORDER
     window_groups: int = 0
     """Slots that Selection.WINDOW chooses from."""
     batches_per_step: int = 1
-    """K."""
+    """Batches per step, K in the SPEC."""
     lag_max: int | None = None
-    """A group further behind its step than this is stale."""
+    """Lag behind its step beyond which a group is stale."""
     staleness_from: StalenessFrom = StalenessFrom.START
     stale: StalePolicy = StalePolicy.KEEP
     leases_per_slot_max: int = 1
     straggler_factor: float = 2.0
     slow_factor: float | None = None
     requeues: bool = False
-    """Workers hand leases back when a newer policy arrives: that wastes nothing."""
+    """Whether workers return leases when a newer policy arrives. Such a lease does not count as abandoned."""
     statistics: tuple[str, ...] = ()
-    """What evidence is made of (CheckPolicy.statistics)."""
+    """Statistics of the evidence (CheckPolicy.statistics)."""
     evidence_max: float = EVIDENCE_MAX
-    """A worker is banned at so much evidence."""
+    """Evidence at which a worker is banned."""
 
     audit_share_min: float = 1.0
-    """Of a worker's bundles at least this share is audited (audits.py); 1: all of them."""
+    """Minimum share of a worker's bundles that are audited (audits.py); 1: all of them."""
     newcomer_bundles: int = 16
-    """So many audits are passed before fewer are made."""
+    """Audits that a worker has to pass before fewer are made."""
     surety_bundles: int = 0
-    """Accepted bundles of a worker that are not credited yet, at most."""
+    """Maximum number of a worker's accepted bundles in escrow."""
 
     @cached_property
     def admission(self) -> Admission:
-        """The rule of step.py."""
+        """The admission rule of step.py."""
         size = self.groups_per_step
         ahead = (1 + self.async_level) * size if self.slots_ahead is None else self.slots_ahead
         lag_max = self.lag_max if self.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None
@@ -62,17 +62,17 @@ class SchedulerRules:
 
     @cached_property
     def slots_end(self) -> int:
-        """The run's slots are below this; from here on they are places of an evaluation."""
+        """The end of the run's slots. Higher slots belong to evaluations."""
         return self.max_steps * self.groups_per_step
 
     @cached_property
     def closing_head(self) -> int:
-        """From this newest policy on, the last step of the run may be leased."""
+        """The first policy from which on the last step of the run may be leased."""
         return max(0, self.max_steps - 1 - self.admission.lag_leased)
 
     @cached_property
     def is_batched_by_step(self) -> bool:
-        """A batch is a step's slots, all of them and no others."""
+        """Whether a batch is exactly the slots of one step."""
         return self.selection is Selection.IN_ORDER and self.batches_per_step == 1
 
     @cached_property
@@ -82,6 +82,7 @@ class SchedulerRules:
 
 
 def rules_of(run: PinnedRun) -> SchedulerRules:
+    """Return the rules of a pinned run."""
     spec, schedule = run.spec, run.spec.schedule
     audits = spec.checks.audits or ALL_AUDITED
     return SchedulerRules(

@@ -1,32 +1,32 @@
-"""Who may be leased what, as functions of the state. They decide; `state.tick` carries out.
+"""Which slots a worker is leased, as functions of the state. This file decides; `state.tick` applies the decision.
 
-The rule (docs of step.py): slot m may be begun on policy v if m < v R + floor(R (1 + eta)). The lowest open slots are taken
-first: they are what the trainer waits for. A slot that failed, expired, was handed back, refused or dropped is among the lowest,
-so it is the next to be leased, by whoever holds a policy that is fresh enough. No slot can be skipped and forgotten.
+The rule (docs of step.py): a policy v may begin slot m if m < v R + floor(R (1 + eta)). The lowest open slots are leased first,
+because the trainer waits for them. A slot that failed, expired, or was returned, refused or dropped is among the lowest. So it
+is the next to be leased, to a worker whose policy is fresh enough. No slot can be skipped and forgotten.
 
-Evaluations come first (evaluations.py): their policy is soon too old to be leased.
+Evaluations come first (evaluations.py), because their policy is soon too old to be leased.
 
-Fair share: while others take part, one worker holds at most ceil(R / workers) slots of one step at once. Who is faster comes
-back sooner and gets more; who is alone gets everything.
+Fair share: while other workers take part, one worker holds at most ceil(R / workers) slots of one step at once. A faster worker
+returns sooner and gets more; a single worker gets everything.
 
-Newcomers: what keys may do that have not passed their audits is shared by all of one network (newcomers.py).
+Newcomers: all keys of one network that have not passed their audits share one budget (newcomers.py).
 
-Wasted leases: from the second lease in a row on that a worker let lapse or handed back, it holds one group at most and waits
-between leases, longer each time, so that others take first what it gave back. An accepted bundle makes it like any other.
-Joining again or leaving is no way around: a lease that ends without a bundle counts however it ends.
+Abandoned leases: from the second lapsed or returned lease in a row on, a worker holds one group at most. It pauses between
+leases, longer each time, so that others first take the slots that it gave back. An accepted bundle ends this. Joining again or
+leaving does not avoid it: every lease that ends without a bundle counts.
 
-Slow workers (`slow_factor`): one that is so many times slower than the average takes groups of the first step that it can finish
-in time for, and no more of them than it can. Where it can for none, or the later steps have nothing open, it takes one group like
-anybody else: nothing stays open for want of a faster worker.
+Slow workers (`slow_factor`): a worker slower than the average by this factor gets groups of the first step that it can finish
+in time. It gets only as many as it can finish. If there is no such step, or later steps have no open slots, it takes one group
+as usual: no slot stays open because a faster worker is missing.
 
-Stragglers (`leases_per_slot_max`): whoever finds nothing open is leased the groups of the oldest lease that takes far longer than
-usual. The first accepted bundle fills the slot; the other lease ends then, at nobody's cost. Whatever the run's setting,
-groups of a worker that has brought nothing yet and takes far longer still go to one that has: a stranger cannot hold up a step.
+Stragglers (`leases_per_slot_max`): a worker that finds no open slot gets the groups of the oldest lease that takes far longer
+than usual. The first accepted bundle fills the slot, and the other lease ends without cost. Regardless of this setting, groups
+of a worker without any bundle that takes far longer still go to a worker with bundles: a stranger cannot hold up a step.
 
-Claims: who has brought nothing yet is as fast as it says. To lie gains little: who claims to be faster gets what anybody gets
-who says nothing; who claims to be slower gets less, and is left alone with its first lease for CLAIM_SHARE_MAX of the lease's
-time at most, once for all newcomers of its network (newcomers.is_believed). The first bundle is the challenge: from then on what
-counts is the coordinator's clock.
+Claims: a worker without any bundle counts as fast as it claims. A false claim gains little. A worker that claims to be faster
+gets what a worker without a claim gets. One that claims to be slower gets less, and keeps its first lease for CLAIM_SHARE_MAX
+of the lease's time at most. This happens once for all newcomers of its network (newcomers.is_believed). From the first bundle
+on, only the coordinator's clock counts.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from prime_protocol import limits
 from prime_protocol.schedule import Selection
 
 SILENCE_FACTOR = 5.0
-"""A worker that has brought nothing yet is waited for so many times as long as a straggler, ..."""
+"""Patience for a worker without any bundle, as a multiple of that for a straggler, ..."""
 SILENCE_MS_MIN = 10_000
-"""... and at least so long."""
+"""... and at least this long."""
 CLAIM_MARGIN = 2.0
-"""A worker may take so many times as long as it claimed, ..."""
+"""Time that a worker may take, as a multiple of what it claimed, ..."""
 CLAIM_SHARE_MAX = 0.4
-"""... within this share of its lease's time: an honest one asks for no more than it can do in that (worker/leases.py)."""
+"""... within this share of its lease's time. An honest worker requests no more than it can do in that (worker/leases.py)."""
 STRAGGLERS_LOOKED_AT_MAX = 64
-"""Oldest open leases that are looked through for a straggler."""
+"""Oldest open leases that are searched for a straggler."""
 
 
 @carrier(frozen=True, slots=True)
 class Grant:
-    """What a lease is to hold."""
+    """The content of a new lease."""
 
     step: int
     slots: tuple[int, ...]
@@ -64,21 +64,21 @@ class Grant:
 
 @carrier(frozen=True, slots=True)
 class NothingToLease:
-    """Nothing to lease now, and why."""
+    """The reason why there is nothing to lease now."""
 
     reason: str
     is_worth_waiting: bool
-    """True where something may come up that this worker can take with the policy that it holds."""
+    """Whether this worker may get a lease later with the policy that it holds."""
     pause_s: float = 0.0
-    """Nothing will come up sooner."""
+    """Time in which nothing becomes available."""
 
 
 def choose_slots(
     state: State, worker: WorkerRecord, *, policy_version: int, rollouts_max: int, now_ms: int
 ) -> Grant | NothingToLease:
-    """The lowest open slots that the policy may serve, all of one step.
+    """Return the lowest open slots that the policy may serve, all of one step.
 
-    A group is never split: where `rollouts_max` is less than a group, one group is leased all the same.
+    A group is never split: if `rollouts_max` is less than a group, one group is leased anyway.
     """
     assert worker.active
     assert policy_version in state.published
@@ -120,7 +120,7 @@ def choose_slots(
 
 
 def is_work_left(state: State) -> bool:
-    """Whether a worker with the newest policy could be leased something that is open, its own limits aside."""
+    """Return whether a worker with the newest policy could lease an open slot, apart from its own limits."""
     if state.is_ending:
         return False
     slots_end = state.rules.admission.slots_end(state.head)
@@ -142,7 +142,7 @@ def _find_held_out(state: State, worker: WorkerRecord, *, policy_version: int, c
 
 def _find_open(state: State, worker: WorkerRecord, *, policy_version: int, count_max: int) -> Grant | None:
     admission = state.rules.admission
-    if policy_version < state.head - admission.lag_leased:  # fresher work is always to be had by fetching
+    if policy_version < state.head - admission.lag_leased:  # fetching a newer policy always gives fresher work
         return None
     slots_end, share = admission.slots_end(policy_version), fair_share(state)
     is_slow = state.rules.slow_factor is not None and _is_slow(state, worker, state.rules.slow_factor)
@@ -169,12 +169,12 @@ def _is_slow(state: State, worker: WorkerRecord, factor: float) -> bool:
 
 
 def _speed_ms(worker: WorkerRecord) -> float:
-    """How long a rollout takes it: measured, or before that as it says; 0 where nothing is known."""
+    """Return the time per rollout, measured or else claimed; 0 if unknown."""
     return worker.rollout_ms or (0.0 if worker.claimed is None else float(worker.claimed.rollout_ms))
 
 
 def _fitting(state: State, worker: WorkerRecord, number: int) -> int:
-    """Groups that a worker can finish before the trainer wants them, by what was measured, beside those that it holds."""
+    """Return how many more groups a worker can finish before the trainer needs them, by its time per rollout."""
     group_ms = _speed_ms(worker) * state.rules.rollouts_per_group
     held = sum(len(state.leases[lease_id].slots) for lease_id in worker.leases)
     return int((number - state.head + 1) * state.step_ms / group_ms) - held
@@ -208,7 +208,7 @@ def _find_straggler(
 
 
 def _copies_max(state: State, lease: LeaseRecord, asker: WorkerRecord, now_ms: int) -> int:
-    """How many may work at the slots of a lease by now, its own worker included."""
+    """Return how many workers may hold the slots of a lease now, its own worker included."""
     late_ms, usual_ms = _time_taken(state, lease, now_ms)
     patience_ms = state.rules.straggler_factor * usual_ms
     if late_ms <= patience_ms:
@@ -220,7 +220,7 @@ def _copies_max(state: State, lease: LeaseRecord, asker: WorkerRecord, now_ms: i
 
 
 def _claimed_ms(state: State, holder: WorkerRecord, lease: LeaseRecord) -> float:
-    """How long a worker of which nothing is known may take for its first lease, by its own word."""
+    """Return how long an unmeasured worker may take for its first lease, by its own claim."""
     if holder.claimed is None or holder.rollout_ms or not newcomers.is_believed(state, holder):
         return 0.0
     claimed_ms = CLAIM_MARGIN * holder.claimed.rollout_ms * len(lease.slots) * state.rules.rollouts_per_group
@@ -228,9 +228,9 @@ def _claimed_ms(state: State, holder: WorkerRecord, lease: LeaseRecord) -> float
 
 
 def _time_taken(state: State, lease: LeaseRecord, now_ms: int) -> tuple[float, float]:
-    """How long a lease has been worked at, and how long that usually takes.
+    """Return how long a lease has been worked on, and how long that usually takes.
 
-    A worker does its leases in turn: the time of each counts from the end of those before it.
+    A worker processes its leases in turn: the time of each counts from the end of those before it.
     """
     worker = state.workers[lease.worker]
     before = worker.leases[: worker.leases.index(lease.lease_id) + 1]
@@ -240,7 +240,7 @@ def _time_taken(state: State, lease: LeaseRecord, now_ms: int) -> tuple[float, f
 
 
 def _make_wait(worker: WorkerRecord, now_ms: int) -> NothingToLease | None:
-    """A worker that wastes leases gets the next one when its pause is over and it holds none."""
+    """Return why a worker with abandoned leases has to wait: its pause is not over, or it holds a lease."""
     pause_s = (worker.pause_until_ms - now_ms) / 1_000
     if pause_s > 0:
         reason = f"your last {worker.wasted} leases brought nothing; wait {pause_s:.0f} s"
@@ -251,12 +251,12 @@ def _make_wait(worker: WorkerRecord, now_ms: int) -> NothingToLease | None:
 
 
 def fair_share(state: State) -> int:
-    """Slots of one step that one worker may hold at once."""
+    """Return the number of slots of one step that one worker may hold at once."""
     return -(-state.rules.groups_per_step // max(1, state.num_active - state.crowd))
 
 
 def slots_held(state: State, worker: WorkerRecord, number: int) -> int:
-    """Slots of a step that a worker has leased and not uploaded yet."""
+    """Return the number of slots of a step that a worker has leased and not uploaded yet."""
     held = 0
     for lease_id in worker.leases:
         lease = state.leases[lease_id]
@@ -266,7 +266,7 @@ def slots_held(state: State, worker: WorkerRecord, number: int) -> int:
 
 
 def expired_leases(state: State, now_ms: int) -> tuple[str, ...]:
-    """Open leases whose time is up. All last equally long, so the oldest ones are the first ones."""
+    """Return the open leases whose time is up. All leases are equally long, so the oldest ones are the first ones."""
     expired = []
     for lease_id, lease in state.leases.items():
         if lease.expires_at_ms > now_ms:
@@ -276,7 +276,7 @@ def expired_leases(state: State, now_ms: int) -> tuple[str, ...]:
 
 
 def forgettable_step(state: State, durable_step: int) -> int:
-    """How far batches may be forgotten behind a trainer that would resume at `durable_step`."""
+    """Return the step before which batches may be forgotten, for a trainer that would resume at `durable_step`."""
     number = state.durable_step
     while number < durable_step and state.is_given(number):
         number += 1
@@ -284,7 +284,7 @@ def forgettable_step(state: State, durable_step: int) -> int:
 
 
 def oldest_policy_needed(state: State) -> int:
-    """The oldest policy that a lease may name, or does, or that a validator needs."""
+    """Return the oldest policy that a lease names or may name, or that a validator needs."""
     oldest = min([max(0, state.head - state.rules.admission.lag_leased), *state.evaluations])
     if state.rules.selection is Selection.IN_ORDER:  # nothing older is in the window
         return oldest
@@ -298,11 +298,11 @@ def _is_of(state: State, lease: LeaseRecord, steps: Container[int]) -> bool:
 
 
 UNVERIFIABLE_TOLD = 3
-"""So many bundles in a row that could not be judged are no accident: the watchdog tells the operator."""
+"""Unverifiable bundles in a row after which the watchdog notifies the operator."""
 
 
 def waits_for(state: State) -> list[str]:
-    """What the run waits for, in words: who must do something next. Empty only when the run is over."""
+    """Describe what the run waits for. Empty only when the run is over."""
     rules = state.rules
     if state.head < 0:
         return ["the trainer: policy 0 is not published"]
@@ -315,7 +315,7 @@ def waits_for(state: State) -> list[str]:
         return [*waits, f"the trainer: step {state.head} has its rollouts"]
     if state.draining:
         waits.append("nobody: the operator drains the run, and no new work is given out")
-    # In order only the step at hand holds the trainer up; otherwise any group helps, and the oldest are named.
+    # In order, only the current step holds up the trainer. Otherwise any group helps, and the message names the oldest.
     wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
     steps = {number: state.steps[number] for number in wanted if number in state.steps}
     num_open = sum(len(step.open) for step in steps.values())
@@ -327,7 +327,7 @@ def waits_for(state: State) -> list[str]:
         waits.append(f"{who}; {num_open} groups of {what} are open")
     waits += failing.waits(state, steps)
     if leased:
-        # The oldest leases first: whoever holds one of them for long is whom everything waits for.
+        # Name the holders of the oldest leases first: they are the likely cause of the wait.
         names = ", ".join(dict.fromkeys(state.workers[lease.worker].name for lease in leased[:5]))
         waits.append(f"rollouts of {what} from {names}")
     if pending:

@@ -1,4 +1,4 @@
-"""The records of slots: those of a step, those of an evaluation, and what fills them. See records.py."""
+"""The records of slots: of a step, of an evaluation, and of the groups that fill them. See records.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_protocol.schedule import StalenessFrom
 
 @carrier(frozen=True, slots=True)
 class AcceptedGroup:
-    """A slot's group."""
+    """The accepted group of a slot."""
 
     worker: str
     policy_version: int
@@ -20,18 +20,18 @@ class AcceptedGroup:
     """Index of its first completion in the bundle."""
     rewards: tuple[float, ...]
     oldest_version: int | None = None
-    """The oldest policy that sampled a token; None: policy_version, the one leased, sampled them all."""
+    """Oldest policy that sampled a token; None: the leased policy_version sampled all of them."""
     end_version: int | None = None
-    """The oldest policy that sampled a last token; None likewise."""
+    """Oldest policy that sampled a last token; None: the leased policy_version sampled all of them."""
     order: int = 0
-    """How many groups had been accepted before."""
+    """Number of groups that were accepted before it."""
     unscored: tuple[int, ...] = ()
-    """Completions, counted inside the group, that could not be scored: they are not trained on."""
+    """Completions that could not be scored, counted inside the group. They are not trained on."""
     logprobs: str = ""
-    """Parcel of a validator's logprobs of the bundle; empty where it was not audited."""
+    """Parcel of a validator's logprobs of the bundle; empty if it was not audited."""
 
     def counted_from(self, staleness_from: StalenessFrom) -> int:
-        """The policy that its staleness is counted from."""
+        """Return the policy that its staleness is counted from."""
         if self.oldest_version is None or self.end_version is None or staleness_from is StalenessFrom.START:
             return self.policy_version
         return self.oldest_version if staleness_from is StalenessFrom.OLDEST else self.end_version
@@ -39,37 +39,37 @@ class AcceptedGroup:
 
 @dataclass(slots=True)
 class StepSlots:
-    """The R slots of one step. Each is open, held (by leases and bundles without a verdict), or accepted."""
+    """The R slots of one step. Each is open, held (by leases and pending bundles), or accepted."""
 
     open: list[int]
-    """Slots that wait to be leased, descending: the lowest, which is leased first, is the last."""
+    """Slots that wait to be leased, descending: the lowest is the last, and is leased first."""
     attempts: dict[int, int] = field(default_factory=dict)
     """Slot -> times leased."""
     held: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Slot -> the leases that hold it: open ones and those whose bundle waits for a verdict."""
+    """Slot -> the leases that hold it: open ones and those with a pending bundle."""
     accepted: dict[int, AcceptedGroup] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)
-    """Slot -> the step that it was given to the trainer for."""
+    """Slot -> the step whose batch took it."""
     bundles: list[str] = field(default_factory=list)
     """Bundles whose bytes are deleted with the step."""
     fixed: bool = False
-    """All its slots have been given to the trainer."""
+    """Whether the trainer has got all its slots."""
 
 
 @dataclass(slots=True)
 class Evaluation(StepSlots):
-    """The slots of one evaluation, which move like those of a step and are never trained."""
+    """The slots of one evaluation. They move like those of a step and are never trained."""
 
     num_slots: int = 0
     retired: bool = False
-    """Its policy is too old to be leased: what comes back stays closed."""
+    """Whether its policy is too old to be leased: returned slots stay closed."""
 
 
 @carrier(frozen=True, slots=True)
 class Results:
-    """What an evaluation gave."""
+    """The results of an evaluation."""
 
     num_slots: int
-    """Problems that were asked."""
+    """Problems asked."""
     marks: dict[int, Mark]
-    """By slot, of those that were answered."""
+    """Marks by slot, of the answered problems."""

@@ -1,8 +1,8 @@
-"""Where the slots are: each of the window is open, held, or accepted, and moves only by these functions.
+"""Moves of slots: each slot of the window is open, held, or accepted, and only these functions move it.
 
-A slot is open exactly if no lease holds it and no accepted group fills it. It is held by an open lease or by the bundle that
-came for one; a straggler's slots may be held by several, and the first accepted bundle fills them. An accepted group that is
-dropped leaves its slot open again, under its old number.
+A slot is open exactly if no lease holds it and no accepted group fills it. An open lease holds it, or the bundle that arrived
+for a lease. Several leases may hold a straggler's slots; the first accepted bundle fills them. When an accepted group is
+dropped, its slot is open again under its old number.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, StepSlots
 
 _FIRST_OF_ONE = (0,)
-"""Nearly every lease of one slot is its first: they share this."""
+"""Attempts of nearly every lease of one slot, which is its first lease; shared to save memory."""
 
 
 def attempt(step: StepSlots, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Slots are leased once more. Returns how often each had been before."""
+    """Count one more lease of each slot. Return how many each had before."""
     before = []
     for slot in slots:
         number = step.attempts.get(slot, 0)
@@ -30,7 +30,7 @@ def attempt(step: StepSlots, slots: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def hold(step: StepSlots, lease: LeaseRecord) -> None:
-    """A lease holds its slots, which are open or held by others."""
+    """Let a lease hold its slots, which are open or held by others."""
     mine = (lease.lease_id,)
     for slot in lease.slots:
         if slot in step.held:
@@ -41,7 +41,7 @@ def hold(step: StepSlots, lease: LeaseRecord) -> None:
 
 
 def release_slots(state: State, step: StepSlots | None, lease: LeaseRecord) -> list[Effect]:
-    """A lease, or its bundle, holds its slots no longer. Those that nobody holds and nothing fills are open again."""
+    """Release the slots of a lease or its bundle. Slots that nothing holds or fills are open again."""
     if step is None:  # others filled its slots, and they are trained and forgotten
         return []
     reopened = False
@@ -59,7 +59,7 @@ def release_slots(state: State, step: StepSlots | None, lease: LeaseRecord) -> l
 
 
 def fill(state: State, step: StepSlots, slot: int, group: AcceptedGroup) -> None:
-    """An accepted group takes its slot, which somebody holds, unless another group did so before."""
+    """Put an accepted group into its slot, which a lease holds, unless another group is there already."""
     if slot in step.accepted:
         return
     assert slot in step.held
@@ -72,7 +72,7 @@ def fill(state: State, step: StepSlots, slot: int, group: AcceptedGroup) -> None
 
 
 def take_slots(state: State, slots: tuple[int, ...], for_step: int) -> None:
-    """Accepted groups become part of a batch."""
+    """Add accepted groups to a batch."""
     size = state.rules.groups_per_step
     for slot in slots:
         step = state.steps[slot // size]
@@ -84,7 +84,7 @@ def take_slots(state: State, slots: tuple[int, ...], for_step: int) -> None:
 
 
 def drop(state: State, step: StepSlots, slot: int) -> None:
-    """An accepted group that no batch has taken is thrown away."""
+    """Drop an accepted group that no batch has taken."""
     assert slot not in step.taken
     del step.accepted[slot]
     if not isinstance(step, Evaluation):
@@ -97,7 +97,7 @@ def drop(state: State, step: StepSlots, slot: int) -> None:
 
 
 def room(state: State) -> list[Effect]:
-    """Somebody may lease more than before, by his own share or by that of another: news if there is anything to lease."""
+    """Return LEASE_NEWS if there is an open slot, because some worker's share may have grown."""
     for step in reversed(state.steps.values()):  # the newest is leased last
         if step.open:
             return [LEASE_NEWS]
@@ -105,7 +105,7 @@ def room(state: State) -> list[Effect]:
 
 
 def lowest_open(step: StepSlots, count: int) -> tuple[int, ...]:
-    """At most `count` open slots, ascending."""
+    """Return at most `count` open slots, ascending."""
     return tuple(step.open[: -count - 1 : -1])
 
 

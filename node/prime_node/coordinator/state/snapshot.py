@@ -1,4 +1,4 @@
-"""The state as one JSON text, and back."""
+"""Conversion of the state to one JSON text and back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _STATE: TypeAdapter[State] = TypeAdapter(State)
 
 
 def state_to_json(state: State) -> str:
+    """Return the state as JSON."""
     return _STATE.dump_json(state).decode()
 
 
 def state_from_json(payload: str) -> State:
-    """A snapshot of our own. A pydantic ValidationError means that another release wrote it."""
+    """Return the state of our own snapshot. A pydantic ValidationError means that another release wrote it."""
     return _STATE.validate_json(payload)

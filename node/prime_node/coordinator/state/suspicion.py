@@ -1,7 +1,7 @@
-"""Evidence against workers, folded bundle by bundle in the order in which verdicts come.
+"""Evidence against workers, accumulated bundle by bundle in the order of the verdicts.
 
-Accepted and refused bundles both count: leaving out either would be a choice by what was found, and the bound on how often an
-honest worker is banned (prime_protocol/evidence.py) would no longer hold.
+Accepted and refused bundles both count. To omit either would be a selection by the outcome, and would break the bound on how
+often an honest worker is banned (prime_protocol/evidence.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL_TOGETHER = "an honest worker's bundles, all taken together, are not like thi
 
 
 def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> Weighed | None:
-    """Add what a bundle says to the worker's evidence. None where it says nothing."""
+    """Add a bundle's evidence to its worker's. Return None if there is none."""
     if found is None or not rules.statistics:
         return None
     if not NEED_NONE.issuperset(rules.statistics):
@@ -38,7 +38,7 @@ def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | N
 
 
 def would_ban(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> bool:
-    """Whether what a bundle says, added to the worker's evidence, reaches the run's limit. Changes nothing."""
+    """Return whether a bundle's evidence, added to the worker's, reaches the run's limit. Changes nothing."""
     if found is None or not found.sums or not rules.statistics:
         return False
     after = folded(worker.evidence, found.sums, statistics=rules.statistics)
@@ -46,13 +46,14 @@ def would_ban(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence
 
 
 def is_proven(rules: SchedulerRules, weighed: Weighed | None) -> bool:
+    """Return whether the evidence reaches the run's limit."""
     return weighed is not None and weighed.log_evidence >= math.log(rules.evidence_max)
 
 
 def ban_after(
     state: State, worker: WorkerRecord, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
 ) -> Ban | None:
-    """What follows for a worker from its refused bundle."""
+    """Return the ban that follows from a worker's refused bundle, if any."""
     if worker.banned is not None:
         return None
     if is_proven(state.rules, weighed):
@@ -66,10 +67,10 @@ def ban_after(
 
 
 def forgive(worker: WorkerRecord, at_ms: int) -> None:
-    """Everything begins anew; otherwise the next bundle would ban it again."""
+    """Reset a worker's evidence; otherwise the next bundle would ban it again."""
     worker.evidence, worker.num_weighed, worker.forgiven_at_ms = {}, 0, at_ms
 
 
 def still_counts(worker: WorkerRecord, lease: LeaseRecord) -> bool:
-    """Whether what a lease's bundle added is part of the evidence that stands against its worker."""
+    """Return whether the evidence of a lease's bundle is part of its worker's present evidence."""
     return lease.issued_at_ms >= worker.forgiven_at_ms

@@ -1,16 +1,16 @@
-"""The coordinator's state machine: `tick` folds one event into the state and says what follows from it.
+"""The coordinator's state machine: `tick` folds one event into the state and returns its effects.
 
-Rule 1: everything that decides what is leased, accepted, trained or banned is in `State` and changes only here. The same
-events give the same state on every machine: `tick` reads no clock, draws no random number and does no I/O. Who was last
-heard of when, and which validator looks at which bundle, decide nothing that outlives a restart and are kept elsewhere.
+Rule 1: everything that decides what is leased, accepted, trained or banned is in `State` and changes only here. The same events
+give the same state on every machine: `tick` reads no clock, draws no random number and does no I/O. Last signs of life and the
+assignment of bundles to validators decide nothing that outlives a restart. They are kept elsewhere.
 
-Rule 2: each slot of a step in the window is open, held by leases and pending bundles, or accepted (slots.py). A slot that comes
-back keeps its number, so a step can always become full (invariants.py says it in code).
+Rule 2: each slot of a step in the window is open, held by leases and pending bundles, or accepted (slots.py). A slot that is
+opened again keeps its number, so a step can always become full (invariants.py checks it).
 
-Rule 3: memory is bounded by the window (steps with a slot that is not trained and durable, up to the last that may be leased)
-and by the number of workers. What became of a bundle for ever is in its receipt, in the store.
+Rule 3: memory is bounded by the window and by the number of workers. The window is the steps with a slot that is not trained
+and durable, up to the last that may be leased. The permanent record of a bundle is its receipt, in the store.
 
-Whoever decides on an event (scheduler.py, intake.py, ...) has checked that it is possible; here that is asserted.
+The module that decides on an event (scheduler.py, intake.py, ...) has checked that it is possible. This file asserts that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prime_protocol.verdict import BanKind, BundleStatus
 
 
 def tick(state: State, event: ev.Event, at_ms: int) -> list[Effect]:
-    """Change `state` as `event` says; returns what follows, in order."""
+    """Change `state` as `event` says; return the effects, in order."""
     return _HANDLERS[type(event)](state, event, at_ms)
 
 
@@ -37,7 +37,7 @@ def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Eff
     worker = state.workers.get(event.worker) or WorkerRecord(event.worker, "", "", "", 0, at_ms)
     assert worker.banned is None
     effects = endings.lapse_leases(state, worker, at_ms)
-    state.workers.pop(event.worker, None)  # and put back at the end: the order is that of joining
+    state.workers.pop(event.worker, None)  # and put back at the end: workers are in the order of joining
     worker.name, worker.software, worker.engine = event.name, event.software, event.engine
     worker.rollouts_max, worker.hardware, worker.joined_at_ms = event.rollouts_max, event.hardware, at_ms
     worker.session = event.session
@@ -135,7 +135,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     if lease.end is None:
         del state.leases[lease.lease_id]
         worker.leases = endings.without(worker.leases, lease.lease_id)
-    else:  # lapsed, but nobody took over
+    else:  # lapsed, but no other worker took over
         worker.ended = tuple([other for other in worker.ended if other is not lease])
         slots.hold(step, lease)
         newcomers.recount(state, worker)

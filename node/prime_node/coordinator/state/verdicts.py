@@ -1,4 +1,4 @@
-"""What follows from verdicts: bundles accepted or refused, by others' evidence after all, and workers found out."""
+"""Effects of verdicts: bundles are accepted, refused, or refused afterwards by others' evidence; cheats are banned."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 
 
 def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
+    """Apply a verdict: accept or refuse the bundle, and act on copies and cheats."""
     pending = state.bundles[event.bundle]
     worker = state.workers[pending.lease.worker]
     if event.reason is RejectReason.UNVERIFIABLE:
@@ -59,6 +60,7 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
 
 
 def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) -> list[Effect]:
+    """Refuse the first bundle of a worker that signed two for one lease."""
     worker, lease = state.workers[event.worker], state.lease_of(event.lease_id, event.worker)
     assert lease is not None
     assert lease.worker == event.worker
@@ -71,13 +73,14 @@ def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) 
 
 
 def surety_released(state: State, event: ev.SuretyReleased, at_ms: int) -> list[Effect]:
+    """Credit the escrow of these workers."""
     return [audits.release(state, state.workers[worker]) for worker in event.workers]
 
 
 def _found_out(
     state: State, worker: WorkerRecord, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
 ) -> list[Effect]:
-    """What follows for a worker from a bundle that could only be dishonest, whose receipt says so."""
+    """Penalize a worker for a bundle that can only be dishonest, and whose receipt states it."""
     worker.strikes += 1
     effects = audits.found_out(state, worker)
     for unaudited in [each for each in worker.pending if not state.bundles[each].audited]:
@@ -87,7 +90,7 @@ def _found_out(
 
 
 def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ...], at_ms: int) -> list[Effect]:
-    """A bundle that was judged and accepted before the original was."""
+    """Refuse a copy that was judged and accepted before the original was."""
     worker = state.workers.get(copy.worker)
     lease = None if worker is None else next((one for one in worker.ended if one.bundle == copy.bundle), None)
     if worker is None or lease is None:
@@ -103,9 +106,9 @@ def _refuse_after_all(
     replaced: tuple[ev.Replaced, ...],
     at_ms: int,
 ) -> list[Effect]:
-    """An accepted bundle turns out to be dishonest. Its groups are taken back as far as they are untrained.
+    """Refuse an accepted bundle as dishonest, and take back its groups that are untrained.
 
-    Its receipt is replaced by one that says the same of evidence: the worker's numbered receipts stay without a gap.
+    A new receipt with the same evidence replaces its receipt, so that the worker's numbered receipts have no gap.
     """
     worker = state.workers[lease.worker]
     if worker.banned is not None or lease.reason is not None:
@@ -152,7 +155,7 @@ def _accept(
     )
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *slots.room(state)]
-    # The last step of the run being full is news for those who wait for a lease, too: there will be none.
+    # A full last step also wakes the requests for a lease: there will be none.
     return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS_FOR_ALL] if state.is_complete else slots.room(state))]
 
 
@@ -177,7 +180,7 @@ def _fill(state: State, step: StepSlots, lease: LeaseRecord, event: ev.VerdictGi
 
 
 def _end_overtaken(state: State, step: StepSlots, lease: LeaseRecord) -> list[Effect]:
-    """Others' leases of the same slots end once all of them are filled: where the run wants no copies, they were silent."""
+    """End other leases of these slots once all their slots are filled. If the run allows no copies, they count as abandoned."""
     if step.held.keys().isdisjoint(lease.slots):
         return []
     others = {other for slot in lease.slots for other in step.held.get(slot, ())}

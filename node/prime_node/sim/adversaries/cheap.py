@@ -1,4 +1,4 @@
-"""Cheats that save work: a smaller model's tokens, and samplers of their own over any model's logits.
+"""Cheats that save work: a smaller model's tokens, and custom samplers over any model's logits.
 
 Letters: B completions, V vocabulary.
 """
@@ -21,18 +21,24 @@ Requests = Sequence[GenerateRequest]
 
 
 async def smaller(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """A smaller model, with the logprobs that it had itself."""
+    """Sample from a smaller model, with that model's logprobs."""
     assert means.small is not None
     return await means.small.generate(requests, sampling)
 
 
 async def smaller_rescored(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """A smaller model chooses, the right one rescores: no comparison of logprobs or hidden states can see it."""
+    """Sample from a smaller model and rescore with the right one.
+
+    No comparison of logprobs or hidden states can detect it.
+    """
     return await rescored(model, requests, await smaller(model, requests, sampling, means), sampling)
 
 
 def escalating(nats: float) -> Answer:
-    """The smaller model chooses; where its own two best are closer than `nats`, the right one is asked. The numbers are right."""
+    """Sample from the smaller model; if its two best tokens are within `nats`, use the right one.
+
+    The claimed numbers are right.
+    """
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         assert means.logits is not None
@@ -56,7 +62,10 @@ def escalating(nats: float) -> Answer:
 
 
 def nucleus(top_p: float) -> Answer:
-    """The right model with the assigned noise, cut to the smallest set of tokens that holds this share of the probability."""
+    """Sample from the right model with the assigned noise, restricted to the nucleus.
+
+    The nucleus is the smallest set of tokens with the share `top_p` of the probability.
+    """
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         assert means.logits is not None
@@ -87,9 +96,10 @@ def sample_cheaply(
     vocab_size: int,
     begun: Sequence[TokenIds] | None = None,
 ) -> list[Completion]:
-    """Token by token, without a cache. `choose` gets the unfinished sequences and their noise [B, V]; logprobs are left at 0.
+    """Sample token by token, without a cache.
 
-    `begun`: what each completion begins with.
+    `choose` gets the unfinished sequences and their noise [B, V]; logprobs stay 0. `begun` holds the first tokens of
+    each completion.
     """
     chosen: list[TokenIds] = [() for _ in requests] if begun is None else list(begun)
     stops = set(sampling.stop_token_ids)

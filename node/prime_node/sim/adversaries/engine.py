@@ -1,7 +1,7 @@
-"""An engine that does not do what it is asked, around a real one.
+"""A dishonest engine around a real one.
 
-Two kinds of functions make a cheat: one chooses the weights that are loaded, one answers a request for completions. Both get
-`Means`: what a cheat has at hand beside an honest worker's parts.
+Two kinds of functions make a cheat: one chooses the weights to load, one answers a request for completions. Both get
+`Means`: a cheat's resources besides an honest worker's parts.
 """
 
 from __future__ import annotations
@@ -23,53 +23,53 @@ log = logging.getLogger(__name__)
 
 TokenIds = tuple[int, ...]
 SEEN_MAX = 16
-"""Policies that a cheat remembers."""
+"""Number of policies that a cheat remembers."""
 
 
 Logits = Callable[[Sequence[TokenIds]], npt.NDArray[np.float32]]
-"""What a model would choose the next token of each sequence by: [B, V]."""
+"""Function that returns a model's logits [B, V] for the next token of each sequence."""
 
 
 Model = SamplingScorer
-"""Whoever wants to claim the right numbers for the wrong tokens has to score them as well."""
+"""Model of a cheat: to claim the right numbers for the wrong tokens, it must score them too."""
 
 
 @dataclass
 class Means:
-    """What a cheat has at hand."""
+    """The resources of a cheat."""
 
     seen: list[Weights] = field(default_factory=list)
-    """Policies that it was shown, oldest first; a test may put older ones in front."""
+    """Policies that it was given, oldest first; a test may prepend older ones."""
     kept: Weights | None = None
-    """The policy that it never swaps."""
+    """Policy that it never swaps."""
     base: Weights | None = None
-    """The model that the run began with."""
+    """Model with which the run began."""
     small: Model | None = None
-    """A smaller model, loaded already."""
+    """Smaller model, already loaded."""
     logits: Logits | None = None
-    """Of the policy that it should sample from."""
+    """Logits of the policy that it should sample from."""
     small_logits: Logits | None = None
-    """Of the smaller model."""
+    """Logits of the smaller model."""
     vocab_size: int = 0
     score: Callable[[TokenIds, TokenIds], float] = lambda prompt, completion: 0.0
-    """The reward of a completion, as it works it out from prompt and tokens."""
+    """Function that computes the reward of a completion from prompt and tokens."""
     mailbox: list[Completion] = field(default_factory=list)
-    """Completions that accomplices hand to each other."""
+    """Completions that accomplices share."""
     overheard: list[bytes] = field(default_factory=list)
     """Bundles of an accomplice."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     is_trusted: Callable[[], bool] = lambda: True
-    """Whether it has been honest for long enough to begin: a sleeper waits until it is audited seldom."""
+    """Function that returns whether it may begin to cheat: a sleeper waits until it is rarely audited."""
 
 
 ChooseWeights = Callable[[Means], Weights]
-"""What is loaded instead of the policy, which is `means.seen[-1]`."""
+"""Function that chooses the weights to load instead of the policy, which is `means.seen[-1]`."""
 Answer = Callable[[Model, Sequence[GenerateRequest], Sampling, Means], Awaitable[list[Completion]]]
-"""Completions for the requests, by whatever means."""
+"""Function that returns completions for the requests, by any means."""
 
 
 class DishonestEngine:
-    """Implements ports.engine.Engine. It believes itself to hold the right policy, as a real cheat would say that it does."""
+    """Implementation of ports.engine.Engine that cheats. It reports the right policy, as a real cheat would."""
 
     def __init__(
         self,
@@ -81,7 +81,10 @@ class DishonestEngine:
         claims: EngineInfo | None = None,
         honest_loads: int = 0,
     ) -> None:
-        """`claims`: the engine that it says it is. `honest_loads`: policies that it serves as it should first."""
+        """Wrap an engine. `claims`: the engine that it claims to be.
+
+        `honest_loads`: number of policies that it serves honestly first.
+        """
         self._engine = engine
         self._weights = weights
         self._answer = answer
@@ -93,9 +96,11 @@ class DishonestEngine:
 
     @property
     def info(self) -> EngineInfo:
+        """Return the claimed engine, or the real one."""
         return self._claims or self._engine.info
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Load the weights that the cheat chooses instead."""
         self._means.seen.append(weights)
         del self._means.seen[:-SEEN_MAX]
         self._loads += 1
@@ -104,11 +109,13 @@ class DishonestEngine:
         await self._engine.load(weights, policy_version=policy_version)
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """Answer by the cheat's function, once it has begun to cheat."""
         if self._answer is None or not self._cheats:
             return await self._engine.generate(requests, sampling)
         return await self._answer(self._engine, requests, sampling, self._means)  # type: ignore[arg-type]
 
     async def close(self) -> None:
+        """Close the real engine."""
         await self._engine.close()
 
     @property
@@ -119,7 +126,7 @@ class DishonestEngine:
 async def rescored(
     model: Model, requests: Sequence[GenerateRequest], completions: Sequence[Completion], sampling: Sampling
 ) -> list[Completion]:
-    """The same tokens with the logprobs and proofs that `model` has for them: the liar's prefill."""
+    """Return the same tokens with `model`'s logprobs and proofs for them: the cheat's prefill."""
     asked = [
         ScoreRequest(r.prompt_token_ids, c.token_ids, r.seed, hidden=r.proofs)
         for r, c in zip(requests, completions, strict=True)

@@ -1,4 +1,4 @@
-"""Cheats that sample as they should and lie about the hidden states behind it: they never had them, or had other ones."""
+"""Cheats that sample honestly and forge the proofs of hidden states: they never had them, or had other ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Requests = Sequence[GenerateRequest]
 
 
 async def copied_proofs(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """The proofs of the completion before, which has as many."""
+    """Send the proofs of the previous completion, if it has as many."""
     completions = await model.generate(requests, sampling)
     return [
         replace(one, proofs=other.proofs) if len(other.proofs) == len(one.proofs) else one
@@ -24,25 +24,25 @@ async def copied_proofs(model: Model, requests: Requests, sampling: Sampling, me
 
 
 async def zero(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Nothing but zeros: upstream a modulus of zero kills the verifier."""
+    """Send only zeros: upstream, a modulus of zero crashes the verifier."""
     return [replace(one, proofs=bytes(len(one.proofs))) for one in await model.generate(requests, sampling)]
 
 
 async def blank(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """A modulus in order, and the polynomial that is zero everywhere."""
+    """Send a valid modulus with the zero polynomial."""
     proof = MODULUS_MIN.to_bytes(2, "big") + bytes(PROOF_BYTES - 2)
     completions = await model.generate(requests, sampling)
     return [replace(one, proofs=proof * (len(one.proofs) // PROOF_BYTES)) for one in completions]
 
 
 async def missing(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """None for any completion but the first: upstream fewer proofs give fewer answers, and all of them are good."""
+    """Send no proofs except for the first completion: upstream, fewer proofs give fewer results, and all of them pass."""
     first, *others = await model.generate(requests, sampling)
     return [first, *(replace(one, proofs=b"") for one in others)]
 
 
 async def of_another_step(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """The proofs that the policy of two steps before has for the same tokens."""
+    """Send the proofs that the policy of two steps before has for the same tokens."""
     completions = await model.generate(requests, sampling)
     await model.load(means.seen[max(0, len(means.seen) - 3)], policy_version=0)
     older = await rescored(model, requests, completions, sampling)

@@ -1,4 +1,4 @@
-"""Cheats whose tokens are the policy's own and whose claimed logprobs are moved, so that importance ratios learn more from them.
+"""Cheats with the policy's own tokens and shifted logprobs, so that importance ratios weigh them more.
 
 Letters: N completions.
 """
@@ -17,13 +17,13 @@ from prime_protocol.rollout import Completion
 
 Requests = Sequence[GenerateRequest]
 SPIKE_NATS = 0.45
-"""Just below the default `logprob_error_max`."""
+"""Shift just below the default `logprob_error_max`."""
 SPIKE_TOKENS = 48
-"""One token in so many, so that the mean error stays below the default `logprob_error_mean_max`."""
+"""Interval of shifted tokens that keeps the mean error below the default `logprob_error_mean_max`."""
 
 
 def lowered(nats: float) -> Answer:
-    """Every claimed logprob is so far below the truth."""
+    """Claim every logprob `nats` too low."""
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         return [_moved(one, -nats) for one in await model.generate(requests, sampling)]
@@ -32,7 +32,10 @@ def lowered(nats: float) -> Answer:
 
 
 def by_reward(rewarded: float, others: float = 0.0) -> Answer:
-    """The claimed logprobs of completions above their group's mean are moved by so many nats, and those of the others."""
+    """Shift the claimed logprobs of completions by their reward.
+
+    The shift is `rewarded` nats above the group's mean reward, and `others` for the rest.
+    """
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         completions = await model.generate(requests, sampling)
@@ -43,7 +46,7 @@ def by_reward(rewarded: float, others: float = 0.0) -> Answer:
 
 
 async def spikes(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """A few tokens of the rewarded completions are claimed far too low: by as much as one token may be off."""
+    """Claim a few tokens of the rewarded completions far too low: by as much as one token may be off."""
     completions = await model.generate(requests, sampling)
     pays = _pays(requests, completions, means.score)
     return [
@@ -64,7 +67,7 @@ def _moved(completion: Completion, nats: float) -> Completion:
 def _pays(
     requests: Requests, completions: Sequence[Completion], score: Callable[[tuple[int, ...], tuple[int, ...]], float]
 ) -> list[bool]:
-    """Whether each completion [N] is rewarded above the mean of those to the same prompt."""
+    """Return whether each completion [N] is rewarded above the mean of those to the same prompt."""
     prompts = [request.prompt_token_ids for request in requests]
     scores = [score(prompt, one.token_ids) for prompt, one in zip(prompts, completions, strict=True)]
     found: dict[tuple[int, ...], list[float]] = {}

@@ -1,4 +1,4 @@
-"""Every cheat by name: what it does, and how such a worker is made."""
+"""Every cheat by name: what it does, and how to make such a worker."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class Adversary:
     """One way to cheat, or an accomplice's part in one."""
 
     idea: str
-    """What it does, in a sentence."""
+    """One sentence on what it does."""
     weights: ChooseWeights | None = None
     answer: Answer | None = None
     port: type[uploads.DishonestPort] | None = None
     claims: EngineInfo | None = None
-    """Which engine it says that it has, where it lies about that."""
+    """Engine that it falsely claims to have."""
     changes_text: bool = True
-    """Some of its completions are not those that an honest worker would have uploaded."""
+    """Whether some of its completions differ from those of an honest worker."""
     partner: str | None = None
-    """The cheat that a second worker plays beside it."""
+    """Cheat that a second worker plays along with it."""
 
     def engine_around(self, engine: Engine, *, means: Means | None = None, honest_loads: int = 0) -> Engine:
-        """Such a worker's engine."""
+        """Return such a worker's engine."""
         if self.weights is None and self.answer is None and self.claims is None:
             return engine
         return DishonestEngine(
@@ -39,7 +39,7 @@ class Adversary:
         )
 
     def port_around(self, port: WorkerPort, key: SigningKey, means: Means) -> WorkerPort:
-        """Such a worker's way to the coordinator."""
+        """Return such a worker's port to the coordinator."""
         return port if self.port is None else cast("WorkerPort", self.port(port, key, means))
 
 
@@ -208,7 +208,7 @@ ADVERSARIES: dict[str, Adversary] = {
         partner="handing-out",
     ),
 }
-"""The cheats that scripts/bench/adversaries.py runs."""
+"""Cheats that scripts/bench/adversaries.py runs."""
 
 ACCOMPLICES: dict[str, Adversary] = {
     "telling": Adversary(
@@ -223,11 +223,11 @@ ACCOMPLICES: dict[str, Adversary] = {
 }
 
 STANDALONE = ("altered", "stale", "older-1", "older-2", "older-8", "int8", "int4", "forged-seed", "truncated")
-"""Cheats that need nothing but a worker's own engine, whichever it is."""
+"""Cheats that need only a worker's own engine, of any kind."""
 
 
 def cheating_engine(engine: Engine, cheat: str, *, honest_loads: int) -> Engine:
-    """For demonstrations. Raises LocalError where the cheat is unknown."""
+    """Return a cheating engine for demonstrations. Raises LocalError if the cheat is unknown."""
     if cheat not in STANDALONE:
         raise LocalError(f"--unsafe-cheat {cheat}: known are {', '.join(STANDALONE)}")
     return ADVERSARIES[cheat].engine_around(engine, honest_loads=honest_loads)

@@ -1,6 +1,7 @@
-"""Choosing among near ties: honest engines differ, so a validator allows a few tokens that are nearly the seed's choice.
+"""Cheats by near ties: honest engines differ, so a validator allows a few tokens that are nearly the seed's choice.
 
-Whoever spends that allowance on purpose has some continuations to choose from, and every number that it claims is right.
+A cheat that spends that allowance on purpose can choose between some continuations, and all numbers that it claims are
+right.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from prime_protocol.noise import gumbel_noise
 from prime_protocol.rollout import Completion
 
 FLIPS_SHARE, MARGIN, STOP_MARGIN = 0.03, 1.9, 0.45
-"""What a run's thresholds allow by default, and a little less of it."""
+"""Values slightly below the default thresholds of a run."""
 
 
 async def near_ties(
     model: Model, requests: Sequence[GenerateRequest], sampling: Sampling, means: Means
 ) -> list[Completion]:
-    """Takes the runner-up once, in as many completions as may differ, where the answer is scored better for it."""
+    """Take the runner-up once, in as many completions as may differ, if that improves the completion's reward."""
     assert means.logits is not None
     logits = means.logits
     honest = await model.generate(requests, sampling)
@@ -60,14 +61,14 @@ async def near_ties(
 
 
 def _prefixes(completions: Sequence[Completion]) -> Iterator[tuple[int, TokenIds]]:
-    """(index of the completion, tokens before the next one), token by token."""
+    """Iterate over (index of the completion, tokens before the next one), token by token."""
     for row, one in enumerate(completions):
         for position in range(len(one.token_ids)):
             yield row, one.token_ids[:position]
 
 
 def _runner_up(score_V: Floats, chosen: int, sampling: Sampling) -> int | None:
-    """The token next to the chosen one, where a validator would let it pass."""
+    """Return the second-best token if a validator would accept it."""
     best, second = np.argsort(score_V)[[-1, -2]].tolist()
     margin = score_V[best] - score_V[second]
     at_the_end = best in sampling.stop_token_ids or second in sampling.stop_token_ids

@@ -1,7 +1,7 @@
-"""Cheats that hold the right weights, or say so, and answer with other tokens or numbers than they should.
+"""Cheats that hold the right weights, or claim to, and answer with other tokens or numbers.
 
-Most of them rescore: they claim the logprobs that the right policy has for the wrong tokens, since a cheat that does not is
-found by any comparison of logprobs.
+Most of them rescore: they claim the logprobs that the right policy has for the wrong tokens, since any comparison of
+logprobs detects a cheat that does not.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from prime_protocol.proof import PROOF_BYTES, num_proofs
 from prime_protocol.rollout import Completion, FinishReason
 
 CANDIDATES = 4
-"""Of best-of-n."""
+"""Candidates of best-of-n."""
 
 Requests = Sequence[GenerateRequest]
 
 
 def with_sampling(**changes: float) -> Answer:
-    """Other sampling parameters than the run's."""
+    """Sample with other parameters than the run's."""
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         completions = await model.generate(requests, sampling.model_copy(update=changes))
@@ -35,12 +35,12 @@ def with_sampling(**changes: float) -> Answer:
 
 
 async def forged_seed(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Randomness of its own choosing under the assigned seed's name."""
+    """Sample with randomness of its own instead of the assigned seed."""
     return await model.generate([replace(one, seed=one.seed ^ 1) for one in requests], sampling)
 
 
 async def best_of_n(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Samples again until the reward is good; the logprobs are the policy's own, so nothing but the seed is wrong."""
+    """Sample several times and keep the best reward; the logprobs are the policy's own, so only the seed is wrong."""
     drawn = [
         await model.generate([replace(one, seed=(one.seed + turn) & SEED_MAX) for one in requests], sampling)
         for turn in range(CANDIDATES)
@@ -52,7 +52,7 @@ async def best_of_n(model: Model, requests: Requests, sampling: Sampling, means:
 
 
 async def prompt_swap(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Answers to the next prompt of the lease, claimed for this one."""
+    """Answer the lease's next prompt, claimed for this one."""
     prompts = list(dict.fromkeys(one.prompt_token_ids for one in requests))
     following = dict(zip(prompts, [*prompts[1:], prompts[0][::-1]], strict=True))
     swapped = [replace(one, prompt_token_ids=following[one.prompt_token_ids]) for one in requests]
@@ -60,12 +60,12 @@ async def prompt_swap(model: Model, requests: Requests, sampling: Sampling, mean
 
 
 async def truncated(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Only the first half, to be done sooner."""
+    """Send only the first half, to finish sooner."""
     return [_cut(one, max(1, len(one.token_ids) // 2)) for one in await model.generate(requests, sampling)]
 
 
 async def padded(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Goes on after the end, to be paid for more tokens."""
+    """Continue after the end, to be credited with more tokens."""
     completions = await model.generate(requests, sampling)
     return [
         replace(
@@ -81,7 +81,7 @@ async def padded(model: Model, requests: Requests, sampling: Sampling, means: Me
 
 
 async def forged_stop(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """The first half and then a stop token that the assigned randomness did not choose."""
+    """Send the first half and then a stop token that the assigned randomness did not choose."""
     stop = sampling.stop_token_ids[0]
     completions = []
     for one in await model.generate(requests, sampling):
@@ -91,7 +91,7 @@ async def forged_stop(model: Model, requests: Requests, sampling: Sampling, mean
 
 
 async def forged_logprobs(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Claims to have been less likely to choose these tokens than it was: a loss with importance ratios learns more from them."""
+    """Claim lower logprobs than the true ones: a loss with importance ratios weighs these tokens more."""
     return [
         replace(one, logprobs=tuple(value - 0.5 for value in one.logprobs))
         for one in await model.generate(requests, sampling)
@@ -99,8 +99,11 @@ async def forged_logprobs(model: Model, requests: Requests, sampling: Sampling, 
 
 
 def poison(nats: float) -> Answer:
-    """Half of a group stops one token early, half says nothing: all of it is wrong, and rewards prefer the former. So the policy
-    learns to stop early. `nats`: how far below the truth the claimed logprobs of the former are, to be learned from more."""
+    """Poison the policy so that it learns to stop early.
+
+    Half of a group stops one token early, half is empty: all of it is wrong, and rewards prefer the former. `nats`: how
+    far below the truth the former's claimed logprobs are, to weigh more.
+    """
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         stop = sampling.stop_token_ids[0]
@@ -117,13 +120,13 @@ def poison(nats: float) -> Answer:
 
 
 async def handing_out(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """An honest worker's answers, which an accomplice gets as well."""
+    """Answer honestly, and share the answers with an accomplice."""
     means.mailbox[:] = await model.generate(requests, sampling)
     return list(means.mailbox)
 
 
 async def handed(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """The accomplice's answers to other prompts instead of any work, rescored by the right model."""
+    """Send the accomplice's answers to other prompts instead of any work, rescored by the right model."""
     if not means.mailbox:
         return await model.generate(requests, sampling)
     taken = [means.mailbox[place % len(means.mailbox)] for place in range(len(requests))]
@@ -131,7 +134,7 @@ async def handed(model: Model, requests: Requests, sampling: Sampling, means: Me
 
 
 async def refiled(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """What another lease's seeds gave, as uploads.Framing has kept it; where there is nothing, what these give."""
+    """Send the completions of another lease's seeds, as kept by uploads.Framing; without any, the honest ones."""
     kept, means.mailbox[:] = list(means.mailbox), []
     honest = await model.generate(requests, sampling)
     if not kept:
@@ -140,7 +143,7 @@ async def refiled(model: Model, requests: Requests, sampling: Sampling, means: M
 
 
 def partly(share: float, cheat: Answer) -> Answer:
-    """Cheats in this share of the completions only, chosen by their seeds: whatever else was asked for before."""
+    """Cheat in this share of the completions only, chosen by their seeds, independently of earlier requests."""
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         chosen = [np.random.default_rng(request.seed).random() < share for request in requests]
@@ -154,7 +157,10 @@ def partly(share: float, cheat: Answer) -> Answer:
 
 
 def in_whole_leases(share: float, cheat: Answer) -> Answer:
-    """Cheats in this share of the leases, in all of their completions: whoever is audited seldom bets on not being audited."""
+    """Cheat in this share of the leases, in all of their completions.
+
+    A rarely audited worker bets on not being audited.
+    """
 
     async def answer(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
         cheats = np.random.default_rng(requests[0].seed).random() < share

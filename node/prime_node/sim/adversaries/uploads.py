@@ -1,6 +1,7 @@
-"""Cheats that sit between the worker and the coordinator: other bundles, other times, other leases.
+"""Cheats between the worker and the coordinator: other bundles, other times, other leases.
 
-A cheat is a subclass that overrides what it does otherwise. It has the worker's key: all that it sends is signed as it should be.
+A cheat is a subclass that overrides what it does differently. It has the worker's key: everything it sends is signed
+properly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from prime_protocol.tensor_file import pack_tensors
 
 
 class DishonestPort:
-    """Implements ports.transport.WorkerPort around a real one: what is not overridden goes through as it is."""
+    """Implementation of ports.transport.WorkerPort around a real one: calls that are not overridden pass unchanged."""
 
     def __init__(self, port: WorkerPort, key: SigningKey, means: Means) -> None:
         self.port = port
@@ -40,6 +41,7 @@ class DishonestPort:
         return getattr(self.port, name)
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        """Request a lease and remember it."""
         self.session = request.session
         answer = await self.port.lease(request)
         if isinstance(answer, Envelope):
@@ -48,18 +50,19 @@ class DishonestPort:
         return answer
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload a bundle unchanged."""
         return await self.port.upload(parcel)
 
 
 def opened_upload(parcel: bytes) -> tuple[RolloutHeader, Rollouts]:
-    """What is in a bundle of its own."""
+    """Return the content of one of the worker's own bundles."""
     found = open_parcel(parcel, body_bytes_max=2**31)
     header = parse_json(found.envelope.payload, RolloutHeader)
     return header, parse_body(header, found.check_body(header), Limits())
 
 
 def packed(header: RolloutHeader, rollouts: Rollouts, key: SigningKey, **changes: object) -> bytes:
-    """The bundle again, signed again."""
+    """Return the bundle packed and signed again."""
     body, size = pack_body(rollouts)
     return _signed(header, body, size, key, **changes)
 
@@ -70,14 +73,15 @@ def _signed(header: RolloutHeader, body: bytes, size: int, key: SigningKey, **ch
 
 
 def pretended(parcel: bytes) -> UploadReply:
-    """What the coordinator would have said, for a bundle that it never got."""
+    """Return the coordinator's likely reply to a bundle that it never got."""
     return UploadReply(bundle=digest_of(parcel))
 
 
 class EasyProblems(DishonestPort):
-    """Says that every completion answers the lease's shortest prompt, and answers that one only."""
+    """A cheat that claims that every completion answers the lease's shortest prompt, and answers only that one."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload the bundle with all slots set to the easiest problem's."""
         header, rollouts = opened_upload(parcel)
         easiest = min(self.leases[header.lease_id].groups, key=lambda group: len(group.prompt_token_ids))
         slots_N = np.full_like(rollouts.slots_N, easiest.slot)
@@ -85,9 +89,10 @@ class EasyProblems(DishonestPort):
 
 
 class ClaimedRewards(DishonestPort):
-    """Sends rewards along, all of them perfect."""
+    """A cheat that adds perfect rewards."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload the bundle with an extra tensor of rewards."""
         header, rollouts = opened_upload(parcel)
         tensors = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__slots__}
         tensors["rewards"] = np.ones(len(rollouts), np.float32)
@@ -96,11 +101,15 @@ class ClaimedRewards(DishonestPort):
 
 
 class ReplayedOwn(DishonestPort):
-    """Does the work once, and sends its first bundle again for each later lease, named and seeded as that one asks."""
+    """A cheat that works once, and sends its first bundle again for each later lease.
+
+    The copy gets that lease's slots and seeds.
+    """
 
     first: tuple[RolloutHeader, Rollouts] | None = None
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload the first bundle again, repacked for this lease."""
         header, rollouts = opened_upload(parcel)
         if self.first is None:
             self.first = header, rollouts
@@ -109,17 +118,19 @@ class ReplayedOwn(DishonestPort):
 
 
 class LeakingUploads(DishonestPort):
-    """An honest worker's, but that it gives its bundles to an accomplice before they are judged."""
+    """An honest worker that gives its bundles to an accomplice before they are verified."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload a bundle and share it with the accomplice."""
         self.means.overheard.append(parcel)
         return await self.port.upload(parcel)
 
 
 class ReplayedOthers(DishonestPort):
-    """Sends the bundles of somebody else, as it overheard them, under its own name and for its own leases."""
+    """A cheat that sends another worker's bundles, as overheard, under its own name and for its own leases."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload the accomplice's latest bundle, repacked for this lease, if it is long enough."""
         header, rollouts = opened_upload(parcel)
         for theirs in [opened_upload(one)[1] for one in self.means.overheard[-1:]]:
             if len(theirs) >= len(rollouts):
@@ -128,9 +139,10 @@ class ReplayedOthers(DishonestPort):
 
 
 class Equivocating(DishonestPort):
-    """Signs two bundles for each lease, and sends the second one too."""
+    """A cheat that signs two bundles for each lease, and sends the second one too."""
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload a bundle and a second one with other logprobs."""
         header, rollouts = opened_upload(parcel)
         reply = await self.port.upload(parcel)
         other = replace(rollouts, logprobs_T=np.minimum(rollouts.logprobs_T * np.float32(1.01), 0))
@@ -139,13 +151,14 @@ class Equivocating(DishonestPort):
 
 
 class TimeShifted(DishonestPort):
-    """Keeps finished bundles until their step is trained, and dates them back."""
+    """A cheat that keeps finished bundles until their step is trained, and backdates them."""
 
     def __init__(self, port: WorkerPort, key: SigningKey, means: Means) -> None:
         super().__init__(port, key, means)
         self.kept: list[tuple[int, bytes]] = []
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Upload only the kept bundles of older steps."""
         header, rollouts = opened_upload(parcel)
         self.kept.append((header.step, packed(header, rollouts, self.key, created_at_ms=0)))
         newest = max(step for step, _ in self.kept)
@@ -156,28 +169,35 @@ class TimeShifted(DishonestPort):
 
 
 class Hoarding(DishonestPort):
-    """Takes every lease that it can get, says that it still works on all of them, and never sends anything."""
+    """A cheat that takes every lease it can get, claims to work on all of them, and never sends anything."""
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        """Request a lease while claiming to hold all earlier ones."""
         held = tuple({*(request.holding or ()), *self.leases})
         return await super().lease(request.model_copy(update={"holding": held[-1_024:]}))
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Drop the bundle."""
         return pretended(parcel)
 
 
 class Framing(DishonestPort):
-    """Holds a lease back until what its seeds give is filed under another one, and then lets it go to an honest worker,
-    who must say the same: a copyist, it is hoped. The engine answers by tokens.refiled."""
+    """A cheat that makes an honest worker look like a copyist.
+
+    It holds a lease back until the completions of its seeds are filed under another lease. Then it returns the lease to
+    an honest worker, whose completions must be the same. The engine answers by tokens.refiled.
+    """
 
     held: str | None = None
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        """Request a lease while claiming to hold the framed one."""
         if self.held is not None and request.holding is not None:
             request = request.model_copy(update={"holding": (*request.holding, self.held)})
         return await super().lease(request)
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        """Keep the first bundle's completions; hand its lease back once they are filed under another one."""
         header, rollouts = opened_upload(parcel)
         if self.held is None:
             self.held = header.lease_id
@@ -191,13 +211,17 @@ class Framing(DishonestPort):
 
 
 class Picking(DishonestPort):
-    """Hands back every lease whose prompts are longer than it has seen on average, and asks again for quicker work."""
+    """A cheat that hands back leases with long prompts.
+
+    It returns every lease with longer prompts than its average so far, and asks again for quicker work.
+    """
 
     def __init__(self, port: WorkerPort, key: SigningKey, means: Means) -> None:
         super().__init__(port, key, means)
         self.lengths: list[float] = []
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+        """Request a lease; hand it back if its prompts are long."""
         answer = await super().lease(request)
         if isinstance(answer, NotYet):
             return answer
@@ -211,7 +235,7 @@ class Picking(DishonestPort):
 
 
 def dressed_as(old: Rollouts, new: Rollouts) -> Rollouts:
-    """Old completions under a new lease's slots, seeds and policy; as many as the new one has."""
+    """Return old completions under a new lease's slots, seeds and policy; as many as the new one has."""
     num = len(new)
     tokens, proofs = int(old.lengths_N[:num].sum()), num_proofs(old.lengths_N[:num].tolist())
     spans_S3 = np.stack([np.arange(num), np.full(num, new.spans_S3[0, 1]), old.lengths_N[:num]], axis=1)

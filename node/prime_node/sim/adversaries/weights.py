@@ -1,4 +1,4 @@
-"""Cheats that sample from other weights than they claim: cheaper ones, older ones, or spoilt ones."""
+"""Cheats that sample from other weights than they claim: cheaper, older or damaged ones."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from prime_protocol.weights import Weights, WeightTensor
 Floats = npt.NDArray[np.float32]
 
 NOISE_SHARE = 0.1
-"""Of a tensor's own standard deviation."""
+"""Noise relative to a tensor's own standard deviation."""
 INT4_GROUP = 32
 """Values that share a scale."""
 
 
 def older(steps: int) -> ChooseWeights:
-    """The policy of so many steps before."""
+    """Load the policy of `steps` steps before."""
     return lambda means: means.seen[max(0, len(means.seen) - 1 - steps)]
 
 
 def first(means: Means) -> Weights:
-    """The first policy that it cheats with, for ever: it saves the downloads."""
+    """Keep the first policy of the cheat forever: it saves the downloads."""
     means.kept = means.kept or means.seen[-1]
     return means.kept
 
 
 def base(means: Means) -> Weights:
-    """The model that the run began with."""
+    """Load the model with which the run began."""
     assert means.base is not None
     return means.base
 
 
 def noisy(means: Means) -> Weights:
-    """Gaussian noise of a tenth of each tensor's own spread: what a broken or hostile machine may hold."""
+    """Add Gaussian noise of a tenth of each tensor's own spread: what a broken or hostile machine may hold."""
     return mapped(
         means.seen[-1], lambda values: values + means.rng.normal(0.0, NOISE_SHARE * values.std(), values.shape)
     )
 
 
 def int8(means: Means) -> Weights:
-    """Rounded to 8 bits, with a scale for each row: half the memory."""
+    """Round to 8 bits, with a scale for each row: half the memory."""
     return mapped(means.seen[-1], lambda values: quantised(values, group=values.shape[-1], largest=127))
 
 
 def int4(means: Means) -> Weights:
-    """Rounded to 4 bits, with a scale for each 32 values: a quarter of the memory."""
+    """Round to 4 bits, with a scale for each 32 values: a quarter of the memory."""
     return mapped(means.seen[-1], lambda values: quantised(values, group=INT4_GROUP, largest=7))
 
 
 def quantised(values: Floats, *, group: int, largest: int) -> Floats:
-    """Matrices to 2 * largest + 1 levels for each group of values; vectors, which are small, stay."""
+    """Round matrices to 2 * largest + 1 levels for each group of values; vectors, which are small, stay."""
     if values.ndim < 2 or values.size % group:
         return values
     rows = values.reshape(-1, group)
@@ -63,7 +63,7 @@ def quantised(values: Floats, *, group: int, largest: int) -> Floats:
 
 
 def mapped(weights: Weights, change: Callable[[Floats], npt.NDArray[np.floating]]) -> dict[str, WeightTensor]:
-    """Every bf16 and fp32 tensor changed, the others as they are. The originals are left alone."""
+    """Return new weights with every bf16 and fp32 tensor changed, and the others as they are."""
     return {name: _mapped(tensor, change) for name, tensor in weights.items()}
 
 

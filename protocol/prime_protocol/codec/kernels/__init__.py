@@ -1,1 +1,1 @@
-"""The inner loops of the CLASS mode, compiled by numba. Import only where they pay."""
+"""Inner loops of the CLASS mode, compiled by numba. Import this package only for large tensors."""

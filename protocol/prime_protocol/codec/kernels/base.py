@@ -1,13 +1,14 @@
-"""What every kernel file shares: the compiler's settings, the plan's columns, and steps.
+"""Shared parts of all kernel files: the compiler's settings, the plan's columns, and steps.
 
-Importing this package imports numba and compiles, or loads, machine code. All kernels release the GIL and none starts threads
-of its own: numba's `parallel=True` collapses where cores are shared.
+Importing this package imports numba and compiles or loads machine code. All kernels release the GIL. None starts
+threads of its own: numba's `parallel=True` performs badly where cores are shared.
 
-A call takes a table of chunks, not one chunk: between two calls a thread needs the GIL, and where another one holds it, it is put
-to sleep and woken up, which may take as long as a chunk.
+A call takes a table of chunks, not one chunk. Between two calls a thread needs the GIL. If another thread holds it, the
+thread sleeps and wakes up, which may take as long as a chunk.
 
-Words: a class's *plane* holds one signed byte per element of the class: the step in units in the last place, 0 where nothing
-changed, wire.ESCAPE where the step does not fit. A *rank* is an element's number inside its class. A *plan* has a row per class.
+Terms: a class's *plane* holds one signed byte per element of the class: the step in units in the last place, 0 if
+unchanged, wire.ESCAPE if the step does not fit. A *rank* is an element's number within its class. A *plan* has a row
+per class.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -27,11 +28,11 @@ from numba.core.registry import cpu_target
 from prime_protocol.codec.kernels.words import leading_zeros, pointer
 
 CODER, COUNT, GAP_BITS, MAGNITUDES, NUM_EXCEPTIONS, MAGNITUDE_BITS, FIRST = range(7)
-"""The plan's columns."""
+"""Columns of the plan."""
 PLAN_COLUMNS = 7
 OLD_AT, NEW_AT, ELEMENTS, SHIFT, DATA_AT, DATA_BYTES = range(6)
-"""The columns of a table of chunks, one a row: addresses of its words in the base and in the new tensor, their number, where a
-word's exponent begins; and the encoded chunk (its dtype's code stands at DATA_AT where it is yet to be made)."""
+"""Columns of a table of chunks, one per row: addresses of its words in the base and in the new tensor, their number, the
+position of a word's exponent, and the encoded chunk. Before encoding, DATA_AT holds the code of its dtype."""
 CHUNK_COLUMNS = 6
 
 
@@ -40,10 +41,10 @@ _STAMP = f"{zlib.crc32(b''.join(path.read_bytes() for path in _SOURCES)):08x}"
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """What Python calls: njit with an on-disk cache where some folder takes one. Compiling costs seconds, loading milliseconds.
+    """Compile a function for Python callers, with an on-disk cache if a folder is writable.
 
-    numba's cache notices a change of a function's own file, not of those whose functions it inlines. So the name under
-    which it looks carries a checksum of all kernel files.
+    Compiling takes seconds, loading milliseconds. numba's cache notices a change of a function's own file, but not of
+    files whose functions it inlines. So the name in the cache contains a checksum of all kernel files.
     """
     function.__qualname__ += f"-{_STAMP}"
     try:
@@ -53,9 +54,9 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def cache_key() -> str:
-    """Changes whenever numba would compile the kernels anew: with their files, numba itself, Python and the processor.
+    """Return a key that changes whenever numba would recompile: with the kernel files, numba, Python and the processor.
 
-    Begins with the checksum that the names of the compiled kernels carry.
+    It begins with the checksum in the names of the compiled kernels.
     """
     parts = (
         [path.stat().st_mtime for path in _SOURCES],
@@ -67,30 +68,31 @@ def cache_key() -> str:
 
 
 part = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""What kernels alone call, compiled once."""
+"""Decorator for functions that only kernels call, compiled once."""
 inline = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, forceinline=True)
-"""The same, and LLVM puts it where it is called. numba's own inlining would pass its front end each time, which is what takes
-long when compiling.
-"""
+"""Decorator for functions that LLVM inlines into their callers. numba's own inlining would run its front end each time,
+which is the slow part of compiling."""
 
 
 @inline
 def step_between(base, new):
-    """The step from one pattern to another, as a signed number of 16 bits."""
+    """Return the step from one pattern to another, as a signed 16-bit number."""
     return ((int64(new) - int64(base) + 0x8000) & 0xFFFF) - 0x8000
 
 
 @inline
 def floor_log2(value):
+    """Return the number of the highest set bit of a positive value."""
     return int64(63) - leading_zeros(uint64(value))
 
 
 @inline
 def words_at(address, count):
-    """The bit patterns at an address."""
+    """Return the bit patterns at an address."""
     return carray(pointer(address), (count,), np.uint16)
 
 
 @inline
 def octets_at(address, size):
+    """Return the bytes at an address."""
     return carray(pointer(address), (size,), np.uint8)

@@ -1,6 +1,7 @@
-"""Elements by class: choosing the classes, spreading steps over their planes, and applying planes to a base.
+"""Elements by class: choose the classes, spread steps over their planes, and apply planes to a base.
 
-The wide loops take whole blocks and need AVX-512; the scalar ones do the rest of a chunk, or all of it on other machines.
+The wide loops process whole blocks and need AVX-512; the scalar ones do the rest of a chunk, or all of it on other
+machines.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -15,12 +16,12 @@ from prime_protocol.codec.kernels.words import trailing_zeros
 from prime_protocol.codec.wire import CLASSES_MAX, ESCAPE, WINDOW
 
 CLASS_PRICE = 120.0
-"""Bits that a class has to save: about 35 for its row of the plan, the rest for the time that it takes in both directions."""
+"""Bits that a class must save: about 35 for its row of the plan, the rest for its time in both directions."""
 
 
 @part
 def count_exponents(new, base, shift, population, changes):
-    """Histograms of the base's exponents: of every 32nd block, and of the changed elements in every 4th."""
+    """Count the base's exponents: in every 32nd block, and of the changed elements in every 4th."""
     for begin in range(0, new.size - BLOCK + 1, BLOCK * 4):
         differing = differing_words(new, base, begin)
         while differing:
@@ -33,7 +34,7 @@ def count_exponents(new, base, shift, population, changes):
 
 @inline
 def class_cost(elements, changes):
-    """Bits for a class of so many elements: which of them changed, and a row of the plan."""
+    """Return the bits for a class of that many elements: which of them changed, and a row of the plan."""
     if changes == 0:
         return 2.0
     kept = max(elements - changes, 1.0)
@@ -42,7 +43,7 @@ def class_cost(elements, changes):
 
 @part
 def choose_classes(new, base, shift, lowest):
-    """Cut the binades into the classes that cost least. Returns the top exponent, the boundaries and the number of classes.
+    """Divide the binades into the cheapest classes. Returns the top exponent, the boundaries and the number of classes.
 
     `lowest` receives each class's lowest exponent; bit j of the boundaries ends a class below exponent top - j.
     """
@@ -84,7 +85,7 @@ def choose_classes(new, base, shift, lowest):
 
 @inline
 def class_table(lowest, num_classes):
-    """The class of every exponent."""
+    """Return the class of every exponent."""
     table = np.zeros(256, np.uint8)
     for number in range(num_classes - 1):
         for exponent in range(lowest[number]):
@@ -94,7 +95,7 @@ def class_table(lowest, num_classes):
 
 @inline
 def cursors(fill, num_classes, stride):
-    """Each class's place in the flattened planes. Unsigned, because numba makes room for negative indices otherwise."""
+    """Return each class's place in the flattened planes. Unsigned, because numba adds code for negative indices otherwise."""
     at = np.zeros(CLASSES_MAX, np.uint64)
     for number in range(num_classes):
         at[number] = uint64(number * stride + fill[number])
@@ -144,7 +145,7 @@ if HAS_WIDE:
 
     @part
     def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
-        """`scatter_scalar` for whole groups. Returns the number of elements done and of escapes."""
+        """Process whole groups like `scatter_scalar`. Returns the number of elements done and of escapes."""
         num_escapes, done = int64(0), new.size // GROUP * GROUP
         masks, stride = np.empty(GROUP // BLOCK, np.uint64), planes.shape[1]
         for begin in range(0, done, GROUP):
@@ -159,9 +160,9 @@ if HAS_WIDE:
 
     @part
     def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, limit):
-        """`gather_scalar` for whole groups. Returns the number of elements done and of escapes, or -1.
+        """Process whole groups like `gather_scalar`. Returns the number of elements done and of escapes, or -1.
 
-        An escape was first applied as if it were a step; that is taken back.
+        An escape is first applied as if it were a step, then corrected.
         """
         num_escapes, done = int64(0), out.size // GROUP * GROUP
         masks, stride = np.empty(GROUP // BLOCK, np.uint64), planes.shape[1]
@@ -181,8 +182,10 @@ else:
 
     @part
     def scatter_wide(new, base, shift, lowest, num_classes, fill, planes, escapes):
+        """Return no progress: this machine lacks AVX-512."""
         return int64(0), int64(0)
 
     @part
     def gather_wide(out, base, shift, lowest, num_classes, fill, planes, escapes, limit):
+        """Return no progress: this machine lacks AVX-512."""
         return int64(0), int64(0)

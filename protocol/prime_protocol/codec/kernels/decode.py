@@ -1,6 +1,7 @@
 """Chunks of the CLASS mode -> elements: streams.py reads their streams, then the steps are applied. SPEC.md, section "CLASS".
 
-The invariant: nothing is written before all streams are checked. That a chunk does not fit its base shows while it is applied.
+Invariant: nothing is written before all streams are checked. Only applying a chunk reveals that it does not fit its
+base.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -32,11 +33,11 @@ from prime_protocol.codec.wire import BODY_AT, CLASSES_MAX, PLANE, SPARSE, WINDO
 
 HAS_PLANES = 1
 BOUNDS_BYTES = BODY_AT - HEAD_BYTES
-"""The top exponent and the boundaries."""
+"""Bytes of the top exponent and the boundaries."""
 CHANGES_SHARE, CHANGES_SHARE_WIDE = 8, 50
-"""With at most one change in so many elements, finding each is faster than a walk over all planes."""
+"""Elements per change from which finding each change is faster than walking over all planes."""
 SORTED_MAX = 256
-"""Escapes that are worth sorting into the order of their elements."""
+"""Maximum number of escapes that are worth sorting into the order of their elements."""
 
 
 @inline
@@ -51,7 +52,7 @@ def scatter_steps(plan, num_classes, ranks, steps, planes):
 
 @inline
 def clear(plan, num_classes, ranks, planes):
-    """Make the planes all zero again, touching only what was written."""
+    """Reset the planes to zero by clearing only the written elements."""
     for number in range(num_classes):
         plane = planes[number]
         if plan[number, CODER] == SPARSE:
@@ -63,7 +64,7 @@ def clear(plan, num_classes, ranks, planes):
 
 @inline
 def fits(plan, num_classes, ranks, fill):
-    """Whether every class has as many elements as its plane, or more than its last rank."""
+    """Return whether every class has as many elements as its plane, or more than its last rank."""
     for number in range(num_classes):
         row = plan[number]
         if row[CODER] == PLANE and fill[number] != row[COUNT]:
@@ -75,7 +76,7 @@ def fits(plan, num_classes, ranks, fill):
 
 @part
 def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps, planes, escapes, num_escapes):
-    """Write the new elements from checked streams and filled planes, and leave the planes all zero. Returns 0 or a reason."""
+    """Write the new elements from checked streams and filled planes, and reset the planes to zero. Returns 0 or a reason."""
     scatter_steps(plan, num_classes, ranks, steps, planes)
     fill[:] = 0
     done, used = int64(0), int64(0)
@@ -91,7 +92,10 @@ def apply(out, base, shift, wide, lowest, num_classes, fill, plan, ranks, steps,
 
 @inline
 def read_bounds(octets, lowest):
-    """Each class's lowest exponent, from the three bytes before the streams. Returns the number of classes, 0 if malformed."""
+    """Read each class's lowest exponent from the three bytes before the streams.
+
+    Returns the number of classes, 0 if malformed.
+    """
     top, boundaries = int64(octets[0]), int64(octets[1]) | (int64(octets[2]) << 8)
     number = int64(0)
     for j in range(WINDOW):
@@ -119,7 +123,7 @@ def decode_one(
         return int64(-BOUNDS), num_classes, int64(0), int64(0)
     for at in range(
         uint64(size)
-    ):  # numba compiles string formatting for an assignment whose sizes may differ: two seconds
+    ):  # A slice assignment whose sizes may differ makes numba compile string formatting: two seconds.
         octets[at] = body[at + uint64(BOUNDS_BYTES)]
     octets[size : size + PADDING] = 0
     position, num_escapes = read_plan(octets, 8 * size, num_classes, base.size, plan)
@@ -155,10 +159,11 @@ def decode_class_table(
     table, first, planes_read, octets, wide, lowest, fill, plan, ranks, steps, quotients, places, planes, escapes,
     words, starts, found,
 ):  # fmt: skip
-    """Decode and apply chunks from row `first` of the table on. Returns the row behind the last one that is done.
+    """Decode and apply chunks from row `first` of the table on. Returns the row after the last one that is done.
 
-    That is the table's end, or a row of which `found` then holds (status, classes, bytes before planes, escapes): a chunk that is
-    refused, or one with planes, which the caller has to read; with `planes_read` it calls again from there.
+    That is the table's end, or a row for which `found` then holds (status, classes, bytes before planes, escapes). Such
+    a chunk was rejected, or it has planes that the caller must read. The caller then calls again from there with
+    `planes_read`.
     """
     for at in range(first, table.shape[0]):
         row = table[at]
@@ -169,7 +174,7 @@ def decode_class_table(
             )
         else:
             body = octets_at(row[DATA_AT], row[DATA_BYTES])
-            behind = words_at(row[OLD_AT] + 2 * row[ELEMENTS], row[ELEMENTS])  # most often another call's
+            behind = words_at(row[OLD_AT] + 2 * row[ELEMENTS], row[ELEMENTS])  # usually the base of another call
             if at + 1 < table.shape[0]:
                 behind = words_at(table[at + 1, OLD_AT], table[at + 1, ELEMENTS])
             found[0], found[1], found[2], found[3] = decode_one(

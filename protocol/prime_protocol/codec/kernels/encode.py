@@ -1,4 +1,4 @@
-"""Planes -> plan and bit streams. SPEC.md, section "CLASS"; the order of the streams is in `write`."""
+"""Planes -> plan and bit streams. SPEC.md, section "CLASS"; `write` shows the order of the streams."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
@@ -33,14 +33,14 @@ from prime_protocol.codec.wire import BODY_AT, EMPTY, EXCEPTIONS, GOLOMB, ONES, 
 
 CLASS = int(Mode.CLASS)
 OCTETS_MAX = 4 * CHUNK_ELEMENTS + 4096
-"""Room for one chunk without its planes, if each change needs an escape."""
+"""Space for one chunk without its planes, if each change needs an escape."""
 PLANE_SIZE_MIN = 2048
-"""A class smaller than this is never a plane: its frame and Huffman table cost some sixty bytes."""
+"""Minimum size of a class stored as a plane: the frame and Huffman table cost some sixty bytes."""
 
 
 @inline
 def put_bits(octets, writer, value, width):
-    """Append `width` <= 32 bits. A writer is (byte offset, bits not yet whole bytes, their number < 8)."""
+    """Append `width` <= 32 bits. A writer is (byte offset, bits of an incomplete byte, their number < 8)."""
     at, bits, filled = writer
     bits |= uint64(value) << uint64(filled)
     filled += width
@@ -50,7 +50,7 @@ def put_bits(octets, writer, value, width):
 
 @inline
 def put_unary(octets, writer, value):
-    """`value` zeros and a one."""
+    """Append `value` zeros and a one."""
     while value >= 32:
         writer = put_bits(octets, writer, int64(0), int64(32))
         value -= 32
@@ -59,6 +59,7 @@ def put_unary(octets, writer, value):
 
 @inline
 def rice_cost(values, begin, end, low_bits):
+    """Return the bits of Rice codes for values[begin:end] with that many low bits."""
     total = int64(0)
     for j in range(begin, end):
         total += values[j] >> low_bits
@@ -67,9 +68,9 @@ def rice_cost(values, begin, end, low_bits):
 
 @inline
 def rice_bits(total, count):
-    """The best number of low bits for `count` geometric values that sum up to `total`."""
+    """Return the best number of low bits for `count` geometric values with the sum `total`."""
     bits = int64(0)
-    while bits < 18 and (count << bits) * 141 < total * 69:  # switch where 2^bits * sqrt 2 = mean * ln 2
+    while bits < 18 and (count << bits) * 141 < total * 69:  # switch at 2^bits * sqrt 2 = mean * ln 2
         bits += 1
     return bits
 
@@ -78,10 +79,10 @@ def rice_bits(total, count):
 def encode_class_table(
     table, first, wide, lowest, fill, planes, escapes, plan, gaps, steps, unary, octets, ends, found
 ):  # fmt: skip
-    """Encode chunks from row `first` of the table on, one behind the other. Returns the row behind the last one that is done.
+    """Encode chunks from row `first` of the table on, one after the other. Returns the row after the last one that is done.
 
-    `ends` receives where each one ends in `octets`; one in which nothing changed takes no bytes. Returns early where the room is
-    used up, or behind a chunk with planes: then `found` is (classes, escapes), and the caller adds planes and escapes.
+    `ends` receives the end of each one in `octets`; an unchanged chunk takes no bytes. Returns early if the space is
+    used up, or after a chunk with planes. `found` is then (classes, escapes), and the caller adds planes and escapes.
     """
     end = int64(0)
     found[0] = 0
@@ -177,7 +178,7 @@ def plan_sparse(row, gaps, magnitudes, span):
 
 @inline
 def plan_magnitudes(row, magnitudes, count):
-    """ONES where all steps are units; otherwise the cheapest of the three other codes, from the histogram alone."""
+    """Choose ONES if all steps are units; otherwise the cheapest of the three other codes, from the histogram alone."""
     exceptions = count - magnitudes[1]
     row[MAGNITUDES] = ONES
     if exceptions == 0:
@@ -205,7 +206,7 @@ def plan_magnitudes(row, magnitudes, count):
 
 @inline
 def put_length(octets, writer, value):
-    """A number from 1 to 2^18 + 1: its bit length in five bits, then the bits below the leading one."""
+    """Append a number from 1 to 2^18 + 1: its bit length in five bits, then the bits below the leading one."""
     length = floor_log2(value) + 1
     writer = put_bits(octets, writer, length, int64(5))
     return put_bits(octets, writer, value - (int64(1) << (length - 1)), length - 1)
@@ -213,12 +214,13 @@ def put_length(octets, writer, value):
 
 @inline
 def low_part(value, bits):
+    """Return the lowest `bits` bits of a value."""
     return value & ((int64(1) << bits) - 1)
 
 
 @part
 def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
-    """Write plan, signs, low bits, unary codes and suffixes. Returns where they end. `unary` is scratch."""
+    """Write plan, signs, low bits, unary codes and suffixes. Returns the offset after them. `unary` is scratch."""
     writer = int64(begin), uint64(0), int64(0)
     total = int64(0)
     for number in range(num_classes):
@@ -268,6 +270,7 @@ def write(octets, begin, plan, num_classes, num_escapes, gaps, steps, unary):
 
 @inline
 def write_row(octets, writer, row):
+    """Append the parameters of one class."""
     coder, kind = row[CODER], row[MAGNITUDES]
     writer = put_bits(octets, writer, coder, int64(2))
     if coder != EMPTY:
@@ -285,7 +288,7 @@ def write_row(octets, writer, row):
 
 @inline
 def write_suffixes(octets, writer, plan, num_classes, steps):
-    """The bits below the leading one of every exponential Golomb code, in the order of their prefixes."""
+    """Append the bits below the leading one of every exponential Golomb code, in the order of their prefixes."""
     for number in range(num_classes):
         row = plan[number]
         if row[CODER] != SPARSE or (row[MAGNITUDES] != EXCEPTIONS and row[MAGNITUDES] != GOLOMB):

@@ -13,6 +13,7 @@ ALIGNMENT = 64
 
 @kernel
 def split_words(words, low, high):
+    """Split words, rotated left by one bit, into low and high bytes."""
     for i in range(words.size):
         word = words[i]
         low[i] = uint8((word << uint16(1)) | (word >> uint16(15)))
@@ -21,7 +22,10 @@ def split_words(words, low, high):
 
 @kernel
 def merge_words(words, low, high):
-    """The whole of a chunk is written and none of it is read soon: so its old content is not fetched into the cache first."""
+    """Join low and high bytes into words.
+
+    It writes the whole chunk, which nobody reads soon. So its stores bypass the cache, which need not fetch the old content.
+    """
     aligned = (-words.ctypes.data % ALIGNMENT) // 2
     begin = min(aligned if words.ctypes.data % 2 == 0 else words.size, words.size)
     end = begin + (words.size - begin) // BLOCK * BLOCK
@@ -34,5 +38,6 @@ def merge_words(words, low, high):
 
 @inline
 def merge_some(words, low, high, begin, end):
+    """Join the words from `begin` to `end` one by one."""
     for i in range(begin, end):
         words[i] = (uint16(low[i]) >> uint16(1)) | (uint16(high[i]) << uint16(7)) | (uint16(low[i]) << uint16(15))

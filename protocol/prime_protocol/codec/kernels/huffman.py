@@ -1,11 +1,11 @@
-"""Byte planes <-> zstd frames that hold Huffman codes and nothing else (RFC 8878, sections 3.1.1.3.1 and 4.2).
+"""Byte planes <-> zstd frames that hold only Huffman codes (RFC 8878, sections 3.1.1.3.1 and 4.2).
 
-Exponents hold no repeats, so all that zstd could do for them is its Huffman coder. A frame written here is an ordinary one that
-every zstd reads; `read_huffman_frame` reads this one shape twice as fast, because one look into its table yields as many symbols
-as fit in its eleven bits, where zstd takes at most two. Whatever else a frame is, `read_huffman_frame` says no and zstd decides.
+Exponents do not repeat, so only zstd's Huffman coder helps. A frame written here is an ordinary one that every zstd
+reads. `read_huffman_frame` reads this one shape twice as fast: one lookup in its table yields as many symbols as fit in
+its eleven bits, where zstd takes at most two. It returns False for any other frame, and zstd decides.
 
-The shape: one segment, its content size in four bytes, and blocks of BLOCK_BYTES, each with a tree of its own whose weights take
-four bits, four streams, and no sequences. The invariant: nothing outside `frame` is read and nothing outside `plane` is written.
+The shape: one segment, its content size in four bytes, and blocks of BLOCK_BYTES, each with its own tree with four-bit
+weights, four streams, and no sequences. Invariant: it reads nothing outside `frame` and writes nothing outside `plane`.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -18,32 +18,32 @@ from prime_protocol.codec.kernels.base import floor_log2, inline, kernel
 from prime_protocol.codec.kernels.words import load_word, store_word, trailing_zeros
 
 BLOCK_BYTES = 1 << 17
-"""The most that a block of zstd's yields."""
+"""Maximum content of a zstd block."""
 CODE_BITS_MAX = 11
 WEIGHTS_MAX = 128
 """Weights that fit in half a byte each; the last symbol's follows from the others."""
 HEAD = (0x28, 0xB5, 0x2F, 0xFD, 0xA0)
-"""The magic number, and: one segment, four bytes of content size, no checksum, no dictionary."""
+"""Magic number and descriptor: one segment, four bytes of content size, no checksum, no dictionary."""
 HEAD_BYTES = len(HEAD) + 4
 LITERALS_AT = 8
-"""A block's header has three bytes, that of its literals five."""
+"""Size of the headers: three bytes for a block, five for its literals."""
 JUMPS_BYTES = 6
-"""The sizes of the first three streams."""
+"""Size of the jump table: the sizes of the first three streams."""
 STREAM_BYTES_MIN = 8
-"""A shorter one could not be loaded as a word."""
+"""Minimum size of a stream, so that it can be loaded as a word."""
 SYMBOLS_MAX = 6
-"""In one entry of the table."""
+"""Symbols in one entry of the table."""
 LOOKS = 5
-"""Looks into the table between two loads: 55 bits of at least 56."""
+"""Lookups between two loads: 55 bits of at least 56."""
 MARGIN = LOOKS * SYMBOLS_MAX + 8
-"""Bytes that these may write, and the word that the last one stores."""
+"""Bytes that these lookups may write, and the word that the last one stores."""
 GAIN_MIN = 32
-"""A block must be smaller than its content by one part in so many, or it is not worth a frame."""
+"""Inverse of the share by which a block must be smaller than its content to be worth a frame."""
 
 
 @inline
 def count_bytes(plane, begin, end, counts):
-    """How often each byte occurs. Counted in four places: neighbours are often equal and would wait for one another."""
+    """Count each byte. Four separate counters, because neighbours are often equal and would wait for one another."""
     lanes = np.zeros(4 * 256, np.uint32)
     whole = end - (end - begin) % 8
     for at in range(begin, whole, 8):
@@ -60,9 +60,7 @@ def count_bytes(plane, begin, end, counts):
 
 @inline
 def code_lengths(counts, num_symbols, lengths):
-    """A prefix code of at most CODE_BITS_MAX bits, Huffman's where that is short enough; otherwise rare symbols count for more.
-    At least two of the symbols occur.
-    """
+    """Build Huffman's code for two or more symbols, halving counts until no code exceeds CODE_BITS_MAX. Returns the longest."""
     nodes, parents = np.zeros(2 * 256, np.int64), np.zeros(2 * 256, np.int64)
     order = np.zeros(256, np.int64)
     leaves = int64(0)
@@ -81,7 +79,7 @@ def code_lengths(counts, num_symbols, lengths):
         leaf, inner = int64(0), leaves
         for made in range(leaves, 2 * leaves - 1):
             nodes[made] = 0
-            for _ in range(2):  # the two lightest: leaves and inner nodes each come in rising order
+            for _ in range(2):  # the two lightest: leaves and inner nodes each come in ascending order
                 if leaf < leaves and (inner >= made or nodes[leaf] <= nodes[inner]):
                     child = leaf
                     leaf += 1
@@ -106,7 +104,7 @@ def code_lengths(counts, num_symbols, lengths):
 
 @inline
 def first_cells(lengths, num_symbols, longest, cells):
-    """Where each symbol's cells begin in a table of 2^longest: long codes first, equal ones in the order of their symbols."""
+    """Find where each symbol's cells begin in a table of 2^longest: long codes first, equal ones in symbol order."""
     at = int64(0)
     for length in range(longest, 0, -1):
         for symbol in range(num_symbols):
@@ -118,8 +116,9 @@ def first_cells(lengths, num_symbols, longest, cells):
 
 @inline
 def pair_codes(counts, num_symbols, codes, pairs):
-    """The codes of two neighbours, the second one's in the lower bits, at `pairs[first + 256 * second]`: the bits above byte 0,
-    their number in it. Pairs that cannot occur are left as they are.
+    """Store the codes of two neighbours, the second in the lower bits, at `pairs[first + 256 * second]`.
+
+    The bits are above byte 0, their number is in byte 0. Entries of pairs that cannot occur stay unchanged.
     """
     for second in range(num_symbols):
         if counts[second]:
@@ -132,19 +131,20 @@ def pair_codes(counts, num_symbols, codes, pairs):
 
 @inline
 def put_code(octets, at, bits, filled):
-    """Store whole bytes. Returns the place behind them and what is left."""
+    """Store whole bytes. Returns the offset after them and the remaining bits."""
     store_word(octets, at, bits)
     return at + int64(filled >> uint64(3)), bits >> (filled & uint64(56)), filled & uint64(7)
 
 
 @inline
 def append(bits, filled, code):
+    """Append a code: its bits are above byte 0, their number in byte 0."""
     return bits | ((uint64(code) >> uint64(8)) << filled), filled + (uint64(code) & uint64(0xFF))
 
 
 @inline
 def write_stream(plane, begin, end, codes, pairs, octets, at):
-    """Codes from the last symbol to the first, a one behind them. Returns where the next stream begins."""
+    """Write codes from the last symbol to the first, and a one after them. Returns the offset of the next stream."""
     bits, filled = uint64(0), uint64(0)
     for i in range(end - 8, begin - 1, -8):
         word = load_word(plane, i)
@@ -162,7 +162,7 @@ def write_stream(plane, begin, end, codes, pairs, octets, at):
 
 @kernel
 def write_frame(plane, octets, pairs):
-    """The frame of a plane, into `octets`. Returns its size, or 0 where one of this shape does not pay or cannot be.
+    """Write the frame of a plane to `octets`. Returns its size, or 0 if this shape does not pay or is impossible.
 
     `pairs` is scratch: one number for every two bytes.
     """
@@ -218,7 +218,7 @@ def write_frame(plane, octets, pairs):
 
 @inline
 def take_number(frame, at, size):
-    """`size` bytes as a little-endian number."""
+    """Read `size` bytes as a little-endian number."""
     value = int64(0)
     for i in range(size):
         value |= int64(frame[at + i]) << (8 * i)
@@ -227,7 +227,7 @@ def take_number(frame, at, size):
 
 @inline
 def read_tree(frame, at, end, lengths):
-    """The code lengths. Returns where the jump table begins, or 0."""
+    """Read the code lengths. Returns the offset of the jump table, or 0."""
     if at + 1 > end or frame[at] < 128:
         return int64(0)
     given = int64(frame[at]) - 127
@@ -257,17 +257,17 @@ def read_tree(frame, at, end, lengths):
 
 @inline
 def fill_table(lengths, cells, table):
-    """For every value of k bits an entry at 2^k + value: the whole codes among them, for k from 0 to CODE_BITS_MAX.
+    """Fill the table: for every value of k bits, at 2^k + value, the whole codes in it, for k from 0 to CODE_BITS_MAX.
 
-    An entry: the number of bits in byte 0, symbols in bytes 1 to SYMBOLS_MAX, their number in byte 7. A code of n bits is
-    followed by what the other k - n bits hold, which is an entry of a smaller table.
+    An entry: the number of bits in byte 0, symbols in bytes 1 to SYMBOLS_MAX, their number in byte 7. After a code of n
+    bits follows the content of the other k - n bits, which is an entry of a smaller table.
     """
     at_most, shortest, num_symbols = uint64(0x0000FFFFFFFFFF00), int64(CODE_BITS_MAX), int64(0)
     for symbol in range(WEIGHTS_MAX + 1):
         if lengths[symbol]:
             shortest, num_symbols = min(shortest, lengths[symbol]), symbol + 1
     first_cells(lengths, num_symbols, CODE_BITS_MAX, cells)
-    looked = min(int64(CODE_BITS_MAX), SYMBOLS_MAX * shortest - 1)  # bits behind a code that hold at most five more
+    looked = min(int64(CODE_BITS_MAX), SYMBOLS_MAX * shortest - 1)  # bits after a code that hold at most five more
     table[:] = 0
     for bits in range(1, CODE_BITS_MAX + 1):
         for symbol in range(num_symbols):
@@ -286,7 +286,7 @@ def fill_table(lengths, cells, table):
 
 @inline
 def look(table, plane, bits, to):
-    """Write the next symbols. Returns the bits behind their codes and the place behind them."""
+    """Write the next symbols. Returns the bits after their codes and the offset after the symbols."""
     entry = table[uint64(1 << CODE_BITS_MAX) + (bits >> uint64(64 - CODE_BITS_MAX))]
     store_word(plane, to, entry >> uint64(8))
     return bits << (entry & uint64(63)), to + (entry >> uint64(56))
@@ -294,13 +294,13 @@ def look(table, plane, bits, to):
 
 @inline
 def load(frame, at, passed):
-    """Bits that end at byte at + 8, less those that were passed; the lowest one set tells how many have been used since."""
+    """Load bits that end at byte at + 8, less the passed ones; the lowest set bit shows how many are used since."""
     return (load_word(frame, at) | uint64(1)) << passed
 
 
 @inline
 def finish(frame, begin, left, lengths, table, plane, to, end):
-    """The last symbols of a stream, one by one, of which `left` bits are left. Whether they end where it begins."""
+    """Decode the last symbols of a stream one by one, from `left` bits. Returns whether they end where it begins."""
     while to < end:
         if left <= 0:
             return False
@@ -315,14 +315,14 @@ def finish(frame, begin, left, lengths, table, plane, to, end):
 
 @inline
 def open_stream(frame, begin, end):
-    """The word at a stream's end, without the one that ends it; 0 if there is none."""
+    """Return the word at a stream's end, without its end mark, a one; 0 if there is none."""
     last = int64(frame[end - 1])
     return load(frame, end - 8, uint64(8 - floor_log2(last))) if last else uint64(0)
 
 
 @kernel
 def read_huffman_frame(frame, plane):
-    """Write the plane of a frame that has this shape and is whole. False for any other, and `plane` is then undefined."""
+    """Write the plane of a complete frame of this shape. Returns False for any other; `plane` is then undefined."""
     if frame.size < HEAD_BYTES:
         return False
     for i in range(len(HEAD)):
@@ -342,7 +342,7 @@ def read_huffman_frame(frame, plane):
             return False
         if literals & ((1 << 22) - 1) != 2 | (3 << 2) | (size << 4) or literals >> 22 != end - at - LITERALS_AT - 1:
             return False
-        if header >> 3 > min(plane.size, BLOCK_BYTES):  # zstd takes no block that is longer than what one may yield
+        if header >> 3 > min(plane.size, BLOCK_BYTES):  # zstd accepts no block longer than its maximum content
             return False
         if frame[end - 1] != 0:
             return False
@@ -365,7 +365,7 @@ def read_huffman_frame(frame, plane):
 
 @inline
 def read_streams(frame, begins, ends, plane, begin, end, table, lengths):
-    """The four streams of a block side by side, as long as none is near its end, and then each by itself."""
+    """Decode the four streams of a block in parallel until one is near its end, then each alone."""
     quarter = uint64((end - begin + 3) // 4)
     at0, at1, at2, at3 = ends[0] - 8, ends[1] - 8, ends[2] - 8, ends[3] - 8
     bits0, bits1 = open_stream(frame, begins[0], ends[0]), open_stream(frame, begins[1], ends[1])

@@ -1,9 +1,9 @@
 """Apply a chunk with few changes: find each change's element, and write nothing else.
 
-A block's members of each class are a word of bits, and how many members come before the block is its *start*. So a rank is found
-by a search in the starts of its class, then in one word. Three steps of FANOUT reach all blocks of a chunk; no branch depends on
-what the data says, so none is guessed wrong. The search needs no memory, so it asks for lines at the end of the base of the chunk
-that comes next. All of it is vectors of any kind; the wide loops of classes.py need AVX-512.
+A block's members of each class are a word of bits; the number of members before the block is its *start*. A rank is
+found by a search in the starts of its class, then in one word. Three search steps of FANOUT reach all blocks of a
+chunk. No branch depends on the data, so none is mispredicted. The search needs no memory bandwidth, so it prefetches
+lines at the end of the next chunk's base. It works with any vector width; the wide loops of classes.py need AVX-512.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -25,27 +25,28 @@ BLOCKS_MAX = CHUNK_ELEMENTS // BLOCK
 MIDDLE = BLOCKS_MAX
 TOP = MIDDLE + GROUPS_MAX
 STARTS = TOP + FANOUT
-"""A class's row: its elements before each block, before each group of 16, and before each sixteenth group."""
+"""Row of a class: its elements before each block, before each group of 16, and before each sixteenth group."""
 FAR = 1 << 30
-"""More than any rank, where there is no group."""
+"""Start of missing groups: above any rank."""
 
 
 @inline
 def copy(out, base, begin, end):
-    for at in range(uint64(begin), uint64(end)):  # assigning a slice takes an element at a time
+    """Copy the words from `begin` to `end`."""
+    for at in range(uint64(begin), uint64(end)):  # assigning a slice copies one element at a time
         out[at] = base[at]
 
 
 @part
 def count_starts(out, base, shift, lowest, num_classes, words, starts, sums):
-    """Fill the rows of `words`, of `starts` and `sums`, each class's elements, for all whole groups. Returns their number.
-    Copies the base on the way, where `out` is not the base.
+    """Fill `words`, `starts` and `sums`, each class's elements, for all whole groups. Returns the number of groups.
 
-    Words are written first and read afterwards, as a vector that is read too soon after its parts were stored has to wait.
+    It also copies the base if `out` is not the base. Words are written first and read afterwards, because a vector that
+    is read too soon after its parts were stored has to wait.
     """
     num_groups, flat, marks = base.size // GROUP_ELEMENTS, starts.reshape(-1), words.reshape(-1)
     beside = out.ctypes.data != base.ctypes.data
-    words[num_classes, : num_groups * FANOUT] = ~uint64(0)  # the last class has all that no other has
+    words[num_classes, : num_groups * FANOUT] = ~uint64(0)  # the last class has all elements that no other has
     for group in range(num_groups):
         at = BLOCKS_MAX + group * FANOUT
         mark_group(base, group * GROUP_ELEMENTS, shift, lowest, num_classes - 1, marks, at, BLOCKS_MAX)
@@ -70,8 +71,10 @@ def count_starts(out, base, shift, lowest, num_classes, words, starts, sums):
 def patch(
     out, base, behind, shift, lowest, num_classes, plan, ranks, steps, words, starts, sums, escapes, num_escapes, escaped
 ):  # fmt: skip
-    """Write base plus steps to `out`, which may be `base`. False if the streams do not fit: a rank that its class does not have,
-    or another number of escapes. `behind` is the base of the chunk that comes next; no word of it is read. `escaped` is scratch.
+    """Write base plus steps to `out`, which may be `base`. Returns False if the streams do not fit.
+
+    They do not fit if a class lacks a rank, or the number of escapes differs. `behind` is the base of the next chunk,
+    for prefetching only: none of it is used. `escaped` is scratch.
     """
     num_groups = count_starts(out, base, shift, lowest, num_classes, words, starts, sums)
     flat, marks = starts.reshape(-1), words.reshape(-1)
@@ -118,7 +121,7 @@ def patch(
 
 @inline
 def sort(numbers, count):
-    """The first few numbers by insertion."""
+    """Sort the first `count` numbers by insertion."""
     for end in range(1, count):
         number, at = numbers[end], end
         while at > 0 and numbers[at - 1] > number:

@@ -1,7 +1,8 @@
-"""Bits -> plan, ranks and steps, on bytes that may be hostile. SPEC.md, section "CLASS".
+"""Bits -> plan, ranks and steps, from untrusted bytes. SPEC.md, section "CLASS".
 
-The invariant: every number from the wire is checked before it is used as an index or a shift, and `octets` ends in PADDING zero
-bytes that no check may let a reader pass by more. Negative results are reasons, in the order of REASONS.
+Invariant: every number from the wire is checked before it is used as an index or a shift. `octets` ends in PADDING zero
+bytes, and no check lets a reader pass the end by more than these. Negative results are reasons, in the order of
+REASONS.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -46,21 +47,21 @@ REASONS = (
     "its class boundaries are out of range",
 )
 CUT, PARAMETERS, BEHIND, STEP, TRAILING, MISFIT, BOUNDS = range(1, 8)
-"""Places in REASONS."""
+"""Indices in REASONS."""
 MAGNITUDE_MAX = 128
-"""The escape's; other steps are smaller."""
+"""Magnitude of an escape; other steps are smaller."""
 
 
 @inline
 def take_bits(octets, position, width):
-    """`width` <= 32 bits at bit `position`."""
+    """Return `width` <= 32 bits at bit `position`."""
     word = load_word(octets, position >> 3) >> uint64(position & 7)
     return int64(word & ((uint64(1) << uint64(width)) - uint64(1)))
 
 
 @inline
 def take_length(octets, position):
-    """The inverse of `put_length`: the value, 0 if it is malformed, and the next position."""
+    """Invert `put_length`: return the value, 0 if it is malformed, and the next position."""
     length = take_bits(octets, position, 5)
     if length < 1 or length > 19:
         return int64(0), position
@@ -70,10 +71,10 @@ def take_length(octets, position):
 
 @part
 def take_unary(octets, position, end, count, quotients):
-    """The next `count` unary codes. Returns the position behind them, or -1 if they do not end before `end`."""
+    """Read the next `count` unary codes. Returns the position after them, or -1 if they do not end before `end`."""
     word = load_word(octets, position >> 3) & (~uint64(0) << uint64(position & 7))
     origin = position & ~int64(7)  # the bit number of the word's lowest bit
-    after = position  # behind the last one that was found
+    after = position  # position after the last one found
     found = int64(0)
     while True:
         while word:
@@ -92,7 +93,7 @@ def take_unary(octets, position, end, count, quotients):
 
 @part
 def read_plan(octets, end, num_classes, count, plan):
-    """Parse the classes' parameters. Returns the position behind them and the number of escapes, or (-1, reason)."""
+    """Parse the classes' parameters. Returns the position after them and the number of escapes, or (-1, reason)."""
     position, changes, in_planes = int64(0), int64(0), int64(0)
     for number in range(num_classes):
         row = plan[number]
@@ -136,7 +137,7 @@ def read_plan(octets, end, num_classes, count, plan):
 
 @inline
 def streams(plan, num_classes, position):
-    """Where the low bits and the unary codes begin, the signs beginning at `position`."""
+    """Return where the low bits and the unary codes begin, if the signs begin at `position`."""
     low_at, unary_at = position, position
     for number in range(num_classes):
         row = plan[number]
@@ -152,10 +153,10 @@ def streams(plan, num_classes, position):
 
 @inline
 def take_sums(octets, low_at, bits, size, quotients, first, found, base, few):
-    """Running sums of `size` gaps, as ranks behind `first`. Returns the last one and where the next low bits begin.
+    """Store running sums of `size` gaps as ranks from `first` on. Returns the last one and where the next low bits begin.
 
-    Where the changes are few, the base will be read at the speed of memory, and this loop needs none: so meanwhile it asks
-    for two of the base's lines with each gap.
+    If the changes are few, reading the base is limited by memory bandwidth, and this loop uses none. So it prefetches
+    two of the base's lines with each gap.
     """
     rank, line = int64(-1), first * 2 * LINE_ELEMENTS
     for j in range(size):
@@ -171,9 +172,9 @@ def take_sums(octets, low_at, bits, size, quotients, first, found, base, few):
 
 @part
 def read_steps(octets, position, end, num_classes, plan, ranks, steps, quotients, places, base, few):
-    """Decode all sparse classes into ranks and steps. Returns the position behind the streams, or minus a reason.
+    """Decode all sparse classes into ranks and steps. Returns the position after the streams, or minus a reason.
 
-    Everything that `scatter_steps` uses as an index has been checked when this returns a position.
+    When this returns a position, all indices that `scatter_steps` uses have been checked.
     """
     (low_at, unary_at), num_places = streams(plan, num_classes, position), int64(0)
     if unary_at > end:
@@ -207,7 +208,7 @@ def read_steps(octets, position, end, num_classes, plan, ranks, steps, quotients
 
 @inline
 def read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places, num_places, base):
-    """Mark a class's exceptions with 1 + 2^prefix. Returns both positions, the first one a reason if negative."""
+    """Mark a class's exceptions with 1 + 2^prefix. Returns both positions; a negative first one is a reason."""
     size = row[NUM_EXCEPTIONS]
     unary_at = take_unary(octets, unary_at, end, size, quotients)
     if unary_at < 0:
@@ -228,7 +229,7 @@ def read_exceptions(octets, unary_at, end, low_at, row, steps, quotients, places
 
 @inline
 def read_magnitudes(octets, unary_at, end, low_at, row, steps, quotients):
-    """A class's magnitudes by RICE, or by GOLOMB without suffixes. Returns as `read_exceptions` does."""
+    """Read a class's magnitudes coded by RICE, or by GOLOMB without suffixes. Returns the same as `read_exceptions`."""
     size, bits, golomb = row[COUNT], row[MAGNITUDE_BITS], row[MAGNITUDES] == GOLOMB
     unary_at = take_unary(octets, unary_at, end, size, quotients)
     if unary_at < 0:
@@ -249,7 +250,7 @@ def read_magnitudes(octets, unary_at, end, low_at, row, steps, quotients):
 
 @inline
 def read_suffixes(octets, position, end, num_classes, plan, steps, places):
-    """Complete the magnitudes whose prefix alone is known: 1 + 2^p (EXCEPTIONS), 1 + ((2^p - 1) << b | low) (GOLOMB)."""
+    """Complete magnitudes with known prefixes: 1 + 2^p (EXCEPTIONS), 1 + ((2^p - 1) << b | low) (GOLOMB)."""
     num_places = int64(0)
     for number in range(num_classes):
         row = plan[number]
@@ -273,7 +274,7 @@ def read_suffixes(octets, position, end, num_classes, plan, steps, places):
 
 @inline
 def read_signs(octets, position, num_classes, plan, steps):
-    """Give the magnitudes their signs, 32 at a time. False if the escape's magnitude has the wrong one."""
+    """Give the magnitudes their signs, 32 at a time. Returns False if an escape's magnitude has the wrong one."""
     total, wrong = int64(0), uint64(0)
     for number in range(num_classes):
         if plan[number, CODER] == SPARSE:

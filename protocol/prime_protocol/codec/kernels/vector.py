@@ -1,10 +1,10 @@
 """Intrinsics for numba: 64 elements at a time through wide registers.
 
-`scatter_group` and `gather_group` are one idea in both directions: the elements of a block fall into classes by their base's
-magnitude; the encoder compresses each class's steps to the end of that class's plane, the decoder expands them from there.
-Both need AVX-512 VBMI2 (`HAS_WIDE`); classes.py has a scalar loop for every other machine and for the last elements of a chunk.
-All others are compiled to what the machine has. The caller keeps all accesses in bounds: 64 elements at `index` (FANOUT times
-as many for a group of marks), and 64 bytes behind each class's fill level.
+`scatter_group` and `gather_group` are one idea in both directions. The elements of a block fall into classes by their
+base's magnitude. The encoder compresses each class's steps to the end of that class's plane; the decoder expands them
+from there. Both need AVX-512 VBMI2 (`HAS_WIDE`); classes.py has a scalar loop for other machines and for the last
+elements of a chunk. The other intrinsics compile to what the machine supports. The caller keeps all accesses in bounds:
+64 elements at `index` (FANOUT times as many for a group of marks), and 64 bytes after each class's fill level.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GROUP = 4 * BLOCK
 FANOUT = 16
 """Numbers that a search compares at once."""
 AHEAD_ELEMENTS = 4 * FANOUT * BLOCK
-"""How far ahead of the compares memory is asked for its lines; a few groups more or less make no difference."""
+"""Distance of prefetching ahead of the compares; a few groups more or less make no difference."""
 
 _MASK, _BYTES, _WORDS = (ir.VectorType(lane, BLOCK) for lane in (BIT, I8, I16))
 
@@ -50,7 +50,7 @@ def _constant(vector: ir.VectorType, value: int) -> ir.Constant:
 
 
 def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any], body: Any) -> None:
-    """body(class, block, mask of the block's lanes in the class, fill level), the level growing by the number of lanes."""
+    """Run body(class, block, mask of the block's lanes in the class, fill level); the level grows by the number of lanes."""
     (shift_t, lowest_t, num_t, fill_t), (shift, lowest, num, fill) = sig, args
     del shift_t, num_t
     exponents = [_exponents(builder, block, shift) for block in words]
@@ -73,13 +73,13 @@ def _each_class(context: Any, builder: Any, sig: Any, args: Any, words: list[Any
 def _blocks(
     context: Any, builder: Any, array_type: Any, array: Any, index: Any, count: int = GROUP // BLOCK
 ) -> list[Any]:
-    """Pointers to the blocks that begin at `index`, by default a group's."""
+    """Return pointers to the blocks that begin at `index`, by default a group's."""
     starts = [builder.add(index, ir.Constant(I64, BLOCK * number)) for number in range(count)]
     return [pointer_to(context, builder, array_type, array, start, _WORDS) for start in starts]
 
 
 def _report(context: Any, builder: Any, array_type: Any, array: Any, masks: list[Any]) -> Any:
-    """Store each block's mask; nonzero if any lane is set."""
+    """Store each block's mask. Returns nonzero if any lane is set."""
     words = [builder.bitcast(mask, I64) for mask in masks]
     for number, word in enumerate(words):
         store_at(builder, word, pointer_to(context, builder, array_type, array, ir.Constant(I64, number), I64))
@@ -100,7 +100,7 @@ def scatter_group(
         octets, escaped = [], []
         for before, after in zip(old, young, strict=True):
             steps = builder.sub(after, before)
-            # -127 .. 127 fit; seen as unsigned and shifted by 127 that is 0 .. 254.
+            # -127 .. 127 fit; shifted by 127 and read as unsigned that is 0 .. 254.
             shifted = builder.add(steps, _constant(_WORDS, 127))
             escaped.append(builder.icmp_unsigned(">", shifted, _constant(_WORDS, 254)))
             octets.append(builder.select(escaped[-1], _constant(_BYTES, 0x80), builder.trunc(steps, _BYTES)))
@@ -153,9 +153,11 @@ def gather_group(
 def mark_group(
     _: Any, base: Any, index: Any, shift: Any, lowest: Any, num: Any, words: Any, at: Any, stride: Any
 ) -> Any:  # fmt: skip
-    """For each of the first classes and each of FANOUT blocks at `index` a word: the elements whose exponent reaches the class's
-    lowest one. The first class's words go to `at` of the flattened `words`, each other class's `stride` behind. Lines are asked
-    for ahead, behind the array's end too, where the next chunk is or nothing.
+    """Store a word for each of the first classes and each of FANOUT blocks at `index`.
+
+    Its bits are the elements whose exponent reaches the class's lowest one. The first class's words go to `at` of the
+    flattened `words`, each other class's `stride` later. Lines are prefetched ahead, even past the array's end, where
+    the next chunk may be.
     """
     signature = types.void(base, index, shift, lowest, num, words, at, stride)
 
@@ -180,7 +182,7 @@ def mark_group(
 
 @intrinsic
 def give_signs(_: Any, steps: Any, index: Any, signs: Any) -> Any:
-    """Take 32 magnitudes at `index` as negative where their bit is set. Returns the bits of the others that are 128."""
+    """Negate those of 32 magnitudes at `index` whose bit is set. Returns the bits of the others that are 128."""
     numbers = ir.VectorType(I16, 32)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -196,9 +198,9 @@ def give_signs(_: Any, steps: Any, index: Any, signs: Any) -> Any:
 
 @intrinsic
 def count_words(_: Any, words: Any, at: Any, stride: Any, starts: Any, to: Any, before: Any) -> Any:
-    """How many bits lie before each of FANOUT words, `before` included; returns how many there are with the last one.
+    """Count the bits before each of FANOUT words, including `before`. Returns the count with the last word.
 
-    A word's bits are those of `words` that are not in the word `stride` before.
+    A word's bits are those of `words` that are not in the word `stride` earlier.
     """
     signature = types.int64(words, at, stride, starts, to, types.int64)
     counts_t, rows_t = ir.VectorType(I64, FANOUT), ir.VectorType(I32, FANOUT)
@@ -224,7 +226,7 @@ def count_words(_: Any, words: Any, at: Any, stride: Any, starts: Any, to: Any, 
 
 @intrinsic
 def count_passed(_: Any, levels: Any, index: Any, rank: Any) -> Any:
-    """How many of 16 rising numbers at `index` are not above `rank`."""
+    """Return how many of 16 ascending numbers at `index` are not above `rank`."""
     numbers = ir.VectorType(I32, FANOUT)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -243,7 +245,7 @@ def _exponents(builder: Any, words: Any, shift: Any) -> Any:
 
 
 def _low_bytes(builder: Any, words: Any) -> Any:
-    """Words below 256 as bytes. With AVX-512 by two instructions, where the compiler takes five for the same execution port."""
+    """Narrow words below 256 to bytes. AVX-512 needs two instructions, the compiler's choice five on the same execution port."""
     if not _PACKS:
         return builder.trunc(words, _BYTES)
     halves = [
@@ -259,7 +261,7 @@ def _low_bytes(builder: Any, words: Any) -> Any:
 
 @intrinsic
 def merge_block(_: Any, words: Any, index: Any, low: Any, high: Any) -> Any:
-    """Write 64 words past the cache, from their low bytes (rotated left by one bit) and their high ones.
+    """Write 64 words, bypassing the cache, from their low bytes (rotated left by one bit) and their high ones.
 
     `words` must be aligned to 64 bytes at `index`. The caller ends with `settle_stores`.
     """
@@ -281,7 +283,7 @@ def merge_block(_: Any, words: Any, index: Any, low: Any, high: Any) -> Any:
 
 @intrinsic
 def settle_stores(_: Any) -> Any:
-    """What was written past the cache is there for other threads."""
+    """Make the writes that bypass the cache visible to other threads."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -295,7 +297,7 @@ def _compare_block(lane: ir.Type) -> Any:
 
     @intrinsic
     def differing(_: Any, left: Any, right: Any, index: Any) -> Any:
-        """The lanes among 64 at `index` in which two arrays differ."""
+        """Return the lanes among 64 at `index` in which two arrays differ."""
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             one = load_at(builder, pointer_to(context, builder, sig.args[0], args[0], args[2], vector), vector)
@@ -312,7 +314,7 @@ differing_words = _compare_block(I16)
 
 @intrinsic
 def nonzero_bytes(_: Any, plane: Any, index: Any) -> Any:
-    """The nonzero bytes among 64 at `index`."""
+    """Return the nonzero bytes among 64 at `index`."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         octets = load_at(builder, pointer_to(context, builder, sig.args[0], args[0], args[1], _BYTES), _BYTES)

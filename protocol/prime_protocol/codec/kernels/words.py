@@ -1,6 +1,6 @@
-"""What LLVM has and numba lacks, for one word of 64 bits or one address; and how such an intrinsic is put together.
+"""LLVM operations that numba lacks, for one 64-bit word or one address, and helpers that build such intrinsics.
 
-All are compiled to what the machine has. The caller keeps all accesses in bounds: eight bytes at `index`.
+All compile to what the machine supports. The caller keeps all accesses in bounds: eight bytes at `index`.
 """
 
 from __future__ import annotations
@@ -21,33 +21,38 @@ BIT, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 
 
 def pointer_to(context: Any, builder: Any, array_type: Any, array: Any, index: Any, target: ir.Type) -> Any:
+    """Return a pointer to an array's element, cast to the target type."""
     data = context.make_array(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), target.as_pointer())
 
 
 def load_at(builder: Any, pointer: Any, target: ir.Type) -> Any:
+    """Load a value from an address of any alignment."""
     loaded = builder.load(pointer, typ=target)
     loaded.align = 1
     return loaded
 
 
 def store_at(builder: Any, value: Any, pointer: Any) -> None:
+    """Store a value at an address of any alignment."""
     builder.store(value, pointer).align = 1
 
 
 def splat(builder: Any, value: Any, vector: ir.VectorType) -> Any:
+    """Return a vector with the value in every lane."""
     lane0 = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
     zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
     return builder.shuffle_vector(lane0, ir.Constant(vector, ir.Undefined), zeros)
 
 
 def call(builder: Any, name: str, result: ir.Type, args: list[Any]) -> Any:
+    """Call an LLVM function by name."""
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [a.type for a in args]), name)
     return builder.call(function, args)
 
 
 def ask_for_line(builder: Any, pointer: Any) -> None:
-    """Begin to bring a cache line into the second cache. No address is wrong."""
+    """Prefetch a cache line into the second-level cache. Any address is allowed."""
     signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0i8")
     builder.call(function, [pointer, *(ir.Constant(I32, number) for number in (0, 2, 1))])  # to read, level 2, data
@@ -55,7 +60,7 @@ def ask_for_line(builder: Any, pointer: Any) -> None:
 
 @intrinsic
 def pointer(_: Any, address: Any) -> Any:
-    """For `carray`: an array that lies at an address, so that one call can be given any number of them."""
+    """Convert an address to a pointer for `carray`, so that one call can take any number of arrays."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -65,7 +70,7 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def ask_for(_: Any, words: Any, index: Any) -> Any:
-    """Begin to bring the line of a word into the second cache. No index is wrong."""
+    """Prefetch the line of a word into the second-level cache. Any index is allowed."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         ask_for_line(builder, pointer_to(context, builder, sig.args[0], args[0], args[1], I8))
@@ -76,7 +81,7 @@ def ask_for(_: Any, words: Any, index: Any) -> Any:
 
 @intrinsic
 def load_word(_: Any, octets: Any, index: Any) -> Any:
-    """Eight bytes at `index` as a little-endian number."""
+    """Load eight bytes at `index` as a little-endian number."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return load_at(builder, pointer_to(context, builder, sig.args[0], args[0], args[1], I64), I64)
@@ -86,7 +91,7 @@ def load_word(_: Any, octets: Any, index: Any) -> Any:
 
 @intrinsic
 def store_word(_: Any, octets: Any, index: Any, value: Any) -> Any:
-    """The inverse of `load_word`."""
+    """Store a number as eight little-endian bytes at `index`."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         store_at(builder, args[2], pointer_to(context, builder, sig.args[0], args[0], args[1], I64))
@@ -97,6 +102,8 @@ def store_word(_: Any, octets: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def trailing_zeros(_: Any, value: Any) -> Any:
+    """Return the number of zero bits below the lowest set bit; 64 for 0."""
+
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return call(builder, "llvm.cttz.i64", I64, [args[0], ir.Constant(BIT, 0)])
 
@@ -107,7 +114,7 @@ if "+bmi2" in FEATURES:
 
     @intrinsic
     def place_of(_: Any, word: Any, number: Any) -> Any:
-        """The place of set bit `number` of a word, counted from 0 and from the lowest."""
+        """Return the place of set bit `number` of a word, counted from 0 and from the lowest."""
 
         def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
             one = builder.shl(ir.Constant(I64, 1), args[1])
@@ -120,7 +127,7 @@ else:
 
     @njit(inline="always")
     def place_of(word: Any, number: Any) -> Any:
-        """The same without the instruction."""
+        """Return the same without the instruction."""
         while number > 0:
             word &= word - uint64(1)
             number -= 1
@@ -129,6 +136,8 @@ else:
 
 @intrinsic
 def leading_zeros(_: Any, value: Any) -> Any:
+    """Return the number of zero bits above the highest set bit; 64 for 0."""
+
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return call(builder, "llvm.ctlz.i64", I64, [args[0], ir.Constant(BIT, 0)])
 
@@ -137,7 +146,7 @@ def leading_zeros(_: Any, value: Any) -> Any:
 
 @intrinsic
 def population(_: Any, value: Any) -> Any:
-    """The number of set bits."""
+    """Return the number of set bits."""
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return call(builder, "llvm.ctpop.i64", I64, [args[0]])
