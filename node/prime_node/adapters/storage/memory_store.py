@@ -79,7 +79,7 @@ class MemoryStore:
         return len(self._ledger)
 
     async def close(self) -> None:
-        return None
+        """Do nothing: there is no file to close."""
 
 
 def _fitting(sizes: Iterable[int], chars_max: int) -> int:

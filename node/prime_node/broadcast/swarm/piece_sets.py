@@ -13,7 +13,10 @@ PieceSet = int
 
 
 def piece_set(numbers: Iterable[int]) -> PieceSet:
-    """Return the set of these numbers. Example: piece_set([0, 2]) is 0b101."""
+    """Return the set of these numbers.
+
+    Example: piece_set([0, 2]) is 0b101.
+    """
     made = 0
     for number in numbers:
         made |= 1 << number
@@ -34,7 +37,10 @@ def members(of: PieceSet) -> Iterator[int]:
 
 
 def runs(of: PieceSet) -> list[tuple[int, int]]:
-    """Return the set as [start, end) ranges, ascending. Example: runs(0b1101) is [(0, 1), (2, 4)]."""
+    """Return the set as [start, end) ranges, ascending.
+
+    Example: runs(0b1101) is [(0, 1), (2, 4)].
+    """
     found, at = [], 0
     while of:
         skipped = (of & -of).bit_length() - 1
