@@ -347,3 +347,11 @@ async def test_an_accepted_bundle_that_names_a_copy_needs_a_second_word() -> Non
             await world.client(VALIDATOR).check_result(accepted)
         assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=())), CheckTask)
         assert (await world.status())["pending_bundles"] == 1
+
+
+def test_a_validator_that_never_gave_evidence_needs_a_second_word_too() -> None:
+    agreement = Agreement(check_s=30.0)
+    known = opinion("second", convicts=False)
+    agreement.heard("first", 0.0)
+    agreement.heard("second", 0.0, known.result)
+    assert agreement.conclude(opinion("first", convicts=True, bundle=1), "anna", 0.0, 0) is None

@@ -313,7 +313,8 @@ class Agreement:
             )
 
     def _is_like(self, validator: str, other: str) -> bool:
-        return self._classes.get(validator, "") == self._classes.get(other, "")
+        mine, theirs = self._classes.get(validator), self._classes.get(other)
+        return mine is None or theirs is None or mine == theirs
 
     def _note(self, bundle: str, worker: str, opinions: Collection[Opinion], at_ms: int) -> Contradiction:
         found = Contradiction(bundle, worker, tuple((one.validator, one.says) for one in opinions), at_ms)
