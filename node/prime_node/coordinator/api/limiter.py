@@ -10,6 +10,10 @@ With a bucket by an unverified key, anyone could use up another key's tokens.
 
 from __future__ import annotations
 
+import ipaddress
+from functools import lru_cache
+
+from prime_protocol.addresses import parse_ip
 from prime_protocol.errors import ErrorCode, PeerError
 
 BUCKETS_MAX = 65_536
@@ -49,9 +53,29 @@ class Buckets:
         return min(self._burst, tokens + (now_s - at_s) * self._per_second)
 
 
+class AddressBuckets(Buckets):
+    """Token buckets by IP address; all addresses of an IPv6 /64, which one host may have, share a bucket."""
+
+    def charge(self, name: str, now_s: float) -> None:
+        """Take a token; the level does not fall below zero."""
+        super().charge(_host_of(name), now_s)
+
+    def require(self, name: str, now_s: float) -> None:
+        """Raise PeerError(TOO_MANY_REQUESTS) if no token is left."""
+        super().require(_host_of(name), now_s)
+
+
+@lru_cache(4_096)
+def _host_of(address: str) -> str:
+    found = parse_ip(address)
+    if found is None or found.version == 4:
+        return address
+    return str(ipaddress.ip_network((found, 64), strict=False))
+
+
 class Limiter:
     """The two kinds of buckets."""
 
     def __init__(self, *, requests_per_second: float, faults_per_second: float) -> None:
         self.by_key = Buckets(per_second=requests_per_second, burst=10 * requests_per_second)
-        self.by_address = Buckets(per_second=faults_per_second, burst=50 * faults_per_second)
+        self.by_address = AddressBuckets(per_second=faults_per_second, burst=50 * faults_per_second)
