@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from tests.security.hostile_world import BOUNDS, hostile, model, package, tried
 from prime_node.adapters.environments.child import Start
 from prime_node.adapters.environments.launcher import ORDER_BYTES_MAX, Launched, Launcher, Plan
 from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment
-from prime_node.adapters.environments.walls import NOBODY, Walls
+from prime_node.adapters.environments.walls import NOBODY, Walls, around_command
 from prime_node.adapters.sandbox import bubblewrap
+from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
 from prime_node.cli.wire_environments import end_environments, open_launcher, start_environments
 from prime_protocol.errors import LocalError
 
@@ -178,8 +180,11 @@ def launching(script: str, plan: Plan) -> Iterator[Launcher]:
         launcher.close()
 
 
-def said(made: Launched) -> str:
+def said(made: Launched | subprocess.Popen[bytes]) -> str:
     """All that a process prints until it ends."""
+    assert made.stdin is not None
+    assert made.stdout is not None
+    assert made.stderr is not None
     with made.stdin, made.stdout, made.stderr:
         return made.stdout.read().decode()
 
@@ -219,6 +224,28 @@ def test_what_it_started_ends_with_its_role() -> None:
         assert made.stdout.readline() == b"up\n"
     said(made)
     assert not Path(f"/proc/{made.pid}").exists()
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["launched", "direct"])
+def test_a_process_killed_in_its_set_up_leaves_nothing(direct: bool) -> None:
+    """bubblewrap's inner process survived its outer one when that was killed early, and held the pipes open."""
+    script = "echo up; exec sleep 987653"
+    with launching(script, Plan(walls())) as launcher:
+        for attempt in range(40):
+            made: Launched | subprocess.Popen[bytes]
+            if direct:
+                line, _, _ = around_command(["/bin/sh", "-c", script], Path("/tmp"), walls(), imports=[])
+                pipe = subprocess.PIPE
+                made = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+            else:
+                made = launcher.start(network=False)
+            assert made.stdout is not None
+            select.select([made.stdout], [], [], 0.0005 * attempt)
+            if isinstance(made, Launched):
+                made.kill()
+            else:
+                kill_wrapped(made)
+            said(made)
 
 
 def test_a_process_sees_the_files_of_its_own_environments_and_no_others(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 from prime_node.adapters.environments.frames import Answered, Asked, read_message_frame
 from prime_node.adapters.environments.launcher import Launched
+from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
 from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_node.scratch import Scratch
 from prime_protocol import limits
@@ -248,9 +248,9 @@ class EnvironmentChild:
 
 def _kill(process: Process) -> None:
     if isinstance(process, subprocess.Popen):
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)  # it leads its own process group
-    process.kill()
+        kill_wrapped(process)
+    else:
+        process.kill()
 
 
 def new_number() -> int:

@@ -31,6 +31,7 @@ from prime_node.adapters.environments.variables import (
     passed_on,
 )
 from prime_node.adapters.environments.walls import TMP, Walls, around_command, why_not_isolated
+from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
 from prime_protocol.errors import LocalError
 
 PLAN_BYTES_MAX = 2**17
@@ -178,15 +179,13 @@ class Server:
                 channel.send(json.dumps(answer).encode())
         finally:
             for process in self._running.values():
-                process.kill()
-                process.wait()
+                kill_wrapped(process)
 
     def _obey(self, order: dict[str, Any], descriptors: list[int]) -> dict[str, object]:
         if "kill" in order:
             process = self._running.pop(int(str(order["kill"])), None)
             if process is not None:
-                process.kill()
-                process.wait()
+                kill_wrapped(process)
             return {}
         if len(self._running) >= RUNNING_MAX or len(descriptors) != 3:
             raise ValueError(f"at most {RUNNING_MAX} processes, each with three pipes")

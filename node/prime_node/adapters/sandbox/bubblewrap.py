@@ -7,9 +7,13 @@ anything, so it cannot start a command this way: `find_bubblewrap` reports that.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +92,30 @@ def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:
     for path, target in links.items():  # programs use either name
         line += ["--symlink", str(target), str(path)]
     return [*line, "--chdir", str(view.folder), "--", *command]
+
+
+def kill_wrapped(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command with its processes, and block until it has ended. Idempotent. It must lead a session of its own.
+
+    bubblewrap's inner process asks to die with the outer one only late in its set-up. Until then it would survive the outer
+    one, so both are killed. The outer one is stopped first, so that it creates no further process in between.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(OSError):  # another thread may be doing the same
+            for pid in _stop(process.pid):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _stop(pid: int) -> list[int]:
+    """Stop a child process and return its own children. Raises OSError."""
+    if sys.platform != "linux":
+        return []
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
 
 
 def _binds(view: View) -> dict[Path, str]:
