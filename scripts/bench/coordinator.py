@@ -42,7 +42,7 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
-from prime_node.broadcast.follow.paths import UpdateRoute
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.api import leasing
 from prime_node.coordinator.daemon import open_core, serve_coordinator
 from prime_node.coordinator.state import events as ev

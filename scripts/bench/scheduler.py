@@ -24,7 +24,7 @@ from typing import Any
 
 from checks import Output, at_least
 
-from prime_node.broadcast.follow.paths import UpdateRoute
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.endings import leases_remembered

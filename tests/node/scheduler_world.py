@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_node.broadcast.follow.paths import UpdateRoute
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import batching, records
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect

@@ -20,7 +20,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.broadcast.follow.paths import UpdateRoute
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.api import intake, leasing
 from prime_node.coordinator.daemon import open_core
 from prime_node.coordinator.state import events as ev

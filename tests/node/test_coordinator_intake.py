@@ -26,8 +26,7 @@ from tests.node.coordinator_world import (
 from prime_node.adapters.storage.memory_blobs import MemoryBlobs
 from prime_node.adapters.storage.memory_store import MemoryStore
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.follow.paths import UpdateRoute
-from prime_node.broadcast.swarm.ranges import parse_range
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.api.limiter import Buckets
 from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.assignments import Assigner, secret_of
@@ -39,6 +38,7 @@ from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State
 from prime_node.coordinator.state.rules import rules_of
+from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, PeerError

@@ -9,7 +9,7 @@ import pytest
 from tests.node.coordinator_world import ANNA, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import Run
 
-from prime_node.broadcast.follow.paths import UpdateRoute
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator import curation
 from prime_node.coordinator.api import leasing
 from prime_node.coordinator.api.status import status_of_run

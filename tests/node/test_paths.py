@@ -7,7 +7,7 @@ from collections.abc import Collection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.follow.paths import Routes, UpdateRoute, search
+from prime_node.broadcast.routes import Routes, UpdateRoute, search
 
 
 def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.follow.paths import UpdateRoute, search
 from prime_node.broadcast.publish.spans import (
     SpanRules,
     anchor_is_due,
@@ -15,6 +14,7 @@ from prime_node.broadcast.publish.spans import (
     planned_bases,
     worth_remembering,
 )
+from prime_node.broadcast.routes import UpdateRoute, search
 
 RULES = SpanRules()
 ANCHOR = 1_000

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from prime_node.broadcast.follow.paths import search
+from prime_node.broadcast.routes import search
 from prime_node.coordinator.api.publishing import read_manifest
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit.audit_report import TITLES, Check, date_of
-from prime_node.broadcast.follow.paths import UpdateRoute, routes_of, search
 from prime_node.broadcast.follow.pinned import fetch_key_rings
+from prime_node.broadcast.routes import UpdateRoute, routes_of, search
 from prime_node.ports.transport import PublicSource
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.envelope import Envelope, parse_json

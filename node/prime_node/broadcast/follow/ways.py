@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.follow.paths import Path, UpdateRoute, routes_of, search
+from prime_node.broadcast.routes import Path, UpdateRoute, routes_of, search
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.manifest import BasePolicy, Encoding, SignedManifest
 

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prime_node.broadcast.follow.paths import UpdateRoute, routes_of
 from prime_node.broadcast.publish.spans import (
     SpanRules,
     anchor_is_due,
@@ -21,6 +20,7 @@ from prime_node.broadcast.publish.spans import (
     planned_bases,
     worth_remembering,
 )
+from prime_node.broadcast.routes import UpdateRoute, routes_of
 from prime_node.ports.train_backend import PolicyCopy
 from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry
 

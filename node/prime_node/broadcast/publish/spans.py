@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prime_node.broadcast.follow.paths import Routes, UpdateRoute, search
+from prime_node.broadcast.routes import Routes, UpdateRoute, search
 
 
 @dataclass(frozen=True, slots=True)

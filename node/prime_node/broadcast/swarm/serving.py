@@ -23,10 +23,10 @@ from pathlib import Path
 from prime_node.broadcast.swarm.holdings import Holdings, HoldingsChange
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
-from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, HoldingsBroadcast, told
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
 from prime_node.inside import open_regular, place, read_regular
+from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from pathlib import Path
 
-from prime_node.broadcast.follow.paths import UpdateRoute, search
+from prime_node.broadcast.routes import UpdateRoute, search
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span

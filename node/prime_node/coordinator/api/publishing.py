@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from prime_node.broadcast.follow.paths import routes_of, search
+from prime_node.broadcast.routes import routes_of, search
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
 from prime_node.coordinator.api.training import batch_digests
 from prime_node.coordinator.core import Core

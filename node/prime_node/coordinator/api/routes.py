@@ -15,7 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from prime_node.broadcast.swarm.ranges import parse_range
 from prime_node.coordinator.api import (
     admission,
     finding,
@@ -36,6 +35,7 @@ from prime_node.coordinator.api.requests import Caller, RequestGate, sender_of
 from prime_node.coordinator.api.spared import Spared
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state.effects import Topic
+from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits, messages
 from prime_protocol.body_claim import REQUEST_HEADER

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from prime_node.broadcast.follow.paths import search
+from prime_node.broadcast.routes import search
 from prime_node.coordinator.state.evaluations import ATTEMPTS_MAX
 from prime_node.coordinator.state.networks import Network
 from prime_node.coordinator.state.newcomers import is_forgettable, is_newcomer

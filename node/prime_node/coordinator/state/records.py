@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prime_node.broadcast.follow.paths import UpdateRoute
+from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state.curriculum import Curriculum
 from prime_node.coordinator.state.networks import NOTHING, Network, Part
 from prime_node.coordinator.state.rules import SchedulerRules

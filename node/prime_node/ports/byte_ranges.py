@@ -1,4 +1,4 @@
-"""Byte ranges of blobs, as in HTTP."""
+"""Byte ranges in HTTP requests (RFC 9110)."""
 
 from __future__ import annotations
 
