@@ -29,7 +29,8 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.scheduler import Grant, choose_slots, forgettable_step
+from prime_node.coordinator.state.retained import forgettable_step
+from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_node.sim.world import make_rules
 from prime_protocol.schedule import Schedule

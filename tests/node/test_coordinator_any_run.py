@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.node.scheduler_world import RULES, Run
 
+from prime_node.coordinator.state import blockers, invariants, records, retained, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state import invariants, records, scheduler, snapshot
 from prime_node.coordinator.state.curriculum import Pool, Rating
 from prime_node.coordinator.state.effects import Effect, Settled
 from prime_node.coordinator.state.records import State
@@ -183,7 +183,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2))
     def save_checkpoint(self, back: int) -> None:
-        durable = scheduler.forgettable_step(self.state, self.state.head - back)
+        durable = retained.forgettable_step(self.state, self.state.head - back)
         if durable > self.state.durable_step:
             self.run_.do(ev.TrainerDurable(durable))
 
@@ -237,7 +237,7 @@ class AnyRun(RuleBasedStateMachine):
             elif isinstance(lease := run.lease("zoe", self.state.head), records.LeaseRecord):
                 run.upload(lease)
             run.now_ms += 1_000
-        assert scheduler.waits_for(self.state) == [], "the run is wedged"
+        assert blockers.waits_for(self.state) == [], "the run is wedged"
 
 
 AnyRun.TestCase.settings = settings(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator.state import endings, invariants, records, scheduler, snapshot
+from prime_node.coordinator.state import blockers, endings, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import BATCH_NEWS, LEASE_NEWS, BundleForgotten, Settled, WorkerWasBanned
 from prime_node.coordinator.state.scheduler import NothingToLease
@@ -120,7 +120,7 @@ def test_a_run_shorter_than_k_ends() -> None:
     run.train("anna", 0)
     assert run.state.head == 2
     assert run.state.is_complete
-    assert scheduler.waits_for(run.state) == []
+    assert blockers.waits_for(run.state) == []
 
 
 def test_a_refused_slot_keeps_its_number_and_is_leased_next_with_another_attempt(run: Run) -> None:

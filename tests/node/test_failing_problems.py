@@ -17,8 +17,8 @@ from prime_node.coordinator.daemon import open_core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.batching import choose_batch, next_step
+from prime_node.coordinator.state.blockers import waits_for
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.scheduler import waits_for
 from prime_node.coordinator.state.tick import tick
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey

@@ -17,7 +17,7 @@ from prime_node.coordinator.api.publishing import read_manifest
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.scheduler import oldest_policy_needed
+from prime_node.coordinator.state.retained import oldest_policy_needed
 from prime_protocol.envelope import parse_json
 from prime_protocol.manifest import Manifest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prime_node.coordinator.core import Core
-from prime_node.coordinator.state.scheduler import waits_for
+from prime_node.coordinator.state.blockers import waits_for
 
 
 def waiting(core: Core) -> list[str]:

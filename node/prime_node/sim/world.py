@@ -24,8 +24,9 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.effects import Topic, Woken
 from prime_node.coordinator.state.records import LeaseRecord, State
+from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.state.rules import SchedulerRules
-from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots, forgettable_step
+from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_node.sim.virtual_time import Bell, Process, VirtualTime, Within
 from prime_protocol.schedule import Schedule, Selection, SwapPolicy, lag_of, slots_ahead

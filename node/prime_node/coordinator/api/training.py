@@ -8,7 +8,7 @@ from prime_node.coordinator.core import BatchDigests, Core
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.effects import Topic
-from prime_node.coordinator.state.scheduler import forgettable_step
+from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.watchdog import waiting
 from prime_protocol import limits
 from prime_protocol.digest import digest_of

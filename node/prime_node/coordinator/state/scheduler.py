@@ -31,16 +31,13 @@ on, only the coordinator's clock counts.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from itertools import islice
 
 from prime_node.coordinator.state import failing, newcomers
-from prime_node.coordinator.state.batching import choose_batch
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.records import LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.slots import lowest_open
 from prime_protocol import limits
-from prime_protocol.schedule import Selection
 
 SILENCE_FACTOR = 5.0
 """Patience for a worker without any bundle, as a multiple of that for a straggler, ..."""
@@ -273,63 +270,3 @@ def expired_leases(state: State, now_ms: int) -> tuple[str, ...]:
             break
         expired.append(lease_id)
     return tuple(expired)
-
-
-def forgettable_step(state: State, durable_step: int) -> int:
-    """Return the step before which batches may be forgotten, for a trainer that would resume at `durable_step`."""
-    number = state.durable_step
-    while number < durable_step and state.is_given(number):
-        number += 1
-    return number
-
-
-def oldest_policy_needed(state: State) -> int:
-    """Return the oldest policy that a lease names or may name, or that a validator needs."""
-    oldest = min([max(0, state.head - state.rules.admission.lag_leased), *state.evaluations])
-    if state.rules.selection is Selection.IN_ORDER:  # nothing older is in the window
-        return oldest
-    versions = [lease.policy_version for lease in state.leases.values()]
-    versions += [pending.lease.policy_version for pending in state.bundles.values()]
-    return min([oldest, *versions])
-
-
-def _is_of(state: State, lease: LeaseRecord, steps: Container[int]) -> bool:
-    return lease.step in steps and not state.is_evaluation(lease.slots)
-
-
-UNVERIFIABLE_TOLD = 3
-"""Unverifiable bundles in a row after which the watchdog notifies the operator."""
-
-
-def waits_for(state: State) -> list[str]:
-    """Describe what the run waits for. Empty only when the run is over."""
-    rules = state.rules
-    if state.head < 0:
-        return ["the trainer: policy 0 is not published"]
-    if state.head >= rules.max_steps:
-        return []
-    waits = []
-    if state.unverifiable >= UNVERIFIABLE_TOLD:
-        waits.append(f"the operator: {state.unverifiable} bundles in a row: {state.unverifiable_detail}")
-    if state.is_given(state.head) or choose_batch(state) is not None:
-        return [*waits, f"the trainer: step {state.head} has its rollouts"]
-    if state.draining:
-        waits.append("nobody: the operator drains the run, and no new work is given out")
-    # In order, only the current step holds up the trainer. Otherwise any group helps, and the message names the oldest.
-    wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
-    steps = {number: state.steps[number] for number in wanted if number in state.steps}
-    num_open = sum(len(step.open) for step in steps.values())
-    leased = [lease for lease in state.leases.values() if _is_of(state, lease, steps)]
-    pending = sum(_is_of(state, bundle.lease, steps) for bundle in state.bundles.values())
-    what = f"step {state.head}" if len(steps) == 1 else f"steps {min(steps, default=0)} to {max(steps, default=0)}"
-    if num_open:
-        who = "workers: no one takes part" if state.num_active == 0 else "workers to ask for work"
-        waits.append(f"{who}; {num_open} groups of {what} are open")
-    waits += failing.waits(state, steps)
-    if leased:
-        # Name the holders of the oldest leases first: they are the likely cause of the wait.
-        names = ", ".join(dict.fromkeys(state.workers[lease.worker].name for lease in leased[:5]))
-        waits.append(f"rollouts of {what} from {names}")
-    if pending:
-        waits.append(f"validators: {pending} bundles of {what}")
-    return waits

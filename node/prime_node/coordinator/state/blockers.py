@@ -1,0 +1,51 @@
+"""What the run waits for, in words for its operator, as a function of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from prime_node.coordinator.state import failing
+from prime_node.coordinator.state.batching import choose_batch
+from prime_node.coordinator.state.records import LeaseRecord, State
+from prime_protocol.schedule import Selection
+
+UNVERIFIABLE_TOLD = 3
+"""Unverifiable bundles in a row after which the watchdog notifies the operator."""
+
+
+def waits_for(state: State) -> list[str]:
+    """Describe what the run waits for. Empty only when the run is over."""
+    rules = state.rules
+    if state.head < 0:
+        return ["the trainer: policy 0 is not published"]
+    if state.head >= rules.max_steps:
+        return []
+    waits = []
+    if state.unverifiable >= UNVERIFIABLE_TOLD:
+        waits.append(f"the operator: {state.unverifiable} bundles in a row: {state.unverifiable_detail}")
+    if state.is_given(state.head) or choose_batch(state) is not None:
+        return [*waits, f"the trainer: step {state.head} has its rollouts"]
+    if state.draining:
+        waits.append("nobody: the operator drains the run, and no new work is given out")
+    # In order, only the current step holds up the trainer. Otherwise any group helps, and the message names the oldest.
+    wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
+    steps = {number: state.steps[number] for number in wanted if number in state.steps}
+    num_open = sum(len(step.open) for step in steps.values())
+    leased = [lease for lease in state.leases.values() if _is_of(state, lease, steps)]
+    pending = sum(_is_of(state, bundle.lease, steps) for bundle in state.bundles.values())
+    what = f"step {state.head}" if len(steps) == 1 else f"steps {min(steps, default=0)} to {max(steps, default=0)}"
+    if num_open:
+        who = "workers: no one takes part" if state.num_active == 0 else "workers to ask for work"
+        waits.append(f"{who}; {num_open} groups of {what} are open")
+    waits += failing.waits(state, steps)
+    if leased:
+        # Name the holders of the oldest leases first: they are the likely cause of the wait.
+        names = ", ".join(dict.fromkeys(state.workers[lease.worker].name for lease in leased[:5]))
+        waits.append(f"rollouts of {what} from {names}")
+    if pending:
+        waits.append(f"validators: {pending} bundles of {what}")
+    return waits
+
+
+def _is_of(state: State, lease: LeaseRecord, steps: Container[int]) -> bool:
+    return lease.step in steps and not state.is_evaluation(lease.slots)
