@@ -23,11 +23,11 @@ from prime_node.envs import episodes
 from prime_node.envs.episodes import bounds_of
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask, EnvironmentGone, TurnEnvironment
-from prime_node.replay.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, HeldOutPrompt, HeldOutSets, held_out
 from prime_node.trainer.recipe import Recipe
+from prime_node.training_data.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.validator import judge
 from prime_node.worker.episodes import NothingSampled, Sample, play_lease
 from prime_node.worker.generating import Generated, generate

@@ -21,12 +21,12 @@ from prime_node.ports.train_backend import (
     TrainBackend,
     TrainSample,
 )
-from prime_node.replay.feed import Feed
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import AdamW, SftConfig, TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.trainer import Trainer, record_published
+from prime_node.training_data.feed import Feed
 from prime_protocol.weights import Weights, root_of
 
 

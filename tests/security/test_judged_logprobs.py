@@ -23,7 +23,7 @@ from tests.node.coordinator_world import (
 from tests.node.test_several_validators import Scorer, validator_of
 
 from prime_node.ports.train_backend import Group
-from prime_node.replay.feed import Feed
+from prime_node.training_data.feed import Feed
 from prime_node.validator.loop import run_validator as run_validator
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of

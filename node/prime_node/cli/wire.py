@@ -331,10 +331,10 @@ def trainer_parts(
     """Return all parts of the trainer's loop. Raises LocalError."""
     from prime_node.broadcast.publish.publisher import Publisher
     from prime_node.cli.wire_training import evaluator_of
-    from prime_node.replay.feed import Feed
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
+    from prime_node.training_data.feed import Feed
 
     spec, read = run.spec, tokenizer(model)
     _check_size(model, run)

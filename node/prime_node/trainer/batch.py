@@ -11,8 +11,8 @@ from prime_node.algo.advantages import inputs_of
 from prime_node.algo.filters import FilterInputs, flags
 from prime_node.algo.trajectories import interleave
 from prime_node.ports.train_backend import Group, PackedBatch, TrainBackend, TrainingMode, TrainSample
-from prime_node.replay.feed import StepBatch
 from prime_node.trainer.recipe import ProximalPolicy, Recipe
+from prime_node.training_data.feed import StepBatch
 from prime_protocol import step as step_rule
 from prime_protocol.rollout import FinishReason
 

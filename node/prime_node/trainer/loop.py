@@ -20,7 +20,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
-from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.rows import trainer_row
@@ -28,6 +27,7 @@ from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
 from prime_node.trainer.step import train_step
 from prime_node.trainer.trainer import Trainer
+from prime_node.training_data.feed import StepBatch
 
 log = logging.getLogger(__name__)
 

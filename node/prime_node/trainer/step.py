@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from prime_node.patience import unless
 from prime_node.ports.train_backend import PackedBatch, TrainSample
-from prime_node.replay.feed import StepBatch
 from prime_node.trainer.batch import ReadyBatch
 from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_node.trainer.teaching import taught
 from prime_node.trainer.trainer import Trainer
+from prime_node.training_data.feed import StepBatch
 
 _ADDED_UP = ("num_", "filtered_", "flagged_", "lag/")
 

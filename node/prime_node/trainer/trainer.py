@@ -16,12 +16,12 @@ from prime_node.observe import Recorder
 from prime_node.ports.clock import Clock
 from prime_node.ports.teacher import Teacher
 from prime_node.ports.train_backend import Loss, PackedBatch, StepStats, TrainBackend, TrainSample
-from prime_node.replay.feed import Feed, StepBatch
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.state import Phase, TrainerState
+from prime_node.training_data.feed import Feed, StepBatch
 from prime_protocol.manifest import Provenance
 from prime_protocol.run_spec import PinnedRun
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer
-from prime_node.replay.staleness import versions_of
+from prime_node.training_data.staleness import versions_of
 from prime_node.validator.references import ReferenceComparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of

@@ -1,7 +1,7 @@
 """Which groups the trainer's next batch takes, as a function of the state. This file decides; `state.tick` applies the decision.
 
 With in-order selection, a batch is the next slots by number, and it waits for each of them. Otherwise the batch is chosen among
-the accepted groups. Stale groups are dropped, waited for, masked or kept, as the run's policy says (replay/selection.py).
+the accepted groups. Stale groups are dropped, waited for, masked or kept, as the run's policy says (training_data/selection.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from prime_node.coordinator.state.records import LeaseRecord, State
-from prime_node.replay.selection import Ready, choose_in_time, choose_ready, stale
+from prime_node.training_data.selection import Ready, choose_in_time, choose_ready, stale
 from prime_protocol.schedule import Selection, StalePolicy
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from prime_node.ports.train_backend import Group
-from prime_node.replay.staleness import masked, versions_of
+from prime_node.training_data.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, PeerError

@@ -17,7 +17,7 @@ from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
-from prime_node.replay.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
+from prime_node.training_data.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet

@@ -1,1 +1,0 @@
-"""From the coordinator's batches to groups that can be trained on."""
