@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.source_tree import modules
 
 from prime_node.cli.config import all_settings
 from prime_node.cli.main import Commands
-from prime_node.coordinator.api import status
-from prime_node.coordinator.measure import report
+from prime_node.coordinator.metrics import HOST_METRICS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = ("README.md", "docs/joining.md", "docs/operating.md", "docs/verifying.md")
@@ -87,5 +87,13 @@ def test_settings_and_metrics_that_the_guides_name_exist() -> None:
     assert settings <= known, settings - known
     metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b)[a-z_]+", text)}
     assert metrics
-    declared = {metric.name for metric in (*status.METRICS, *report.METRICS)}
+    declared = {metric.name for metric in (*METRICS, *HOST_METRICS)}
     assert metrics <= declared, metrics - declared
+
+
+def test_the_coordinator_declares_its_metrics_in_one_file() -> None:
+    made = {path.name for _, path in modules() if re.search(r"\bMetric\(MetricKind", path.read_text(encoding="utf-8"))}
+    assert made == {
+        "metrics.py",
+        "observe.py",
+    }  # observe.py: gauges of the numbers in a row; ports/metrics.py: an example

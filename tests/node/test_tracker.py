@@ -9,10 +9,10 @@ import pytest
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-from prime_node.coordinator.measure import report
 from prime_node.coordinator.measure.observer import STEPS_COMPARED, Observer
 from prime_node.coordinator.measure.report import coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
+from prime_node.coordinator.metrics import METRICS
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.rules import SchedulerRules
@@ -179,7 +179,7 @@ class Told(Run):
     def __init__(self, rules: SchedulerRules) -> None:
         super().__init__(rules)
         self.rows, self.lines, self.metrics = Kept(), Kept(), PrometheusMetrics()
-        self.metrics.declare(*report.METRICS)
+        self.metrics.declare(*METRICS)
         self.observer = Observer(Tracker(self.state), self.metrics, rows=self.rows, timeline=self.lines)
 
     def do(self, event: ev.Event) -> list[Effect]:

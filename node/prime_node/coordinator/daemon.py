@@ -24,7 +24,6 @@ from prime_node.coordinator.api.receipts import release_sureties
 from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import ledger_head_ms, renew_timestamp, require_own_key, restore_keys
-from prime_node.coordinator.api.status import METRICS
 from prime_node.coordinator.api.walls import caller_bounds_of
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.cases import keep_cases
@@ -33,9 +32,9 @@ from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import open_journal, restore_state
-from prime_node.coordinator.measure import report
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.tracker import Tracker
+from prime_node.coordinator.metrics import METRICS
 from prime_node.coordinator.peering import keep_host, open_host
 from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
@@ -161,7 +160,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
 async def open_core(parts: Parts) -> Core:
     """Restore the state and everything that depends on it."""
     config, run = parts.config, parts.run
-    parts.metrics.declare(*METRICS, *report.METRICS)
+    parts.metrics.declare(*METRICS)
     await restore_keys(run, parts.published, parts.key)
     restored = await restore_state(parts.store, rules_of(run))
     assigner = Assigner(

@@ -15,8 +15,8 @@ from prime_node.broadcast.swarm.announced import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
 from prime_node.broadcast.swarm.tended import Tended
 from prime_node.coordinator.core import Core
+from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
 from prime_node.coordinator.state.effects import Topic
-from prime_node.ports.metrics import Metric, MetricKind
 from prime_node.ports.peers import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Route
@@ -27,7 +27,6 @@ from prime_protocol.peers import PeerRecord
 
 log = logging.getLogger(__name__)
 
-FAULTS = "prime_p2p_host_faults"
 SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}", "/v1/timestamp")
 """Endpoints of the host: documents, no bytes of checkpoints."""
 
@@ -45,9 +44,9 @@ async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -
 async def keep_host(network: PeerNetwork, core: Core) -> NoReturn:
     """Announce heads, and reopen the host when it has ended, until cancelled."""
     tended = Tended(core.clock)
-    core.metrics.declare(Metric(MetricKind.GAUGE, FAULTS, "Faults of the coordinator's libp2p host since its start."))
-    core.metrics.set(FAULTS, 0.0)
-    tended.on_fault = lambda: core.metrics.set(FAULTS, float(tended.num_faults))
+    core.metrics.declare(*HOST_METRICS)
+    core.metrics.set(HOST_FAULTS, 0.0)
+    tended.on_fault = lambda: core.metrics.set(HOST_FAULTS, float(tended.num_faults))
 
     async def work() -> None:
         if network.has_ended():

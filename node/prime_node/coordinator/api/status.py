@@ -12,7 +12,6 @@ from prime_node.coordinator.core import Core
 from prime_node.coordinator.state import audits, newcomers
 from prime_node.coordinator.state.records import State, WorkerRecord
 from prime_node.coordinator.watchdog import waiting
-from prime_node.ports.metrics import Metric, MetricKind
 from prime_protocol.evidence import log_evidence
 
 USABLE_SHOWN_MAX = 16
@@ -21,34 +20,6 @@ WORKERS_SHOWN_MAX = 1_000
 """Workers in one status; active ones come first."""
 NAMED_MAX = 8
 """Keys with one ending that are listed."""
-
-METRICS = (
-    Metric(MetricKind.GAUGE, "prime_head", "Newest published policy."),
-    Metric(MetricKind.GAUGE, "prime_max_steps", "Steps of the whole run."),
-    Metric(MetricKind.GAUGE, "prime_workers", "Workers that take part."),
-    Metric(MetricKind.GAUGE, "prime_workers_banned", "Banned keys."),
-    Metric(MetricKind.GAUGE, "prime_leases_open", "Leases without a bundle yet."),
-    Metric(MetricKind.GAUGE, "prime_bundles_pending", "Bundles without a verdict yet."),
-    Metric(MetricKind.GAUGE, "prime_groups_open", "Groups of the window that wait to be leased."),
-    Metric(MetricKind.GAUGE, "prime_published_bytes", "Bytes of all published checkpoints."),
-    Metric(MetricKind.GAUGE, "prime_events", "Events in the log since the run began."),
-    Metric(MetricKind.COUNTER, "prime_rollouts_total", "Settled rollouts by outcome, since the start.", ("outcome",)),
-    Metric(MetricKind.COUNTER, "prime_requests_total", "Requests by endpoint and outcome.", ("endpoint", "outcome")),
-    Metric(MetricKind.COUNTER, "prime_upload_bytes_total", "Bytes of uploaded bundles."),
-    Metric(
-        MetricKind.GAUGE, "prime_problems_redrawn", "Problems exchanged for others, because they fail for everybody."
-    ),
-    Metric(MetricKind.GAUGE, "prime_peers", "Peers that others are told of."),
-    Metric(MetricKind.GAUGE, "prime_curriculum", "Difficulty pools and what they evicted and filtered.", ("name",)),
-    Metric(
-        MetricKind.GAUGE, "prime_validator_contradictions", "Bundles on which two validators contradict each other."
-    ),
-    Metric(MetricKind.GAUGE, "prime_validators_differing", "Pairs of validators whose findings differ beyond chance."),
-    Metric(
-        MetricKind.GAUGE, "prime_validator_unanswered", "Bundles that a validator was to confirm, and gave no word on."
-    ),
-    Metric(MetricKind.HISTOGRAM, "prime_check_measured", "Numbers behind verdicts, by validators.", ("number",)),
-)
 
 
 def status_of_run(core: Core) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Named numbers of a step's log: the row of metrics.jsonl, and the Prometheus metrics.
+"""Named numbers of a step's log: the row of metrics.jsonl.
 
 Names of verl's fully asynchronous trainer have the same meaning here; a sample is a group, a trajectory a completion. Times are
 in seconds. Counts `since the start` restart with the coordinator.
@@ -10,28 +10,6 @@ import statistics
 from collections.abc import Sequence
 
 from prime_node.coordinator.measure.tracker import StepLog
-from prime_node.ports.metrics import Metric, MetricKind
-
-LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
-METRICS = (
-    Metric(MetricKind.HISTOGRAM, "prime_group_lag", "Policies that trained groups were behind.", buckets=LAG_BUCKETS),
-    Metric(MetricKind.HISTOGRAM, "prime_group_queue_seconds", "From a group's verdict to its batch."),
-    Metric(MetricKind.HISTOGRAM, "prime_group_generate_seconds", "What a trained group's lease took."),
-    Metric(MetricKind.HISTOGRAM, "prime_check_seconds", "From a bundle's arrival to its verdict."),
-    Metric(
-        MetricKind.HISTOGRAM,
-        "prime_policy_usable_seconds",
-        "From a policy's publication to its use in a worker's engine.",
-    ),
-    Metric(MetricKind.HISTOGRAM, "prime_policy_swap_seconds", "What swapping to a policy took a worker's engine."),
-    Metric(
-        MetricKind.COUNTER, "prime_groups_dropped_total", "Accepted groups thrown away, since the start.", ("reason",)
-    ),
-    Metric(
-        MetricKind.COUNTER, "prime_leases_wasted_total", "Leases that brought nothing, since the start.", ("outcome",)
-    ),
-)
-"""Metrics in addition to the gauges, which are the numbers of the newest row."""
 
 
 def coordinator_row(log: StepLog, *, head: int, num_generated: int, num_dropped: int) -> dict[str, float]:
