@@ -90,7 +90,8 @@ def fingerprint() -> str:
     """Changes when an install would: a new lint rule in pyproject.toml does not count."""
     table = read_pyproject()
     files = [ROOT / "constraints.txt", *sorted(Path(__file__).parent.glob("setup*.py"))]
-    relevant = [table["build-system"], table["project"], *(path.read_text() for path in files)]
+    paths = table["tool"]["hatch"]["build"]["dev-mode-dirs"]  # an editable install writes them into .venv
+    relevant = [table["build-system"], table["project"], paths, *(path.read_text() for path in files)]
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Reads the modules of both packages and their imports, by parsing alone: nothing is imported."""
+"""Reads the modules of all packages and their imports, by parsing alone: nothing is imported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {
     "prime_protocol": ROOT / "protocol" / "prime_protocol",
     "prime_node": ROOT / "node" / "prime_node",
+    "prime_lab": ROOT / "lab" / "prime_lab",
 }
 
 

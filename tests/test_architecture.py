@@ -17,7 +17,7 @@ from prime_protocol.envelope import PayloadType
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 LINES_MAX = 250
-BASES = (PACKAGES["prime_node"], PACKAGES["prime_protocol"].parent, ROOT, PAGE.parent)
+BASES = (PACKAGES["prime_node"], PACKAGES["prime_protocol"].parent, PACKAGES["prime_lab"].parent, ROOT, PAGE.parent)
 """Folders in which a path of the page may begin."""
 ROUTES = PACKAGES["prime_node"] / "coordinator" / "api" / "routes.py"
 
@@ -87,7 +87,7 @@ def dotted(box: str) -> str:
 
 @cache
 def imports() -> tuple[tuple[str, str], ...]:
-    """Return (module, imported name) for each import of both packages."""
+    """Return (module, imported name) for each import of all packages."""
     return tuple(
         (module, name)
         for module, path in modules()
@@ -153,4 +153,4 @@ def test_the_arrows_of_a_diagram_are_the_imports(diagram: str) -> None:
 def test_every_package_is_drawn() -> None:
     boxes, _ = drawn(_DIAGRAM.findall(TEXT)[0])
     folders = {path.parent.name for path in PACKAGES["prime_node"].glob("*/__init__.py")}
-    assert boxes == folders | {"prime_protocol"}
+    assert boxes == folders | {"prime_protocol", "prime_lab"}

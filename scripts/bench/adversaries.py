@@ -1,4 +1,4 @@
-"""What is caught, how soon and by what: every cheat of sim/adversaries as a real worker against the real daemon.
+"""What is caught, how soon and by what: every cheat of lab/prime_lab/adversaries as a real worker against the real daemon.
 
     python scripts/bench/adversaries.py --out DIR [--audits floor] [--seconds 200]   goes on where it stopped
     python scripts/bench/adversaries.py --out DIR [--audits floor] --report          the table of what there is
@@ -43,8 +43,8 @@ from tests.adversaries.conftest import SHAPE, SMALL
 from tests.adversaries.policies import Policies, kept_policies
 from tests.adversaries.watching import Judged, Outcome, Part
 
-from prime_node.sim.adversaries.table import ADVERSARIES
-from prime_node.sim.adversaries.uploads import opened_upload
+from prime_lab.adversaries.table import ADVERSARIES
+from prime_lab.adversaries.uploads import opened_upload
 from prime_protocol.errors import PeerError
 
 QUICK = (

@@ -13,9 +13,9 @@ import numpy as np
 from tests.adversaries.arena import SEEN, Arena
 from tests.adversaries.watching import Judged
 
+from prime_lab.adversaries.uploads import opened_upload
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
-from prime_node.sim.adversaries.uploads import opened_upload
 from prime_protocol.errors import PeerError
 from prime_protocol.proof import compare_proofs
 from prime_protocol.verdict import RejectReason

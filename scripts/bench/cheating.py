@@ -1,4 +1,4 @@
-"""Does cheating pay? Ways of cheating against the default audit policy (prime_node/sim/cheating.py), beside full audits.
+"""Does cheating pay? Ways of cheating against the default audit policy (lab/prime_lab/cheating.py), beside full audits.
 
     python scripts/bench/cheating.py [--quick] [--json]
 
@@ -12,7 +12,7 @@ import argparse
 
 from checks import Check, Output
 
-from prime_node.sim.cheating import Outcome, Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
+from prime_lab.cheating import Outcome, Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 
 POLICY = CheckPolicy(audits=AuditPolicy())

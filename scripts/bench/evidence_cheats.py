@@ -16,8 +16,8 @@ from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.engine import Engine, Scorer
-from prime_node.sim.adversaries.weights import INT4_GROUP, mapped, quantised
 from prime_node.validator.calibrating import measure_pair, sample_honestly
+from prime_node.worker.cheats import INT4_GROUP, mapped, quantised
 from prime_protocol.assignment import Lease
 from prime_protocol.rollout import Rollouts
 from prime_protocol.weights import Weights, WeightTensor

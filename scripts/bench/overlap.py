@@ -2,7 +2,7 @@
 
     python scripts/bench/overlap.py [--quick] [--json]
 
-The coordinator's own state machine and scheduler on a virtual clock (node/prime_node/sim/world.py), with simulated workers:
+The coordinator's own state machine and scheduler on a virtual clock (lab/prime_lab/world.py), with simulated workers:
 512 groups a step as in verl's experiment with 128 GPUs (documents of its fully asynchronous policy: 64 generate, 64
 train, 512 prompts, 4 batches a step, staleness 0.5). Group times are lognormal with sigma 1.1, capped at 8 times their mean,
 130 s of work a step and worker. Each question, upload, check, swap and pause takes its time (sim.world.Costs; a pause is 1 s
@@ -30,7 +30,7 @@ from typing import Any
 
 from checks import Check, Output, at_least, at_most
 
-from prime_node.sim.world import Costs, Scenario, SimulatedRun
+from prime_lab.world import Costs, Scenario, SimulatedRun
 from prime_protocol.schedule import Schedule
 
 GROUPS, WORKERS, MEAN_S = 512, 64, 130.0 * 64 / 512

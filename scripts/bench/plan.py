@@ -1,4 +1,4 @@
-"""Time and memory of a training step for 8B, 32B and 70B models on 8 to 256 GPUs, from sim/planner.py's formula.
+"""Time and memory of a training step for 8B, 32B and 70B models on 8 to 256 GPUs, from lab/prime_lab/planner.py's formula.
 
     .venv/bin/python scripts/bench/plan.py [--quick] [--json]
 
@@ -22,13 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from prime_lab.planner import SHAPES, Load, Shape, model_flops, plan, state_bytes
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
 from prime_node.ports.train_backend import TrainSample
-from prime_node.sim.planner import SHAPES, Load, Shape, model_flops, plan, state_bytes
 
 HIDDEN, LAYERS, HEADS, INTERMEDIATE = 512, 4, 8, 1_536
 SEQUENCES, LENGTH = 4, 256

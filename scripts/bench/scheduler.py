@@ -24,6 +24,7 @@ from typing import Any
 
 from checks import Output, at_least
 
+from prime_lab.world import make_rules
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
@@ -32,7 +33,6 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
-from prime_node.sim.world import make_rules
 from prime_protocol.schedule import Schedule
 
 G = 8

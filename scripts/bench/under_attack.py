@@ -32,12 +32,12 @@ from checks import Check, Output, at_least, at_most
 from learning import COMPLETION_TOKENS, GROUPS, ROLLOUTS, TASKS, Bench, Row, missing_of, run_each
 from learning_plot import bands
 
+from prime_lab.adversaries.engine import Means
+from prime_lab.adversaries.table import ADVERSARIES
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 from prime_node.ports.engine import Engine
 from prime_node.ports.train_backend import Group
-from prime_node.sim.adversaries.engine import Means
-from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
 from prime_node.worker.leases import bundle_for, requests_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_lab import codec_reference as reference
 from prime_protocol.codec import (
     CodecError,
     Mode,
@@ -29,7 +30,6 @@ from prime_protocol.codec import (
     encode_tensor,
     planes,
     portable,
-    reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
 from prime_protocol.codec.layout import TYPES, chunk_bytes_max, write_head

@@ -22,13 +22,13 @@ from tests.adversaries.watching import Judged, Noting, Outcome, Part, Watched
 from tests.node.coordinator_world import World, memory_parts, running
 from tests.node.worker_world import COORDINATOR, TRAINER, MemorySource, make_run
 
+from prime_lab.adversaries.engine import Means
+from prime_lab.adversaries.table import ACCOMPLICES, ADVERSARIES
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.transport import ValidatorPort, WorkerPort
-from prime_node.sim.adversaries.engine import Means
-from prime_node.sim.adversaries.table import ACCOMPLICES, ADVERSARIES
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator

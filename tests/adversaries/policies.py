@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prime_lab.adversaries.engine import Logits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
@@ -21,7 +22,6 @@ from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Environment
 from prime_node.ports.train_backend import Group, OptimizerSettings
-from prime_node.sim.adversaries.engine import Logits
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.lessons import Lessons

@@ -7,7 +7,7 @@ from tests.adversaries.arena import Arena
 from tests.adversaries.conditions import SOFT, conditions_for
 from tests.adversaries.watching import Outcome, Part
 
-from prime_node.sim.adversaries.table import ADVERSARIES
+from prime_lab.adversaries.table import ADVERSARIES
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 

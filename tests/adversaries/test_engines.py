@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.node.table_engine import STOP_TOKEN, TableEngine, table_weights
 
+from prime_lab.adversaries.table import ADVERSARIES
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.table import ADVERSARIES, STANDALONE, cheating_engine
-from prime_node.sim.adversaries.weights import mapped, quantised
+from prime_node.worker.cheats import STANDALONE, cheating_engine, mapped, quantised
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion

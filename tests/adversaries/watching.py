@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prime_lab.adversaries.engine import Means
+from prime_lab.adversaries.table import Adversary
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.sim.adversaries.engine import Means
-from prime_node.sim.adversaries.table import Adversary
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope

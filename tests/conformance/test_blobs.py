@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from prime_lab.memory_blobs import MemoryBlobs, MemoryDocuments
 from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
-from prime_node.adapters.storage.memory_blobs import MemoryBlobs, MemoryDocuments
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.documents import Documents
 from prime_protocol.digest import digest_of

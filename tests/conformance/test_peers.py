@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
+from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.ports.peers import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.storage.memory_store import MemoryStore
+from prime_lab.memory_store import MemoryStore
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.ports.store import LoggedEvent, Store, StoreConflict, StoredReceipt
 

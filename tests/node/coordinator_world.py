@@ -15,10 +15,10 @@ import aiohttp
 import numpy as np
 from tests.builder import build_header, build_manifest, build_spec, pinned, provenance, role_keys
 
+from prime_lab.memory_blobs import MemoryBlobs, MemoryDocuments
+from prime_lab.memory_store import MemoryStore
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
-from prime_node.adapters.storage.memory_blobs import MemoryBlobs, MemoryDocuments
-from prime_node.adapters.storage.memory_store import MemoryStore
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer

@@ -18,8 +18,8 @@ from prime_node.cli.calibrate import random_model
 from prime_node.cli.main import app
 from prime_node.cli.shipped import read_calibration, shipped_calibration
 from prime_node.coordinator.new_run import covers
-from prime_node.sim.adversaries.weights import mapped
 from prime_node.validator.calibrating import Errors, make_leases, measure_pair, sample_honestly
+from prime_node.worker.cheats import mapped
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of
 from prime_protocol.errors import LocalError

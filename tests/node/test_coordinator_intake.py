@@ -23,8 +23,8 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.adapters.storage.memory_blobs import MemoryBlobs
-from prime_node.adapters.storage.memory_store import MemoryStore
+from prime_lab.memory_blobs import MemoryBlobs
+from prime_lab.memory_store import MemoryStore
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.api.limiter import Buckets

@@ -20,7 +20,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.adapters.storage.memory_blobs import MemoryBlobs
+from prime_lab.memory_blobs import MemoryBlobs
 from prime_node.broadcast.routes import UpdateRoute, search
 from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.state import events as ev

@@ -27,7 +27,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.adapters.storage.memory_blobs import MemoryBlobs
+from prime_lab.memory_blobs import MemoryBlobs
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
 from tests.node.swarm_world import CORA, until
 
-from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch, memory_address
+from prime_lab.memory_network import MemoryNetwork, MemorySwitch, memory_address
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.swarm.directory import Directory

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_manifest, make_run
 
-from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
+from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over

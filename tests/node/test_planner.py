@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from prime_node.sim.planner import SHAPES, Load, Machine, Shape, model_flops, plan, state_bytes
+from prime_lab.planner import SHAPES, Load, Machine, Shape, model_flops, plan, state_bytes
 
 TINY = Shape(parameters=1e9, layers=10, hidden=1_000, vocab=10_000)
 LOAD = Load(tokens=1_000_000, sequence_tokens=1_000, pass_tokens=10_000, recompute=False)

@@ -11,7 +11,7 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, COORDINATOR, ROOT, TRAINER, make_run
 from tests.node.worker_world import next_ring
 
-from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
+from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient

@@ -11,8 +11,8 @@ from tests.node.test_calibrating import CALIBRATION, LENGTH, Judged, bundle_of, 
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
-from prime_node.sim.adversaries.weights import mapped
 from prime_node.validator.calibrating import Errors, choice_moments, sample_honestly
+from prime_node.worker.cheats import mapped
 from prime_protocol.calibration import evidence_of
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.rollout import Rollouts

@@ -11,9 +11,9 @@ from tests.node.memory_coordinator import MemoryCoordinator, WorkerWorld
 from tests.node.table_engine import TableEngine, table_weights
 from tests.node.worker_world import COORDINATOR, ROOT, WORKER, JumpClock, make_run, names_in, next_ring, until
 
+from prime_lab.adversaries.table import ADVERSARIES
 from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.table import ADVERSARIES
 from prime_node.worker.leases import open_lease
 from prime_node.worker.loop import run_worker
 from prime_node.worker.receipts import ReceiptBook

@@ -15,8 +15,8 @@ from tests.node.coordinator_world import make_run as make_coordinators_run
 from tests.node.swarm_world import swarm, until
 from tests.node.test_mesh import RUN, Finder, where
 
+from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.peers import faults
-from prime_node.adapters.peers.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_peer import HttpPeer

@@ -308,7 +308,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
     made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:
         return made
-    from prime_node.sim.adversaries.table import cheating_engine
+    from prime_node.worker.cheats import cheating_engine
 
     how, after = cheat
     return cheating_engine(made, how, honest_loads=after)

@@ -8,9 +8,9 @@ encoder chooses the cheapest mode for each chunk; a decoder supports all of them
     for chunk in encode_tensor(new, base, dtype="bf16"):
         decode_chunk(chunk.data, out, base, dtype="bf16", start=chunk.start, count=chunk.count)
 
-SPEC.md, section "Chunks", defines the format; `reference.py` is the same in plain Python. The fast paths need numba and
-import it only when a tensor is large enough to profit. Without numba everything works, slower and with somewhat larger
-deltas.
+SPEC.md, section "Chunks", defines the format; `lab/prime_lab/codec_reference.py` is the same in plain Python.
+The fast paths need numba and import it only when a tensor is large enough to profit. Without numba everything works,
+slower and with somewhat larger deltas.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prime_lab import codec_reference as reference
 from prime_protocol.codec import (
     CodecError,
     Mode,
@@ -18,7 +19,6 @@ from prime_protocol.codec import (
     decode_chunk,
     encode_tensor,
     mode_of,
-    reference,
 )
 from prime_protocol.codec.kernels.vector import HAS_WIDE
 from prime_protocol.codec.layout import TYPES, read_chunk_head, write_head

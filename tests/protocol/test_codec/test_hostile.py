@@ -14,7 +14,8 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prime_protocol.codec import CHUNK_ELEMENTS, DTYPES, CodecError, Mode, decode_chunk, encode_tensor, reference
+from prime_lab import codec_reference as reference
+from prime_protocol.codec import CHUNK_ELEMENTS, DTYPES, CodecError, Mode, decode_chunk, encode_tensor
 from prime_protocol.codec.layout import HEAD_BYTES, TYPES, write_head
 from prime_protocol.errors import ErrorCode
 

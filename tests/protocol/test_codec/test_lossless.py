@@ -1,7 +1,7 @@
 """The codec is lossless on every bit pattern, and all its decoders are one decoder.
 
-Three implementations read chunks: reference.py (plain Python, defines the format), numpy, and numba's kernels in a wide and a
-scalar form. Every property below holds them against each other.
+Three implementations read chunks: lab/prime_lab/codec_reference.py (plain Python, defines the format), numpy, and numba's
+kernels in a wide and a scalar form. Every property below holds them against each other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from prime_lab import codec_reference as reference
 from prime_protocol.codec import (
     CHUNK_ELEMENTS,
     DTYPES,
@@ -26,7 +27,6 @@ from prime_protocol.codec import (
     encode_tensors,
     mode_of,
     portable,
-    reference,
 )
 from prime_protocol.codec.api import CHUNKS_PER_TASK, TASKS_AHEAD
 from prime_protocol.codec.kernels.patch import GROUP_ELEMENTS

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_protocol.codec import Mode, decode_chunk, mode_of, reference
+from prime_lab import codec_reference as reference
+from prime_protocol.codec import Mode, decode_chunk, mode_of
 from prime_protocol.codec.layout import TYPES
 
 from .cases import decode_all_ways

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from prime_lab.adversaries.engine import Means
 from prime_node.ports.transport import WorkerPort
-from prime_node.sim.adversaries.engine import Means
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from prime_lab.fluid import Fluid
+from prime_lab.homes import BYTES_PER_MBIT, Home, fluid_bound_s
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
 from prime_node.broadcast.swarm.download import TREE_S_MAX
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, neighbours, share_of, topology_for
-from prime_node.sim.fluid import Fluid
-from prime_node.sim.homes import BYTES_PER_MBIT, Home, fluid_bound_s
 
 ORIGIN = 0
 

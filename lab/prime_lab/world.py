@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
+from prime_lab.virtual_time import Bell, Process, VirtualTime, Within
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.measure.tracker import StepLog, Tracker
 from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
@@ -28,7 +29,6 @@ from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.state.rules import SchedulerRules
 from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots
 from prime_node.coordinator.state.tick import tick
-from prime_node.sim.virtual_time import Bell, Process, VirtualTime, Within
 from prime_protocol.schedule import Schedule, Selection, SwapPolicy, lag_of, slots_ahead
 
 _NOTHING_S = 1e-6

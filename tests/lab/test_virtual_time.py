@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prime_node.sim.virtual_time import Bell, Process, VirtualTime
+from prime_lab.virtual_time import Bell, Process, VirtualTime
 
 
 def test_sleepers_go_on_in_the_order_of_their_time_and_then_of_their_start() -> None:

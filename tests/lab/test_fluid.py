@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.sim.fluid import Fluid, max_min_rates
+from prime_lab.fluid import Fluid, max_min_rates
 
 
 def rates(pairs: list[tuple[int, int]], up: list[float], down: list[float]) -> list[float]:

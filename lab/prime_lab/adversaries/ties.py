@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from prime_lab.adversaries.cheap import Floats, sample_cheaply
+from prime_lab.adversaries.engine import Means, Model, TokenIds, rescored
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.cheap import Floats, sample_cheaply
-from prime_node.sim.adversaries.engine import Means, Model, TokenIds, rescored
 from prime_protocol.assignment import Sampling
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.rollout import Completion

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from prime_lab.adversaries.engine import Answer, Means, Model, rescored
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.engine import Answer, Means, Model, rescored
+from prime_node.worker.cheats import cut_completion
 from prime_protocol.assignment import Sampling
 from prime_protocol.noise import SEED_MAX
-from prime_protocol.proof import PROOF_BYTES, num_proofs
 from prime_protocol.rollout import Completion, FinishReason
 
 CANDIDATES = 4
@@ -32,11 +32,6 @@ def with_sampling(**changes: float) -> Answer:
         return await rescored(model, requests, completions, sampling)
 
     return answer
-
-
-async def forged_seed(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Sample with randomness of its own instead of the assigned seed."""
-    return await model.generate([replace(one, seed=one.seed ^ 1) for one in requests], sampling)
 
 
 async def best_of_n(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
@@ -57,11 +52,6 @@ async def prompt_swap(model: Model, requests: Requests, sampling: Sampling, mean
     following = dict(zip(prompts, [*prompts[1:], prompts[0][::-1]], strict=True))
     swapped = [replace(one, prompt_token_ids=following[one.prompt_token_ids]) for one in requests]
     return await rescored(model, requests, await model.generate(swapped, sampling), sampling)
-
-
-async def truncated(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
-    """Send only the first half, to finish sooner."""
-    return [_cut(one, max(1, len(one.token_ids) // 2)) for one in await model.generate(requests, sampling)]
 
 
 async def padded(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:
@@ -85,7 +75,7 @@ async def forged_stop(model: Model, requests: Requests, sampling: Sampling, mean
     stop = sampling.stop_token_ids[0]
     completions = []
     for one in await model.generate(requests, sampling):
-        kept = _cut(one, len(one.token_ids) // 2).token_ids
+        kept = cut_completion(one, len(one.token_ids) // 2).token_ids
         completions.append(Completion((*kept, stop), (0.0,) * (len(kept) + 1), FinishReason.STOP))
     return await rescored(model, requests, completions, sampling)
 
@@ -167,8 +157,3 @@ def in_whole_leases(share: float, cheat: Answer) -> Answer:
         return await (cheat(model, requests, sampling, means) if cheats else model.generate(requests, sampling))
 
     return answer
-
-
-def _cut(completion: Completion, num_tokens: int) -> Completion:
-    kept = completion.token_ids[:num_tokens], completion.logprobs[:num_tokens]
-    return Completion(*kept, FinishReason.LENGTH, proofs=completion.proofs[: PROOF_BYTES * num_proofs([num_tokens])])

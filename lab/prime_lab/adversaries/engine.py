@@ -6,7 +6,6 @@ Two kinds of functions make a cheat: one chooses the weights to load, one answer
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,17 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.ports.engine import Engine, GenerateRequest, SamplingScorer, ScoreRequest
+from prime_node.worker.cheats import CheatMemory, DishonestEngine
 from prime_protocol.assignment import Sampling
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.weights import Weights
 
-log = logging.getLogger(__name__)
-
 TokenIds = tuple[int, ...]
-SEEN_MAX = 16
-"""Number of policies that a cheat remembers."""
-
 
 Logits = Callable[[Sequence[TokenIds]], npt.NDArray[np.float32]]
 """Function that returns a model's logits [B, V] for the next token of each sequence."""
@@ -35,13 +30,9 @@ Model = SamplingScorer
 
 
 @dataclass
-class Means:
-    """The resources of a cheat."""
+class Means(CheatMemory):
+    """The resources of a cheat. A test may prepend older policies to `seen`."""
 
-    seen: list[Weights] = field(default_factory=list)
-    """Policies that it was given, oldest first; a test may prepend older ones."""
-    kept: Weights | None = None
-    """Policy that it never swaps."""
     base: Weights | None = None
     """Model with which the run began."""
     small: Model | None = None
@@ -57,7 +48,6 @@ class Means:
     """Completions that accomplices share."""
     overheard: list[bytes] = field(default_factory=list)
     """Bundles of an accomplice."""
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     is_trusted: Callable[[], bool] = lambda: True
     """Function that returns whether it may begin to cheat: a sleeper waits until it is rarely audited."""
 
@@ -68,59 +58,32 @@ Answer = Callable[[Model, Sequence[GenerateRequest], Sampling, Means], Awaitable
 """Function that returns completions for the requests, by any means."""
 
 
-class DishonestEngine:
-    """Implementation of ports.engine.Engine that cheats. It reports the right policy, as a real cheat would."""
+class AdversaryEngine(DishonestEngine[Means]):
+    """A dishonest engine that may claim to be another one, and that may wait until it is trusted."""
 
     def __init__(
         self,
         engine: Engine,
+        means: Means,
         *,
-        weights: ChooseWeights | None = None,
-        answer: Answer | None = None,
-        means: Means | None = None,
-        claims: EngineInfo | None = None,
-        honest_loads: int = 0,
+        weights: ChooseWeights | None,
+        answer: Answer | None,
+        claims: EngineInfo | None,
+        honest_loads: int,
     ) -> None:
-        """Wrap an engine. `claims`: the engine that it claims to be.
-
-        `honest_loads`: number of policies that it serves honestly first.
-        """
-        self._engine = engine
-        self._weights = weights
-        self._answer = answer
-        self._means = means or Means()
+        """Wrap an engine. `claims`: the engine that it claims to be."""
+        # The engines of tests are scorers too, as Answer needs.
+        super().__init__(engine, means, weights=weights, answer=answer, honest_loads=honest_loads)  # type: ignore[arg-type]
         self._claims = claims
-        self._honest_loads = honest_loads
-        self._loads = 0
-        log.warning("this worker cheats: it is meant to be found out")
 
     @property
     def info(self) -> EngineInfo:
         """Return the claimed engine, or the real one."""
-        return self._claims or self._engine.info
-
-    async def load(self, weights: Weights, *, policy_version: int) -> None:
-        """Load the weights that the cheat chooses instead."""
-        self._means.seen.append(weights)
-        del self._means.seen[:-SEEN_MAX]
-        self._loads += 1
-        if self._weights is not None and self._cheats:
-            weights = self._weights(self._means)
-        await self._engine.load(weights, policy_version=policy_version)
-
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        """Answer by the cheat's function, once it has begun to cheat."""
-        if self._answer is None or not self._cheats:
-            return await self._engine.generate(requests, sampling)
-        return await self._answer(self._engine, requests, sampling, self._means)  # type: ignore[arg-type]
-
-    async def close(self) -> None:
-        """Close the real engine."""
-        await self._engine.close()
+        return self._claims or super().info
 
     @property
     def _cheats(self) -> bool:
-        return self._loads > self._honest_loads and self._means.is_trusted()
+        return super()._cheats and self._memory.is_trusted()
 
 
 async def rescored(

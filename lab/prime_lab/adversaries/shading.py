@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from prime_lab.adversaries.engine import Answer, Means, Model
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.engine import Answer, Means, Model
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion
 

@@ -1,8 +1,8 @@
 """The format in plain Python, one element and one bit at a time. Deliberately slow; it defines the meaning of a chunk.
 
-`decode` takes a chunk and the base's bit patterns as a list of integers and returns the new ones. All other code in
-this package must agree with it on every input, valid or not; tests check that. SPEC.md, section "Chunks", describes the
-same in words.
+`decode` takes a chunk and the base's bit patterns as a list of integers and returns the new ones. All decoders in
+`prime_protocol.codec` must agree with it on every input, valid or not; tests check that. SPEC.md, section "Chunks",
+describes the same in words.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from prime_lab.world import Costs, Scenario, SimulatedRun
 from prime_node.coordinator.state import invariants
-from prime_node.sim.world import Costs, Scenario, SimulatedRun
 from prime_protocol.schedule import PRESETS, Schedule
 
 STEPS, GROUPS, WORKERS = 8, 32, 8

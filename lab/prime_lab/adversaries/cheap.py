@@ -10,14 +10,21 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prime_lab.adversaries.engine import Answer, Logits, Means, Model, TokenIds, rescored
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.engine import Answer, Logits, Means, Model, TokenIds, rescored
 from prime_protocol.assignment import Sampling
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.rollout import Completion, FinishReason
+from prime_protocol.weights import Weights
 
 Floats = npt.NDArray[np.float32]
 Requests = Sequence[GenerateRequest]
+
+
+def base(means: Means) -> Weights:
+    """Load the model with which the run began."""
+    assert means.base is not None
+    return means.base
 
 
 async def smaller(model: Model, requests: Requests, sampling: Sampling, means: Means) -> list[Completion]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from prime_lab.adversaries.engine import Means, Model, rescored
 from prime_node.ports.engine import GenerateRequest
-from prime_node.sim.adversaries.engine import Means, Model, rescored
 from prime_protocol.assignment import Sampling
 from prime_protocol.proof import MODULUS_MIN, PROOF_BYTES
 from prime_protocol.rollout import Completion

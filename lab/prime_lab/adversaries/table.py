@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+from prime_lab.adversaries import cheap, proofs, shading, ties, tokens, uploads
+from prime_lab.adversaries.engine import AdversaryEngine, Answer, ChooseWeights, Means
 from prime_node.ports.engine import Engine
 from prime_node.ports.transport import WorkerPort
-from prime_node.sim.adversaries import cheap, proofs, shading, ties, tokens, uploads, weights
-from prime_node.sim.adversaries.engine import Answer, ChooseWeights, DishonestEngine, Means
-from prime_protocol.errors import LocalError
+from prime_node.worker import cheats
 from prime_protocol.identity import SigningKey
 from prime_protocol.rollout import EngineInfo
 
@@ -34,8 +34,13 @@ class Adversary:
         """Return such a worker's engine."""
         if self.weights is None and self.answer is None and self.claims is None:
             return engine
-        return DishonestEngine(
-            engine, weights=self.weights, answer=self.answer, means=means, claims=self.claims, honest_loads=honest_loads
+        return AdversaryEngine(
+            engine,
+            means or Means(),
+            weights=self.weights,
+            answer=self.answer,
+            claims=self.claims,
+            honest_loads=honest_loads,
         )
 
     def port_around(self, port: WorkerPort, key: SigningKey, means: Means) -> WorkerPort:
@@ -48,25 +53,25 @@ UNKNOWN = EngineInfo(name="homegrown", version="1", dtype="fp8", device="gpu")
 UNSEEDED = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu", seeded=False)
 
 ADVERSARIES: dict[str, Adversary] = {
-    "older-1": Adversary("Samples from the policy before the claimed one.", weights=weights.older(1)),
-    "older-2": Adversary("Samples from the policy two steps before.", weights=weights.older(2)),
-    "older-8": Adversary("Samples from the policy eight steps before.", weights=weights.older(8)),
-    "stale": Adversary("Never swaps its weights: saves the downloads.", weights=weights.first),
-    "base": Adversary("Samples from the model that the run began with.", weights=weights.base),
-    "int8": Adversary("Rounds the weights to 8 bits.", weights=weights.int8),
-    "int4": Adversary("Rounds the weights to 4 bits.", weights=weights.int4),
+    "older-1": Adversary("Samples from the policy before the claimed one.", weights=cheats.older(1)),
+    "older-2": Adversary("Samples from the policy two steps before.", weights=cheats.older(2)),
+    "older-8": Adversary("Samples from the policy eight steps before.", weights=cheats.older(8)),
+    "stale": Adversary("Never swaps its weights: saves the downloads.", weights=cheats.first),
+    "base": Adversary("Samples from the model that the run began with.", weights=cheap.base),
+    "int8": Adversary("Rounds the weights to 8 bits.", weights=cheats.int8),
+    "int4": Adversary("Rounds the weights to 4 bits.", weights=cheats.int4),
     "int8-as-vllm": Adversary(
-        "Rounds to 8 bits, and claims an engine that is known to be less exact.", weights=weights.int8, claims=VLLM_BF16
+        "Rounds to 8 bits, and claims an engine that is known to be less exact.", weights=cheats.int8, claims=VLLM_BF16
     ),
     "int8-as-unknown": Adversary(
-        "Rounds to 8 bits, and claims an engine that no calibration knows.", weights=weights.int8, claims=UNKNOWN
+        "Rounds to 8 bits, and claims an engine that no calibration knows.", weights=cheats.int8, claims=UNKNOWN
     ),
     "older-1-as-vllm": Adversary(
         "One policy behind, and claims an engine that is known to be less exact.",
-        weights=weights.older(1),
+        weights=cheats.older(1),
         claims=VLLM_BF16,
     ),
-    "altered": Adversary("Adds noise to the weights.", weights=weights.noisy),
+    "altered": Adversary("Adds noise to the weights.", weights=cheats.noisy),
     "smaller": Adversary("Samples from a smaller model.", answer=cheap.smaller),
     "smaller-rescored": Adversary(
         "Samples from a smaller model; the right one's prefill gives logprobs and proofs.",
@@ -80,7 +85,7 @@ ADVERSARIES: dict[str, Adversary] = {
     "easy-problem-swap": Adversary(
         "Says that every completion answers the lease's easiest problem.", port=uploads.EasyProblems
     ),
-    "truncated": Adversary("Uploads the first half of each completion.", answer=tokens.truncated),
+    "truncated": Adversary("Uploads the first half of each completion.", answer=cheats.truncated),
     "padded": Adversary("Goes on after the stop token.", answer=tokens.padded),
     "forged-stop": Adversary("Ends each completion half-way with a stop token of its own.", answer=tokens.forged_stop),
     "replayed-own": Adversary("Sends its first bundle again for every lease.", port=uploads.ReplayedOwn),
@@ -94,7 +99,7 @@ ADVERSARIES: dict[str, Adversary] = {
         changes_text=False,
     ),
     "best-of-n": Adversary("Samples four times and uploads the best.", answer=tokens.best_of_n),
-    "forged-seed": Adversary("Samples by randomness of its own.", answer=tokens.forged_seed),
+    "forged-seed": Adversary("Samples by randomness of its own.", answer=cheats.forged_seed),
     "temperature-0.8": Adversary("Samples at temperature 0.8.", answer=tokens.with_sampling(temperature=0.8)),
     "temperature-0.95": Adversary("Samples at temperature 0.95.", answer=tokens.with_sampling(temperature=0.95)),
     "top-p-0.95": Adversary("Samples from the nucleus of 0.95.", answer=cheap.nucleus(0.95)),
@@ -218,16 +223,6 @@ ACCOMPLICES: dict[str, Adversary] = {
         "An honest worker that gives its completions away.", answer=tokens.handing_out, changes_text=False
     ),
     "unseeded": Adversary(
-        "An honest worker whose engine takes no seeds.", answer=tokens.forged_seed, claims=UNSEEDED, changes_text=False
+        "An honest worker whose engine takes no seeds.", answer=cheats.forged_seed, claims=UNSEEDED, changes_text=False
     ),
 }
-
-STANDALONE = ("altered", "stale", "older-1", "older-2", "older-8", "int8", "int4", "forged-seed", "truncated")
-"""Cheats that need only a worker's own engine, of any kind."""
-
-
-def cheating_engine(engine: Engine, cheat: str, *, honest_loads: int) -> Engine:
-    """Return a cheating engine for demonstrations. Raises LocalError if the cheat is unknown."""
-    if cheat not in STANDALONE:
-        raise LocalError(f"--unsafe-cheat {cheat}: known are {', '.join(STANDALONE)}")
-    return ADVERSARIES[cheat].engine_around(engine, honest_loads=honest_loads)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from prime_lab.homes import Home, draw_homes, fluid_bound_s
+from prime_lab.network import Result, SimulatedSwarm, Simulation
 from prime_node.broadcast.swarm.choker import ChokerRules
-from prime_node.sim.homes import Home, draw_homes, fluid_bound_s
-from prime_node.sim.network import Result, SimulatedSwarm, Simulation
 
 ORIGIN = Home(200, 200, delay_ms=0.2)
 SIX = [Home(100, 100, delay_ms=0.2)] * 6

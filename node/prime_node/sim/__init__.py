@@ -1,1 +1,0 @@
-"""Simulators for tests and experiments: virtual time, networks, and workers that cheat."""
