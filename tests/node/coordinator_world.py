@@ -226,10 +226,12 @@ class World:
         assert isinstance(task, CheckTask), task
         return task
 
-    async def give_verdict(self, task: CheckTask, *, reason: RejectReason | None = None) -> None:
+    async def give_verdict(
+        self, task: CheckTask, *, reason: RejectReason | None = None, validator: SigningKey = VALIDATOR
+    ) -> None:
         verdict = Verdict.refuse(reason) if reason else Verdict.accept()
         rewards = () if reason else tuple(float(index % 2) for index in range(task.lease.num_rollouts))
-        await self.client(VALIDATOR).check_result(
+        await self.client(validator).check_result(
             CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=len(rewards))
         )
 

@@ -186,6 +186,7 @@ async def test_a_zstd_bomb_reaches_the_validator_and_no_further(world: World) ->
 
 async def test_a_verdict_with_too_few_rewards_is_refused(world: World) -> None:
     reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
+    await world.take_task(VALIDATOR)
     with pytest.raises(PeerError) as caught:
         await world.client(VALIDATOR).check_result(
             CheckResultRequest(bundle=reply.bundle, verdict=Verdict.accept(), rewards=(1.0,))

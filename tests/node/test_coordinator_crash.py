@@ -27,7 +27,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import BatchRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
 from prime_protocol.verdict import RejectReason, Verdict
@@ -84,7 +84,12 @@ class Crowd:
                 verdict = Verdict.accept() if is_good else Verdict.refuse(RejectReason.UNVERIFIABLE)
                 rewards = (1.0,) * task.lease.num_rollouts if is_good else ()
                 result = CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards)
-                await persist(lambda result=result: client.check_result(result))
+                try:
+                    await persist(lambda result=result: client.check_result(result))
+                except PeerError as error:
+                    if error.code is not ErrorCode.NOT_FOUND:  # a restarted coordinator has handed it to nobody
+                        raise
+                    continue
                 if is_good:
                     self.accepted.add(task.bundle)
 

@@ -138,7 +138,7 @@ async def test_a_verdict_that_comes_after_another_validator_s_changes_nothing() 
         late = await world.take_task(VALIDATOR)
         soon = await world.take_task(SECOND)  # once the first one's time was up
         assert soon.bundle == late.bundle
-        await world.give_verdict(soon)
+        await world.give_verdict(soon, validator=SECOND)
         rewards = (0.0,) * late.lease.num_rollouts
         await world.client(VALIDATOR).check_result(
             CheckResultRequest(bundle=late.bundle, verdict=Verdict.accept(), rewards=rewards, num_tokens=999)

@@ -251,7 +251,7 @@ def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -
 
 
 def test_what_another_class_of_engine_does_not_see_contradicts_nobody() -> None:
-    agreement = Agreement(check_s=30.0)
+    agreement = Agreement(30.0, ("b", "transformers/bf16/cpu"))
     strict = opinion("first", convicts=True)
     assert strict.result.evidence is not None
     other = strict.result.model_copy(

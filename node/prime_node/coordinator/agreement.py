@@ -12,7 +12,10 @@ RETRY_CHECKS check times. This ends when it answers on a held bundle or on a sec
 sides with cheats, shields few of them. If only one validator of a class is active, its verdict is enough.
 
 A second validator also judges a share of the accepted bundles, after the verdict, which it does not change. This finds a
-validator that accepts what another refuses.
+validator that accepts what another refuses. It is one of the same class, or of any class if no other one of that class works.
+
+A validator's class is only its claim. Classes that the run's calibration does not know count as one with all others, and so
+does every later claim of a validator that has claimed two classes. So no invented class keeps a second validator away.
 
 Validators take bundles from one queue, so the results of two validators of one class differ only by chance. For each pair, the
 coordinator counts how often either convicts, and how often either finds evidence of 10 to 1, while both are active. They differ
@@ -73,6 +76,8 @@ class Look:
 
     pending: PendingBundle
     first: Opinion
+    asked: tuple[str, ...]
+    """Validators that may judge it."""
     until_s: float
 
 
@@ -123,6 +128,8 @@ class Agreement:
     """Comparison of validators. `check_s` is the time that a validator has for a bundle."""
 
     check_s: float
+    known_classes: Collection[str] = ()
+    """Classes of validators' engines that the run's calibration knows."""
     looks: dict[str, Look] = field(default_factory=dict)
     """Second looks by bundle."""
     contradictions: deque[Contradiction] = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
@@ -134,21 +141,31 @@ class Agreement:
     _heard: dict[str, float] = field(default_factory=dict)
     """Validator -> time of its last request or answer."""
     _classes: dict[str, str] = field(default_factory=dict)
-    """Validator -> class of its engine, by its last evidence."""
+    """Validator -> class of its engine that its evidence claims; empty once it has claimed another one."""
     _pairs: dict[tuple[str, str], dict[str, VerdictCounts]] = field(default_factory=dict)
 
     def heard(self, validator: str, now_s: float, result: CheckResultRequest | None = None) -> None:
-        """Record that a validator asked for work, or answered with `result`."""
+        """Record that a validator asked for work, or answered with `result` for a bundle that it was handed."""
         self._heard[validator] = now_s
-        if result is not None and result.evidence is not None:
-            self._classes[validator] = result.evidence.validator
+        if result is None or result.evidence is None:
+            return
+        claimed = result.evidence.validator
+        before = self._classes.setdefault(validator, claimed)
+        if before not in (claimed, ""):
+            self._classes[validator] = ""
+            log.warning(
+                "validator %s claimed engine class %s and now %s: it counts as one of every class until the next start",
+                validator,
+                before,
+                claimed,
+            )
 
     def may_judge(self, bundle: str, validator: str) -> bool:
         """Return whether a bundle waits for this validator too. A validator gets a held bundle once."""
         if (held := self._held.get(bundle)) is not None:
             return validator in held.waited_for and validator not in held.handed
         look = self.looks.get(bundle)
-        return look is None or (validator != look.first.validator and self._is_like(validator, look.first.validator))
+        return look is None or validator in look.asked
 
     def handed(self, bundle: str, validator: str) -> None:
         """Record that a validator got a bundle."""
@@ -157,10 +174,12 @@ class Agreement:
 
     def others(self, than: str, now_s: float) -> list[str]:
         """Return the other active validators of the same class."""
+        return [one for one in self.active_others(than, now_s) if self._is_like(one, than)]
+
+    def active_others(self, than: str, now_s: float) -> list[str]:
+        """Return the other active validators, of any class."""
         recent_s = now_s - 2 * self.check_s
-        return [
-            one for one, at_s in self._heard.items() if one != than and at_s >= recent_s and self._is_like(one, than)
-        ]
+        return [one for one, at_s in self._heard.items() if one != than and at_s >= recent_s]
 
     def opinion(self, state: State, worker: str, validator: str, result: CheckResultRequest) -> Opinion:
         """Return a validator's result as an opinion: whether it convicts the worker."""
@@ -210,6 +229,15 @@ class Agreement:
         unverifiable = Verdict.refuse(RejectReason.UNVERIFIABLE, detail)
         return Opinion("", CheckResultRequest(bundle=bundle, verdict=unverifiable, rewards=()), False)
 
+    def has_answered(self, bundle: str, validator: str) -> bool:
+        """Return whether a validator has judged a bundle that still waits for another validator's verdict."""
+        if (held := self._held.get(bundle)) is not None:
+            return any(one.validator == validator for one in held.opinions) or (
+                validator in held.handed and validator not in held.waited_for
+            )
+        look = self.looks.get(bundle)
+        return look is not None and look.first.validator == validator
+
     def is_held(self, bundle: str) -> bool:
         """Return whether the bundle's verdict is held."""
         return bundle in self._held
@@ -222,9 +250,10 @@ class Agreement:
 
     def look_again(self, pending: PendingBundle, first: Opinion, now_s: float) -> bool:
         """Schedule a second look at an accepted bundle. Return whether there is room and another validator for it."""
-        if len(self.looks) >= LOOKS_MAX or not self.others(first.validator, now_s):
+        asked = self.others(first.validator, now_s) or self.active_others(first.validator, now_s)
+        if len(self.looks) >= LOOKS_MAX or not asked:
             return False
-        self.looks[pending.bundle] = Look(pending, first, now_s + 4 * self.check_s)
+        self.looks[pending.bundle] = Look(pending, first, tuple(asked), now_s + 4 * self.check_s)
         return True
 
     def looked(self, mine: Opinion, *, exact_rewards: bool, now_ms: int) -> Contradiction | None:
@@ -313,8 +342,8 @@ class Agreement:
             )
 
     def _is_like(self, validator: str, other: str) -> bool:
-        mine, theirs = self._classes.get(validator), self._classes.get(other)
-        return mine is None or theirs is None or mine == theirs
+        mine, theirs = self._classes.get(validator, ""), self._classes.get(other, "")
+        return mine == theirs or mine not in self.known_classes or theirs not in self.known_classes
 
     def _note(self, bundle: str, worker: str, opinions: Collection[Opinion], at_ms: int) -> Contradiction:
         found = Contradiction(bundle, worker, tuple((one.validator, one.says) for one in opinions), at_ms)

@@ -1,7 +1,9 @@
 """The queue of bundles that wait for a verdict. Soft state: rebuilt from the state after a restart.
 
-A bundle goes to one validator at a time, with a deadline; after it, to the next one. A bundle that several validators left
-unanswered is not handed out any more: it may be what stops them. agreement.py says which validator may judge a bundle again.
+A bundle goes to one validator at a time, with a deadline; after it, to the next one. Only the validator that has it may give a
+verdict: its own choice of bundles would let it accept all those of an accomplice. A late verdict counts until another validator
+has taken the bundle. A bundle that several validators left unanswered is not handed out any more: it may be what stops them.
+agreement.py says which validator may judge a bundle again.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ class CheckQueue:
     _handed: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Bundle -> (deadline, its policy), the earliest deadline first."""
     _attempts: dict[str, int] = field(default_factory=dict)
+    _holders: dict[str, str] = field(default_factory=dict)
+    """Bundle -> validator that took it last."""
 
     def add(self, bundle: str, policy_version: int) -> None:
         """Append a bundle."""
@@ -33,12 +37,16 @@ class CheckQueue:
 
     def again(self, bundle: str, policy_version: int) -> None:
         """Put a bundle at the front, to be judged again."""
-        self._handed.pop(bundle, None)
-        self._attempts.pop(bundle, None)
+        self.settled([bundle])
         self._waiting = {bundle: policy_version, **self._waiting}
 
     def take(
-        self, policy_versions: Collection[int], now_s: float, *, may: Callable[[str], bool] = lambda bundle: True
+        self,
+        policy_versions: Collection[int],
+        now_s: float,
+        *,
+        validator: str = "",
+        may: Callable[[str], bool] = lambda bundle: True,
     ) -> str | None:
         """Hand out a bundle whose verdict is due in `check_s`: the oldest of these policies, or else the oldest.
 
@@ -50,7 +58,12 @@ class CheckQueue:
         bundle = next((bundle for bundle in head if self._waiting[bundle] in policy_versions), head[0])
         self._handed[bundle] = (now_s + self.check_s, self._waiting.pop(bundle))
         self._attempts[bundle] = self._attempts.get(bundle, 0) + 1
+        self._holders[bundle] = validator
         return bundle
+
+    def is_held_by(self, bundle: str, validator: str) -> bool:
+        """Return whether this validator was the last to take the bundle, which has no verdict since."""
+        return self._holders.get(bundle) == validator
 
     def overdue(self, now_s: float) -> list[str]:
         """Put bundles whose deadline has passed back in front. Return those that were handed out too often."""
@@ -75,6 +88,7 @@ class CheckQueue:
             self._waiting.pop(bundle, None)
             self._handed.pop(bundle, None)
             self._attempts.pop(bundle, None)
+            self._holders.pop(bundle, None)
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._handed)

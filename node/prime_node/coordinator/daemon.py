@@ -201,7 +201,7 @@ async def open_core(parts: Parts) -> Core:
         news=Notifications(parts.clock),
         presence=Presence(heartbeat_s=run.spec.heartbeat_seconds),
         checks=CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max),
-        agreement=Agreement(check_s),
+        agreement=Agreement(check_s, run.spec.checks.validator_classes),
         evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),
         peers=Peers(parts.dial_back, parts.dial_back_libp2p),
     )

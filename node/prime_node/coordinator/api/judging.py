@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from prime_node.coordinator import curation
 from prime_node.coordinator.agreement import Contradiction, Opinion
@@ -35,9 +36,7 @@ async def next_check_task(core: Core, signer: str, request: CheckRequest) -> Che
     bundle = await core.news.until(
         Topic.CHECK,
         lambda: core.checks.take(
-            request.policy_versions,
-            core.clock.monotonic_s(),
-            may=lambda bundle: core.agreement.may_judge(bundle, signer),
+            request.policy_versions, core.clock.monotonic_s(), validator=signer, may=partial(_may_take, core, signer)
         ),
         is_worth_waiting=lambda found: found is None,
         wait_s=request.wait_s,
@@ -60,15 +59,20 @@ async def next_check_task(core: Core, signer: str, request: CheckRequest) -> Che
 
 
 async def check_result(core: Core, signer: str, request: CheckResultRequest) -> None:
-    """Record a verdict. Idempotent: the first verdict stands, unless another validator has to confirm it (agreement.py)."""
-    core.agreement.heard(signer, core.clock.monotonic_s(), request)
+    """Record the verdict of the validator that has the bundle. Raise PeerError.
+
+    Idempotent: the first verdict stands, unless another validator has to confirm it (agreement.py).
+    """
     pending = core.state.bundles.get(request.bundle)
-    if pending is None and request.bundle in core.agreement.looks:
-        _second_look(core, signer, request)
-        return
-    if pending is None:
+    if pending is None and request.bundle not in core.agreement.looks:
         if await core.store.receipt(request.bundle) is None:
             raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}")
+        return
+    if core.agreement.has_answered(request.bundle, signer):
+        return
+    _require_holder(core, signer, request.bundle)
+    if pending is None:
+        _second_look(core, signer, request)
         return
     verdict = request.verdict
     if len(request.rewards) != (pending.num_rollouts if verdict.accepted else 0):
@@ -84,9 +88,16 @@ async def check_result(core: Core, signer: str, request: CheckResultRequest) -> 
     if evidence is not None and checks.statistics:
         known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
         await asyncio.to_thread(require_possible, evidence, known_moments)  # ranks of a thousand rewards take a while
-    await _require_logprobs(core, pending, request)
+    await _require_logprobs(core, pending, signer, request)
     if (opinion := _concluded(core, signer, request)) is not None:
         await _decide(core, opinion)
+
+
+def _may_take(core: Core, signer: str, bundle: str) -> bool:
+    """Return whether a validator may judge a bundle. One that let its deadline pass leaves it to the other active ones."""
+    if core.checks.is_held_by(bundle, signer) and core.agreement.active_others(signer, core.clock.monotonic_s()):
+        return False
+    return core.agreement.may_judge(bundle, signer)
 
 
 def _pending(core: Core, bundle: str) -> PendingBundle | None:
@@ -97,9 +108,11 @@ def _pending(core: Core, bundle: str) -> PendingBundle | None:
 
 def _concluded(core: Core, signer: str, request: CheckResultRequest) -> Opinion | None:
     """Return the opinion that decides a pending bundle; None if another validator has to judge it first."""
-    if (pending := core.state.bundles.get(request.bundle)) is None:  # another validator was faster
+    pending = core.state.bundles.get(request.bundle)
+    if pending is None or not core.checks.is_held_by(request.bundle, signer):  # settled, or answered at the same time
         return None
     agreement, worker, now_s = core.agreement, pending.lease.worker, core.clock.monotonic_s()
+    agreement.heard(signer, now_s, request)
     mine = agreement.opinion(core.state, worker, signer, request)
     if pending.audited and (differ := agreement.count(mine, now_s)):
         log.warning("%s; look at their versions, arithmetic and hardware", differ)
@@ -114,15 +127,23 @@ def _concluded(core: Core, signer: str, request: CheckResultRequest) -> Opinion 
 
 
 def _second_look(core: Core, signer: str, request: CheckResultRequest) -> None:
-    """Compare a second validator's opinion on an accepted bundle with the first. A repeat by the first validator is ignored."""
-    if not core.agreement.may_judge(request.bundle, signer):
-        return
+    """Compare a second validator's opinion on an accepted bundle with the first."""
+    core.agreement.heard(signer, core.clock.monotonic_s(), request)
     core.checks.settled([request.bundle])
     look = core.agreement.looks[request.bundle]
     mine = core.agreement.opinion(core.state, look.pending.lease.worker, signer, request)
     exact = all(one.is_deterministic and one.scorings == 1 for one in core.run.spec.environments)
     if found := core.agreement.looked(mine, exact_rewards=exact, now_ms=core.clock.now_ms()):
         _tell(found)
+
+
+def _require_holder(core: Core, signer: str, bundle: str) -> None:
+    """Raise PeerError(NOT_FOUND) unless the bundle was handed to this validator, and to no other one since."""
+    if not core.checks.is_held_by(bundle, signer):
+        detail = (
+            f"bundle {bundle[:12]} does not wait for this validator: it was not handed to it, or to another one since"
+        )
+        raise PeerError(ErrorCode.NOT_FOUND, detail)
 
 
 def _tell(found: Contradiction) -> None:
@@ -172,21 +193,21 @@ async def put_logprobs(core: Core, gate: RequestGate, parcel: bytes, *, address:
     """Store a validator's own logprobs of a bundle that it is about to accept. Content-addressed and idempotent."""
     with gate.blame(address, core.clock.monotonic_s()):
         opened = open_parcel(parcel, body_bytes_max=core.run.spec.limits.rollout_bytes_max)
-        require_role(opened.envelope.sole_signer(), Caller.VALIDATOR, run=core.run, state=core.state)
+        signer = opened.envelope.sole_signer()
+        require_role(signer, Caller.VALIDATOR, run=core.run, state=core.state)
         header, _ = open_logprobs(
             parcel,
             run=core.run.digest,
             keys=core.run.keys,
             bytes_max=core.run.spec.limits.rollout_bytes_max,
         )
+    _require_holder(core, signer, header.bundle)
     if header.bundle in core.agreement.looks:  # another validator's are stored already
         return digest_of(parcel)
-    if header.bundle not in core.state.bundles:
-        raise PeerError(ErrorCode.NOT_FOUND, f"bundle {header.bundle[:12]} does not wait for a verdict")
     return await core.bundles.put(parcel, digest=digest_of(parcel))
 
 
-async def _require_logprobs(core: Core, pending: PendingBundle, request: CheckResultRequest) -> None:
+async def _require_logprobs(core: Core, pending: PendingBundle, signer: str, request: CheckResultRequest) -> None:
     """Check the logprobs of a verdict, so that the trainer gets nothing that it would stop at. Raise PeerError."""
     spec = core.run.spec
     if request.logprobs is None:
@@ -214,6 +235,8 @@ async def _require_logprobs(core: Core, pending: PendingBundle, request: CheckRe
         bundle=request.bundle,
         num_tokens=request.num_tokens,
     )
+    if open_parcel(parcel, body_bytes_max=spec.limits.rollout_bytes_max).envelope.sole_signer() != signer:
+        raise PeerError(ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} are another validator's")
 
 
 def coarse(value: float) -> float:
