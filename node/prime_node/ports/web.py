@@ -89,7 +89,7 @@ class CallerBounds:
     """New connections per second from one network, sustained; bursts of five times as many are accepted."""
     requests_per_second: float = math.inf
     """Requests per second from one network of strangers; excess requests wait. If finite, all strangers together get a
-    fifth of the server's time."""
+    fifth of the server's processor time."""
     member_requests_per_second: float = math.inf
     """Requests per second of one member's key over all its connections; excess requests wait. A burst of ten seconds is
     accepted."""

@@ -40,8 +40,8 @@ STRANGERS_SHARE = 0.2
 """Share of the server's time for strangers' requests."""
 BURST_S = 0.05
 """Seconds of strangers' unused time that they may use later."""
-COST_S_MAX = 0.002
-"""Largest cost in seconds that counts for a stranger's request: so 100 begin in each second, whatever they cost."""
+COST_S_FIRST = 0.002
+"""Processor time in seconds that a stranger's request is expected to take before any was measured."""
 DEBT_S_MAX = 2.0
 """Queue of strangers' requests in seconds. More are refused at once, so that a flood is over soon after its end."""
 COSTS_REMEMBERED = 32
@@ -62,7 +62,7 @@ If the client withdraws they are lost, and its slot would be returned with the p
 class Entry:
     """One connection, and the share it counts against."""
 
-    __slots__ = ("_doors", "address", "is_inside", "is_proxy", "network", "sender")
+    __slots__ = ("_doors", "address", "is_inside", "is_proxy", "network", "paid_s", "sender", "spent_s")
 
     def __init__(self, doors: Doors, address: str, *, network: str, is_proxy: bool) -> None:
         self._doors = doors
@@ -70,6 +70,10 @@ class Entry:
         self.is_inside = True
         self.sender: Sender | None = None
         """Key of the last request, if that was verified and its bounds have room; None for a stranger."""
+        self.paid_s: float | None = None
+        """Processor time in seconds that the request under way has paid for in advance; None if it does not count."""
+        self.spent_s = 0.0
+        """Processor time in seconds that it has used."""
 
     def vouch(self, sender: Sender | None) -> None:
         """Record the verified sender of a request. A proxy's connections carry many senders, and stay as they are."""
@@ -106,7 +110,7 @@ class Doors:
         self._connects = _turns(walls.connects_per_second, burst_s=5.0)
         self._requests = _turns(walls.requests_per_second, burst_s=0.25)
         self._member_requests = _turns(walls.member_requests_per_second, burst_s=MEMBER_BURST_S)
-        self._cost_s, self._lane_s = COST_S_MAX, 0.0
+        self._cost_s, self._lane_s = COST_S_FIRST, 0.0
         # Parsing an address costs more than the rest of a refused connection.
         self._place_of = lru_cache(ADDRESSES_REMEMBERED)(
             lambda address: (walls.network_of(address, ""), walls.is_proxy(address))
@@ -153,9 +157,10 @@ class Doors:
         """Return how long a request waits before it is read, in seconds.
 
         Role keys do not wait; a member waits for its own rate. Strangers wait for their network's turn, and then for each
-        other. However slow this machine is, or busy with members, they begin only as often as fits into their share of its
-        time. Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
+        other. They begin only as often as fits into their share of the processor time, by what the last ones have taken
+        (`spent`). Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
         """
+        entry.paid_s, entry.spent_s = None, 0.0
         if entry.sender is not None:
             if entry.sender.is_role or self._member_requests is None:
                 return 0.0
@@ -169,15 +174,28 @@ class Doors:
         if lane_s - now_s > DEBT_S_MAX:
             raise PeerError(ErrorCode.UNAVAILABLE, "too many requests of strangers at once", retry_after_s=DEBT_S_MAX)
         self._lane_s = lane_s + self._cost_s / STRANGERS_SHARE
+        entry.paid_s = self._cost_s
         return max(turn_s, lane_s) - now_s
 
     def spent(self, entry: Entry, seconds: float) -> None:
-        """Record how long a request took from its beginning to its answer.
+        """Count processor time of the request under way, if it began as a stranger's.
 
-        A long wait counts no more than an expensive request.
+        What it has not paid for in advance delays the next ones. It counts as it is used: so a long download that leaves time
+        for others delays nobody.
         """
-        if entry.sender is None:
-            self._cost_s += (min(seconds, COST_S_MAX) - self._cost_s) / COSTS_REMEMBERED
+        if entry.paid_s is None:
+            return
+        unpaid_s = min(seconds, max(0.0, entry.spent_s + seconds - entry.paid_s))
+        entry.spent_s += seconds
+        if unpaid_s > 0.0:
+            self._lane_s = max(self._lane_s, self._now() - BURST_S) + unpaid_s / STRANGERS_SHARE
+
+    def answered(self, entry: Entry) -> None:
+        """Return what a request has paid too much, and remember what it took for the next ones."""
+        if entry.paid_s is not None:
+            self._lane_s -= max(0.0, entry.paid_s - entry.spent_s) / STRANGERS_SHARE
+            self._cost_s += (entry.spent_s - self._cost_s) / COSTS_REMEMBERED
+            entry.paid_s = None
 
     def _each_max(self) -> int:
         return min(limits.HTTP_STRANGERS_EACH_MAX, max(1, self._scaled(limits.HTTP_STRANGERS_MAX) // 4))

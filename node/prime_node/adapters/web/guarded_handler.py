@@ -12,11 +12,13 @@ import asyncio
 import email.utils
 import http
 import logging
+from typing import Any
 
 from aiohttp import web
 
 from prime_node.adapters.web.doors import Doors, Entry
 from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, explanation
+from prime_node.adapters.web.metered import Meter
 from prime_node.adapters.web.request_head import Head, find_end, read_request_head
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
@@ -39,7 +41,6 @@ class GuardedHandler(web.RequestHandler):
     """One connection, closed if the header of its next request does not arrive in time."""
 
     __slots__ = (
-        "_begun_s",
         "_body_left",
         "_doors",
         "_dropped",
@@ -50,6 +51,7 @@ class GuardedHandler(web.RequestHandler):
         "_held",
         "_is_busy",
         "_is_held_back",
+        "_meter",
         "_reader_timer",
         "_readings",
         "_request_bytes",
@@ -90,7 +92,7 @@ class GuardedHandler(web.RequestHandler):
         self._readings = self._request_bytes = self._dropped = 0
         self._is_busy = self._is_held_back = self._has_begun = False
         self._unsent = 0
-        self._begun_s = 0.0
+        self._meter = Meter(lambda seconds: doors.spent(entry, seconds))
 
     # Called by the event loop
 
@@ -189,6 +191,9 @@ class GuardedHandler(web.RequestHandler):
         answer.force_close()
         return answer
 
+    async def _handle_request(self, request: web.BaseRequest, *arguments: Any) -> tuple[web.StreamResponse, bool]:
+        return await self._meter.run(super()._handle_request(request, *arguments))
+
     def _resume_transport_reading(self) -> None:
         if not self._is_held_back:
             super()._resume_transport_reading()
@@ -249,14 +254,14 @@ class GuardedHandler(web.RequestHandler):
     def _begin(self, end: int, head: Head) -> None:
         self._stop_header_timer()
         self._is_busy, self._body_left, self.expects_continue = True, head.body_bytes, head.expects_continue
-        self._begun_s = self._loop.time()
         header = bytes(self._held[:end])
         del self._held[:end]
-        super().data_received(header)
+        self._meter.call(super().data_received, header)
 
     def _answered(self) -> None:
         self._is_busy = False
-        self._doors.spent(self.entry, self._loop.time() - self._begun_s)
+        self._meter.report()
+        self._doors.answered(self.entry)
         self._readings, self._request_bytes = 0, len(self._held)
         if self.is_given_up or self.transport is None:
             return

@@ -1,0 +1,100 @@
+"""What strangers' requests cost is measured and bounded: all of them together get a share of the server's processor time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from tests.security.raw_http import ask, get
+
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.adapters.web.doors import DEBT_S_MAX, STRANGERS_SHARE, Doors
+from prime_node.adapters.web.metered import Meter
+from prime_node.coordinator.api.walls import caller_bounds_of
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
+from prime_protocol.errors import PeerError
+
+
+def walls() -> CallerBounds:
+    return caller_bounds_of(CoordinatorConfig.model_validate({"public_requests_per_second": 1e9}))
+
+
+@pytest.mark.parametrize("cost_s", [0.0005, 0.002, 0.01, 0.1])
+def test_all_strangers_together_get_a_share_of_the_processor_time_whatever_a_request_costs(cost_s: float) -> None:
+    """Before, a request counted 2 ms at most, so that pages of the ledger took all of the server's time."""
+    now_s = 1_000.0
+    doors = Doors(walls(), lambda: now_s)
+    entry = doors.enter("9.9.9.9")
+    assert entry is not None
+    used_s = 0.0
+    while now_s < 1_020.0:
+        try:
+            now_s += doors.delay_s(entry, "")
+        except PeerError:
+            now_s += DEBT_S_MAX
+            continue
+        for _ in range(4):  # as it is used
+            now_s += cost_s / 4
+            doors.spent(entry, cost_s / 4)
+        doors.answered(entry)
+        used_s += cost_s
+    assert used_s == pytest.approx(STRANGERS_SHARE * 20.0, rel=0.1, abs=2 * cost_s)
+
+
+def test_a_request_that_begins_as_a_strangers_counts_however_it_ends() -> None:
+    doors = Doors(walls(), lambda: 1_000.0)
+    entry, other = doors.enter("9.9.9.9"), doors.enter("8.8.8.8")
+    assert entry is not None
+    assert other is not None
+    doors.delay_s(entry, "")
+    entry.vouch(Sender("a member", is_role=False))
+    doors.spent(entry, 1.0)
+    doors.answered(entry)
+    with pytest.raises(PeerError, match="too many requests of strangers"):
+        doors.delay_s(other, "")
+
+
+async def spin(request: Request) -> Response:
+    """Take more processor time than strangers may owe."""
+    until_s = time.thread_time() + 1.2 * STRANGERS_SHARE * DEBT_S_MAX
+    while time.thread_time() < until_s:
+        pass
+    return Response(b"{}")
+
+
+async def test_strangers_are_refused_while_they_owe_processor_time() -> None:
+    server = AiohttpServer()
+    port = await server.start([Route("GET", "/spin", spin)], host="127.0.0.1", port=0, walls=walls())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        assert (await ask(url, get("/spin"))).status == 200
+        assert (await ask(url, get("/spin"))).status == 503
+    finally:
+        await server.stop(grace_s=0.1)
+
+
+async def test_a_meter_counts_the_steps_of_a_coroutine_and_passes_on_what_happens() -> None:
+    parts: list[float] = []
+    meter, waited = Meter(parts.append), asyncio.Event()
+
+    async def work(fails: bool) -> int:
+        try:
+            await waited.wait()
+        except asyncio.CancelledError:
+            return 7
+        if fails:
+            raise ValueError("passed on")
+        return 5
+
+    task = asyncio.create_task(meter.run(work(False)))
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task == 7, "the coroutine may catch what is thrown"
+    waited.set()
+    assert await meter.run(work(False)) == 5
+    with pytest.raises(ValueError, match="passed on"):
+        await meter.run(work(True))
+    assert len(parts) == 4
+    assert all(part >= 0.0 for part in parts)
