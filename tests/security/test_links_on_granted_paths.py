@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.security.hostile_world import BOUNDS
 from tests.security.test_sandbox import inside
 
 from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces
 from prime_node.adapters.sandbox.links import links_on_the_way
+from prime_node.cli.wire_environments import open_launcher
 from prime_node.cli.wire_sandbox import level_here
+from prime_protocol.errors import LocalError
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
@@ -91,3 +95,55 @@ def test_links_on_a_granted_path_work_in_bubblewrap(linked: Path, way: str) -> N
             bubblewrap.wrap(command, view, program=program), capture_output=True, text=True, timeout=60, check=False
         )
         assert ran.stdout == "rows", ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("granted", "closed"),
+    [
+        ({"readable": ("open/rows",)}, "run"),
+        ({"data_folder": "open/rows"}, "run"),
+        ({"readable": ("way/rows",)}, "run"),
+        ({"readable": ("to-open",)}, "run"),
+        ({"readable": ("open/rows/../../data",)}, "run"),
+        ({"data_folder": "open"}, "open/run"),
+    ],
+    ids=["below", "a dataset", "through a link in it", "a link into it", "through it", "around what is closed"],
+)
+def test_environments_read_nothing_that_the_role_could_replace_by_a_link(
+    tmp_path: Path, granted: dict[str, Any], closed: str
+) -> None:
+    """Before, a role that was taken over put a link there, and the next process of environments read what it led to."""
+    for name in ("open/rows", "data/rows", closed):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    (tmp_path / "open" / "way").symlink_to(tmp_path / "data")
+    (tmp_path / "way").symlink_to(tmp_path / "open" / "way")
+    (tmp_path / "to-open").symlink_to(tmp_path / "open" / "rows")
+    paths: dict[str, Any] = {
+        name: tuple(tmp_path / one for one in told) if isinstance(told, tuple) else tmp_path / told
+        for name, told in granted.items()
+    }
+    settings = BOUNDS.model_copy(update=paths)
+    hidden, changeable = [tmp_path / closed], [tmp_path / closed, tmp_path / "open"]
+    if bubblewrap.find_bubblewrap()[1]:
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
+    with pytest.raises(LocalError, match=r"which this role may write|this role may write .* in it"):
+        open_launcher(settings, hidden=hidden, changeable=changeable)
+
+
+def test_a_folder_that_the_role_may_write_itself_is_granted_whole(tmp_path: Path) -> None:
+    """Nobody can replace it, because what is above it is closed to the role. A link inside it leads nowhere."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "run").mkdir()
+    settings = BOUNDS.model_copy(update={"data_folder": tmp_path / "open"})
+    changeable = [tmp_path / "run", tmp_path / "open"]
+    launcher = open_launcher(settings, hidden=[tmp_path / "run"], changeable=changeable)
+    if launcher is None:
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
+    launcher.close()
+
+
+def test_an_interpreter_that_the_role_could_rewrite_is_refused(tmp_path: Path) -> None:
+    if bubblewrap.find_bubblewrap()[1]:
+        pytest.skip(bubblewrap.find_bubblewrap()[1])
+    with pytest.raises(LocalError, match="which this role may write"):
+        open_launcher(BOUNDS, hidden=[tmp_path], changeable=[tmp_path, Path(sys.prefix).parent])

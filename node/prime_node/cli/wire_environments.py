@@ -131,7 +131,8 @@ def open_launcher(
 ) -> Launcher | None:
     """Start the launcher of a role that will confine itself and can then give no process its own namespaces.
 
-    `changeable`: folders that the role may write. Returns None if namespaces are not available anyway.
+    `changeable`: folders that the role may write. Returns None if namespaces are not available anyway. Raises LocalError if the
+    role could replace what the processes read, and so have them read anything.
     """
     from prime_node.adapters.environments.hub_files import cache_folder
     from prime_node.adapters.environments.launcher import Launcher, Plan
@@ -141,8 +142,9 @@ def open_launcher(
         return None
     data = [] if settings.data_folder is None else [settings.data_folder]
     choices = [path.resolve() for path in (*data, cache_folder()) if path.exists()]
+    _require_fixed([*map(Path, _readable(settings)), *choices, *data], changeable, hidden)
     # If the role could replace a file by a link, do not bind the file alone: the link would decide what is bound.
-    whole = [one for one in choices if any(_overlap(one, other.resolve()) for other in changeable)]
+    whole = [one for one in choices if any(other.resolve().is_relative_to(one) for other in changeable)]
     chosen = tuple(str(one) for one in choices if one not in whole)
     plans = {
         network: Plan(
@@ -153,8 +155,31 @@ def open_launcher(
     return Launcher(plans, _command(hidden))
 
 
-def _overlap(one: Path, other: Path) -> bool:
-    return one.is_relative_to(other) or other.is_relative_to(one)
+def _require_fixed(granted: Sequence[Path], changeable: Sequence[Path], hidden: Sequence[Path]) -> None:
+    """Raise LocalError if a role that may write in `changeable` could put a link in place of what environments read."""
+    from prime_node.adapters.environments.variables import module_folders
+    from prime_node.adapters.sandbox.links import replaceable
+    from prime_node.adapters.sandbox.system_paths import python_paths
+
+    for path in (*granted, *module_folders(), *python_paths()):
+        if found := replaceable(path.absolute(), changeable):
+            place, folder = found
+            raise LocalError(
+                f"environments read {path}, and {place} lies in {folder}, which this role may write: if a run took the role "
+                "over, a link there would open any file to environments; keep them apart ([sandbox] also_write, "
+                "[environments], folder)"
+            )
+    # Around a hidden path, each entry of the folders above it is granted by its name, so a link among them would be followed.
+    closed = [path.resolve() for path in hidden]
+    for path in granted:
+        for folder in (one.resolve() for one in changeable):
+            is_closed = any(folder.is_relative_to(one) for one in closed)
+            inside = next((one for one in closed if folder in one.parents), None)
+            if folder.is_relative_to(path.resolve()) and inside is not None and not is_closed:
+                raise LocalError(
+                    f"environments read {path}, this role may write {folder} in it, and {inside} inside that is closed to them: "
+                    "keep the role's folder out of [sandbox] also_write"
+                )
 
 
 def _readable(settings: EnvironmentSettings) -> list[str]:
