@@ -138,6 +138,10 @@ TOKENIZER_GROWTH_MAX = 256
 """How many times as long a tokenizer's replacements may make a text."""
 TOKENIZER_REGEX_CHARS_MAX = 4_096
 """One regular expression of a tokenizer."""
+TOKENIZER_REGEXES_MAX = 32
+"""Regular expressions of a tokenizer; published ones have up to 6."""
+TOKENIZER_STEP_CHARS_MAX = 16_384
+"""Texts of all steps of a tokenizer together, expressions included, tables of characters not."""
 TOKENIZER_REGEX_REPEATS_MAX = 3
 """Unbounded repeats in one alternative of it: the time grows with the length of a text to this power."""
 MODEL_LAYERS_MAX = 1_024

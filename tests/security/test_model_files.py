@@ -148,6 +148,17 @@ def test_a_table_of_positions_is_planned_with_the_factor_of_its_kind(folder: Pat
 
 
 STEP = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+UNTYPED = {name: value for name, value in STEP.items() if name != "type"} | {"content": "a" * 1000}
+LONG = STEP | {"pattern": {"Regex": "a" * 4000}, "content": ""}
+SPLIT = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False}
+PADDING: dict[str, Any] = {
+    "strategy": "BatchLongest",
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "a",
+}
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,14 @@ STEP = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}, "repeats what"),
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": r"(a)\1"}, "behavior": "Isolated"}, "refers back"),
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "a|" * 9999}, "behavior": "Isolated"}, "characters"),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SPLIT] * 40}, "40 expressions"),
+        ("normalizer", {"type": "Sequence", "normalizers": [LONG] * 8}, "characters"),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, "characters"),
+        ("normalizer", {"type": "Sequence", "normalizers": [UNTYPED]}, "normalizers.0 is a step without a type"),
+        ("normalizer", UNTYPED, "normalizer is a step without a type"),
+        ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"pattern": SPLIT["pattern"]}]}, "without a type"),
+        ("padding", PADDING | {"strategy": {"Fixed": 10**9}}, "padding lengthens"),
+        ("padding", PADDING | {"pad_to_multiple_of": 10**9}, "padding lengthens"),
         ("model", {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "token's id"),
         ("model", {"type": "BPE", "vocab": {"a": -1}, "merges": []}, "token's id"),
         ("model", {"type": "BPE", "vocab": {}, "merges": ["a b"] * (limits.TOKENIZER_ENTRIES_MAX + 1)}, "model.merges"),

@@ -45,6 +45,10 @@ _BASES = ("theta", "base")
 _THETA_MAX = 2**40
 _ROPE_TYPES_TIMES_FACTOR = ("linear", "dynamic")
 _ROPE_ENTRY_BYTES = 4
+_STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_STEP_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+_CHARACTERS = "precompiled_charsmap"
+_PAD_MULTIPLE_MAX = 256
 _OPERATOR = "ask the run's operator"
 
 
@@ -234,15 +238,24 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     if any(type(one) is not int or not 0 <= one < limits.VOCABULARY_MAX for one in ids):
         raise LocalError(f"{path}: a token's id is not a number from 0 to {limits.VOCABULARY_MAX - 1:,}; {_OPERATOR}")
-    steps, growth = 0, 1.0
-    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+    if not _pads_little(tokenizer.get("padding")):
+        raise LocalError(f"{path}: its padding lengthens every text; {_OPERATOR}")
+    steps, regexes, chars, growth = 0, 0, 0, 1.0
+    for part in _STEPS:
         for place, key, value in _entries({part: tokenizer.get(part)}):
-            if key == "type":
-                steps += 1
-            if key == "Regex" and isinstance(value, str) and (fault := regex_fault(value)):
-                raise LocalError(f"{path}: {printable(place)[:200]} {fault}; {_OPERATOR}")
+            if key in (*_STEPS, *_STEP_LISTS) and isinstance(value, dict) and not isinstance(value.get("type"), str):
+                raise LocalError(f"{path}: {printable(place)[:200]} is a step without a type; {_OPERATOR}")
+            steps += key == "type"
+            if isinstance(value, str) and key != _CHARACTERS:
+                chars += len(value)
+            if key == "Regex" and isinstance(value, str):
+                regexes += 1
+                if fault := regex_fault(value):
+                    raise LocalError(f"{path}: {printable(place)[:200]} {fault}; {_OPERATOR}")
             if isinstance(value, dict):
                 growth *= _growth(path, value)
+    if regexes > limits.TOKENIZER_REGEXES_MAX:
+        raise LocalError(f"{path}: {regexes:,} expressions, above {limits.TOKENIZER_REGEXES_MAX}; {_OPERATOR}")
     if steps > limits.TOKENIZER_STEPS_MAX:
         raise LocalError(f"{path}: {steps:,} steps, above {limits.TOKENIZER_STEPS_MAX}; {_OPERATOR}")
     if growth > limits.TOKENIZER_GROWTH_MAX:
@@ -250,13 +263,27 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
             f"{path}: its replacements make a text up to {growth:,.0f} times as long, above {limits.TOKENIZER_GROWTH_MAX}; "
             f"{_OPERATOR}"
         )
+    if chars > limits.TOKENIZER_STEP_CHARS_MAX:
+        raise LocalError(
+            f"{path}: its steps have {chars:,} characters, above {limits.TOKENIZER_STEP_CHARS_MAX:,}; {_OPERATOR}"
+        )
     return tokenizer
+
+
+def _pads_little(padding: object) -> bool:
+    """Return whether a single text keeps its length, up to the rounding of published files."""
+    if padding is None:
+        return True
+    if not isinstance(padding, dict) or padding.get("strategy") != "BatchLongest":
+        return False
+    multiple = padding.get("pad_to_multiple_of") or 1
+    return isinstance(multiple, int) and multiple <= _PAD_MULTIPLE_MAX
 
 
 def _growth(path: Path, step: Mapping[str, Any]) -> float:
     """Return the maximum factor by which one step lengthens a text."""
-    if "precompiled_charsmap" in step:
-        return max(1.0, _longest_replacement(path, step["precompiled_charsmap"]))
+    if _CHARACTERS in step:
+        return max(1.0, _longest_replacement(path, step[_CHARACTERS]))
     if step.get("type") != "Replace":
         return 1.0
     pattern, content = step.get("pattern"), step.get("content")
