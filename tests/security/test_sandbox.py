@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from prime_node.adapters.sandbox import bubblewrap, landlock, syscalls
+from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces, syscalls
 from prime_node.adapters.sandbox.rules import SandboxLevel, SandboxRules, Wall
+from prime_node.cli.wire_sandbox import level_here
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
@@ -238,8 +239,10 @@ def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
 @pytest.mark.parametrize(
     ("version", "missing"),
     [
-        (1, ["TCP ports", "signals", "abstract sockets", "Unix sockets by path"]),
-        (4, ["signals", "abstract sockets", "Unix sockets by path"]),
+        (1, ["truncation", "commands to devices", "TCP ports", "signals", "abstract sockets", "Unix sockets by path"]),
+        (2, ["truncation", "commands to devices", "TCP ports", "signals", "abstract sockets", "Unix sockets by path"]),
+        (3, ["commands to devices", "TCP ports", "signals", "abstract sockets", "Unix sockets by path"]),
+        (4, ["commands to devices", "signals", "abstract sockets", "Unix sockets by path"]),
         (6, ["Unix sockets by path"]),
         (9, []),
     ],
@@ -248,6 +251,24 @@ def test_what_a_kernel_cannot_enforce_is_named_with_the_version_that_can(version
     walls = landlock.enforced_walls(SandboxRules(connect_ports=()), version)
     assert [wall.what for wall in walls if not wall.up] == missing
     assert all("Linux" in wall.why for wall in walls if not wall.up)
+
+
+def test_an_older_kernel_leaves_truncation_open_and_the_line_names_it(folder: Path) -> None:
+    """The rules of ABI 2 leave what may be read open to truncation, as a kernel before Linux 6.2 does."""
+    program = """
+landlock.abi = lambda: told["version"]
+level = confine(SandboxRules(**(USUAL | {"read": (*USUAL["read"], folder.parent / "other")}), own_root=told["own_root"]))
+print(json.dumps([tried(lambda: os.truncate(folder.parent / "other" / "secret", 0)), level.sentence()]))
+"""
+    preamble = "from prime_node.adapters.sandbox import landlock\n"
+    for version, own_root, outcome in ((3, False, "PermissionError"), (2, False, "done")):
+        tried, line = inside(folder, preamble + program, version=version, own_root=own_root)
+        assert (tried, "truncation (Linux 6.2 and newer)" in line) == (outcome, version < 3), line
+    if namespaces.WHAT in level_here().up:
+        (folder.parent / "other" / "secret").write_text("secret")
+        tried, line = inside(folder, preamble + program, version=2, own_root=True)
+        assert tried != "done"
+        assert "truncation" not in line
 
 
 def test_the_tables_of_system_calls_agree_with_the_headers_of_this_machine() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import NETWORK, ProcessLimits, SandboxRules
+from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, NETWORK, ProcessLimits, SandboxRules
 from prime_node.adapters.sandbox.system_paths import devices, python_paths, system_paths
 
 NOBODY = 65_534
@@ -114,6 +114,7 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
         missing.append("the number of processes (root has no such limit, and what it reads is not readable by all)")
     if not walls.isolated:
         missing.append("namespaces: its own /tmp, processes and network")
+    covered = ("Unix sockets by path", *(CLOSED_BY_OWN_ROOT if walls.isolated else ()))
     shared = (TMP, Path("/dev/shm")) if walls.isolated else ()
     level = confine(
         SandboxRules(
@@ -134,7 +135,7 @@ def confine_here(walls: Walls, folder: Path) -> list[str]:
     )
     return [
         *missing,
-        *(f"{wall.what} ({wall.why})" for wall in level.walls if not wall.up and wall.what != "Unix sockets by path"),
+        *(f"{wall.what} ({wall.why})" for wall in level.walls if not wall.up and wall.what not in covered),
     ]
 
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import Family, SandboxLevel, SandboxRules, Wall
+from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, Family, SandboxLevel, SandboxRules, Wall
 
 _TASKS = Path("/proc/self/task")
 _OF_UNIX = ("abstract sockets", "Unix sockets by path")
@@ -45,14 +45,16 @@ def confine(rules: SandboxRules) -> SandboxLevel:
     walls += landlock.restrict_access(rules)
     dropped = privileges.drop_capabilities(rules.keep_capabilities)
     filtered = seccomp.restrict_calls(rules)
-    return SandboxLevel((*_with_sockets(walls, rules, filtered), filtered, dropped))
+    return SandboxLevel((*_with_other_layers(walls, rules, filtered), filtered, dropped))
 
 
-def _with_sockets(walls: list[Wall], rules: SandboxRules, filtered: Wall) -> list[Wall]:
-    """Add the state of Unix sockets.
+def _with_other_layers(walls: list[Wall], rules: SandboxRules, filtered: Wall) -> list[Wall]:
+    """Add what the other layers enforce of Landlock's walls.
 
-    Without the family none can be reached; in a root of its own, none by a path that leads outside.
+    Without the family of Unix sockets none can be reached; in a root of its own, none by a path that leads outside.
     """
+    if rules.own_root and walls[0].up:
+        walls = [wall for wall in walls if wall.what not in CLOSED_BY_OWN_ROOT]
     if Family.UNIX not in rules.families and filtered.up:
         return [*(wall for wall in walls if wall.what not in _OF_UNIX), Wall("Unix sockets", True)]
     has_own_root = rules.own_root and walls[0].up

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import SandboxRules, Wall
+from prime_node.adapters.sandbox.rules import DEVICE_COMMANDS, TRUNCATION, SandboxRules, Wall
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on every architecture."""
@@ -29,6 +29,8 @@ MAKE_SYM, REFER, TRUNCATE, IOCTL_DEV, RESOLVE_UNIX = 1 << 12, 1 << 13, 1 << 14, 
 _FIRST_RIGHTS = (1 << 13) - 1
 _LATER_RIGHTS = {2: REFER, 3: TRUNCATE, 5: IOCTL_DEV, 9: RESOLVE_UNIX}
 """ABI version -> right over files that it added."""
+_LATER_WALLS = ((TRUNCATION, 3, "6.2"), (DEVICE_COMMANDS, 5, "6.10"))
+"""What an older ABI leaves open of files: name, ABI version, Linux version."""
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV | RESOLVE_UNIX
 """Rights that may be granted on anything but a folder."""
 
@@ -157,7 +159,9 @@ def _asked(rules: SandboxRules) -> list[str]:
 
 def enforced_walls(rules: SandboxRules, version: int) -> list[Wall]:
     """Return what a kernel with that ABI enforces of the rules."""
+    # Nothing is missing before ABI 2: such a kernel refuses every move between folders.
     found = [Wall("files", True)]
+    found += [Wall(name, False, f"Linux {linux} and newer") for name, since, linux in _LATER_WALLS if version < since]
     for name in _asked(rules):
         since, linux = (ABI_NET, "6.7") if name == "TCP ports" else (ABI_SCOPES, "6.12")
         found.append(Wall(name, version >= since, "" if version >= since else f"Linux {linux} and newer"))

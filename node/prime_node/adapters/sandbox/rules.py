@@ -21,6 +21,11 @@ NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
 """Families of a process that talks to other machines. Unix sockets are not included."""
 
 
+TRUNCATION, DEVICE_COMMANDS = "truncation", "commands to devices"
+CLOSED_BY_OWN_ROOT = (TRUNCATION, DEVICE_COMMANDS)
+"""Walls that no root of its own needs: what is only read is mounted so there, and other devices do not exist."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessLimits:
     """Resource limits (setrlimit). None leaves a limit unchanged. A limit is never raised above the present hard limit."""
