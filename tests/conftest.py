@@ -34,10 +34,39 @@ def _log_ends_with_the_test() -> Iterator[None]:
     root.setLevel(level)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips by what the machine is, never by what is installed: a missing package must fail its tests."""
     for item in items:
+        if _is_heavy(item):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("vllm") and not HAS_VLLM_BUILD:
             item.add_marker(pytest.mark.skip(reason="vLLM has no build for this machine"))
+    if hasattr(config, "workerinput"):
+        _distribute(items)
+
+
+def _is_heavy(item: pytest.Item) -> bool:
+    """Return whether a test starts a whole run or vLLM."""
+    return any(item.get_closest_marker(name) for name in ("e2e", "vllm"))
+
+
+def _distribute(items: list[pytest.Item]) -> None:
+    """Group and order the tests for the processes of pytest-xdist (`--dist loadgroup --no-loadscope-reorder`).
+
+    Whole runs and vLLM use all cores, so one process starts them all, one after the other. Every other file is a group: its
+    module fixtures are made in one process. Files that share something outside their processes name a common group. Groups
+    with slow tests come first, so that none is left alone at the end.
+    """
+    groups, ranks = [], dict[str, int]()
+    for item in items:
+        heavy, named = _is_heavy(item), item.get_closest_marker("xdist_group")
+        group = "whole runs and vLLM" if heavy else named.args[0] if named else item.nodeid.partition("::")[0]
+        if named is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+        groups.append(group)
+        ranks[group] = min(ranks.get(group, 2), 0 if heavy else 1 if item.get_closest_marker("slow") else 2)
+    order = sorted(range(len(items)), key=lambda place: ranks[groups[place]])
+    items[:] = [items[place] for place in order]

@@ -19,6 +19,7 @@ from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 
 ANNA, BEN, CORA = (SigningKey(bytes([90 + number]) * 32) for number in range(3))
+pytestmark = pytest.mark.xdist_group("mdns")  # one multicast group for the whole machine
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 
 

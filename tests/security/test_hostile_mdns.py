@@ -27,6 +27,7 @@ from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 
 ANNA, BEN, CORA = (SigningKey(bytes([140 + number]) * 32) for number in range(3))
+pytestmark = pytest.mark.xdist_group("mdns")  # one multicast group for the whole machine
 GROUP = ("224.0.0.251", 5353)
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 TXT, PTR, SRV, A, IN = 16, 12, 33, 1, 1
