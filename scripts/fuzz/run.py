@@ -30,6 +30,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -53,6 +54,7 @@ class Slow(Exception):
     """One input took longer than SECONDS_MAX."""
 
 
+@cache
 def parsers() -> dict:  # type: ignore[type-arg]  # the registry is imported late: it needs the path above
     from node_registry import node_parsers
     from registry import protocol_parsers
@@ -124,8 +126,8 @@ def fuzz(name: str, seconds: float, seed: int, keep: bool) -> bool:
             seen.add(new)
             pool.append(data)
     more: list[bytes] = []
-    end, tried, accepted = time.monotonic() + seconds, 0, 0
-    while time.monotonic() < end:
+    end, tried, accepted = time.process_time() + seconds, 0, 0
+    while time.process_time() < end:
         data = mutated(pool, rng)
         tried += 1
         try:
