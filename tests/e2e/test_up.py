@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.e2e.conftest import Up
@@ -112,31 +115,48 @@ def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
-    """vLLM on this machine's CPU, beside a transformers worker; its rollouts pass the same checks."""
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
+    """vLLM on this machine's CPU, then beside a transformers worker; its rollouts pass the same checks.
+
+    The run has no other worker while vLLM starts: it would train hundreds of policies and leave vLLM hardly a core.
+    """
+    up.start("up.unsafe_cheaters={}", "up.num_workers=0", "run.max_steps=5000")
     up.until(lambda status: status["head"] >= 0, timeout_s=180, what="policy 0")
+    with _joined(up, tmp_path, "guest", "vllm") as guest:
+        alone = up.until(lambda status: _accepted(status, "guest") > 0, timeout_s=400, what="a bundle by vLLM")
+        with _joined(up, tmp_path, "neighbour", "transformers") as neighbour:
+            before = _accepted(alone, "guest")
+            status = up.until(
+                lambda status: _accepted(status, "neighbour") > 0 and _accepted(status, "guest") > before,
+                timeout_s=120,
+                what="accepted bundles of both workers",
+            )
+            assert [worker["refused"] for worker in status["workers"]] == [{}, {}]
+            for process in (guest, neighbour):
+                process.send_signal(signal.SIGINT)
+                assert process.wait(timeout=60) == 0, (tmp_path / "guest.log").read_text()
+
+
+@contextlib.contextmanager
+def _joined(up: Up, folder: Path, name: str, engine: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`prime-node join` with the link of a run; its log is NAME.log."""
     link = (up.directory / "join-link").read_text().strip()
-    log = tmp_path / "guest.log"
-    command = ["join", link, "--name", "guest", "--engine", "vllm", "--folder", str(tmp_path / "guest")]
-    with log.open("wb") as output:
-        joined = subprocess.Popen(
+    command = ["join", link, "--name", name, "--engine", engine, "--folder", str(folder / name)]
+    with (folder / f"{name}.log").open("wb") as output:
+        process = subprocess.Popen(
             [sys.executable, "-m", "prime_node", *command], stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        status = up.until(
-            lambda status: any(w["name"] == "guest" and w["accepted"] > 0 for w in status["workers"]),
-            timeout_s=600,  # vLLM compiles its kernels anew in the worker's own folder
-            what=f"an accepted bundle of the vLLM worker; its log: {log}",
-        )
-        guest = next(worker for worker in status["workers"] if worker["name"] == "guest")
-        assert guest["refused"] == {}
-        joined.send_signal(signal.SIGINT)
-        assert joined.wait(timeout=60) == 0, log.read_text()
+        yield process
     finally:
-        joined.kill()
-        joined.wait()
+        process.kill()
+        process.wait()
+
+
+def _accepted(status: dict[str, Any], name: str) -> int:
+    """Accepted rollouts of a worker."""
+    return next((worker["accepted"] for worker in status["workers"] if worker["name"] == name), 0)
 
 
 def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
