@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from typing import NoReturn
 
-from prime_node.ports.peers import (
+from prime_node.ports.peer_network import (
     ConnectedPeer,
     DeferredAnswer,
     GossipJudgement,

@@ -44,7 +44,7 @@ ROUND_TRIP_MS = 40.0
 async def be_a_peer(settings: dict[str, Any]) -> None:
     from prime_node.adapters.peers.libp2p_host import PeerSettings
     from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-    from prime_node.ports.peers import PeerAddress
+    from prime_node.ports.peer_network import PeerAddress
     from prime_node.ports.transport import Unreachable
     from prime_protocol.errors import PeerError
     from prime_protocol.identity import SigningKey

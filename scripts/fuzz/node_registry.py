@@ -31,7 +31,7 @@ from prime_node.config import parse_overrides, read_toml
 from prime_node.coordinator.api.routes import preferred_wait_s
 from prime_node.envs.dataset import rows_of_json_lines
 from prime_node.ports.byte_ranges import parse_range
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol.envelope import parse_json

@@ -1,4 +1,4 @@
-"""One suite for every peer network: what ports/peers.py promises."""
+"""One suite for every peer network: what ports/peer_network.py promises."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
-from prime_node.ports.peers import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
+from prime_node.ports.peer_network import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError

@@ -10,7 +10,7 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, World, make_run, memory_parts, running
 
 from prime_node.adapters.web.http_peer import HttpDialBack
-from prime_node.coordinator.peers import OFFER_S_MAX, TRIED_AGAIN_S, Peers
+from prime_node.coordinator.listed_peers import OFFER_S_MAX, TRIED_AGAIN_S, Peers
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerRecord, authorization, check_authorization, open_peer_list

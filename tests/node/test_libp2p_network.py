@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.peer_frames import stream_protocol

@@ -14,7 +14,7 @@ pytest.importorskip("libp2p", reason="libp2p could not be built on this machine"
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.adapters.peers.mdns import LocalPeers, local_addresses, read_records
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 

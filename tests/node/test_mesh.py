@@ -23,7 +23,7 @@ from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.uplink import Uplink
-from prime_node.ports.peers import ConnectedPeer, PeerAddress
+from prime_node.ports.peer_network import ConnectedPeer, PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, seal

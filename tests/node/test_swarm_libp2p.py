@@ -15,7 +15,7 @@ from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm, until
 from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-from prime_node.ports.peers import Reachability
+from prime_node.ports.peer_network import Reachability
 from prime_protocol.identity import KeyId
 from prime_protocol.weights import root_of
 

@@ -14,7 +14,7 @@ from tests.security.dials import noted_dials
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_protocol.errors import PeerError
 from prime_protocol.identity import SigningKey
 

@@ -22,8 +22,8 @@ from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.coordinator.peers import Peers
-from prime_node.ports.peers import PeerAddress
+from prime_node.coordinator.listed_peers import Peers
+from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of
 from prime_protocol.identity import SigningKey

@@ -31,7 +31,7 @@ from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.cli.seed import _seed
-from prime_node.coordinator.peers import Peers
+from prime_node.coordinator.listed_peers import Peers
 from prime_node.ports.web import Request
 from prime_node.worker.config import WorkerConfig
 from prime_protocol import limits

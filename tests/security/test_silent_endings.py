@@ -111,7 +111,7 @@ async def test_a_libp2p_host_whose_thread_ends_is_opened_again() -> None:
     pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
     from prime_node.adapters.peers.libp2p_host import PeerSettings
     from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-    from prime_node.ports.peers import PeerAddress
+    from prime_node.ports.peer_network import PeerAddress
 
     settings = PeerSettings(listen=("/ip4/127.0.0.1/tcp/0",))
     anna, ben = (Libp2pNetwork(key, run=RUN.digest, settings=settings) for key in (ANNA, BEN))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.ports.peers import PeerNetwork
+    from prime_node.ports.peer_network import PeerNetwork
     from prime_node.ports.swarm import DialBack
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from prime_node.broadcast.swarm.sources import SourcePool
     from prime_node.broadcast.swarm.swarm_config import SwarmConfig
     from prime_node.patience import Switch
-    from prime_node.ports.peers import PeerNetwork
+    from prime_node.ports.peer_network import PeerNetwork
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.envelope import Envelope
 
@@ -101,9 +101,9 @@ def make_peer(
     """
     from prime_node.adapters.web.aiohttp_server import AiohttpServer
     from prime_node.adapters.web.http_peer import HttpPeer
-    from prime_node.broadcast.swarm.announced import AnnouncedHeads
     from prime_node.broadcast.swarm.choker import ChokerRules
     from prime_node.broadcast.swarm.directory import Directory
+    from prime_node.broadcast.swarm.gossiped_heads import AnnouncedHeads
     from prime_node.broadcast.swarm.mesh import Mesh
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
@@ -184,7 +184,7 @@ def peer_network(
         if config.p2p == "on":
             raise missing_extra("p2p", "links over libp2p", error) from None
         return None
-    from prime_node.ports.peers import PeerAddress
+    from prime_node.ports.peer_network import PeerAddress
 
     try:
         bootstrap = tuple(PeerAddress.parse(text) for text in config.p2p_bootstrap)
@@ -271,7 +271,7 @@ def trainer_seeding(
     run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
 ) -> tuple[Seeding, Peer]:
     """Return the port through which the trainer publishes, and the peer that serves what it published."""
-    from prime_node.broadcast.swarm.announced import announce
+    from prime_node.broadcast.swarm.gossiped_heads import announce
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.part_store import PartStore
     from prime_node.broadcast.swarm.seeding import Seeding

@@ -13,8 +13,8 @@ from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import Journal
+from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.measure.observer import Observer
-from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Evaluated, Settled, Woken, WorkerWasBanned

@@ -32,11 +32,11 @@ from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.core import Core, receipt_signer
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import open_journal, restore_state
+from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.tracker import Tracker
 from prime_node.coordinator.metrics import METRICS
 from prime_node.coordinator.peering import keep_host, open_host
-from prime_node.coordinator.peers import Peers
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.coordinator.retention import forget_old_encodings, sweep_blobs
 from prime_node.coordinator.state import events as ev
@@ -51,7 +51,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.ports.metrics import Metrics
-from prime_node.ports.peers import PeerNetwork
+from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.store import Store
 from prime_node.ports.swarm import DialBack
 from prime_node.ports.web import WebServer

@@ -11,13 +11,13 @@ import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
-from prime_node.broadcast.swarm.announced import TOPIC, announce
+from prime_node.broadcast.swarm.gossiped_heads import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
 from prime_node.broadcast.swarm.tended import Tended
 from prime_node.coordinator.core import Core
 from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
 from prime_node.coordinator.state.effects import Topic
-from prime_node.ports.peers import GossipJudgement, PeerNetwork
+from prime_node.ports.peer_network import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Route
 from prime_protocol import limits

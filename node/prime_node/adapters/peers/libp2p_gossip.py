@@ -19,7 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
 from libp2p.pubsub.pubsub import Pubsub
 
-from prime_node.ports.peers import GossipJudgement
+from prime_node.ports.peer_network import GossipJudgement
 from prime_protocol import limits
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 
 from prime_node.adapters.peers import faults
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 

@@ -22,7 +22,7 @@ from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.adapters.peers.libp2p_yamux import Muxers
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 

@@ -32,7 +32,7 @@ from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_
 from prime_node.adapters.peers.libp2p_streams import Serve, Streams, hosts_of, leads_through_relay, settle_answer
 from prime_node.adapters.peers.mdns import LocalPeers
 from prime_node.adapters.peers.trio_thread import TrioThread
-from prime_node.ports.peers import (
+from prime_node.ports.peer_network import (
     ConnectedPeer,
     DeferredAnswer,
     HandleAnnouncement,

@@ -18,7 +18,7 @@ from prime_node.adapters.peers.libp2p_dial_back import key_answers
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_nat import Holes
 from prime_node.adapters.peers.libp2p_streams import Streams, leads_through_relay
-from prime_node.ports.peers import PeerAddress, Reachability
+from prime_node.ports.peer_network import PeerAddress, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of

@@ -25,7 +25,7 @@ from libp2p.peer.id import ID
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_yamux import Stream
-from prime_node.ports.peers import DeferredAnswer
+from prime_node.ports.peer_network import DeferredAnswer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of

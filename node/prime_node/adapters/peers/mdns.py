@@ -18,7 +18,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.own_addresses import is_next_to_us, own_addresses
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.addresses import LOOPBACK, endpoint_of, place_of
 from prime_protocol.identity import KeyId

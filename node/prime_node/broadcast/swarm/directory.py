@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from prime_node.patience import unless
 from prime_node.ports.clock import Clock
-from prime_node.ports.peers import PeerAddress
+from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.swarm import PeerFinder, PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from prime_node.broadcast.swarm.directory import Directory
 from prime_node.ports.clock import Clock
-from prime_node.ports.peers import PeerAddress, PeerNetwork
+from prime_node.ports.peer_network import PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_protocol.identity import KeyId
 from prime_protocol.run_spec import PinnedRun

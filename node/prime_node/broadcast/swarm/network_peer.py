@@ -14,7 +14,7 @@ from pydantic import Field
 
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S
-from prime_node.ports.peers import DeferredAnswer, PeerAddress, PeerNetwork
+from prime_node.ports.peer_network import DeferredAnswer, PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits

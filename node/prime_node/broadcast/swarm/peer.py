@@ -21,7 +21,7 @@ from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.tended import Tended
 from prime_node.patience import Switch, unless
-from prime_node.ports.peers import PeerNetwork
+from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import CallerBounds, WebServer
 from prime_protocol.addresses import network_of

@@ -28,7 +28,7 @@ from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.coordinator.daemon import serve_coordinator
-from prime_node.ports.peers import PeerNetwork
+from prime_node.ports.peer_network import PeerNetwork
 from prime_node.trainer.config import TrainerConfig
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.codec import warm_up

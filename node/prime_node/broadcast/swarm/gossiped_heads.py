@@ -13,7 +13,7 @@ import logging
 from prime_node.broadcast.swarm.network_peer import NetworkPeer
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.ports.clock import Clock
-from prime_node.ports.peers import GossipJudgement, PeerNetwork
+from prime_node.ports.peer_network import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
