@@ -29,6 +29,15 @@ FLOORS = (
     {"prime_protocol"},
 )
 HEIGHT = {unit: len(FLOORS) - depth for depth, floor in enumerate(FLOORS) for unit in floor}
+# The same within a package: its sub-packages and modules, from the top down.
+ROOMS = {
+    "prime_node.broadcast": (
+        {"audit", "publish", "seed"},
+        {"follow"},
+        {"swarm"},
+        {"routes"},
+    ),
+}
 
 # The protocol takes bytes and returns values: what acts, waits, looks at a clock or rolls dice stays outside.
 FORBIDDEN_IN_PROTOCOL = {
@@ -107,6 +116,20 @@ def unit_of(module: str) -> str:
     return parts[1] if parts[0] == "prime_node" and len(parts) > 1 else parts[0]
 
 
+def room_fault(module: str, name: str) -> str:
+    """Return why a module may not import a name of its own package; empty if it may."""
+    for package, floors in ROOMS.items():
+        if not (within(module, package) and within(name, package)):
+            continue
+        heights = {room: len(floors) - depth for depth, floor in enumerate(floors) for room in floor}
+        ours, theirs = ((*dotted.removeprefix(package).split("."), "")[1] for dotted in (module, name))
+        if ours and ours not in heights:
+            return f"{package}.{ours} stands on no floor"
+        if ours and theirs in heights and ours != theirs and heights[theirs] >= heights[ours]:
+            return f"{package}.{ours} may not import {name}: that is not below it"
+    return ""
+
+
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
     """What this module does that its floor may not, as `module:line: why`."""
     tree = ast.parse(source)
@@ -122,6 +145,8 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
             target = name if unit_of(name) in HEIGHT else "prime_node"  # `from prime_node import __version__`
             if unit_of(target) != unit and HEIGHT[unit_of(target)] >= HEIGHT[unit]:
                 found.append((line, f"{unit} may not import {name}: that is not below it"))
+            if fault := room_fault(module, name):
+                found.append((line, fault))
             if unit == "cli" and module not in PICKS_ADAPTERS and within(name, "prime_node.adapters"):
                 found.append((line, f"only prime_node.cli.wire picks adapters, not {name}"))
         elif top in sys.stdlib_module_names:
@@ -186,6 +211,10 @@ def test_every_module_keeps_to_its_floor() -> None:
         ("prime_node.trainer.loop", "import os\nos.environ['HOME']"),
         ("prime_node.trainer.loop", "from os import getenv"),
         ("prime_node.attic.box", "import json"),
+        ("prime_node.broadcast.swarm.download", "from prime_node.broadcast.follow.heads import Heads"),
+        ("prime_node.broadcast.publish.publisher", "from prime_node.broadcast import audit"),
+        ("prime_node.broadcast.routes", "from .swarm import holdings"),
+        ("prime_node.broadcast.attic", "from prime_node.broadcast import routes"),
     ],
 )
 def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
@@ -209,6 +238,11 @@ def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
         ("prime_node.algo.loss", "import torch"),
         ("prime_node.cli.wire", "from prime_node.adapters import http_server"),
         ("prime_node.cli.main", "from prime_node import __version__\nimport typer"),
+        (
+            "prime_node.broadcast.seed.mirror",
+            "from prime_node.broadcast.follow import ways\nfrom ..swarm import download",
+        ),
+        ("prime_node.broadcast.swarm.download", "from prime_node.broadcast import routes\nfrom . import holdings"),
     ],
 )
 def test_an_import_that_goes_down_is_allowed(module: str, source: str) -> None:

@@ -21,9 +21,9 @@ from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.adapters.web.http_peer import HttpDialBack
 from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.seed.seeding import Seeding
 from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.peer import Peer
-from prime_node.broadcast.swarm.seeding import Seeding
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
 from prime_node.ports.transport import Unreachable

@@ -16,7 +16,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.audit.safetensors_file import read_weights
-from prime_node.broadcast.swarm.mirror import Mirror
+from prime_node.broadcast.seed.mirror import Mirror
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.fetch import _fetch

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.node.coordinator_world import make_manifest, make_run
 
+from prime_node.broadcast.seed.shelf import POLICIES_KEPT, Shelf
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.shelf import POLICIES_KEPT, Shelf
 from prime_protocol.digest import digest_of
 from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, SignedManifest
 

@@ -34,7 +34,7 @@ ALLOWED = {
     "broadcast/audit/ledger_file.py": OWN_FOLDER,
     "broadcast/audit/safetensors_file.py": "names of a file that the user has named; one component, checked there",
     "broadcast/follow/pinned.py": "the text of an error",
-    "broadcast/swarm/shelf.py": "removes what the folder itself has listed",
+    "broadcast/seed/shelf.py": "removes what the folder itself has listed",
     "broadcast/swarm/topology.py": "numbers",
     "cli/doctor.py": "numbers",
     "cli/evaluate.py": A_DIGEST,

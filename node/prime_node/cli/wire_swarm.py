@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.follow.follower import DownloadProgress, Follower
     from prime_node.broadcast.follow.trust import Trust
+    from prime_node.broadcast.seed.mirror import Mirror
+    from prime_node.broadcast.seed.seeding import Seeding
     from prime_node.broadcast.swarm.holdings import Holdings
-    from prime_node.broadcast.swarm.mirror import Mirror
     from prime_node.broadcast.swarm.part_store import PartStore
     from prime_node.broadcast.swarm.peer import Peer
-    from prime_node.broadcast.swarm.seeding import Seeding
     from prime_node.broadcast.swarm.sources import SourcePool
     from prime_node.broadcast.swarm.swarm_config import SwarmConfig
     from prime_node.patience import Switch
@@ -271,10 +271,10 @@ def trainer_seeding(
     run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
 ) -> tuple[Seeding, Peer]:
     """Return the port through which the trainer publishes, and the peer that serves what it published."""
+    from prime_node.broadcast.seed.seeding import Seeding
     from prime_node.broadcast.swarm.gossiped_heads import announce
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.part_store import PartStore
-    from prime_node.broadcast.swarm.seeding import Seeding
 
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     seeding = Seeding(client, run, parts, holdings, folder=folder / "seed")
@@ -290,7 +290,7 @@ async def mirror(
     run: PinnedRun, key: SigningKey, client: HttpClient, folder: Path, settings: WorkerConfig
 ) -> AsyncIterator[tuple[Mirror, Peer]]:
     """Run a seeder of others' policies: it stores and serves them without decoding. The model files are in `folder`/model."""
-    from prime_node.broadcast.swarm.mirror import Mirror
+    from prime_node.broadcast.seed.mirror import Mirror
 
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)

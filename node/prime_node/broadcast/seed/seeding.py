@@ -12,9 +12,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from prime_node.broadcast.seed.shelf import Shelf
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.shelf import Shelf
 from prime_node.ports.transport import TrainerPort, Unreachable
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import PeerError

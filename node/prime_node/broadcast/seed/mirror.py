@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.follow.ways import UpdateStep, Ways
+from prime_node.broadcast.seed.shelf import Shelf
 from prime_node.broadcast.swarm.download import Download
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.broadcast.swarm.shelf import Shelf
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable

@@ -1,0 +1,1 @@
+"""Seeders: they store the encodings of the newest policies and serve them, without decoding any."""
