@@ -27,6 +27,7 @@ from prime_lab.adversaries.table import ACCOMPLICES, ADVERSARIES
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.transport import ValidatorPort, WorkerPort
 from prime_node.validator.config import ValidatorConfig
@@ -253,6 +254,7 @@ class Arena:
         client, clock, rng, adversary = world.client(part.key), world.parts.clock, random.Random(1), part.adversary
         pinned = PinnedRun(run.digest, run.spec, run.envelope)
         sources = [("http", client)]
+        pool = SourcePool(sources, clock=clock, rng=rng)
         port = cast("WorkerPort", Noting(client, part))
         trust = Trust(pinned, sources, folder / "trust", clock=clock, rng=rng)
         await trust.refresh()
@@ -264,7 +266,7 @@ class Arena:
             key=part.key,
             coordinator=port if adversary is None else adversary.port_around(port, part.key, part.means),
             engine=engine if adversary is None else adversary.engine_around(engine, means=part.means),
-            follower=Follower(pinned, sources, folder / "checkpoints", clock=clock, poll_s=0.02, rng=rng),
+            follower=Follower(pinned, pool, folder / "checkpoints", clock=clock, poll_s=0.02, rng=rng),
             trust=trust,
             folder=folder,
             clock=clock,

@@ -14,6 +14,7 @@ from tests.node.worker_world import WORKER, JumpClock, MemorySource, make_run
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.engine import Engine
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.worker import Worker
@@ -214,7 +215,7 @@ class WorkerWorld:
         )
         follower = Follower(
             self.coordinator.run,
-            [("coordinator", self.coordinator)],
+            SourcePool([("coordinator", self.coordinator)], clock=self.clock, rng=random.Random(1)),
             self.folder / "checkpoints",
             clock=self.clock,
             poll_s=config.poll_seconds,

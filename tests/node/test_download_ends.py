@@ -8,15 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from tests.node.swarm_world import policy_weights
 
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.swarm import download as module
-from prime_node.broadcast.swarm import sources
-from prime_node.broadcast.swarm.download import Download
+from prime_node.broadcast.swarm import piece_decoder, sources
+from prime_node.broadcast.swarm.download import Download, Downloads
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
@@ -38,8 +37,10 @@ class Origin:
         return self._part[start:end]
 
 
-def one_piece(folder: Path, decode: Callable[[range, bytes | memoryview], None]) -> Download:
-    """A download of a part that is a single piece."""
+def one_piece(
+    folder: Path, decode: Callable[[range, bytes | memoryview], None], **entry: object
+) -> tuple[Download, SourcePool]:
+    """A download of a part that is a single piece, and its pool. `entry` replaces fields of the part's entry."""
     weights = policy_weights(0)
     made = encode_checkpoint(weights)
     assert len(made.parts) == 1
@@ -47,7 +48,8 @@ def one_piece(folder: Path, decode: Callable[[range, bytes | memoryview], None])
     pool = SourcePool([("origin", cast("CheckpointSource", Origin(made.parts[0])))], clock=clock, rng=rng)
     index = open_index(made.index, made.encoding, tensor_table(weights))
     parts = PartStore(folder, bytes_max=2**30)
-    return Download(made.encoding, index, decode, pool, parts, Holdings(), clock, rng, 2**30)
+    encoding = made.encoding.model_copy(update={"parts": (made.encoding.parts[0].model_copy(update=entry),)})
+    return Download(Downloads(pool, parts, Holdings(), clock, rng, 2**30), encoding, index, decode), pool
 
 
 async def test_a_last_piece_that_does_not_decode_ends_its_download_with_that(tmp_path: Path) -> None:
@@ -55,19 +57,13 @@ async def test_a_last_piece_that_does_not_decode_ends_its_download_with_that(tmp
         raise PeerError(ErrorCode.MALFORMED, "no chunk")
 
     with pytest.raises(PeerError, match="no chunk"):
-        await one_piece(tmp_path, broken).run()
+        await one_piece(tmp_path, broken)[0].run()
 
 
 async def test_a_part_of_another_digest_ends_its_download_though_it_was_the_last_one(tmp_path: Path) -> None:
-    download = one_piece(tmp_path, lambda chunks, data: None)
-    entry = download.encoding.parts[0]
-    download.encoding = replace_part(download.encoding, entry.model_copy(update={"digest": "0" * 64}))
+    download, _ = one_piece(tmp_path, lambda chunks, data: None, digest="0" * 64)
     with pytest.raises(PeerError, match="published with another digest"):
         await download.run()
-
-
-def replace_part(encoding: Any, part: Any) -> Any:
-    return encoding.model_copy(update={"parts": (part,)})
 
 
 async def test_a_download_that_is_cancelled_decodes_nothing_any_more(
@@ -75,10 +71,10 @@ async def test_a_download_that_is_cancelled_decodes_nothing_any_more(
 ) -> None:
     decoded, free, busy = [], Event(), asyncio.Event()
     with ThreadPoolExecutor(1) as decoders:
-        monkeypatch.setattr(module, "DECODERS", decoders)
+        monkeypatch.setattr(piece_decoder, "DECODERS", decoders)
         decoders.submit(free.wait)
-        download = one_piece(tmp_path, lambda chunks, data: decoded.append(chunks))
-        origin = download.pool.lasting[0].source
+        download, pool = one_piece(tmp_path, lambda chunks, data: decoded.append(chunks))
+        origin = pool.lasting[0].source
         given = origin.blob
 
         async def blob(digest: str, *, start: int = 0, end: int | None = None) -> bytes:

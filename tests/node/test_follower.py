@@ -12,6 +12,7 @@ from tests.node.worker_world import STRANGER, JumpClock, MemorySource, following
 
 from prime_node.adapters.web.http_answers import STALL_S
 from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import tensor_table
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -270,8 +271,8 @@ async def test_slow_retrieval_costs_one_patience_and_not_the_policy(tmp_path: Pa
         slow.publish(table_weights(version))
         honest.publish(table_weights(version))
     began_s = clock.monotonic_s()
-    named = [("slow", slow), ("honest", honest)]
-    follower = Follower(RUN, named, tmp_path, clock=clock, poll_s=0.1, rng=random.Random(1))
+    pool = SourcePool([("slow", slow), ("honest", honest)], clock=clock, rng=random.Random(1))
+    follower = Follower(RUN, pool, tmp_path, clock=clock, poll_s=0.1)
     async with following(follower):
         assert (await follower.wait_newer(-1)).version == 2
     assert clock.monotonic_s() - began_s < 2 * STALL_S

@@ -22,6 +22,7 @@ from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
+from prime_node.broadcast.swarm.tended import Tended
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.peer_network import ConnectedPeer, PeerAddress
 from prime_node.ports.transport import Unreachable
@@ -182,7 +183,7 @@ async def test_a_hole_that_was_not_punched_is_told_and_what_follows_from_it(tmp_
     directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
     parts = PartStore(tmp_path / "parts", bytes_max=2**20)
     service = PeerService(RUN, ANNA, Holdings(), parts, Uplink(clock=clock), clock, lambda version: None)
-    peer = Peer(SwarmConfig(), service, AiohttpServer(), directory, None, network)
+    peer = Peer(SwarmConfig(), service, AiohttpServer(), directory, Tended(clock), None, network)
     assert "holes" not in peer.describe()
     network.holes = (3, 3)
     assert peer.describe().endswith("(holes punched to 3 of 3 peers)")

@@ -182,5 +182,5 @@ async def test_a_small_delta_goes_down_the_tree_of_many_peers(tmp_path: Path, mo
             assert root_of((await follower.wait_newer(0)).weights) == published.manifest.state_root
             assert peer.neighbours is not None
             above = parents(peer.directory.me, peer.directory.records, made.world.run.digest, TopologyRules())
-            assert follower.pool.parents(size) == (frozenset(above) or None)
+            assert peer.neighbours.parents(size) == (frozenset(above) or None)
         assert made.chunks.num_bytes - asked < len(keys) * size

@@ -26,6 +26,7 @@ from tests.node.worker_world import (
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -231,7 +232,8 @@ async def following(follower: Follower):  # type: ignore[no-untyped-def]
 
 def make_follower(trust: Trust, folder: Path, clock: JumpClock, *sources: MemorySource) -> Follower:
     named = [(f"source-{i}", source) for i, source in enumerate(sources)]
-    return Follower(trust.run, named, folder, clock=clock, poll_s=0.1, rng=random.Random(1))
+    pool = SourcePool(named, clock=clock, rng=random.Random(1))
+    return Follower(trust.run, pool, folder, clock=clock, poll_s=0.1)
 
 
 async def test_policies_of_the_new_trainer_are_followed_and_those_of_the_old_one_are_not(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.node.worker_world import JumpClock
 
 from prime_node.broadcast.swarm.choker import ChokerRules
-from prime_node.broadcast.swarm.uplink import BURST_S, PACE_BYTES, DataCap, RateLimit, Uplink
+from prime_node.broadcast.swarm.rate_limit import BURST_S, RateLimit
+from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
 from prime_protocol.errors import ErrorCode, PeerError
 
 DAY_MS = 86_400_000

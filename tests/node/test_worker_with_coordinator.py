@@ -16,6 +16,7 @@ from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending, Worker
@@ -94,6 +95,7 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
         await parts.public.put(data)
     async with running(parts) as world:
         client, rng = world.client(WORKER), random.Random(1)
+        pool = SourcePool([("http", client)], clock=parts.clock, rng=rng)
         pinned = await fetch_run(RUN.digest, client, clock=parts.clock)
         worker = Worker(
             run=pinned,
@@ -101,7 +103,7 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
             key=WORKER,
             coordinator=client,
             engine=TableEngine(),
-            follower=Follower(pinned, [("http", client)], tmp_path / "c", clock=parts.clock, poll_s=0.05, rng=rng),
+            follower=Follower(pinned, pool, tmp_path / "c", clock=parts.clock, poll_s=0.05, rng=rng),
             trust=Trust(pinned, [("http", client)], tmp_path / "trust", clock=parts.clock, rng=rng),
             folder=tmp_path,
             clock=parts.clock,

@@ -18,6 +18,7 @@ from tests.builder import base_of, build_manifest, build_spec, pinned, role_keys
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE
 
 from prime_node.broadcast.follow.follower import Follower
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Sampling
 from prime_protocol.checkpoint import encode_checkpoint
@@ -232,7 +233,9 @@ def make_follower(folder: Path, *sources: MemorySource, **options: Any) -> Follo
     named = [(f"source-{number}", source) for number, source in enumerate(sources)]
     settings: dict[str, Any] = {"clock": JumpClock(), "poll_s": 0.1, "rng": random.Random(1)}
     run = sources[0].run if sources else make_run()
-    return Follower(run, named, folder, **settings | options)
+    settings |= options
+    pool = SourcePool(named, clock=settings["clock"], rng=settings["rng"])
+    return Follower(run, pool, folder, **settings)
 
 
 @contextlib.asynccontextmanager

@@ -184,13 +184,14 @@ async def test_linked_peers_show_a_fresher_timestamp_than_a_frozen_mirror(tmp_pa
                 HttpClient(url, run=run.digest, clock=clock, bounds=run.spec.limits) as frozen,
                 HttpClient(made.world.url, run=run.digest, clock=clock, bounds=run.spec.limits) as peer,
             ):
-                trust = Trust(run, [(url, frozen)], tmp_path / "trust", clock=clock)
+                linked: list[tuple[str, HttpClient]] = []
+                trust = Trust(run, [(url, frozen)], tmp_path / "trust", clock=clock, peers=lambda: linked)
                 await trust.refresh()
                 await made.publish(delta=True)
                 await trust.refresh()
                 assert trust.newest is not None
                 assert trust.newest.policy_version == 0
-                trust.peers = lambda: [("a peer", peer)]
+                linked.append(("a peer", peer))
 
                 async def is_seen() -> bool:
                     await trust.refresh()

@@ -33,6 +33,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
+from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.cli import wire_swarm
 from prime_node.patience import Switch
 from prime_node.worker.config import WorkerConfig
@@ -62,6 +63,7 @@ ONE, TWO = "1" * 32, "2" * 32
 def machine(run_: PinnedRun, client: HttpClient, folder: Path) -> Worker:
     """A worker with the key WORKER and a folder of its own, as another machine has it."""
     clock, rng = SystemClock(), random.Random(1)
+    pool = SourcePool([("http", client)], clock=clock, rng=rng)
     return Worker(
         run=run_,
         config=WorkerConfig.model_validate(
@@ -70,7 +72,7 @@ def machine(run_: PinnedRun, client: HttpClient, folder: Path) -> Worker:
         key=WORKER,
         coordinator=client,
         engine=TableEngine(),
-        follower=Follower(run_, [("http", client)], folder / "c", clock=clock, poll_s=0.05, rng=rng),
+        follower=Follower(run_, pool, folder / "c", clock=clock, poll_s=0.05, rng=rng),
         trust=Trust(run_, [("http", client)], folder / "trust", clock=clock, rng=rng),
         folder=folder,
         clock=clock,

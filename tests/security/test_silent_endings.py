@@ -97,7 +97,7 @@ async def test_a_peer_network_that_ends_by_a_bug_is_opened_again_and_the_rest_go
     parts = PartStore(tmp_path / "parts", bytes_max=2**20)
     service = PeerService(RUN, ANNA, Holdings(), parts, Uplink(clock=clock), clock, lambda version: None)
     mesh = Mesh(RUN, network, directory, clock=clock, rng=rng)
-    peer = Peer(SwarmConfig(private=True), service, AiohttpServer(), directory, None, network, mesh)
+    peer = Peer(SwarmConfig(private=True), service, AiohttpServer(), directory, Tended(clock), None, network, mesh)
     async with peer.running():
         await until(network.connected)
         await network.fail()

@@ -18,7 +18,6 @@ from prime_node.cli.place import Folder, Key, Place, Run, find_place
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.swarm.peer import Peer
     from prime_node.cli.wire_training import Ranks
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.transport import TrainerPort
@@ -170,15 +169,14 @@ async def _train(
             model = place.folder / "model"
             trust = await wire.trust(run, [(client.url, client)], place.folder)
             publish_to: TrainerPort = client
-            peer: Peer | None = None
+            rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
             if settings.swarm.enabled and not settings.swarm.private:
-                publish_to, peer = wire_swarm.trainer_seeding(run, place.key, client, settings.swarm, place.folder)
+                publish_to, peer = wire_swarm.trainer_seeding(
+                    run, place.key, client, settings.swarm, place.folder,
+                    on_fault=lambda num_faults: rows.record(swarm_faults=num_faults),
+                )  # fmt: skip
                 await publish_to.restore()
                 await seeding.enter_async_context(peer.running())
-            rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
-            if peer is not None:
-                tended = peer.tended
-                tended.on_fault = lambda: rows.record(swarm_faults=tended.num_faults)
             # The environment process starts while this process builds the model: each takes seconds.
             worlds, backend = await asyncio.gather(
                 asyncio.to_thread(wire.environments, run.spec, model, grants, folder=place.folder),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.audit.audit import AuditReport
-    from prime_node.broadcast.follow.trust import Trust
+    from prime_node.broadcast.follow.trust import LinkedPeers, Trust
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import Recorder
@@ -195,11 +195,13 @@ def _secrets(folder: Path) -> tuple[Path, ...]:
 # Parts of the roles
 
 
-async def trust(run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path) -> Trust:
+async def trust(
+    run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path, *, peers: LinkedPeers = tuple
+) -> Trust:
     """Return the run's key rings and timestamps, refreshed once before anything is verified with them. Raises LocalError."""
     from prime_node.broadcast.follow.trust import Trust
 
-    made = Trust(run, sources, folder / "trust", clock=clock())
+    made = Trust(run, sources, folder / "trust", clock=clock(), peers=peers)
     await made.refresh()
     return made
 

@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,13 +23,19 @@ if TYPE_CHECKING:
     from prime_node.broadcast.follow.trust import Trust
     from prime_node.broadcast.seed.mirror import Mirror
     from prime_node.broadcast.seed.seeding import Seeding
+    from prime_node.broadcast.swarm.directory import Directory
     from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.part_store import PartStore
     from prime_node.broadcast.swarm.peer import Peer
+    from prime_node.broadcast.swarm.rate_limit import RateLimit
     from prime_node.broadcast.swarm.sources import SourcePool
     from prime_node.broadcast.swarm.swarm_config import SwarmConfig
+    from prime_node.broadcast.swarm.tended import Tended
+    from prime_node.broadcast.swarm.uplink import Uplink
     from prime_node.patience import Switch
     from prime_node.ports.peer_network import PeerNetwork
+    from prime_node.ports.swarm import PeerLink
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.envelope import Envelope
 
@@ -84,44 +89,47 @@ class Served:
     """Folder of the role: the model files are in `model`, key rings and the newest timestamp in `trust`."""
 
 
-def make_peer(
+@dataclass(frozen=True, slots=True)
+class PeerLinks:
+    """What connects a machine to other peers. It is made before the parts that fetch and serve over it."""
+
+    network: PeerNetwork | None
+    uplink: Uplink
+    directory: Directory
+    tended: Tended
+    neighbours: Neighbours | None = None
+    """Links that fetch; None for a machine that only serves."""
+
+
+def peer_links(
     run: PinnedRun,
     key: SigningKey,
     client: HttpClient,
     config: SwarmConfig,
-    served: Served,
-    *,
     folder: Path,
+    *,
     pool: SourcePool | None = None,
-    network: PeerNetwork | None = None,
-) -> Peer:
-    """Return a peer over HTTP, and over `network` with peers that HTTP does not reach; the peer starts and closes it.
+    on_fault: Callable[[int], None] = lambda num_faults: None,
+) -> PeerLinks:
+    """Return links over HTTP, and over libp2p with peers that HTTP does not reach. Nothing is started.
 
-    Without a `pool` to put neighbours into, the peer only serves.
+    Without a `pool` to put neighbours into, there are no links to fetch over.
     """
-    from prime_node.adapters.web.aiohttp_server import AiohttpServer
     from prime_node.adapters.web.http_peer import HttpPeer
     from prime_node.broadcast.swarm.choker import ChokerRules
     from prime_node.broadcast.swarm.directory import Directory
     from prime_node.broadcast.swarm.gossiped_heads import AnnouncedHeads
-    from prime_node.broadcast.swarm.mesh import Mesh
     from prime_node.broadcast.swarm.neighbours import Neighbours
-    from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
-    from prime_node.broadcast.swarm.peer import Peer
-    from prime_node.broadcast.swarm.serving import PeerService
-    from prime_node.broadcast.swarm.sources import NamedSource, SourceKind
+    from prime_node.broadcast.swarm.network_peer import NetworkPeer
+    from prime_node.broadcast.swarm.rate_limit import RateLimit
+    from prime_node.broadcast.swarm.tended import Tended
     from prime_node.broadcast.swarm.topology import TopologyRules
-    from prime_node.broadcast.swarm.uplink import DataCap, RateLimit, Uplink
-    from prime_node.ports.swarm import PeerLink
+    from prime_node.broadcast.swarm.uplink import DataCap, Uplink
     from prime_protocol.peers import PeerRecord
 
     def may_serve() -> bool:
         is_fetching = pool is not None and any(named.fetching for named in pool.all)
         return config.serve == "always" or not (is_fetching or os.getloadavg()[0] > (os.cpu_count() or 1) / 2)
-
-    def gave(named: NamedSource, num_bytes: int) -> None:
-        if named.kind is SourceKind.PEER:
-            uplink.gave(named.name, num_bytes)
 
     def connect(record: PeerRecord) -> PeerLink | None:
         def shown() -> str | None:
@@ -138,6 +146,7 @@ def make_peer(
             return NetworkPeer(network, record, bounds=bounds, authorization=shown)
         return None
 
+    network = peer_network(run, key, config, client.hosts)
     folder.mkdir(parents=True, exist_ok=True)
     cap_bytes = round(config.upload_gib_max * 2**30)
     uplink = Uplink(
@@ -148,24 +157,54 @@ def make_peer(
         may_serve=may_serve,
     )
     directory = Directory(run, key, client, clock=clock(), rng=random.Random())
-    service = PeerService(
-        run, key, served.holdings, served.parts, uplink, clock(), served.manifest,
-        peer_list=directory.list_for, met=directory.met, folder=served.folder,
+    tended = Tended(clock(), on_fault)
+    if pool is None:
+        return PeerLinks(network, uplink, directory, tended)
+    if network is not None:
+        AnnouncedHeads(network, run, pool, clock())
+    rules = TopologyRules(neighbours_max=config.neighbours_max)
+    neighbours = Neighbours(
+        directory, pool, connect, uplink, tended, clock=clock(), rng=random.Random(), rules=rules
     )  # fmt: skip
-    if network is not None and not config.private:
-        serve_over(network, service)
-    neighbours = None
-    if pool is not None:
-        pool.gave = gave
-        service.heard_of = pool.heard_of
-        if config.download_bytes_per_s:
-            pool.download_turn = RateLimit(config.download_bytes_per_s, clock()).take
-        rules = TopologyRules(neighbours_max=config.neighbours_max)
-        if network is not None:
-            AnnouncedHeads(network, run, pool, clock())
-        neighbours = Neighbours(directory, pool, connect, clock=clock(), rng=random.Random(), rules=rules)
-    mesh = None if network is None else Mesh(run, network, directory, clock=clock(), rng=random.Random())
-    return Peer(config, service, AiohttpServer(), directory, neighbours, network, mesh)
+    return PeerLinks(network, uplink, directory, tended, neighbours)
+
+
+def make_peer(
+    run: PinnedRun,
+    key: SigningKey,
+    config: SwarmConfig,
+    links: PeerLinks,
+    served: Served,
+    *,
+    pool: SourcePool | None = None,
+    accepted: Switch | None = None,
+) -> Peer:
+    """Return a peer that serves over `links` what is here; the peer starts and closes them.
+
+    With `accepted`, it takes part in the swarm only while that switch is on.
+    """
+    from prime_node.adapters.web.aiohttp_server import AiohttpServer
+    from prime_node.broadcast.swarm.mesh import Mesh
+    from prime_node.broadcast.swarm.network_peer import serve_over
+    from prime_node.broadcast.swarm.peer import Peer
+    from prime_node.broadcast.swarm.serving import PeerService
+
+    directory, network = links.directory, links.network
+    service = PeerService(
+        run, key, served.holdings, served.parts, links.uplink, clock(), served.manifest,
+        peer_list=directory.list_for,
+        met=directory.met,
+        heard_of=(lambda peer: {}) if pool is None else pool.heard_of,
+        folder=served.folder,
+    )  # fmt: skip
+    mesh = None
+    if network is not None:
+        if not config.private:
+            serve_over(network, service)
+        mesh = Mesh(run, network, directory, clock=clock(), rng=random.Random())
+    return Peer(
+        config, service, AiohttpServer(), directory, links.tended, links.neighbours, network, mesh, accepted
+    )  # fmt: skip
 
 
 def peer_network(
@@ -234,10 +273,13 @@ async def swarm_follower(
 
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)
-        trusted = await trust(run, sources, folder)
+        pool, swarm = _pool(sources), settings.swarm
+        links = peer_links(run, key, client, swarm, folder / "swarm", pool=pool) if swarm.enabled else None
+        neighbours = None if links is None else links.neighbours
+        trusted = await trust(run, sources, folder, peers=tuple if neighbours is None else neighbours.named_links)
         follower = Follower(
             run,
-            sources,
+            pool,
             folder / "checkpoints",
             clock=clock(),
             poll_s=settings.poll_seconds,
@@ -245,44 +287,39 @@ async def swarm_follower(
             memory_bytes_max=settings.pieces_bytes_max,
             parts_bytes_max=settings.parts_bytes_max,
             on_progress=on_progress,
+            plan=neighbours,
+            rate=_download_rate(swarm),
         )
         peer = None
-        if settings.swarm.enabled:
+        if links is not None:
             served = Served(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
-            network = peer_network(run, key, settings.swarm, client.hosts)
-            peer = make_peer(
-                run,
-                key,
-                client,
-                settings.swarm,
-                served,
-                folder=folder / "swarm",
-                pool=follower.pool,
-                network=network,
-            )
-            peer.accepted = accepted
+            peer = make_peer(run, key, swarm, links, served, pool=pool, accepted=accepted)
             await stack.enter_async_context(peer.running())
-            if (neighbours := peer.neighbours) is not None:
-                trusted.peers = lambda: list(zip(neighbours.linked, neighbours.links(), strict=True))
         yield follower, trusted, peer
 
 
 def trainer_seeding(
-    run: PinnedRun, key: SigningKey, client: HttpClient, config: SwarmConfig, folder: Path
+    run: PinnedRun,
+    key: SigningKey,
+    client: HttpClient,
+    config: SwarmConfig,
+    folder: Path,
+    *,
+    on_fault: Callable[[int], None] = lambda num_faults: None,
 ) -> tuple[Seeding, Peer]:
-    """Return the port through which the trainer publishes, and the peer that serves what it published."""
+    """Return the port through which the trainer publishes, and the peer that serves what it published.
+
+    `on_fault` gets the number of the swarm's faults so far.
+    """
     from prime_node.broadcast.seed.seeding import Seeding
-    from prime_node.broadcast.swarm.gossiped_heads import announce
     from prime_node.broadcast.swarm.holdings import Holdings
     from prime_node.broadcast.swarm.part_store import PartStore
 
     holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
-    seeding = Seeding(client, run, parts, holdings, folder=folder / "seed")
+    links = peer_links(run, key, client, config, folder / "seed", on_fault=on_fault)
+    seeding = Seeding(client, run, parts, holdings, folder=folder / "seed", network=links.network)
     served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
-    network = peer_network(run, key, config, client.hosts)
-    if network is not None:
-        seeding.announce = partial(announce, network)
-    return seeding, make_peer(run, key, client, config, served, folder=folder / "seed", network=network)
+    return seeding, make_peer(run, key, config, links, served)
 
 
 @contextlib.asynccontextmanager
@@ -295,22 +332,37 @@ async def mirror(
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)
         await trust(run, sources, folder)
+        pool, swarm = _pool(sources), settings.swarm
+        links = peer_links(run, key, client, swarm, folder / "swarm", pool=pool)
         made = Mirror(
             run,
-            sources,
+            pool,
             folder / "checkpoints",
             clock=clock(),
             rng=random.Random(),
             memory_bytes_max=settings.pieces_bytes_max,
             parts_bytes_max=settings.parts_bytes_max,
+            plan=links.neighbours,
+            rate=_download_rate(swarm),
         )
         served = Served(made.holdings, made.parts, made.shelf.manifest_at_hand, folder)
-        network = peer_network(run, key, settings.swarm, client.hosts)
-        peer = make_peer(
-            run, key, client, settings.swarm, served, folder=folder / "swarm", pool=made.pool, network=network
-        )
+        peer = make_peer(run, key, swarm, links, served, pool=pool)
         await stack.enter_async_context(peer.running())
         yield made, peer
+
+
+def _pool(sources: Sequence[tuple[str, HttpClient]]) -> SourcePool:
+    from prime_node.broadcast.swarm.sources import SourcePool
+
+    return SourcePool(sources, clock=clock(), rng=random.Random())
+
+
+def _download_rate(config: SwarmConfig) -> RateLimit | None:
+    """Return the owner's limit on downloads, or None if there is none."""
+    from prime_node.broadcast.swarm.rate_limit import RateLimit
+
+    is_limited = config.enabled and config.download_bytes_per_s
+    return RateLimit(config.download_bytes_per_s, clock()) if is_limited else None
 
 
 async def _sources(

@@ -43,10 +43,9 @@ async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -
 
 async def keep_host(network: PeerNetwork, core: Core) -> NoReturn:
     """Announce heads, and reopen the host when it has ended, until cancelled."""
-    tended = Tended(core.clock)
     core.metrics.declare(*HOST_METRICS)
     core.metrics.set(HOST_FAULTS, 0.0)
-    tended.on_fault = lambda: core.metrics.set(HOST_FAULTS, float(tended.num_faults))
+    tended = Tended(core.clock, on_fault=lambda num_faults: core.metrics.set(HOST_FAULTS, float(num_faults)))
 
     async def work() -> None:
         if network.has_ended():

@@ -18,21 +18,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.follow.ways import UpdateStep, Ways
-from prime_node.broadcast.swarm.download import Download
+from prime_node.broadcast.swarm.download import Downloads
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.piece_decoder import Decode
+from prime_node.broadcast.swarm.plan import DownloadPlan, NoPeers
+from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import CheckpointSource, Unreachable
+from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
-from prime_protocol.chunk_index import open_index
+from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.manifest import Encoding, PartEntry, SignedManifest
@@ -81,7 +84,7 @@ class Follower:
     def __init__(
         self,
         run: PinnedRun,
-        sources: Sequence[tuple[str, CheckpointSource]],
+        pool: SourcePool,
         folder: Path,
         *,
         clock: Clock,
@@ -91,20 +94,21 @@ class Follower:
         parts_bytes_max: int = 64 * 2**30,
         on_progress: Callable[[DownloadProgress], None] = lambda _: None,
         rng: random.Random | None = None,
+        plan: DownloadPlan | None = None,
+        rate: RateLimit | None = None,
     ) -> None:
-        """Follow `sources`: (name, source) pairs, the preferred one first. Raises LocalError if the folder is unusable."""
+        """Follow what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads.
+
+        Raises LocalError if the folder is unusable.
+        """
         self.run = run
         self.holdings = Holdings()
         """Have-set that peers can fetch from."""
-        self.received: dict[str, int] = {}
-        """Bytes of pieces received so far, by source."""
-        self._rng = rng or random.Random()
-        self.pool = SourcePool(sources, clock=clock, rng=self._rng)
+        self.pool = pool
         self._folder = folder
         self._clock = clock
         self._poll_s = poll_s
         self._policies_kept = max(2, policies_kept)  # the newest, and one on request
-        self._memory_bytes_max = memory_bytes_max
         self._on_progress = on_progress
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
@@ -115,12 +119,27 @@ class Follower:
         self._changed = asyncio.Condition()
         try:
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
-            self.heads = Heads(run, self.pool, folder)
+            self._downloads = Downloads(
+                pool,
+                self.parts,
+                self.holdings,
+                clock,
+                rng or random.Random(),
+                memory_bytes_max,
+                plan or NoPeers(),
+                rate,
+            )
+            self.heads = Heads(run, pool, folder)
             self._ways = Ways(self.heads, on_disk=self.parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
     # Queries
+
+    @property
+    def received(self) -> Mapping[str, int]:
+        """Bytes of pieces received so far, by source."""
+        return self._downloads.received
 
     def latest(self) -> Policy | None:
         """Return the newest staged policy, or None."""
@@ -249,39 +268,22 @@ class Follower:
     async def _decode(self, step: UpdateStep, base: Policy | None, root: str | None, progress: _Counter) -> Weights:
         """Fetch and decode all parts, several at once. Raises Unreachable, _ClosedError or _WrongBaseError."""
         manifest, encoding = step.signed.manifest, step.encoding
-        try:
-            index = open_index(await self._blob(encoding.index), encoding, manifest.tensors)
-            progress.add(encoding.index.size)
+        decoders: list[CheckpointDecoder] = []
+
+        async def begin(index: ChunkIndex) -> Decode:
             weights = None if base is None else base.weights
-            decoder = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, weights, base_root=root)
-            download = Download(
-                encoding,
-                index,
-                decoder.feed_chunks,
-                self.pool,
-                self.parts,
-                self.holdings,
-                self._clock,
-                self._rng,
-                self._memory_bytes_max,
-                on_bytes=progress.add,
-                received=self.received,
-            )
-            await self._on_disk(download.run())
-            return await asyncio.to_thread(decoder.finish)
+            made = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, weights, base_root=root)
+            decoders.append(made)
+            return made.feed_chunks
+
+        try:
+            await self._on_disk(self._downloads.fetch(manifest, encoding, begin, on_bytes=progress.add))
+            return await asyncio.to_thread(decoders[0].finish)
         except PeerError as error:
             if base is not None and await asyncio.to_thread(root_of, base.weights) != base.signed.manifest.state_root:
                 raise _WrongBaseError(base.version) from None
             # All other bytes are the signed ones: no source can do better.
             raise _ClosedError(step, error, for_good=error.code is not ErrorCode.NOT_FOUND) from None
-
-    async def _blob(self, entry: PartEntry) -> bytes:
-        """Return a blob from disk, or from a source after writing it to disk."""
-        data = await self._local(self.parts.read, entry)
-        if data is None:
-            data = await self.pool.fetch_blob(entry)
-            await self._local(self.parts.write, entry.digest, data)
-        return data
 
     def _give_up(self, version: int) -> PeerError:
         """Record that every encoding was published broken, so no source is asked again."""

@@ -42,6 +42,10 @@ POLL_S_MIN, POLL_S_MAX = 2.0, 30.0
 """Seconds between requests: the shortest while there is no fresh timestamp, the longest while there is one."""
 
 
+LinkedPeers = Callable[[], Sequence[tuple[str, TimestampSource]]]
+"""Function that returns the currently linked peers, by name."""
+
+
 class Trust:
     """Keys and newest timestamp of a run.
 
@@ -56,15 +60,15 @@ class Trust:
         *,
         clock: Clock,
         rng: random.Random | None = None,
+        peers: LinkedPeers = tuple,
     ) -> None:
         """Start from what was known last time. Raises LocalError if the folder is unusable."""
         self.newest: Timestamp | None = None
-        self.peers: Callable[[], Sequence[tuple[str, TimestampSource]]] = lambda: ()
-        """Function that returns the currently linked peers."""
         self.run = run
         self._sources = sources
         self._folder = folder
         self._clock = clock
+        self._peers = peers
         self._rng = rng or random.Random()
         self._reasons: dict[str, str] = {}
         self._said = ""
@@ -95,7 +99,7 @@ class Trust:
     async def refresh(self) -> None:
         """Ask every source once, concurrently. Raises LocalError for the disk."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources))
-        peers = list(self.peers())
+        peers = list(self._peers())
         for name, peer in self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers))):
             await self._ask_peer(name, peer)
         fault = self.fault()

@@ -8,23 +8,24 @@ Peers fetch from it meanwhile. An unreachable source costs time but never ends t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.follow.ways import UpdateStep, Ways
 from prime_node.broadcast.seed.shelf import Shelf
-from prime_node.broadcast.swarm.download import Download
+from prime_node.broadcast.swarm.download import Downloads
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.broadcast.swarm.piece_decoder import Decode
+from prime_node.broadcast.swarm.plan import DownloadPlan, NoPeers
+from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import CheckpointSource, Unreachable
-from prime_protocol.chunk_index import open_index
+from prime_node.ports.transport import Unreachable
+from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
@@ -46,26 +47,27 @@ class Mirror:
     def __init__(
         self,
         run: PinnedRun,
-        sources: Sequence[tuple[str, CheckpointSource]],
+        pool: SourcePool,
         folder: Path,
         *,
         clock: Clock,
         rng: random.Random,
         memory_bytes_max: int,
         parts_bytes_max: int,
+        plan: DownloadPlan | None = None,
+        rate: RateLimit | None = None,
     ) -> None:
+        """Keep what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads."""
         self.holdings = Holdings()
-        self.received: dict[str, int] = {}
-        """Bytes of pieces received so far, by source."""
-        self.pool = SourcePool(sources, clock=clock, rng=rng)
         self._run = run
         self._clock = clock
-        self._rng = rng
         self._folder = folder
-        self._memory_bytes_max = memory_bytes_max
         try:
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
-            self.heads = Heads(run, self.pool, folder)
+            self._downloads = Downloads(
+                pool, self.parts, self.holdings, clock, rng, memory_bytes_max, plan or NoPeers(), rate
+            )
+            self.heads = Heads(run, pool, folder)
             self._ways = Ways(self.heads, on_disk=self.parts.has)
             self.shelf = Shelf(self.parts, self.holdings, folder / "manifests")
         except OSError as error:
@@ -123,20 +125,7 @@ class Mirror:
         return (await self._ways.find(signed, held=(), closed=gone))[:-1]
 
     async def _download(self, manifest: Manifest, encoding: Encoding) -> None:
-        packed = await asyncio.to_thread(self.parts.read, encoding.index)
-        if packed is None:
-            packed = await self.pool.fetch_blob(encoding.index)
-            await asyncio.to_thread(self.parts.write, encoding.index.digest, packed)
-        index = open_index(packed, encoding, manifest.tensors)
-        await Download(
-            encoding,
-            index,
-            lambda chunks, data: None,
-            self.pool,
-            self.parts,
-            self.holdings,
-            self._clock,
-            self._rng,
-            self._memory_bytes_max,
-            received=self.received,
-        ).run()
+        async def begin(index: ChunkIndex) -> Decode:
+            return lambda chunks, data: None
+
+        await self._downloads.fetch(manifest, encoding, begin)

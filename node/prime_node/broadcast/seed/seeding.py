@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from prime_node.broadcast.seed.shelf import Shelf
+from prime_node.broadcast.swarm.gossiped_heads import announce
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import TrainerPort, Unreachable
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import PeerError
@@ -29,16 +30,26 @@ class Seeding:
     """Implementation of ports.transport.TrainerPort."""
 
     def __init__(
-        self, port: TrainerPort, run: PinnedRun, parts: PartStore, holdings: Holdings, *, folder: Path
+        self,
+        port: TrainerPort,
+        run: PinnedRun,
+        parts: PartStore,
+        holdings: Holdings,
+        *,
+        folder: Path,
+        network: PeerNetwork | None = None,
     ) -> None:
-        """Wrap `port`. `folder` survives restarts."""
+        """Wrap `port`. `folder` survives restarts.
+
+        A manifest is announced over `network` when the coordinator cannot do it. Without one, peers learn of the policy over
+        their own links.
+        """
         self._port = port
         self._run = run
         self._parts = parts
         self.holdings = holdings
         self.shelf = Shelf(parts, holdings, folder / "manifests")
-        self.announce: Callable[[Envelope], Awaitable[object]] = _tells_nobody
-        """Callback that announces a manifest to all peers when the coordinator cannot."""
+        self._network = network
 
     async def restore(self) -> None:
         """Serve again what was published before this process began."""
@@ -64,7 +75,8 @@ class Seeding:
         except (PeerError, Unreachable) as error:
             if isinstance(error, Unreachable) or error.is_transient:
                 self.shelf.put(signed)
-                await self.announce(manifest)
+                if self._network is not None:
+                    await announce(self._network, manifest)
             raise
         self.shelf.put(signed)
 
@@ -102,7 +114,3 @@ class Seeding:
     async def bundle(self, request: BundleRequest) -> bytes:
         """Fetch a bundle from the coordinator."""
         return await self._port.bundle(request)
-
-
-async def _tells_nobody(manifest: Envelope) -> None:
-    """Do nothing. Without a peer network, peers learn of the policy over their own links."""

@@ -56,8 +56,6 @@ class Directory:
     ) -> None:
         self.me = key.key_id
         self.run_digest = run.digest
-        self.offer: Callable[[], PeersRequest] = PeersRequest
-        """Function that returns our request, with the address at which we serve, if we do."""
         self.records: dict[KeyId, PeerRecord] = {}
         """Listed peers, the newest last."""
         self.hinted: dict[KeyId, PeerRecord] = {}
@@ -96,14 +94,21 @@ class Directory:
             self._met.add(peer)
             self._woken.set()
 
-    async def run(self, links: Callable[[], list[PeerLink]], tell: Callable[[], None]) -> NoReturn:
+    async def run(
+        self,
+        links: Callable[[], list[PeerLink]] = list,
+        tell: Callable[[], None] = lambda: None,
+        *,
+        offer_of: Callable[[], PeersRequest] = PeersRequest,
+    ) -> NoReturn:
         """Ask until cancelled.
 
-        `tell` is called when there may be new records; `links` are asked while the coordinator is unreachable.
+        `tell` is called when there may be new records; `links` are asked while the coordinator is unreachable. `offer_of`
+        returns our request, with the address at which we serve, if we do.
         """
         pause_s = ASK_S_MIN
         while True:
-            known, offer = len(self.records), self.offer()
+            known, offer = len(self.records), offer_of()
             try:
                 reply = await self._coordinator.find_peers(offer)
                 self.take_in(reply.peers)

@@ -1,9 +1,9 @@
 """Download of one encoding from all sources at once.
 
 Waiting: `run` asks every source that has room for the piece that the picker names. It waits until a piece has come, a source
-has changed, or TICK_S have passed (work is stolen from silent sources). Each piece is fetched by a task of its own. One job
-in a decoder's thread then verifies it, stores it, reports it, and decodes it: peers learn of a piece before it is decoded,
-and it crosses between threads once. Pieces in memory are bounded, those queued for the decoder included.
+has changed, or TICK_S have passed (work is stolen from silent sources). Each piece is fetched by a task of its own. A job in a
+thread then verifies, stores and decodes it (piece_decoder.py). Pieces in memory are bounded, those queued for the decoder
+included.
 
 Invariant: nothing is stored, announced or decoded before each of its chunks matched its digest. A wrong piece is attributed
 exactly, since a piece comes from one source and is hashed alone.
@@ -13,74 +13,93 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from prime_node.broadcast.swarm.blame import Absences, broken_publication
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
-from prime_node.broadcast.swarm.piece_sets import PieceSet, members, piece_set, span
-from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool, fetch_from
+from prime_node.broadcast.swarm.piece_decoder import Decode, PieceDecoder
+from prime_node.broadcast.swarm.piece_sets import PieceSet, members, span
+from prime_node.broadcast.swarm.plan import DownloadPlan, NoPeers
+from prime_node.broadcast.swarm.rate_limit import RateLimit
+from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.chunk_index import ChunkIndex
+from prime_protocol.chunk_index import ChunkIndex, open_index
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.manifest import Encoding
-from prime_protocol.pieces import Piece, check_piece, cut_pieces
+from prime_protocol.manifest import Encoding, Manifest
+from prime_protocol.pieces import cut_pieces
 
-T = TypeVar("T")
 TICK_S = 0.1
 """Seconds between checks whether to take over a silent source's work."""
 TREE_S_MAX = 2.0
 """Seconds for which our parents alone are asked where an encoding goes down the tree; then all peers are."""
-DECODERS = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "decode")
-"""Thread pool of all downloads.
-
-Each thread keeps a dozen megabytes of codec buffers, which would otherwise be allocated for each delta.
-"""
-
-Decode = Callable[[range, bytes | memoryview], None]
-"""Function of (numbers of neighbouring chunks, the verified bytes of all of them). Called from threads. Raises PeerError."""
 
 
 @dataclass
-class Download:
-    """One download and what it works with. Call `run` once."""
+class Downloads:
+    """What all downloads of one machine share, and how they begin."""
 
-    encoding: Encoding
-    index: ChunkIndex
-    decode: Decode
     pool: SourcePool
     parts: PartStore
     holdings: Holdings
     clock: Clock
     rng: random.Random
     memory_bytes_max: int
+    """Memory for pieces during one download, those queued for the decoder included."""
+    plan: DownloadPlan = field(default_factory=NoPeers)
+    rate: RateLimit | None = None
+    """Limit on requested bytes per second, if the owner set one."""
     rules: PickerRules = field(default_factory=PickerRules)
-    on_bytes: Callable[[int], None] = lambda num_bytes: None
-    """Callback for verified bytes, from the disk or from a source."""
     received: dict[str, int] = field(default_factory=dict)
-    """Bytes of pieces by source, duplicates included."""
+    """Bytes of pieces received so far, by source, duplicates included."""
 
-    def __post_init__(self) -> None:
-        self._pieces = cut_pieces(self.encoding, self.index)
-        self._name = self.encoding.index.digest
-        self._of_part: list[PieceSet] = [0] * len(self.encoding.parts)
-        for number, piece in enumerate(self._pieces):
-            self._of_part[piece.part] |= 1 << number
-        self._stored: set[int] = set()
-        """Parts with room on the disk."""
-        self._decoding = threading.Lock()
-        self._decoded: PieceSet = 0
-        """Pieces that a thread has taken up; a duplicate is not decoded again. Guarded by the lock."""
-        self._absent: dict[str, PieceSet] = {}
-        """Pieces that a permanent source reported missing."""
+    async def fetch(
+        self,
+        manifest: Manifest,
+        encoding: Encoding,
+        begin: Callable[[ChunkIndex], Awaitable[Decode]],
+        *,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """Fetch an encoding: its index, from the disk or a source, then its parts into the function that `begin` returns.
+
+        `on_bytes` gets the number of verified bytes, from the disk or from a source. Raises what `Download.run` raises, and
+        PeerError for an index that does not match the manifest.
+        """
+        packed = await asyncio.to_thread(self.parts.read, encoding.index)
+        if packed is None:
+            packed = await self.pool.fetch_blob(encoding.index)
+            await asyncio.to_thread(self.parts.write, encoding.index.digest, packed)
+        index = open_index(packed, encoding, manifest.tensors)
+        on_bytes(encoding.index.size)
+        await Download(self, encoding, index, await begin(index), on_bytes).run()
+
+
+class Download:
+    """One download. Call `run` once."""
+
+    def __init__(
+        self,
+        shared: Downloads,
+        encoding: Encoding,
+        index: ChunkIndex,
+        decode: Decode,
+        on_bytes: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        self._shared = shared
+        self._pool = shared.pool
+        self._clock = shared.clock
+        self._encoding = encoding
+        self._on_bytes = on_bytes
+        self._pieces = cut_pieces(encoding, index)
+        self._name = encoding.index.digest
+        self._decoder = PieceDecoder(encoding, index, self._pieces, shared.parts, decode)
+        self._absences = Absences(self._name, shared.pool)
         self._tasks: dict[asyncio.Task[None], tuple[str, int]] = {}
         self._asked: set[asyncio.Task[None]] = set()
         """Tasks that wait for a source; the others verify, store or decode."""
@@ -94,62 +113,21 @@ class Download:
         Raises PeerError(NOT_FOUND) if no source has a piece any more, another PeerError if verified bytes do not decode,
         Unreachable if no source gives anything for long, OSError from the disk.
         """
-        have = await self._from_disk()
-        self.holdings.add(Holding(self.encoding, self._pieces, have & self._on_disk()))
+        shared = self._shared
+        have = await self._decoder.restore(self._on_bytes)
+        shared.holdings.add(Holding(self._encoding, self._pieces, have & self._decoder.storable))
         sizes = [piece.size for piece in self._pieces]
-        share = self.pool.share(self._name, len(sizes))
-        self._picker = Picker(sizes, rng=self.rng, rules=self.rules, have=have, share=share)
-        self._parents = self.pool.parents(self.encoding.sent_bytes)
-        self._tree_until_s = self.clock.monotonic_s() + TREE_S_MAX
-        beside = asyncio.create_task(self._listen()), asyncio.create_task(self.pool.prepare())
+        share = shared.plan.share(self._name, len(sizes))
+        self._picker = Picker(sizes, rng=shared.rng, rules=shared.rules, have=have, share=share)
+        self._parents = shared.plan.parents(self._encoding.sent_bytes)
+        self._tree_until_s = self._clock.monotonic_s() + TREE_S_MAX
+        beside = asyncio.create_task(self._listen()), asyncio.create_task(shared.plan.prepare())
         try:
             await self._fetch_all()
         finally:
             for task in (*beside, *self._tasks):
                 task.cancel()
             await asyncio.gather(*beside, *self._tasks, return_exceptions=True)
-
-    # From the disk
-
-    async def _from_disk(self) -> PieceSet:
-        """Decode what is on disk from an earlier download. Return the pieces."""
-        found = 0
-        for part, entry in enumerate(self.encoding.parts):
-            is_new = not self.parts.has_some(entry.digest)
-            if not await asyncio.to_thread(self.parts.begin, entry):
-                continue
-            self._stored.add(part)
-            if is_new:
-                continue
-            here = await self._in_decoder(self._take_verified, part)
-            self.on_bytes(sum(self._pieces[number].size for number in members(here)))
-            found |= here
-            if here == self._of_part[part]:
-                await asyncio.to_thread(self.parts.finish, entry)
-            elif self.parts.has(entry.digest):
-                await asyncio.to_thread(self.parts.reopen, entry.digest)
-        return found
-
-    def _take_verified(self, part: int) -> PieceSet:
-        """Return the pieces of a part on disk that verify, decoded. It reads one at a time, since a part may be large."""
-        here, digest = [], self.encoding.parts[part].digest
-        for number in members(self._of_part[part]):
-            piece = self._pieces[number]
-            data = self.parts.get(digest, piece.start, piece.end)
-            try:
-                self._check(piece, data or b"")
-            except PeerError:
-                continue
-            assert data is not None
-            self.decode(piece.chunks, data)
-            here.append(number)
-        return piece_set(here)
-
-    def _on_disk(self) -> PieceSet:
-        made = 0
-        for part in self._stored:
-            made |= self._of_part[part]
-        return made
 
     # From the sources
 
@@ -166,15 +144,15 @@ class Download:
                     async with asyncio.timeout(TICK_S):
                         await self._news.wait()
             elif not self._picker.is_done and not self._news.is_set() and self._parents is not None:
-                self._parents = None if self.clock.monotonic_s() >= self._tree_until_s else self._parents
-                await self.pool.rest()
+                self._parents = None if self._clock.monotonic_s() >= self._tree_until_s else self._parents
+                await self._pool.rest()
             elif not self._picker.is_done and not self._news.is_set():
-                if rounds or not self.pool.peers:  # a peer may be about to announce them
-                    self._check_somebody_has(missing)
+                if rounds or not self._pool.peers:  # a peer may be about to announce them
+                    self._require_sources(missing)
                 if rounds >= ROUNDS_MAX:
                     raise Unreachable(f"no source gives pieces of encoding {self._name[:12]}")
                 rounds += 1
-                await self.pool.rest()
+                await self._pool.rest()
             if self._picker.missing != missing:
                 rounds = 0
         if self._error is not None:  # of the last piece
@@ -182,14 +160,14 @@ class Download:
 
     async def _listen(self) -> None:
         while True:
-            await self.pool.changed()
+            await self._pool.changed()
             self._news.set()
 
     def _ask(self) -> None:
         """Request as much from every awake source as the picker assigns to it."""
-        now_s = self.clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
         only = self._parents if now_s < self._tree_until_s else None
-        ready = {named.name: named for named in self.pool.ready() if only is None or named.name in only}
+        ready = {named.name: named for named in self._pool.ready() if only is None or named.name in only}
         for name in self._picker.sources:
             if name not in ready:
                 self._picker.remove(name)
@@ -197,9 +175,9 @@ class Download:
             if name not in self._picker.sources:
                 self._picker.add(name, is_fallback=named.kind is SourceKind.ORIGIN)
             has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
-            self._picker.has(name, has & ~self._absent.get(name, 0))
+            self._picker.has(name, has & ~self._absences.of(name))
         for name, named in ready.items():  # after all `has`: a fallback gives what no peer has
-            while self._memory_bytes < self.memory_bytes_max:
+            while self._memory_bytes < self._shared.memory_bytes_max:
                 number = self._picker.pick(name, now_s)
                 if number is None:
                     break
@@ -219,9 +197,9 @@ class Download:
 
     async def _piece(self, named: NamedSource, number: int) -> None:
         piece = self._pieces[number]
-        entry = self.encoding.parts[piece.part]
-        if self.pool.download_turn is not None:
-            await self.pool.download_turn(piece.size)
+        entry = self._encoding.parts[piece.part]
+        if self._shared.rate is not None:
+            await self._shared.rate.take(piece.size)
         named.fetching += 1
         try:
             async with asyncio.timeout(limits.PEER_ANSWER_S_MAX):
@@ -229,7 +207,7 @@ class Download:
             task = asyncio.current_task()
             assert task is not None
             self._asked.discard(task)
-            stored, decoded = self._take(number, data)
+            stored, decoded = self._decoder.take(number, data)
             try:
                 await stored
             except asyncio.CancelledError:
@@ -239,105 +217,46 @@ class Download:
             self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
             return
         except (PeerError, Unreachable) as error:
-            if named.kind is not SourceKind.PEER and isinstance(error, PeerError):
-                await self._blame(named, piece, error)
+            is_wrong = isinstance(error, PeerError) and error.code is ErrorCode.DIGEST_MISMATCH
+            if is_wrong and named.kind is not SourceKind.PEER:
+                self._error = await broken_publication(named, entry, piece, self._decoder.check) or self._error
             self._missed(named, number, error)
             return
         finally:
             named.fetching -= 1
-        self.received[named.name] = self.received.get(named.name, 0) + len(data)
+        received = self._shared.received
+        received[named.name] = received.get(named.name, 0) + len(data)
         if not self._picker.have >> number & 1:  # otherwise another source was faster
             self._arrived(named, number, len(data))
-            of_part = self._of_part[piece.part]
-            if self._picker.have & of_part == of_part and piece.part in self._stored:
-                await asyncio.to_thread(self.parts.finish, entry)
+            await self._decoder.finish(piece.part, self._picker.have)
         await decoded
 
     def _arrived(self, named: NamedSource, number: int, num_bytes: int) -> None:
-        now_s = self.clock.monotonic_s()
+        now_s = self._clock.monotonic_s()
         if named.name not in self._picker.sources:  # it began to rest meanwhile
             self._picker.add(named.name)
         self._picker.arrived(named.name, number, now_s)
         for task, (_, same) in self._tasks.items():
             if task in self._asked and same == number:
                 task.cancel()
-        self.pool.succeeded(named, num_bytes)
-        if self._pieces[number].part in self._stored:
-            self.holdings.came(self._name, number)
-        self.on_bytes(num_bytes)
+        self._pool.succeeded(named, num_bytes)
+        if self._decoder.is_storable(number):
+            self._shared.holdings.came(self._name, number)
+        self._on_bytes(num_bytes)
         self._news.set()
 
     def _missed(self, named: NamedSource, number: int, error: PeerError | Unreachable) -> None:
         if isinstance(error, PeerError) and error.code is ErrorCode.NOT_FOUND:
-            self._absent[named.name] = self._absent.get(named.name, 0) | self._of_part[self._pieces[number].part]
+            self._absences.report(named.name, self._decoder.of_part[self._pieces[number].part])
         else:
-            self.pool.failed(named, error)
+            self._pool.failed(named, error)
         if named.name in self._picker.sources:  # it comes back with what it has then
             self._picker.remove(named.name)
 
-    async def _blame(self, named: NamedSource, piece: Piece, error: PeerError) -> None:
-        """Check whether a wrong piece from a permanent source is the publisher's fault.
-
-        It is if the part has its digest and its chunks do not match those that the index names. No source can do better then,
-        and the download ends with that error.
-        """
-        if error.code is not ErrorCode.DIGEST_MISMATCH:
-            return
-        entry = self.encoding.parts[piece.part]
-        with contextlib.suppress(PeerError, Unreachable):
-            data = await fetch_from(named.source, entry)
-            try:
-                await asyncio.to_thread(self._check, piece, data[piece.start : piece.end])
-            except PeerError as wrong:
-                self._error = PeerError(ErrorCode.CHAIN_BROKEN, f"published broken: {wrong.detail}")
-
-    def _check_somebody_has(self, missing: PieceSet) -> None:
+    def _require_sources(self, missing: PieceSet) -> None:
         """Raise PeerError(NOT_FOUND) if every permanent source lacks a piece and no peer has it."""
-        lasting = self.pool.lasting
-        if not lasting:
-            return
-        for named in lasting:
-            missing &= self._absent.get(named.name, 0)
-        for named in self.pool.peers:
-            missing &= ~named.has.get(self._name, 0)
-        if missing:
-            part = self._pieces[next(members(missing))].part
-            raise PeerError(ErrorCode.NOT_FOUND, f"no source has part {self.encoding.parts[part].digest[:12]} any more")
-
-    # In threads
-
-    async def _in_decoder(self, call: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(DECODERS, call, *arguments)
-
-    def _take(self, number: int, data: bytes) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
-        """Return futures (verified and stored, decoded) of one job in a thread. Await the second only if the first succeeds."""
-        loop = asyncio.get_running_loop()
-        stored: asyncio.Future[None] = loop.create_future()
-
-        def settle(error: Exception | None) -> None:
-            if stored.cancelled():
-                return
-            stored.set_result(None) if error is None else stored.set_exception(error)
-
-        def job() -> None:
-            try:
-                self._store(self._pieces[number], data)
-            except Exception as error:  # noqa: BLE001 - carried over to the task
-                loop.call_soon_threadsafe(settle, error)
-                return
-            loop.call_soon_threadsafe(settle, None)
-            with self._decoding:
-                if self._decoded >> number & 1:
-                    return
-                self._decoded |= 1 << number
-            self.decode(self._pieces[number].chunks, data)
-
-        return stored, loop.run_in_executor(DECODERS, job)
-
-    def _check(self, piece: Piece, data: bytes | memoryview) -> None:
-        check_piece(piece, data, self.index)
-
-    def _store(self, piece: Piece, data: bytes) -> None:
-        self._check(piece, data)
-        if piece.part in self._stored:
-            self.parts.put(self.encoding.parts[piece.part].digest, piece.start, data)
+        if nowhere := self._absences.nowhere(missing):
+            part = self._pieces[next(members(nowhere))].part
+            raise PeerError(
+                ErrorCode.NOT_FOUND, f"no source has part {self._encoding.parts[part].digest[:12]} any more"
+            )

@@ -17,13 +17,16 @@ from typing import NoReturn
 from prime_node.broadcast.swarm.directory import Directory
 from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
+from prime_node.broadcast.swarm.tended import Tended
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
+from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.identity import KeyId
+from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import PeerNews, PeerRecord
 
 log = logging.getLogger(__name__)
@@ -43,27 +46,28 @@ class _Rest:
 
 
 class Neighbours:
-    """The current links. Used from the event loop only."""
+    """The current links: the PeerEvents and the DownloadPlan of the pool's peers. Used from the event loop only."""
 
     def __init__(
         self,
         directory: Directory,
         pool: SourcePool,
         connect: Connect,
+        uplink: Uplink,
+        tended: Tended,
         *,
         clock: Clock,
         rng: random.Random,
         rules: TopologyRules | None = None,
     ) -> None:
+        """Link to peers of `directory` and add them to `pool`. Peers that give bytes are served first by `uplink`."""
         self.liars: dict[KeyId, str] = {}
         """Peers that sent wrong bytes, and what was wrong."""
-        self.fault: Callable[[str, BaseException], None] = lambda part, error: log.error(
-            "%s failed", part, exc_info=error
-        )
-        """Callback for faults of this machine."""
         self._directory = directory
         self._pool = pool
         self._connect = connect
+        self._uplink = uplink
+        self._tended = tended
         self._clock = clock
         self._rng = rng
         self._rules = rules or TopologyRules()
@@ -71,10 +75,6 @@ class Neighbours:
         self._tasks: dict[KeyId, asyncio.Task[None]] = {}
         self._rests: dict[KeyId, _Rest] = {}
         self._wake = asyncio.Event()
-        pool.lied = self._lied
-        pool.share = self._share
-        pool.prepare = self._prepare
-        pool.parents = self._parents
 
     @property
     def linked(self) -> tuple[KeyId, ...]:
@@ -83,11 +83,15 @@ class Neighbours:
 
     def links(self) -> list[PeerLink]:
         """Return the links to the peers in `linked`."""
-        return [self._links[peer] for peer in self.linked if peer in self._links]
+        return [self._links[peer] for peer in self.linked]
 
-    async def run(self) -> NoReturn:
-        """Keep links until cancelled, then close them."""
-        asking = asyncio.create_task(self._directory.run(self.links, self._wake.set))
+    def named_links(self) -> list[tuple[KeyId, PeerLink]]:
+        """Return the peers in `linked` with their links."""
+        return [(peer, self._links[peer]) for peer in self.linked]
+
+    async def run(self, offer_of: Callable[[], PeersRequest]) -> NoReturn:
+        """Keep links until cancelled, then close them. `offer_of` returns what the directory asks with."""
+        asking = asyncio.create_task(self._directory.run(self.links, self._wake.set, offer_of=offer_of))
         try:
             while True:
                 self._link_more()
@@ -122,7 +126,7 @@ class Neighbours:
 
     async def _listen(self, peer: KeyId, link: PeerLink) -> None:
         """Run one link from its first notification to its last."""
-        named = NamedSource(peer, link, SourceKind.PEER)
+        named = NamedSource(peer, link, SourceKind.PEER, events=self)
         try:
             async for news in link.news():
                 self._heard(named, news)
@@ -131,7 +135,7 @@ class Neighbours:
         except (PeerError, Unreachable) as error:
             self._rest(peer, error)
         except Exception as error:  # noqa: BLE001 - the edge of the task; nothing awaits it
-            self.fault(f"the link to peer {peer}", error)
+            self._tended.note(f"the link to peer {peer}", error)
             self._rest(peer, error)
         finally:
             self._pool.remove(peer)
@@ -160,20 +164,28 @@ class Neighbours:
         rest.until_s = self._clock.monotonic_s() + pause_s
         log.info("peer %s: %s; linking again in %.0f s at the earliest", peer, error, pause_s)
 
-    def _lied(self, named: NamedSource, error: PeerError) -> None:
-        if named.kind is SourceKind.PEER:
-            log.warning("peer %s sent wrong bytes (%s); it is left for good", named.name, error.detail)
-            self.liars[named.name] = error.detail
-            task = self._tasks.get(named.name)
-            if task is not None:
-                task.cancel()
-            self._pool.remove(named.name)
+    # PeerEvents
 
-    async def _prepare(self) -> None:
+    def gave(self, named: NamedSource, num_bytes: int) -> None:
+        """Record verified bytes: the uplink serves this peer before those that gave none."""
+        self._uplink.gave(named.name, num_bytes)
+
+    def lied(self, named: NamedSource, error: PeerError) -> None:
+        """Drop a peer that sent wrong bytes, until this process ends."""
+        log.warning("peer %s sent wrong bytes (%s); it is left for good", named.name, error.detail)
+        self.liars[named.name] = error.detail
+        task = self._tasks.get(named.name)
+        if task is not None:
+            task.cancel()
+        self._pool.remove(named.name)
+
+    # DownloadPlan
+
+    async def prepare(self) -> None:
         """Prepare all links. A link that fails here fails again when it is used, and is handled then."""
         await asyncio.gather(*(link.prepare() for link in self.links()), return_exceptions=True)
 
-    def _share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
+    def share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
         """Return our share of an encoding, among the listed peers that do not have all of it.
 
         All peers compute it from nearly the same list.
@@ -182,7 +194,7 @@ class Neighbours:
         done = {named.name for named in self._pool.peers if named.has.get(encoding, 0) == whole}
         return share_of(self._directory.me, self._directory.records.keys() - done, encoding)
 
-    def _parents(self, sent_bytes: int) -> frozenset[str] | None:
+    def parents(self, sent_bytes: int) -> frozenset[str] | None:
         """Return our linked parents if an encoding of this size goes down the tree.
 
         Return None at the tree's root, and in a swarm.

@@ -42,6 +42,8 @@ class Peer:
     service: PeerService
     web: WebServer
     directory: Directory
+    tended: Tended
+    """Faults so far."""
     neighbours: Neighbours | None = None
     """Links to peers; None for a machine that only serves: the trainer."""
     network: PeerNetwork | None = None
@@ -52,15 +54,7 @@ class Peer:
     """Switch that, if given, lets the swarm see this machine only while on: another machine may use the same key."""
     port: int | None = None
     """Port that it serves on."""
-    tended: Tended = field(init=False)
-    """Faults so far."""
     _task: asyncio.Task[None] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.directory.offer = self.offer
-        self.tended = Tended(self.service.clock)
-        if self.neighbours is not None:
-            self.neighbours.fault = self.tended.note
 
     def offer(self) -> PeersRequest:
         """Return the request to the coordinator, with our addresses if we serve."""
@@ -112,9 +106,12 @@ class Peer:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             if self.neighbours is not None:
-                tasks.create_task(self.tended.keep("links to peers", self.neighbours.run))
+                tasks.create_task(
+                    self.tended.keep("links to peers", functools.partial(self.neighbours.run, self.offer))
+                )
             else:
-                tasks.create_task(self.tended.keep("peers' directory", self._ask))
+                asking = functools.partial(self.directory.run, offer_of=self.offer)
+                tasks.create_task(self.tended.keep("peers' directory", asking))
             if self.mesh is not None:
                 tasks.create_task(self.tended.keep("the peer network", functools.partial(self._keep_links, self.mesh)))
 
@@ -139,9 +136,6 @@ class Peer:
             except (LocalError, Unreachable) as error:
                 self.tended.note("the peer network", error)  # `_keep_links` opens it again
         await self._run()
-
-    async def _ask(self) -> None:
-        await self.directory.run(list, lambda: None)
 
     async def _keep_links(self, mesh: Mesh) -> None:
         """Run the mesh; reopen the peer network if it has ended.

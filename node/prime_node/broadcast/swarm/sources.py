@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.patience import unless
@@ -47,6 +48,18 @@ class SourceKind(StrEnum):
     """A source that has what it announces."""
 
 
+class PeerEvents(Protocol):
+    """Receiver of what a pool finds out about one kind of source: implemented by the links to peers."""
+
+    def gave(self, named: NamedSource, num_bytes: int) -> None:
+        """Record verified bytes."""
+        ...
+
+    def lied(self, named: NamedSource, error: PeerError) -> None:
+        """Record wrong bytes."""
+        ...
+
+
 @dataclass
 class NamedSource:
     """A source and its behaviour so far."""
@@ -54,6 +67,8 @@ class NamedSource:
     name: str
     source: CheckpointSource
     kind: SourceKind = SourceKind.ORIGIN
+    events: PeerEvents | None = None
+    """Receiver of this source's events, if it is a linked peer."""
     has: dict[str, PieceSet] = field(default_factory=dict)
     """Pieces that a peer has announced, by the digest of the encoding's index."""
     head: int = -1
@@ -78,18 +93,6 @@ class SourcePool:
         self._clock = clock
         self._rng = rng
         self._changed = asyncio.Event()
-        self.share: Callable[[str, int], tuple[float, float]] = lambda encoding, num_pieces: (0.0, 0.0)
-        """Part of an encoding of so many pieces that this machine requests first."""
-        self.parents: Callable[[int], frozenset[str] | None] = lambda sent_bytes: None
-        """Peers to ask exclusively at first for an encoding of so many bytes: our parents in the tree. None: all peers."""
-        self.prepare: Callable[[], Coroutine[None, None, None]] = _nothing_to_prepare
-        """Callback that prepares the links to peers for requests that come soon."""
-        self.download_turn: Callable[[int], Awaitable[None]] | None = None
-        """Function that waits until so many bytes may be requested: the owner's limit."""
-        self.gave: Callable[[NamedSource, int], None] = lambda named, num_bytes: None
-        """Callback for verified bytes."""
-        self.lied: Callable[[NamedSource, PeerError], None] = lambda named, error: None
-        """Callback for wrong bytes."""
 
     def ready(self) -> list[NamedSource]:
         """Return the sources that do not rest: reliable ones first, permanent ones before peers, then the least busy."""
@@ -152,7 +155,7 @@ class SourcePool:
     # Behaviour
 
     def failed(self, named: NamedSource, error: Exception) -> None:
-        """Record a failed request: the source rests. A wrong digest is reported to `lied`."""
+        """Record a failed request: the source rests. A wrong digest is reported to its `events`."""
         if named.kind is SourceKind.PEER and isinstance(error, PeerError) and error.is_transient:
             # A peer without a free slot does nothing wrong.
             named.rests_until_s = self._clock.monotonic_s() + min(error.retry_after_s or REST_S_MIN, REST_S_MAX)
@@ -165,16 +168,16 @@ class SourcePool:
             level = logging.INFO if named.kind is SourceKind.PEER else logging.WARNING
             log.log(level, "source %s: %s; trying again in %.1f s and after", named.name, error, rest_s)
         named.reason = str(error)
-        if isinstance(error, PeerError) and error.code is ErrorCode.DIGEST_MISMATCH:
-            self.lied(named, error)
+        if named.events is not None and isinstance(error, PeerError) and error.code is ErrorCode.DIGEST_MISMATCH:
+            named.events.lied(named, error)
 
     def succeeded(self, named: NamedSource, num_bytes: int = 0) -> None:
         """Record a successful request, and `num_bytes` verified bytes."""
         if named.failures:
             log.info("source %s is back", named.name)
         named.failures, named.reason = 0, ""
-        if num_bytes:
-            self.gave(named, num_bytes)
+        if named.events is not None and num_bytes:
+            named.events.gave(named, num_bytes)
 
     async def rest(self) -> None:
         """Wait until a resting source is ready, or a peer has come or announced something; REST_S_MIN if none rests."""
@@ -218,10 +221,6 @@ class SourcePool:
                 raise PeerError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
             await self.rest()
         raise Unreachable(f"no source gives blob {entry.digest[:12]}")
-
-
-async def _nothing_to_prepare() -> None:
-    """Do nothing: there are no peers."""
 
 
 async def fetch_from(source: CheckpointSource, entry: PartEntry) -> bytes:

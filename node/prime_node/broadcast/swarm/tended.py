@@ -23,11 +23,11 @@ class Tended:
     """Faults so far in one machine's swarm. Example: Tended(clock)."""
 
     clock: Clock
+    on_fault: Callable[[int], None] = lambda num_faults: None
+    """Callback for each fault, with the number of faults so far: for metrics."""
     num_faults: int = 0
     last: str = ""
     """Last fault: its part and its error."""
-    on_fault: Callable[[], None] = lambda: None
-    """Callback after each fault, for metrics."""
 
     def note(self, part: str, error: BaseException) -> None:
         """Count a fault of this machine and log it with its traceback."""
@@ -35,7 +35,7 @@ class Tended:
         reasons = "; ".join(repr(cause) for cause in causes_of(error))
         self.last = f"{part}: {printable(reasons, REASON_CHARS_MAX)}"
         log.error("swarm: %s failed, %d faults so far", part, self.num_faults, exc_info=error)
-        self.on_fault()
+        self.on_fault(self.num_faults)
 
     async def keep(self, part: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
         """Run `work` until cancelled. It never ends by itself, so a return counts as a fault too."""
