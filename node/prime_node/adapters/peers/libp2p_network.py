@@ -21,6 +21,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_dialling import Dialler
 from prime_node.adapters.peers.libp2p_doorkeeper import Doorkeeper
 from prime_node.adapters.peers.libp2p_gate import ConnectionGater
 from prime_node.adapters.peers.libp2p_gossip import Gossip
@@ -28,7 +29,7 @@ from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_meeting import KEY_CHARS_MAX, MEET, Meetings, hosts_by
 from prime_node.adapters.peers.libp2p_nat import Holes
-from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach, circuits
+from prime_node.adapters.peers.libp2p_reach import ALIVE, DIAL_BACK, TEXT_BYTES_MAX, Reach
 from prime_node.adapters.peers.libp2p_streams import Serve, Streams, hosts_of, leads_through_relay, settle_answer
 from prime_node.adapters.peers.mdns import LocalPeers
 from prime_node.adapters.peers.trio_thread import TrioThread
@@ -50,12 +51,8 @@ log = logging.getLogger(__name__)
 
 MISSED_MAX = 3
 """Heartbeats that a peer may miss."""
-DIAL_NEXT_S = 0.25
-"""Seconds after which the next address of a peer is tried in parallel (RFC 8305)."""
 CLOSE_S_MAX = 3.0
 """Timeout in seconds for closing all links."""
-DIAL_AGAIN_S = 15.0
-"""Seconds between attempts at a bootstrap peer that does not answer."""
 
 
 class Libp2pNetwork:
@@ -80,6 +77,7 @@ class Libp2pNetwork:
         self._hints: Hints | None = None
         self._holes: Holes | None = None
         self._reach: Reach | None = None
+        self._dialler: Dialler | None = None
 
     @property
     def peer_id(self) -> KeyId:
@@ -102,6 +100,7 @@ class Libp2pNetwork:
             await self._local.close()
             self._thread = TrioThread("libp2p")
             self._host = self._streams = self._gossip = self._hints = self._holes = self._reach = None
+            self._dialler = None
         await self._thread.start(self._main)
         if self._settings.lan and not self._settings.private and self._host is not None:
             await self._local.start([str(address) for address in self._host.get_transport_addrs()])
@@ -154,7 +153,7 @@ class Libp2pNetwork:
         if is_new and len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
             self._staying[address.peer] = address
             if self._host is not None:
-                self._thread.spawn(functools.partial(self._stay_linked, address))
+                self._thread.spawn(functools.partial(self._stay_linked, address.peer))
         elif not is_new and address.peer in self._staying:
             self._staying[address.peer] = address  # its current address
 
@@ -206,6 +205,8 @@ class Libp2pNetwork:
             self._streams = streams = Streams(host, nursery)
             is_relay, gate = self._settings.relay, self._gate
             holes = Holes(host, streams, nursery, serves_as_relay=is_relay, gate=gate, seen_at=self._seen_at)
+            usable = None if self._settings.private else holes
+            self._dialler = Dialler(host, streams, gate, usable, self._blocked)
             self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
             self._serve(streams, ALIVE, reach.tell_where, request_bytes_max=0)
             if not self._settings.private:
@@ -223,8 +224,8 @@ class Libp2pNetwork:
                 name = stream_protocol(self._run, topic)
                 await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
             nursery.start_soon(self._keep_alive)
-            for address in self._staying.values():
-                nursery.start_soon(self._stay_linked, address)
+            for peer in list(self._staying):
+                nursery.start_soon(self._stay_linked, peer)
             is_ready()
             await stopping.wait()
             await self._hang_up(host)
@@ -287,20 +288,8 @@ class Libp2pNetwork:
         return await self._hints.providers(digest)
 
     async def _connect(self, address: PeerAddress, timeout_s: float) -> ConnectedPeer:
-        assert self._streams is not None
-        peer = address.peer
-        if peer in self._blocked or peer == self.peer_id:
-            raise Unreachable(f"{peer} is {'this peer' if peer == self.peer_id else 'blocked'}")
-        if not self._streams.has_direct_link(peer):
-            direct = [text for text in self._gate.choose(address.addresses) if "p2p-circuit" not in text]
-            with trio.move_on_after(timeout_s):
-                with self._gate.opened(direct):
-                    await self._dial(peer, direct[: limits.PEER_ADDRESSES_MAX])
-                if self._holes is not None and not self._streams.has_direct_link(peer):
-                    await self._call(self._holes, address)
-        if not self._streams.links(peer):
-            raise Unreachable(f"{peer}: nobody with this key answers at {', '.join(address.addresses) or 'no address'}")
-        return ConnectedPeer(peer, is_relayed=not self._streams.has_direct_link(peer))
+        assert self._dialler is not None
+        return await self._dialler.connect(address, timeout_s)
 
     async def _seen_at(self, peer: KeyId) -> frozenset[str]:
         """Return a peer's addresses as seen by the relays that this machine stays linked to."""
@@ -310,37 +299,6 @@ class Libp2pNetwork:
 
     def _choose_hints(self, addresses: Sequence[str]) -> Sequence[str]:
         return self._gate.choose_hints(addresses, () if self._streams is None else self._streams.all_hosts())
-
-    async def _call(self, holes: Holes, address: PeerAddress) -> None:
-        """Link over a relay, and from there directly if a hole can be punched."""
-        assert self._streams is not None
-        if self._streams.links(address.peer):
-            await holes.punch(address.peer)
-            return
-        for text in circuits(address):
-            if await holes.call(address.peer, text):
-                return
-
-    async def _dial(self, peer: KeyId, addresses: Sequence[str]) -> None:
-        """Dial one address after the other, the next one in parallel if the last is slow; the first success wins."""
-        assert self._host is not None
-        swarm = self._host.get_network()
-
-        async def attempt(text: str, failed: trio.Event) -> None:
-            try:
-                await swarm.dial_addr(Multiaddr(text), ID.from_string(peer))
-                nursery.cancel_scope.cancel()
-            except Exception as error:  # noqa: BLE001 - libp2p raises many kinds; the next address is tried
-                faults.note(log, f"{peer} at {text}", error)
-            finally:
-                failed.set()
-
-        async with trio.open_nursery() as nursery:
-            for text in addresses:
-                failed = trio.Event()
-                nursery.start_soon(attempt, text, failed)
-                with trio.move_on_after(DIAL_NEXT_S):
-                    await failed.wait()
 
     async def _close_links(self, peer: KeyId) -> None:
         assert self._host is not None
@@ -379,18 +337,9 @@ class Libp2pNetwork:
         except Exception as error:  # noqa: BLE001 - whatever it was, no heartbeat came; the next round decides
             faults.note(log, f"no sign of life from {peer}", error)
 
-    async def _stay_linked(self, address: PeerAddress) -> None:
-        """Dial a bootstrap peer whenever there is no link to it."""
-        reason = ""
-        while True:
-            try:
-                await self._connect(self._staying[address.peer], 10.0)
-                reason = ""
-            except Unreachable as error:
-                if str(error) != reason:
-                    log.warning("bootstrap peer %s; trying again every %.0f s", error, DIAL_AGAIN_S)
-                reason = str(error)
-            await trio.sleep(DIAL_AGAIN_S)
+    async def _stay_linked(self, peer: KeyId) -> None:
+        assert self._dialler is not None
+        await self._dialler.stay_linked(peer, self._staying)
 
     def _advertised(self, candidates: Sequence[Multiaddr]) -> Sequence[Multiaddr]:
         """Return what Identify advertises: what may be announced and nothing else, so no address inside a home network."""
