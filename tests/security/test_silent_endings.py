@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,10 @@ from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.tended import Tended
 from prime_node.broadcast.swarm.uplink import Uplink
+from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
+from prime_protocol.errors import PeerError
+from prime_protocol.identity import PublicKey
 from prime_protocol.peers import PeerNews
 
 
@@ -111,7 +114,6 @@ async def test_a_libp2p_host_whose_thread_ends_is_opened_again() -> None:
     pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
     from prime_node.adapters.peers.libp2p_host import PeerSettings
     from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-    from prime_node.ports.peer_network import PeerAddress
 
     settings = PeerSettings(listen=("/ip4/127.0.0.1/tcp/0",))
     anna, ben = (Libp2pNetwork(key, run=RUN.digest, settings=settings) for key in (ANNA, BEN))
@@ -183,3 +185,22 @@ def test_a_bug_at_the_edge_to_libp2p_is_loud_once_a_place_and_a_peers_failure_is
     assert loud[0].exc_info
     faults.note(log, "dialling", ExceptionGroup("nursery", [fail(OSError, cause=NameError("hidden in a cause"))]))
     assert sum(record.levelno >= logging.WARNING for record in caplog.records) == 2
+
+
+def test_an_error_of_our_own_code_at_the_edge_to_libp2p_is_loud_unless_its_kind_means_a_peer_or_the_network(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("prime_node.test")
+
+    def raised(call: Callable[[], object]) -> Exception:
+        try:
+            call()
+        except (ValueError, PeerError) as error:
+            return error
+        raise AssertionError("nothing was raised")
+
+    faults.note(log, "reading", raised(lambda: int("a peer's word")))  # as libp2p raises it
+    faults.note(log, "reading", raised(lambda: PublicKey.from_key_id("no key")))
+    assert not caplog.records
+    faults.note(log, "reading", raised(lambda: PeerAddress.parse("no address")))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]

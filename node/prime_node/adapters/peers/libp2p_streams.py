@@ -217,6 +217,7 @@ class Streams:
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no protocol, no stream, no link
             if "not supported" in f"{error!r} {error.__cause__!r}":
                 raise PeerError(ErrorCode.NOT_FOUND, f"{peer} does not serve {protocol}") from None
+            faults.note(log, f"a stream to {peer}", error)
             raise Unreachable(f"{peer} opens no stream: {error!r}") from None
 
     def links(self, peer: str) -> list[Any]:
@@ -299,7 +300,8 @@ def leads_through_relay(link: Any) -> bool:
     if known is None:
         try:
             known = any("p2p-circuit" in str(address) for address in link.get_transport_addresses())
-        except Exception:  # noqa: BLE001 - a link that is closing has no addresses
+        except Exception as error:  # noqa: BLE001 - a link that is closing has no addresses
+            faults.note(log, "addresses of a link", error)
             return False
         _relayed[link] = known
     return known
@@ -315,7 +317,8 @@ def _host_of(link: Any) -> str:
     if known is None:
         try:
             texts = [str(address).split("/p2p/")[0] for address in link.get_transport_addresses()]
-        except Exception:  # noqa: BLE001 - a link that is closing has no addresses
+        except Exception as error:  # noqa: BLE001 - a link that is closing has no addresses
+            faults.note(log, "addresses of a link", error)
             return ""
         ends = [end.host for text in texts if (end := endpoint_of(text)) is not None]
         known = _hosts[link] = "" if leads_through_relay(link) or not ends else ends[0]

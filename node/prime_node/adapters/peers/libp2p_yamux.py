@@ -11,6 +11,7 @@ writers for the other side's credit, STALL_S at most. Invariant: no stream holds
 
 from __future__ import annotations
 
+import logging
 import struct
 
 import trio
@@ -22,7 +23,10 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, Mux
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux import yamux as library
 
+from prime_node.adapters.peers import faults
 from prime_protocol import limits
+
+log = logging.getLogger(__name__)
 
 STALL_S = limits.PEER_STALL_S_MAX
 """Seconds without credit after which a writer gives its stream up."""
@@ -171,7 +175,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
                 if len(data) < SHORT_BYTES and any(one.missing_bytes > SHORT_BYTES for one in self.streams.values()):
                     await trio.sleep(PAUSE_S)
         except Exception as error:  # noqa: BLE001 - the edge of the task: what a peer sends never ends the host
-            library.logger.debug("the link to %s ended: %r", self.peer_id, error)
+            faults.note(log, f"the link to {self.peer_id}", error)
         await self._cleanup_on_error()
 
     async def _cleanup_on_error(self) -> None:
