@@ -12,7 +12,8 @@ from tests.node.table_engine import TableEngine
 from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, make_run
 
 from prime_node.ports.engine import GenerateRequest
-from prime_node.worker.leases import GenerationPace, open_lease
+from prime_node.worker.leases import open_lease
+from prime_node.worker.pace import GenerationPace
 from prime_node.worker.rehearsal import rehearse
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, seal

@@ -166,9 +166,9 @@ async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path)
     await engine.at_work.wait()
     world.coordinator.publish_policy(table_weights(1))
     await engine.swapped.wait()
-    await until(lambda: worker.held == 1)
-    assert worker.swap_ms is not None
-    assert worker.usable_after_ms is not None
+    await until(lambda: worker.loaded.version == 1)
+    assert worker.loaded.swap_ms is not None
+    assert worker.loaded.usable_after_ms is not None
     world.stop.set()
     await working
 
@@ -179,7 +179,7 @@ async def test_answers_for_an_evaluation_are_of_one_policy(tmp_path: Path) -> No
     world.coordinator.first_problem = HELD_OUT_START
     worker = world.worker(engine)
     working = asyncio.create_task(run_worker(worker, world.stop))
-    await until(lambda: worker.state is WorkerState.GENERATING)
+    await until(lambda: worker.activity.state is WorkerState.GENERATING)
     world.coordinator.publish_policy(table_weights(1))
     await until(lambda: (latest := worker.follower.latest()) is not None and latest.version == 1)
     for _ in range(20):
@@ -224,7 +224,7 @@ async def test_leases_that_expired_while_the_machine_slept_are_dropped(tmp_path:
     world.stop_when(lambda: world.coordinator.accepted >= 2)
     worker = world.worker(Sleepy())
     assert await run_worker(worker, world.stop) is Ending.STOPPED
-    assert worker.leases_dropped >= 1
+    assert worker.activity.leases_dropped >= 1
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
     assert world.coordinator.joined >= 2
 
@@ -272,7 +272,7 @@ async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
     worker = world.worker()
     await run_worker(worker, world.stop)
     assert "s behind the coordinator's" in caplog.text
-    assert worker.leases_dropped <= 1
+    assert worker.activity.leases_dropped <= 1
 
 
 async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_knows_what_is_newest(
@@ -285,9 +285,9 @@ async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_kn
     await until(lambda: coordinator.accepted >= 2)
     coordinator.shown_timestamp = await coordinator.timestamp()
     await until(lambda: "has expired" in worker.trust.fault())
-    await until(lambda: worker.spool.num_bundles == 0 and not worker.in_hand)
+    await until(lambda: worker.spool.num_bundles == 0 and not worker.activity.in_hand)
     asked = len(coordinator.leases)
-    await until(lambda: "has expired" in worker.waiting_for)
+    await until(lambda: "has expired" in worker.activity.waiting_for)
     await asyncio.sleep(0.05)
     assert len(coordinator.leases) == asked
     coordinator.shown_timestamp = None

@@ -22,7 +22,7 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.coordinator.usable import OUTLIER_FACTOR, TimesToUsable
-from prime_node.worker.leases import GenerationPace
+from prime_node.worker.pace import GenerationPace
 from prime_protocol import limits
 from prime_protocol.body_claim import BodyClaim
 from prime_protocol.errors import ErrorCode

@@ -100,7 +100,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
 async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
     """Process leases in turn until `quit`."""
     while not worker.quit.is_set():
-        worker.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
+        worker.activity.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
         lease = await unless(worker.quit.wait(), leases.get())
         if lease is not None:
             await fulfil(worker, lease)
@@ -112,7 +112,7 @@ async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
 
     Hand back leases that were not started, upload what is done, fetch the last receipts and leave.
     """
-    worker.state = WorkerState.DRAINING
+    worker.activity.state = WorkerState.DRAINING
     while not leases.empty():
         await unless(worker.grace_over.wait(), hand_back(worker, leases.get_nowait()))
     if worker.spool.num_bundles:

@@ -11,7 +11,7 @@ from typing import Any
 from prime_node.patience import unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine, GenerateRequest
-from prime_node.worker.leases import GenerationPace
+from prime_node.worker.pace import GenerationPace
 from prime_protocol.run_spec import RunSpec
 
 ROLLOUTS = 16

@@ -58,11 +58,11 @@ async def show_status(worker: Worker) -> NoReturn:
 def heartbeat_request(worker: Worker) -> HeartbeatRequest:
     """Return the worker's next heartbeat."""
     return HeartbeatRequest(
-        state=worker.state,
-        policy_version=worker.held,
+        state=worker.activity.state,
+        policy_version=worker.loaded.version,
         bundles_spooled=min(worker.spool.num_bundles, limits.BUNDLES_SPOOLED_MAX),
-        usable_after_ms=_claimed(worker.usable_after_ms),
-        swap_ms=_claimed(worker.swap_ms),
+        usable_after_ms=_claimed(worker.loaded.usable_after_ms),
+        swap_ms=_claimed(worker.loaded.swap_ms),
         session=worker.session.name,
     )
 
@@ -100,12 +100,12 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
     head = max(session.head, -1 if latest is None else latest.version)
     return Status(
         worker=worker.key.key_id,
-        state=worker.state,
-        policy_version=worker.held,
+        state=worker.activity.state,
+        policy_version=worker.loaded.version,
         head=head,
         step=session.step,
-        tokens_per_s=round(worker.pace.tokens_per_s, 1),
-        rollouts_generated=worker.rollouts_generated,
+        tokens_per_s=round(worker.activity.pace.tokens_per_s, 1),
+        rollouts_generated=worker.activity.rollouts_generated,
         rollouts_accepted=tally.accepted,
         rollouts_pending=tally.pending,
         tokens_accepted=tally.tokens,
@@ -113,9 +113,9 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         bundles_in_surety=0 if audits is None else worker.receipts.num_sureties(audits.surety_bundles),
         bundles_spooled=worker.spool.num_bundles,
         bundles_uploaded=worker.spool.num_uploaded,
-        leases_dropped=worker.leases_dropped,
+        leases_dropped=worker.activity.leases_dropped,
         coordinator_away_s=None if away_since_s is None else worker.clock.monotonic_s() - away_since_s,
-        waiting_for=session.in_use or worker.waiting_for or _first_wait(worker, head),
+        waiting_for=session.in_use or worker.activity.waiting_for or _first_wait(worker, head),
         notice=session.notice,
         swarm=worker.swarm(),
         ended=ended,

@@ -51,13 +51,13 @@ async def load_first(worker: Worker) -> None:
         return
     download_bytes = sum(worker.follower.received.values())
     download_bytes_per_s = download_bytes / max(worker.clock.monotonic_s() - began_s, 1e-3)
-    worker.waiting_for = f"the engine to load policy {policy.version}"
+    worker.activity.waiting_for = f"the engine to load policy {policy.version}"
     if await unless(worker.quit.wait(), _load(worker, policy)):
         too_long = first_of(worker.quit.wait(), worker.clock.sleep(REHEARSAL_S_MAX))
-        worker.waiting_for = "a rehearsal"
-        await rehearse(worker.engine, worker.run.spec, worker.pace, clock=worker.clock, too_long=too_long)
-        worker.speed = worker.pace.claim(download_bytes_per_s=download_bytes_per_s)
-    worker.waiting_for = ""
+        worker.activity.waiting_for = "a rehearsal"
+        await rehearse(worker.engine, worker.run.spec, worker.activity.pace, clock=worker.clock, too_long=too_long)
+        worker.activity.speed = worker.activity.pace.claim(download_bytes_per_s=download_bytes_per_s)
+    worker.activity.waiting_for = ""
 
 
 async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
@@ -71,16 +71,16 @@ async def _next_lease(worker: Worker) -> Lease:
     """Return a lease for the newest held policy, however long it takes."""
     while True:
         if fault := worker.trust.fault():
-            worker.waiting_for = fault
+            worker.activity.waiting_for = fault
             await worker.clock.sleep(LEASE_PAUSE_S)
             continue
         policy = worker.follower.latest() or await worker.follower.wait_newer(-1)
         asked = LeaseRequest(
             policy_version=policy.version,
             policy_digest=policy.signed.digest,
-            rollouts_max=worker.pace.rollouts_max(worker.run, wanted=worker.config.rollouts_max),
+            rollouts_max=worker.activity.pace.rollouts_max(worker.run, wanted=worker.config.rollouts_max),
             holding=_holding(worker),
-            speed=None if worker.rollouts_generated else worker.speed,
+            speed=None if worker.activity.rollouts_generated else worker.activity.speed,
             wait_s=worker.config.wait_seconds,
             session=worker.session.name,
         )
@@ -89,20 +89,20 @@ async def _next_lease(worker: Worker) -> Lease:
             if not isinstance(reply, NotYet):
                 opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
                 lease = await worker.trust.verified(opened)
-                worker.in_hand.add(lease.lease_id)
+                worker.activity.in_hand.add(lease.lease_id)
                 worker.receipts.note_lease(lease, reply)
-                worker.waiting_for = ""
+                worker.activity.waiting_for = ""
                 return lease
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
         except PeerError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
-        worker.waiting_for = reason  # for the status line
+        worker.activity.waiting_for = reason  # for the status line
         await worker.clock.sleep(pause_s)
 
 
 def _holding(worker: Worker) -> tuple[str, ...] | None:
     """Return every known lease, so that one whose answer was lost need not wait until it expires."""
-    held = (*worker.in_hand, *worker.spool.lease_ids)
+    held = (*worker.activity.in_hand, *worker.spool.lease_ids)
     return held if len(held) <= HOLDING_MAX else None
 
 
@@ -113,21 +113,21 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
     if policy is None:
         await hand_back(worker, lease)
         return
-    if not worker.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
-        worker.pace.doubt()
+    if not worker.activity.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
+        worker.activity.pace.doubt()
         await hand_back(worker, lease)
         return
     # An evaluation is of one policy, so its completions never span two.
     swap = SwapPolicy.DRAIN if lease.is_evaluation else worker.run.spec.schedule.swap
-    if worker.held != policy.version and not (swap.spans_policies and worker.held > policy.version):
+    if worker.loaded.version != policy.version and not (swap.spans_policies and worker.loaded.version > policy.version):
         await _load(worker, policy)
-    worker.state = WorkerState.GENERATING
+    worker.activity.state = WorkerState.GENERATING
     began_s = worker.clock.monotonic_s()
     work = generate(
         worker.engine,
         lease,
         swap,
-        held=worker.held,
+        held=worker.loaded.version,
         proofs=worker.run.spec.checks.proofs,
         wait_newer=functools.partial(_wait_newer, worker),
         play=_play(worker),
@@ -136,14 +136,16 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
     slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
     with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
         generated = await unless(worker.grace_over.wait(), work)
-    worker.held = -1 if generated is None else generated.held
+    worker.loaded.version = -1 if generated is None else generated.held
     if generated is None or generated.rollouts is None:
         await hand_back(worker, lease, failed=generated is not None and generated.failed)
         return
     rollouts = generated.rollouts
     num_tokens = rollouts.num_tokens
-    worker.pace.measured(rollouts=lease.num_rollouts, tokens=num_tokens, seconds=worker.clock.monotonic_s() - began_s)
-    worker.rollouts_generated += lease.num_rollouts
+    worker.activity.pace.measured(
+        rollouts=lease.num_rollouts, tokens=num_tokens, seconds=worker.clock.monotonic_s() - began_s
+    )
+    worker.activity.rollouts_generated += lease.num_rollouts
     if worker.seconds_left(lease) <= 0:
         await hand_back(worker, lease)
         return
@@ -156,7 +158,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         created_at_ms=worker.clock.now_ms(),
     )
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
-    worker.in_hand.discard(lease.lease_id)
+    worker.activity.in_hand.discard(lease.lease_id)
 
 
 def _play(worker: Worker) -> Play | None:
@@ -177,7 +179,7 @@ async def _load(worker: Worker, policy: Policy) -> bool:
     Raises LocalError if the engine does not compute what the weights imply.
     """
     for attempt in range(1, LOADS_MAX + 1):
-        worker.held = -1
+        worker.loaded.version = -1
         try:
             with _swapping(worker, policy.version, policy):
                 await worker.engine.load(policy.weights, policy_version=policy.version)
@@ -197,13 +199,11 @@ def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Ite
     began_s = worker.clock.monotonic_s()
     with worker.timed("swap", policy_version=policy_version):
         yield
-    worker.held = policy_version
-    worker.usable_after_ms = worker.swap_ms = None
-    is_first, is_newest = worker.newest_held < 0, policy_version > worker.newest_held
-    worker.newest_held = max(policy_version, worker.newest_held)
-    if is_newest and not is_first and policy is not None and policy.version == policy_version:
-        worker.usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
-        worker.swap_ms = round(1_000 * (worker.clock.monotonic_s() - began_s))
+    usable_after_ms = None
+    if policy is not None and policy.version == policy_version:
+        usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
+    swap_ms = round(1_000 * (worker.clock.monotonic_s() - began_s))
+    worker.loaded.swapped(policy_version, usable_after_ms=usable_after_ms, swap_ms=swap_ms)
 
 
 async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> None:
@@ -211,8 +211,8 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
 
     An expired lease needs no message: others have it already, as is normal after a laptop's sleep.
     """
-    worker.leases_dropped += 1
-    worker.in_hand.discard(lease.lease_id)
+    worker.activity.leases_dropped += 1
+    worker.activity.in_hand.discard(lease.lease_id)
     if worker.seconds_left(lease) <= 0:
         log.info("lease %s has expired; dropped", lease.lease_id[:12])
         return

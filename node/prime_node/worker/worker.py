@@ -8,7 +8,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -22,16 +22,16 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine
 from prime_node.ports.environment import TurnEnvironment
 from prime_node.ports.transport import WorkerPort
+from prime_node.worker.activity import LeaseActivity, LoadedPolicy
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.leases import GenerationPace
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
 from prime_protocol.assignment import Lease
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import JoinRequest, WorkerState
+from prime_protocol.messages import JoinRequest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.telemetry import Hardware, Speed
+from prime_protocol.telemetry import Hardware
 
 log = logging.getLogger(__name__)
 
@@ -73,46 +73,32 @@ class Worker:
     clock: Clock
     environments: Mapping[str, TurnEnvironment] = field(default_factory=dict)
     """Multi-turn environments, by name."""
-    rng: random.Random = field(default_factory=random.Random)
-    hardware: Hardware | None = None
+    rng: InitVar[random.Random | None] = None
+    hardware: InitVar[Hardware | None] = None
     """Description of this machine for the operator."""
+    accepted: InitVar[Switch | None] = None
+    """Switch to turn on while the coordinator counts this machine as its key's user; the swarm host runs only then."""
     swarm: Callable[[], str] = lambda: ""
     """Function that returns the swarm's state as text for the owner."""
     say: Callable[[str], None] = log.info
     """Function that shows a line to the owner."""
     timeline: Recorder = field(default_factory=Recorders)
     """Recorder of each swap and each generated lease."""
-    in_hand: set[str] = field(default_factory=set)
-    """Leases that are queued, in generation or being written to the spool."""
-    held: int = -1
-    """Policy that the engine holds."""
-    newest_held: int = -1
-    """Newest policy that the engine has held."""
-    usable_after_ms: int | None = None
-    """Time from the held policy's publication until the engine had it; None if it is not meaningful for its update path."""
-    swap_ms: int | None = None
-    """Part of that time spent in the engine."""
-    state: WorkerState = WorkerState.FETCHING
-    waiting_for: str = ""
-    rollouts_generated: int = 0
-    leases_dropped: int = 0
-    pace: GenerationPace = field(default_factory=GenerationPace)
-    speed: Speed | None = None
-    """Speed measured by the rehearsal, for the coordinator."""
-    accepted: Switch = field(default_factory=Switch)
-    """Switch that is on while the coordinator counts this machine as its key's user; the swarm host runs only then."""
-    quit: asyncio.Event = field(default_factory=asyncio.Event)
+    activity: LeaseActivity = field(default_factory=LeaseActivity, init=False)
+    loaded: LoadedPolicy = field(default_factory=LoadedPolicy, init=False)
+    quit: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends new work: a request to stop, or the coordinator drains this worker."""
-    grace_over: asyncio.Event = field(default_factory=asyncio.Event)
+    grace_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends all work, finished or not."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, rng: random.Random | None, hardware: Hardware | None, accepted: Switch | None) -> None:
         """Open the folder. Raises LocalError if it is unusable."""
+        rng = rng or random.Random()
         self.lock = FolderLock(self.folder)
         # On-policy, everybody waits for the last group of a step: it must not wait in a busy worker's queue.
         ahead = self.config.leases_ahead if self.run.spec.admission.lag_leased else 0
         self.room = asyncio.Semaphore(ahead + 1)
-        self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=self.rng)
+        self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=rng)
         self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
         request = JoinRequest(
             name=self.config.name,
@@ -120,12 +106,10 @@ class Worker:
             engine=self.engine.info,
             rollouts_max=self.config.rollouts_max,
             invite=self.config.invite,
-            hardware=self.hardware,
+            hardware=hardware,
             session=secrets.token_hex(16),
         )
-        self.session = Session(
-            self.run, self.coordinator, request, clock=self.clock, rng=self.rng, accepted=self.accepted
-        )
+        self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=rng, accepted=accepted)
 
     def seconds_left(self, lease: Lease) -> float:
         """Return seconds until the lease expires by the coordinator's clock; negative once it has."""

@@ -1,0 +1,65 @@
+"""The measured speed of generation, and how much work to request at that speed."""
+
+from __future__ import annotations
+
+from prime_protocol import limits
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.telemetry import Speed
+
+SHARE_OF_LEASE = 0.4
+"""Largest share of a lease's time that the requested work may take. The rest is for queueing and for the upload."""
+MARGIN = 1.3
+"""Safety factor: work is assumed to take this much longer than measured."""
+
+
+class GenerationPace:
+    """Measured speed of generation: an EWMA. A rehearsal's value counts until real work replaces it."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        self._seconds_per_rollout: float | None = None
+        self._is_rehearsed = False
+
+    def rehearsed(self, *, tokens: int, seconds: float, rollout_tokens: int) -> None:
+        """Record a rehearsal: tokens in seconds. A rollout has at most `rollout_tokens`."""
+        self.tokens_per_s = tokens / max(seconds, 1e-6)
+        self._seconds_per_rollout, self._is_rehearsed = rollout_tokens / self.tokens_per_s, True
+
+    def claim(self, *, download_bytes_per_s: float) -> Speed | None:
+        """Return the claimed speed, for a coordinator that has not measured any yet."""
+        if self._seconds_per_rollout is None:
+            return None
+        return Speed(
+            rollout_ms=min(max(1, round(self._seconds_per_rollout * 1_000)), limits.CLAIMED_MS_MAX),
+            tokens_per_s=min(round(self.tokens_per_s), limits.CLAIMED_TOKENS_PER_S_MAX),
+            download_bytes_per_s=min(round(download_bytes_per_s), limits.CLAIMED_BYTES_PER_S_MAX),
+        )
+
+    def measured(self, *, rollouts: int, tokens: int, seconds: float) -> None:
+        """Record the duration of finished work."""
+        seconds = max(seconds, 1e-6)
+        if self._seconds_per_rollout is None or self._is_rehearsed:
+            self._is_rehearsed = False
+            self._seconds_per_rollout = seconds / rollouts
+            self.tokens_per_s = tokens / seconds
+        else:
+            self._seconds_per_rollout += 0.3 * (seconds / rollouts - self._seconds_per_rollout)
+            self.tokens_per_s += 0.3 * (tokens / seconds - self.tokens_per_s)
+
+    def fits(self, num_rollouts: int, *, seconds_left: float) -> bool:
+        """Return whether the work can be finished in time. Before the first measurement: try it."""
+        if self._seconds_per_rollout is None or self._is_rehearsed:
+            return seconds_left > 0
+        return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
+
+    def doubt(self) -> None:
+        """Halve the estimate after work was refused because of it: it may have been bad luck."""
+        if self._seconds_per_rollout is not None:
+            self._seconds_per_rollout /= 2
+
+    def rollouts_max(self, run: PinnedRun, *, wanted: int) -> int:
+        """Return how many completions to request: no more than fit, at least one group."""
+        if self._seconds_per_rollout is None:
+            return wanted
+        fitting = int(run.spec.lease_seconds * SHARE_OF_LEASE / self._seconds_per_rollout)
+        return max(min(wanted, fitting), min(wanted, run.spec.rollouts_per_group))
