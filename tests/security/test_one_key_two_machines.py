@@ -117,11 +117,11 @@ async def test_of_two_real_workers_with_one_key_one_works_and_the_other_goes_on_
         assert "Give each machine an identity of its own, or stop the other one" in line
         before = one.receipts.tally().accepted
         await until(lambda: one.receipts.tally().accepted >= before + 32)
-        assert two.rollouts_generated == 0
+        assert two.activity.rollouts_generated == 0
         stop_one.set()
         assert await working is Ending.STOPPED
         tally = two.receipts.tally()
-        await until(lambda: two.rollouts_generated >= 16)
+        await until(lambda: two.activity.rollouts_generated >= 16)
         await until(lambda: two.receipts.tally().accepted > tally.accepted)
         stop_two.set()
         assert await waiting is Ending.STOPPED
@@ -192,7 +192,7 @@ async def test_a_machine_that_crashed_and_starts_at_once_waits_no_longer_than_fo
     async with site() as world, client_of(world) as client:
         crashed = machine(RUN, client, tmp_path)
         working = asyncio.create_task(run_worker(crashed, asyncio.Event()))
-        await until(lambda: crashed.rollouts_generated >= 16)
+        await until(lambda: crashed.activity.rollouts_generated >= 16)
         working.cancel()  # without a goodbye
         await asyncio.gather(working, return_exceptions=True)
         began_s = crashed.clock.monotonic_s()
@@ -200,7 +200,7 @@ async def test_a_machine_that_crashed_and_starts_at_once_waits_no_longer_than_fo
         working = asyncio.create_task(run_worker(again, stop))
         await until(lambda: again.session.joined)
         assert again.clock.monotonic_s() - began_s < 4 * HEARTBEAT_S + 2.0  # and what a busy machine takes
-        await until(lambda: again.receipts.tally().pending or again.rollouts_generated >= 8)
+        await until(lambda: again.receipts.tally().pending or again.activity.rollouts_generated >= 8)
         stop.set()
         await working
 

@@ -139,7 +139,7 @@ async def _serve(core: Core, parts: Parts, stop: asyncio.Event, ready: Callable[
                     ", ".join(parts.config.unlimited),
                 )
             if parts.network is not None:
-                await open_host(parts.network, core, routes)
+                await open_host(parts.network, routes)
                 announcer = tasks.create_task(keep_host(parts.network, core))
             ready(port)
             await first_of(stop.wait(), core.revoked.wait())
@@ -203,7 +203,7 @@ async def open_core(parts: Parts) -> Core:
         checks=CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max),
         agreement=Agreement(check_s, run.spec.checks.validator_classes),
         evaluations=Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group),
-        peers=Peers(parts.dial_back, parts.dial_back_libp2p),
+        peers=Peers(parts.dial_back, parts.dial_back_libp2p, parts.network),
     )
     await parts.published.write("run.json", run.envelope.to_bytes())
     await restore_head(core)

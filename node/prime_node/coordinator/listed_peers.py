@@ -13,11 +13,12 @@ import ipaddress
 import logging
 import math
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from prime_node.coordinator.api.limiter import Buckets
+from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.swarm import DialBack
 from prime_protocol import limits
 from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, may_be_named, parse_ip, place_of
@@ -76,12 +77,17 @@ class _Offer:
 class Peers:
     """The announced peers."""
 
-    def __init__(self, over_http: DialBack | None = None, over_libp2p: DialBack | None = None) -> None:
-        """Create the list. Addresses of a transport without a dial-back are never listed."""
-        self.own: Callable[[], PeerRecord | None] = lambda: None
-        """Record of the coordinator's own libp2p host, which every list contains as bootstrap peer and relay."""
-        self.link_hosts: Callable[[KeyId], Collection[str] | None] = lambda peer: None
-        """IP addresses of a peer's direct connections to that host; None if it is not connected."""
+    def __init__(
+        self,
+        over_http: DialBack | None = None,
+        over_libp2p: DialBack | None = None,
+        network: PeerNetwork | None = None,
+    ) -> None:
+        """Create the list. Addresses of a transport without a dial-back are never listed.
+
+        Every list contains the coordinator's own host in `network`, as bootstrap peer and relay, once it has an address.
+        """
+        self._network = network
         self._dial_backs = {"http": over_http, "libp2p": over_libp2p}
         self._offers: dict[KeyId, _Offer] = {}
         self._dials: dict[asyncio.Task[None], bool] = {}
@@ -120,7 +126,7 @@ class Peers:
                 return None
             known = self._offers[record.peer] = _Offer(record, now_s, network, is_guest)
         known.record, known.heard_s = record, now_s
-        hosts = {seen_at, *(self.link_hosts(record.peer) or ())}
+        hosts = {seen_at, *(self._link_hosts(record.peer) or ())}
         own = {parsed for host in hosts if (parsed := parse_ip(host)) is not None}
         allowed = [
             address
@@ -148,8 +154,9 @@ class Peers:
         They are the coordinator's own host, if it has one, members in random order, and then a few guests if there is room.
         """
         self._forget(now_s)
-        own = self.own()
-        told = None if own is None else own.model_copy(update={"addresses": _named(own.addresses, address)})
+        told = None
+        if self._network is not None:
+            told = PeerRecord(peer=self._network.peer_id, addresses=_named(self._network.addresses(), address))
         first = (told,) if told is not None and told.addresses else ()
         members = [offer for peer, offer in self._offers.items() if peer != asker and not offer.is_guest]
         guests = [offer for peer, offer in self._offers.items() if peer != asker and offer.is_guest]
@@ -166,12 +173,17 @@ class Peers:
         verified = [address for address, verdict in offer.verdicts.items() if verdict.found]
         urls = _named([address for address in offer.record.urls if address in verified], asker)
         addresses = _named([address for address in offer.record.addresses if address in verified], asker)
-        if relay is not None and self.link_hosts(offer.record.peer) is not None:
+        if relay is not None and self._link_hosts(offer.record.peer) is not None:
             circuits = {f"{address}/p2p/{relay.peer}/p2p-circuit" for address in relay.addresses}
             addresses += tuple(address for address in offer.record.addresses if address in circuits)
         if not (urls or addresses):
             return None
         return PeerRecord(peer=offer.record.peer, urls=urls, addresses=addresses)
+
+    def _link_hosts(self, peer: KeyId) -> Collection[str] | None:
+        """Return the IP addresses of a peer's direct connections to the own host; None if it is not connected."""
+        linked = () if self._network is None else self._network.connected()
+        return next((one.hosts for one in linked if one.peer == peer), None)
 
     def _has_room(self, network: str, offers_max: int, is_guest: bool) -> bool:
         """Return whether there is room for one more announcement, after removing one that never answered if necessary.

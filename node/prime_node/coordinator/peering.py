@@ -23,7 +23,6 @@ from prime_node.ports.web import Route
 from prime_protocol import limits
 from prime_protocol.identity import KeyId
 from prime_protocol.manifest import SignedManifest
-from prime_protocol.peers import PeerRecord
 
 log = logging.getLogger(__name__)
 
@@ -31,13 +30,11 @@ SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{ver
 """Endpoints of the host: documents, no bytes of checkpoints."""
 
 
-async def open_host(network: PeerNetwork, core: Core, routes: Sequence[Route]) -> None:
+async def open_host(network: PeerNetwork, routes: Sequence[Route]) -> None:
     """Start the host. Raise LocalError if the machine cannot."""
     serve_routes(network, [route for route in routes if route.path in SHOWN])
     network.subscribe(TOPIC, _judge, _hear)
     await network.start()
-    core.peers.own = lambda: PeerRecord(peer=network.peer_id, addresses=network.addresses())
-    core.peers.link_hosts = lambda peer: next((one.hosts for one in network.connected() if one.peer == peer), None)
     log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
 
 

@@ -12,7 +12,6 @@ import traceback
 from pathlib import Path
 
 import trio
-from libp2p.exceptions import BaseLibp2pError
 
 import prime_node
 import prime_protocol
@@ -21,10 +20,10 @@ from prime_protocol.errors import PrimeError
 
 BUGS = (TypeError, AttributeError, NameError, LookupError, AssertionError, ArithmeticError, ImportError, RecursionError)
 EXPECTED = (
-    *(PrimeError, Unreachable, OSError, BaseLibp2pError),
+    *(PrimeError, Unreachable, OSError),
     *(trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError, trio.EndOfChannel),
 )
-"""Kinds that our own code raises for a failure of a peer or of the network."""
+"""Kinds that our own code raises for a failure of a peer or of the network; libp2p's own kinds too."""
 OURS = tuple(str(Path(package.__file__ or "").parent) + "/" for package in (prime_node, prime_protocol))
 PLACES_MAX = 256
 """Places that are remembered, so that a peer that can trigger a bug cannot fill the log."""
@@ -50,8 +49,9 @@ def _is_bug(error: BaseException) -> bool:
     """Return whether a program is wrong: by the kind of error, or because our own code raised one that it does not expect."""
     if isinstance(error, BUGS) or not isinstance(error, Exception):
         return isinstance(error, BUGS)
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    return not isinstance(error, EXPECTED) and any(frame.filename.startswith(OURS) for frame in frames)
+    if isinstance(error, EXPECTED) or any(kind.__module__.startswith("libp2p.") for kind in type(error).__mro__):
+        return False
+    return any(frame.filename.startswith(OURS) for frame in traceback.extract_tb(error.__traceback__)[-1:])
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

@@ -25,11 +25,10 @@ from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.follow.ways import UpdateStep, Ways
-from prime_node.broadcast.swarm.download import Downloads
+from prime_node.broadcast.swarm.download import DownloadPlan, Downloads, NoPeers
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
-from prime_node.broadcast.swarm.plan import DownloadPlan, NoPeers
 from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.clock import Clock

@@ -16,6 +16,7 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from prime_node.broadcast.swarm.blame import Absences, broken_publication
 from prime_node.broadcast.swarm.holdings import Holding, Holdings
@@ -23,7 +24,6 @@ from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
 from prime_node.broadcast.swarm.piece_decoder import Decode, PieceDecoder
 from prime_node.broadcast.swarm.piece_sets import PieceSet, members, span
-from prime_node.broadcast.swarm.plan import DownloadPlan, NoPeers
 from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool
 from prime_node.ports.clock import Clock
@@ -38,6 +38,37 @@ TICK_S = 0.1
 """Seconds between checks whether to take over a silent source's work."""
 TREE_S_MAX = 2.0
 """Seconds for which our parents alone are asked where an encoding goes down the tree; then all peers are."""
+
+
+class DownloadPlan(Protocol):
+    """The choices of one machine among many that download the same encoding: implemented by the links to peers."""
+
+    def share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
+        """Return the part of an encoding of so many pieces that this machine requests first."""
+        ...
+
+    def parents(self, sent_bytes: int) -> frozenset[str] | None:
+        """Return the peers to ask exclusively at first for so many bytes: our parents in the tree. None: all peers."""
+        ...
+
+    async def prepare(self) -> None:
+        """Prepare the links to peers for requests that come soon."""
+        ...
+
+
+class NoPeers:
+    """Implementation of DownloadPlan for a machine without links to peers."""
+
+    def share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
+        """Return an empty part: no other machine requests the rest."""
+        return 0.0, 0.0
+
+    def parents(self, sent_bytes: int) -> frozenset[str] | None:
+        """Return None: all sources are asked."""
+        return None
+
+    async def prepare(self) -> None:
+        """Do nothing."""
 
 
 @dataclass
