@@ -13,7 +13,7 @@ from prime_node.cli.main import Commands
 from prime_node.coordinator.metrics import HOST_METRICS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDES = ("README.md", "docs/joining.md", "docs/operating.md", "docs/verifying.md")
+GUIDES = ("README.md", "docs/joining.md", "docs/operating.md", "docs/python.md", "docs/verifying.md")
 DOCUMENTS = (*GUIDES, "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md", "scripts/bench/RESULTS.md")
 COMMANDS = dict(Commands())
 
@@ -85,7 +85,7 @@ def test_settings_and_metrics_that_the_guides_name_exist() -> None:
     known = known_settings() | {("run", "json")}
     assert settings
     assert settings <= known, settings - known
-    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b)[a-z_]+", text)}
+    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b|protocol\b)[a-z_]+", text)}
     assert metrics
     declared = {metric.name for metric in (*METRICS, *HOST_METRICS)}
     assert metrics <= declared, metrics - declared

@@ -1,30 +1,26 @@
 """`prime-node verify`: is a published checkpoint what it claims to be? Offline on a folder, online on a URL, without torch.
 
-The checks are in broadcast/ (audit, one_tensor, compare, export), and the output is in verify_output. This module connects
-them.
+The checks are in broadcast/ (audit, one_tensor, compare, export), api.verify_checkpoint connects them, and the output is in
+verify_output.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from prime_node import __version__
 from prime_node.cli.say import say
-from prime_node.cli.target import is_url, open_source, pinned_by, published_folder
-from prime_node.keyfile import load_key
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from prime_node.broadcast.audit.audit import Check, Verified
-    from prime_node.cli.verify_output import Found, Wanted
+    from prime_node.broadcast.audit.audit_report import Check
+    from prime_node.cli.verify_output import Verification
 
 DOES_NOT_HOLD = 1
 """Exit code if a check fails or the weights of --against differ; 0 if all holds."""
@@ -130,102 +126,49 @@ def verify(
       export          null, or {path, files: {name: sha256}}
     """
     from prime_node.broadcast.audit.one_tensor import NoSuchTensor
-    from prime_node.cli.kernels import ready_kernels
-    from prime_node.cli.verify_output import Wanted, as_fields, as_lines, keep_evidence
+    from prime_node.cli.api import OptionConflict
+    from prime_node.cli.verify_output import as_fields, as_lines, keep_evidence
 
-    if tensor is not None and (chain or against is not None or export is not None):
-        raise typer.BadParameter(
-            "proves one tensor alone: leave out --chain, --against, --export", param_hint="--tensor"
-        )
-    if sign is not None and export is None:
-        raise typer.BadParameter("there is nothing to sign without --export", param_hint="--sign")
-    if base is not None and export is None:
-        raise typer.BadParameter("there is nothing to merge into without --export", param_hint="--base")
-    if not is_url(target):
-        published_folder(target)
-    wanted = Wanted(chain, policy, against, tensor, export, sign, base)
     console = None if as_json else Console(highlight=False, soft_wrap=True)
-    ready_kernels(Console(stderr=True, highlight=False).print)
+    options: dict[str, Any] = {"chain": chain, "policy": policy, "against": against, "tensor": tensor}
+    options |= {"export": export, "sign": sign, "base": base}
     try:
-        found = asyncio.run(_verify(target, run or pinned_by(target), wanted, console))
+        found = asyncio.run(_verify(target, console, run=run, **options))
     except NoSuchTensor as error:
         raise typer.BadParameter(str(error), param_hint="--tensor") from None
+    except OptionConflict as error:
+        raise typer.BadParameter(error.reason, param_hint=f"--{error.option}") from None
     if evidence is not None:
         keep_evidence(found.report.evidence, evidence)
     if console is None:
-        print(json.dumps(as_fields(found, wanted)))
+        print(json.dumps(as_fields(found)))
     else:
-        for line in as_lines(found, wanted):
+        for line in as_lines(found):
             say(line, console=console)
     raise typer.Exit(0 if found.ok else DOES_NOT_HOLD)
 
 
-async def _verify(target: str, run: str | None, wanted: Wanted, console: Console | None) -> Found:
-    from prime_node.broadcast.audit.audit import audit
-    from prime_node.broadcast.audit.compare import compare
-    from prime_node.broadcast.audit.export import check_free, export_checkpoint
-    from prime_node.broadcast.audit.one_tensor import prove_tensor
-    from prime_node.broadcast.audit.safetensors_file import read_weights
+async def _verify(target: str, console: Console | None, **options: Any) -> Verification:
     from prime_node.broadcast.audit.verified_parts import bound_threads
-    from prime_node.cli import wire
-    from prime_node.cli.verify_output import Found, about, as_line
+    from prime_node.cli.api import verify_checkpoint
+    from prime_node.cli.verify_output import as_line
 
     def show(check: Check) -> None:
         if console is not None:
             say(as_line(check), console=console)
 
     bound_threads()
-    # Find the errors of this machine before spending minutes on the rest.
-    other = None if wanted.against is None else read_weights(wanted.against)
-    base = None if wanted.base is None else read_weights(wanted.base)
-    key = None if wanted.sign is None else load_key(wanted.sign)
-    if wanted.export is not None:
-        check_free(wanted.export)
-    now_ms = time.time_ns() // 1_000_000 if is_url(target) else None  # the age of a copy on a disk is shown, not judged
-    kept: list[Verified] = []
-    proof = None
-    began_s = time.monotonic()
     with _progress(console) as progress:
         task = progress.add_task("checking", total=None)
-
-        def advance(num_bytes: int) -> None:
-            progress.update(task, advance=num_bytes)
-
-        async with open_source(target) as opened:
-            source = wire.paced(opened)
-            if wanted.tensor is not None:
-                report, proof = await prove_tensor(
-                    source,
-                    run,
-                    wanted.tensor,
-                    policy_version=wanted.policy_version,
-                    now_ms=now_ms,
-                    on_check=show,
-                    on_bytes=advance,
-                )
-            else:
-                report = await audit(
-                    source,
-                    run,
-                    chain=wanted.chain,
-                    policy_version=wanted.policy_version,
-                    now_ms=now_ms,
-                    on_check=show,
-                    on_bytes=advance,
-                    on_total=lambda total: progress.update(task, total=total),
-                    on_verified=kept.append,
-                )
-        found = Found(report, run is not None, time.monotonic() - began_s, proof=proof)
-        for verified in kept:
-            found.policy = about(verified)
-            if other is not None:
-                progress.update(task, description="comparing")
-                found.comparison = compare(verified.weights, other)
-            if wanted.export is not None and found.ok:
-                progress.update(task, description="writing")
-                software = f"prime-node {__version__}"
-                found.files = export_checkpoint(verified, wanted.export, software=software, key=key, base=base)
-    return found
+        return await verify_checkpoint(
+            target,
+            **options,
+            on_check=show,
+            on_notice=Console(stderr=True, highlight=False).print,
+            on_progress=lambda stage, done, total: progress.update(
+                task, description=stage, completed=done, total=total
+            ),
+        )
 
 
 def _progress(console: Console | None) -> Progress:

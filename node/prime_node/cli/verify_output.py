@@ -20,22 +20,9 @@ DIFFERENCES_SHOWN = 5
 """Number of differing tensors that are named; --json names all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Requests besides the checks."""
-
-    chain: bool = False
-    policy_version: int | None = None
-    against: Path | None = None
-    tensor: str | None = None
-    export: Path | None = None
-    sign: Path | None = None
-    base: Path | None = None
-
-
 @dataclass(slots=True)
-class Found:
-    """All results."""
+class Verification:
+    """All results of `verify`."""
 
     report: AuditReport
     pinned: bool
@@ -45,7 +32,11 @@ class Found:
     policy: dict[str, Any] | None = None
     """Fields that `about` returns for the requested policy, once every check has passed."""
     proof: TensorProof | None = None
+    against: Path | None = None
+    """Weights with which the policy was to be compared."""
     comparison: CheckpointComparison | None = None
+    export: Path | None = None
+    """Folder to which the policy was to be written."""
     files: dict[str, str] = field(default_factory=dict)
     """Exported files: name -> SHA-256."""
 
@@ -69,12 +60,12 @@ def about(verified: Verified) -> dict[str, Any]:
     }
 
 
-def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
+def as_fields(found: Verification) -> dict[str, Any]:
     """Return the object that --json prints; the command's help explains each field."""
     report, comparison = found.report, found.comparison
     against, stamp = None, report.timestamp
     if comparison is not None:
-        against = {"path": str(wanted.against), "equal": comparison.equal, **asdict(comparison)}
+        against = {"path": str(found.against), "equal": comparison.equal, **asdict(comparison)}
     return {
         "ok": found.ok,
         "checks": [{"title": check.title, **asdict(check)} for check in report.checks],
@@ -97,7 +88,7 @@ def as_fields(found: Found, wanted: Wanted) -> dict[str, Any]:
         "policy": found.policy,
         "against": against,
         "tensor": None if found.proof is None else asdict(found.proof),
-        "export": None if not found.files else {"path": str(wanted.export), "files": found.files},
+        "export": None if not found.files else {"path": str(found.export), "files": found.files},
     }
 
 
@@ -116,7 +107,7 @@ def as_line(check: Check) -> str:
     return f"{'ok  ' if check.passed else 'FAIL'} ({check.number}) {check.title}: {check.detail}"
 
 
-def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
+def as_lines(found: Verification) -> Iterator[str]:
     """Yield the lines that are printed after the checks."""
     report, comparison, proof = found.report, found.comparison, found.proof
     if not report.passed:
@@ -138,12 +129,12 @@ def as_lines(found: Found, wanted: Wanted) -> Iterator[str]:
         f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
     )
     if comparison is not None and comparison.equal:
-        yield f"equal: {wanted.against} holds these {comparison.num_tensors} tensors, bit for bit"
+        yield f"equal: {found.against} holds these {comparison.num_tensors} tensors, bit for bit"
     elif comparison is not None:
-        yield f"NOT equal: {len(comparison.differences)} tensors of {wanted.against} differ"
+        yield f"NOT equal: {len(comparison.differences)} tensors of {found.against} differ"
         for difference in comparison.differences[:DIFFERENCES_SHOWN]:
             yield f"  {difference.tensor}: {difference.detail}"
     if found.files:
-        yield f"exported: {len(found.files)} files and PROVENANCE.json in {wanted.export}"
-    elif wanted.export is not None:
+        yield f"exported: {len(found.files)} files and PROVENANCE.json in {found.export}"
+    elif found.export is not None:
         yield "exported: nothing"

@@ -1,0 +1,299 @@
+"""The Python API: what `prime_node` offers to other programs. The commands `join` and `verify` call these functions.
+
+`prime_node.join` is `join_run`, and `prime_node.verify` is `verify_checkpoint`. Both are imported on first use, so that
+`import prime_node` loads nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_node.cli.options import SECTIONS
+from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.target import is_url, open_source, pinned_by, published_folder
+
+if TYPE_CHECKING:
+    from prime_node.broadcast.audit.audit import Verified
+    from prime_node.broadcast.audit.audit_report import Check
+    from prime_node.broadcast.follow.follower import DownloadProgress
+    from prime_node.cli.verify_output import Verification
+    from prime_node.cli.wire_environments import Launcher
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.ports.engine import Engine
+    from prime_node.ports.environment import TurnEnvironment
+    from prime_node.worker.config import WorkerConfig
+    from prime_node.worker.worker import Ending
+    from prime_protocol.identity import SigningKey
+    from prime_protocol.run_spec import JoinLink, PinnedRun
+
+log = logging.getLogger(__name__)
+
+TIMELINE_BYTES_MAX = 2**24
+"""Size limit of a worker's timeline.jsonl. A full file is kept next to its successor."""
+
+
+async def join_run(
+    link: str,
+    *,
+    folder: str | Path | None = None,
+    identity: str | Path | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+    stop: asyncio.Event | None = None,
+    on_download: Callable[[DownloadProgress], None] = lambda progress: None,
+) -> Ending:
+    """Lend this machine to a run: fetch the newest policy, generate, upload, until the run is over.
+
+    `folder` and `identity` have the defaults of `prime-node join`. `settings` has the tables of its config file, for
+    example {"worker": {"engine": "transformers"}}. Once `stop` is set, the worker finishes its leases, uploads and leaves.
+    Cancelling ends it at once; its finished bundles stay in the folder and are uploaded next time.
+
+    This confines the whole process irrevocably, unless [worker.sandbox] unsafe_off is set. So call it from the main thread
+    of a process of its own, before other threads start. It blocks the event loop until then.
+
+    Raises LocalError if this machine or its settings are at fault, PeerError if the run refuses the worker.
+    """
+    # Importing numpy would start threads that cannot be confined any more.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from prime_node.config import check_sections
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.worker.config import WorkerConfig
+
+    tables = dict(settings or {})
+    check_sections(tables, SECTIONS, path=Path("settings"))
+    worker = confined_worker(
+        link,
+        WorkerConfig.load(tables),
+        EnvironmentSettings.load(tables),
+        folder=None if folder is None else Path(folder),
+        identity=None if identity is None else Path(identity),
+    )
+    return await run_confined(worker, stop or asyncio.Event(), on_download)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfinedWorker:
+    """A worker's parts that are made before its process is confined."""
+
+    link: JoinLink
+    settings: WorkerConfig
+    grants: EnvironmentSettings
+    launcher: Launcher | None
+    folder: Path
+    key: SigningKey
+    cheat: tuple[str, int] | None
+    """A cheat of worker/cheats.py, and the number of policies to serve honestly first."""
+
+
+def confined_worker(
+    link: str,
+    settings: WorkerConfig,
+    grants: EnvironmentSettings,
+    *,
+    folder: Path | None,
+    identity: Path | None,
+    cheat: tuple[str, int] | None = None,
+) -> ConfinedWorker:
+    """Open a worker's folder and key, start its launcher, then confine this process. Raises LocalError."""
+    from prime_node.cli.kernels import ready_kernels
+    from prime_node.cli.wire import environment_launcher
+    from prime_node.cli.wire_sandbox import absolute_model, confine_role, worker_needs
+    from prime_node.folder_lock import FolderLock
+    from prime_node.keyfile import load_or_create
+
+    parsed = parse_link(link)
+    settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
+    place = (folder or HOME / "runs" / parsed.run[:16]).resolve()
+    key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
+    FolderLock(place).release()  # fail early if another worker runs there; the worker takes the lock that is kept
+    ready_kernels()
+    launcher = environment_launcher(grants, settings.sandbox, folder=place)
+    key = load_or_create(key_file)
+    confine_role(settings.sandbox, place, worker_needs(settings, grants, launcher))
+    return ConfinedWorker(
+        link=parsed, settings=settings, grants=grants, launcher=launcher, folder=place, key=key, cheat=cheat
+    )
+
+
+async def run_confined(
+    worker: ConfinedWorker, stop: asyncio.Event, on_download: Callable[[DownloadProgress], None]
+) -> Ending:
+    """Build the worker's other parts and run it until `stop` is set, the run is over or the worker is banned."""
+    from prime_node.cli import wire, wire_swarm
+    from prime_node.cli.wire_environments import end_environments
+    from prime_node.observe import BestEffort, JsonLines
+    from prime_node.patience import Switch, unless
+    from prime_node.worker.loop import run_worker
+    from prime_node.worker.worker import Ending, Worker
+
+    settings, folder = worker.settings, worker.folder
+    async with contextlib.AsyncExitStack() as stack:
+        if worker.launcher is not None:
+            stack.callback(worker.launcher.close)
+        client = await stack.enter_async_context(wire.client(worker.link, worker.key))
+
+        async def set_up() -> tuple[PinnedRun, Engine, dict[str, TurnEnvironment]]:
+            """Wait for an unreachable coordinator, and build in a thread so that signals are still handled."""
+            run = await wire.pinned_run(client, worker.link.run, folder, mirrors=settings.mirrors)
+            model = folder / "model"
+            # The environment process starts while this process imports the engine's modules: each takes seconds.
+            made, worlds = await asyncio.gather(
+                asyncio.to_thread(wire.engine, settings, model, run, cheat=worker.cheat),
+                asyncio.to_thread(
+                    wire.turn_environments, run.spec, model, worker.grants, worker.launcher, folder=folder
+                ),
+            )
+            return run, made, worlds
+
+        ready = await unless(stop.wait(), set_up())
+        if ready is None:
+            return Ending.STOPPED
+        run, engine, environments = ready
+        timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
+        try:
+            accepted = Switch()
+            following = wire_swarm.swarm_follower(
+                run, worker.key, client, folder, settings, accepted=accepted, on_progress=on_download
+            )
+            async with following as (follower, trust, peer):
+                made = Worker(
+                    run=run,
+                    config=settings,
+                    key=worker.key,
+                    coordinator=client,
+                    engine=engine,
+                    follower=follower,
+                    trust=trust,
+                    hardware=wire.describe_hardware(),
+                    swarm=(lambda: "") if peer is None else peer.describe,
+                    folder=folder,
+                    clock=wire.clock(),
+                    environments=environments,
+                    rng=random.Random(),
+                    timeline=timeline,
+                    accepted=accepted,
+                )
+                return await run_worker(made, stop)
+        finally:
+            timeline.close()
+            end_environments(environments)
+            await engine.close()
+
+
+class OptionConflict(ValueError):
+    """Options of `verify` that exclude each other."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        """Name the option that is at fault."""
+        super().__init__(f"{option}: {reason}")
+        self.option = option
+        self.reason = reason
+
+
+async def verify_checkpoint(
+    target: str | Path,
+    *,
+    run: str | None = None,
+    chain: bool = False,
+    policy: int | None = None,
+    against: Path | None = None,
+    tensor: str | None = None,
+    export: Path | None = None,
+    sign: Path | None = None,
+    base: Path | None = None,
+    on_check: Callable[[Check], None] = lambda check: None,
+    on_progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
+    on_notice: Callable[[str], None] = log.info,
+) -> Verification:
+    """Check a published checkpoint: signatures, chain and every byte. Return what holds, also if a check fails.
+
+    `target` is a join link, a URL, a run directory or a published folder. The options are those of `prime-node verify`,
+    whose help explains them. `on_check` gets each check as it ends, `on_progress` the stage, and its bytes done and in all.
+    `on_notice` gets a line before the codec's kernels are compiled: 10 to 20 s, once per installation.
+
+    Raises LocalError if this machine is at fault (no such folder, a full disk), OptionConflict for options that exclude
+    each other, NoSuchTensor if the policy has no tensor of that name.
+    """
+    from prime_node import __version__
+    from prime_node.broadcast.audit.audit import audit
+    from prime_node.broadcast.audit.compare import compare
+    from prime_node.broadcast.audit.export import check_free, export_checkpoint
+    from prime_node.broadcast.audit.one_tensor import prove_tensor
+    from prime_node.broadcast.audit.safetensors_file import read_weights
+    from prime_node.cli import wire
+    from prime_node.cli.kernels import ready_kernels
+    from prime_node.cli.verify_output import Verification, about
+    from prime_node.keyfile import load_key
+
+    place = str(target)
+    if tensor is not None and (chain or against is not None or export is not None):
+        raise OptionConflict("tensor", "proves one tensor alone: leave out chain, against, export")
+    if sign is not None and export is None:
+        raise OptionConflict("sign", "there is nothing to sign without export")
+    if base is not None and export is None:
+        raise OptionConflict("base", "there is nothing to merge into without export")
+    # Find the errors of this machine before spending minutes on the rest.
+    if not is_url(place):
+        published_folder(place)
+    other = None if against is None else read_weights(against)
+    merged_into = None if base is None else read_weights(base)
+    key = None if sign is None else load_key(sign)
+    if export is not None:
+        check_free(export)
+    await asyncio.to_thread(ready_kernels, on_notice)
+    run = run or pinned_by(place)
+    now_ms = time.time_ns() // 1_000_000 if is_url(place) else None  # the age of a copy on a disk is shown, not judged
+    kept: list[Verified] = []
+    proof = None
+    done, total = 0, None
+    began_s = time.monotonic()
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        on_progress("checking", done, total)
+
+    def expect(num_bytes: int) -> None:
+        nonlocal total
+        total = num_bytes
+        on_progress("checking", done, total)
+
+    async with open_source(place) as opened:
+        source = wire.paced(opened)
+        if tensor is not None:
+            report, proof = await prove_tensor(
+                source, run, tensor, policy_version=policy, now_ms=now_ms, on_check=on_check, on_bytes=advance
+            )
+        else:
+            report = await audit(
+                source,
+                run,
+                chain=chain,
+                policy_version=policy,
+                now_ms=now_ms,
+                on_check=on_check,
+                on_bytes=advance,
+                on_total=expect,
+                on_verified=kept.append,
+            )
+    found = Verification(
+        report, run is not None, time.monotonic() - began_s, proof=proof, against=against, export=export
+    )
+    for verified in kept:
+        found.policy = about(verified)
+        if other is not None:
+            on_progress("comparing", done, total)
+            found.comparison = compare(verified.weights, other)
+        if export is not None and found.ok:
+            on_progress("writing", done, total)
+            software = f"prime-node {__version__}"
+            found.files = export_checkpoint(verified, export, software=software, key=key, base=merged_into)
+    return found
