@@ -21,7 +21,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from prime_node.coordinator.state import audits
+from prime_node.coordinator.state import audits, refusals
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.run_spec import ALL_AUDITED, CheckPolicy
@@ -148,7 +148,7 @@ def _live(
         if cheats and audited and notices:
             worker.strikes += 1
             standing -= {one.lease.lease_id for one in worker.surety if not one.audited}
-            audits.found_out(state, worker)
+            refusals.forfeit_escrow(state, worker)
             if worker.strikes >= checks.strikes_max:
                 life.bans += 1
                 worker = _newcomer()

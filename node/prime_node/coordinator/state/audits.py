@@ -6,8 +6,8 @@ share never falls below the run's floor. A secret of the coordinator and the bun
 are durable. So a worker can neither predict the selection nor choose its uploads by it.
 
 The tokens of a worker's last `surety_bundles` accepted bundles are in escrow: no receipt credits them yet. One dishonest bundle
-forfeits the escrow. Its groups that were neither audited nor trained are dropped, the worker's pending unaudited bundles are
-refused, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
+forfeits the escrow (refusals.py). Its groups that were neither audited nor trained are dropped, the worker's pending unaudited
+bundles are refused, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
 (lab/prime_lab/cheating.py has the calculation).
 
 Leases that end without a bundle count too: a worker that omits indices may be choosing among them.
@@ -15,16 +15,15 @@ Leases that end without a bundle count too: a worker that omits indices may be c
 
 from __future__ import annotations
 
-from prime_node.coordinator.state import newcomers, slots, suspicion
-from prime_node.coordinator.state.effects import LEASE_NEWS, Effect, Settled
-from prime_node.coordinator.state.records import LeaseRecord, PendingBundle, State, Surety, WorkerRecord
+from prime_node.coordinator.state import newcomers, suspicion
+from prime_node.coordinator.state.effects import Settled
+from prime_node.coordinator.state.records import PendingBundle, State, Surety, WorkerRecord
 from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.evidence import Weighed
-from prime_protocol.verdict import BundleStatus, RejectReason
+from prime_protocol.verdict import BundleStatus
 
 ABANDONED_COSTS = 4
 """Passed audits that one abandoned lease cancels."""
-TAKEN_BACK = "not audited, and the worker was found out before it could stand for itself"
 
 
 def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
@@ -91,50 +90,3 @@ def abandoned(state: State, worker: WorkerRecord) -> None:
     newcomers.note_abandoned(state, worker)
     worker.streak = max(0, worker.streak - ABANDONED_COSTS)
     newcomers.recount(state, worker)
-
-
-def found_out(state: State, worker: WorkerRecord) -> list[Effect]:
-    """Forfeit the escrow after a bundle that can only be dishonest, and take back the unaudited bundles in it."""
-    worker.streak = 0
-    newcomers.recount(state, worker)
-    taken_back, worker.surety = worker.surety, []
-    effects: list[Effect] = []
-    reopened = False
-    for one in taken_back:
-        if not one.audited:
-            settled, reopened_here = take_back(state, worker, one.lease, RejectReason.UNPROVEN, TAKEN_BACK)
-            settled.weighed = one.weighed if suspicion.still_counts(worker, one.lease) else None
-            effects.append(settled)
-            reopened |= reopened_here
-    return [*effects, LEASE_NEWS] if reopened else effects
-
-
-def take_back(
-    state: State, worker: WorkerRecord, lease: LeaseRecord, reason: RejectReason, detail: str
-) -> tuple[Settled, bool]:
-    """Refuse an accepted bundle afterwards: reopen those of its groups that no batch has taken.
-
-    Return the bundle's new receipt, and whether any group was reopened.
-    """
-    bundle, num_rollouts = lease.bundle, len(lease.slots) * state.rules.rollouts_per_group
-    assert bundle is not None
-    worker.surety = [one for one in worker.surety if one.lease.bundle != bundle]
-    step = state.step_of(lease)
-    dropped = [
-        slot
-        for slot in (lease.slots if step is not None else ())
-        if step is not None
-        and slot not in step.taken
-        and slot in step.accepted
-        and step.accepted[slot].bundle == bundle
-    ]
-    for slot in dropped:
-        assert step is not None
-        slots.drop(state, step, slot)
-    for known in (lease, worker.ended_lease(lease.lease_id) or lease):  # two records after a restart
-        known.reason, known.detail = reason, detail
-    worker.accepted -= num_rollouts
-    state.accepted -= num_rollouts
-    for counts in (worker.refused, state.refused):
-        counts[reason] = counts.get(reason, 0) + num_rollouts
-    return Settled(bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail), bool(dropped)

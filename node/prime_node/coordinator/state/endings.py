@@ -1,4 +1,4 @@
-"""How leases and bundles end, and what happens to those of a worker that leaves or is banned. Used by tick.py and verdicts.py."""
+"""How leases end, and what happens to those of a worker that leaves. Used by tick.py, verdicts.py and refusals.py."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from prime_node.coordinator.state.effects import (
     BundleForgotten,
     Effect,
     LeaseEnded,
-    Settled,
-    WorkerWasBanned,
 )
 from prime_node.coordinator.state.records import (
     WASTED_MAX,
-    Ban,
     LeaseEnd,
     LeaseRecord,
     PendingBundle,
@@ -21,8 +18,6 @@ from prime_node.coordinator.state.records import (
     WorkerRecord,
 )
 from prime_node.coordinator.state.slot_records import StepSlots
-from prime_protocol.evidence import Weighed
-from prime_protocol.verdict import BundleStatus, RejectReason
 
 LEASES_REMEMBERED_MAX = 64
 """Ended leases kept per worker."""
@@ -39,28 +34,6 @@ WASTED_PAUSE_MS = 1_000
 """Pause after a worker's second abandoned lease in a row. It doubles with each further one, ..."""
 WASTED_PAUSE_MS_MAX = 60_000
 """... up to this."""
-
-
-def refuse(
-    state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None = None
-) -> list[Effect]:
-    """Refuse a pending bundle."""
-    step, worker = state.step_of(pending.lease), state.workers[pending.lease.worker]
-    forgotten = stop_waiting(state, worker, pending, step)
-    newcomers.recount(state, worker)
-    settled = refused(state, pending.lease, pending.num_rollouts, reason, detail)
-    settled.weighed = weighed
-    return [settled, *forgotten, *slots.release_slots(state, step, pending.lease)]
-
-
-def refused(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
-    """Count a refusal for the worker and the run, and return its `Settled` effect."""
-    assert lease.bundle is not None
-    lease.reason, lease.detail = reason, detail
-    worker = state.workers[lease.worker]
-    for counts in (worker.refused, state.refused):
-        counts[reason] = counts.get(reason, 0) + num_rollouts
-    return Settled(lease.bundle, lease, num_rollouts, 0, BundleStatus.REFUSED, reason, detail)
 
 
 def stop_waiting(state: State, worker: WorkerRecord, pending: PendingBundle, step: StepSlots | None) -> list[Effect]:
@@ -156,15 +129,3 @@ def _forget_one(state: State) -> list[Effect]:
     state.evidence.remove(bundle)
     is_of_the_window = bundle in state.step_bundles()
     return [] if is_of_the_window else [BundleForgotten(bundle)]
-
-
-def banish(state: State, worker: WorkerRecord, ban: Ban) -> list[Effect]:
-    """Ban a worker: its leases end, and its pending bundles are refused."""
-    worker.banned = ban
-    if ban.evidence is not None:
-        state.evidence.append(ban.evidence)
-    newcomers.banned(state, worker, ban.at_ms)
-    effects = [WorkerWasBanned(worker.worker, ban), *deactivate(state, worker, ban.at_ms)]
-    for bundle in worker.pending:
-        effects += refuse(state, state.bundles[bundle], RejectReason.BANNED, "the worker was banned meanwhile")
-    return effects

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import batches, endings, failing, newcomers, slots, suspicion, verdicts
+from prime_node.coordinator.state import batches, endings, failing, newcomers, refusals, slots, suspicion, verdicts
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import CHECK_NEWS, Effect, Settled
 from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
@@ -65,7 +65,7 @@ def _workers_lost(state: State, event: ev.WorkersLost, at_ms: int) -> list[Effec
 
 
 def _worker_banned(state: State, event: ev.WorkerBanned, at_ms: int) -> list[Effect]:
-    return endings.banish(
+    return refusals.banish(
         state, state.workers[event.worker], Ban(at_ms, state.current_step, event.reason, None, BanKind.OPERATOR)
     )
 
@@ -156,7 +156,7 @@ def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) ->
     assert lease is not None
     assert lease.bundle is None
     lease.bundle = event.bundle
-    return [*effects, endings.refused(state, lease, event.num_rollouts, event.reason, event.detail)]
+    return [*effects, refusals.refuse_late(state, lease, event.num_rollouts, event.reason, event.detail)]
 
 
 _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {

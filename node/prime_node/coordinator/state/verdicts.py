@@ -1,12 +1,11 @@
-"""Effects of verdicts: bundles are accepted, refused, or refused afterwards by others' evidence; cheats are banned."""
+"""Effects of verdicts: bundles are accepted, or refused (refusals.py), and copies are found."""
 
 from __future__ import annotations
 
-from prime_node.coordinator.state import audits, batches, copies, endings, slots, suspicion
+from prime_node.coordinator.state import audits, batches, copies, endings, refusals, slots, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import (
     BATCH_NEWS,
-    LEASE_NEWS,
     LEASE_NEWS_FOR_ALL,
     BundleForgotten,
     Effect,
@@ -49,44 +48,29 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
         for one in later:
             effects += _accepted_copy(state, one, event.replaced, at_ms)
         return effects
-    effects = endings.refuse(state, pending, reason, detail, weighed)
+    effects = refusals.refuse_judged(state, pending, reason, detail, weighed, at_ms)
     if event.logprobs:
         effects.append(BundleForgotten(event.logprobs))
     if reason is RejectReason.INCOMPLETE:
         endings.note_wasted(state, worker, at_ms)
-    if reason.is_dishonest:
-        effects += _found_out(state, worker, event.bundle, reason, weighed, at_ms)
-    return [effect for effect in effects if not _is_kept(state, effect)]
+    return effects
 
 
 def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) -> list[Effect]:
     """Refuse the first bundle of a worker that signed two for one lease."""
-    worker, lease = state.workers[event.worker], state.lease_of(event.lease_id, event.worker)
+    lease = state.lease_of(event.lease_id, event.worker)
     assert lease is not None
     assert lease.worker == event.worker
+    reason = RejectReason.EQUIVOCATION
     detail = f"its worker signed another bundle for the same lease too: {event.other[:12]}"
-    if lease.bundle not in state.bundles:
-        return _refuse_after_all(state, lease, RejectReason.EQUIVOCATION, detail, event.replaced, at_ms)
-    effects = endings.refuse(state, state.bundles[lease.bundle], RejectReason.EQUIVOCATION, detail)
-    effects += _found_out(state, worker, lease.bundle, RejectReason.EQUIVOCATION, None, at_ms)
-    return [effect for effect in effects if not _is_kept(state, effect)]
+    if lease.bundle in state.bundles:
+        return refusals.refuse_judged(state, state.bundles[lease.bundle], reason, detail, None, at_ms)
+    return refusals.refuse_accepted(state, lease, reason, detail, event.replaced, at_ms)
 
 
 def surety_released(state: State, event: ev.SuretyReleased, at_ms: int) -> list[Effect]:
     """Credit the escrow of these workers."""
     return [audits.release(state, state.workers[worker]) for worker in event.workers]
-
-
-def _found_out(
-    state: State, worker: WorkerRecord, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
-) -> list[Effect]:
-    """Penalize a worker for a bundle that can only be dishonest, and whose receipt states it."""
-    worker.strikes += 1
-    effects = audits.found_out(state, worker)
-    for unaudited in [each for each in worker.pending if not state.bundles[each].audited]:
-        effects += endings.refuse(state, state.bundles[unaudited], RejectReason.UNPROVEN, audits.TAKEN_BACK)
-    ban = suspicion.ban_after(state, worker, bundle, reason, weighed, at_ms)
-    return effects if ban is None else effects + endings.banish(state, worker, ban)
 
 
 def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ...], at_ms: int) -> list[Effect]:
@@ -95,32 +79,7 @@ def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ..
     lease = None if worker is None else next((one for one in worker.ended if one.bundle == copy.bundle), None)
     if worker is None or lease is None:
         return []
-    return _refuse_after_all(state, lease, RejectReason.COPIED, copies.SAID_BEFORE, replaced, at_ms)
-
-
-def _refuse_after_all(
-    state: State,
-    lease: LeaseRecord,
-    reason: RejectReason,
-    detail: str,
-    replaced: tuple[ev.Replaced, ...],
-    at_ms: int,
-) -> list[Effect]:
-    """Refuse an accepted bundle as dishonest, and take back its groups that are untrained.
-
-    A new receipt with the same evidence replaces its receipt, so that the worker's numbered receipts have no gap.
-    """
-    worker = state.workers[lease.worker]
-    if worker.banned is not None or lease.reason is not None:
-        return []
-    assert lease.bundle is not None
-    before = next(one for one in replaced if one.bundle == lease.bundle)
-    settled, reopened = audits.take_back(state, worker, lease, reason, detail)
-    if suspicion.still_counts(worker, lease):
-        settled.weighed = before.weighed
-    effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
-    effects += _found_out(state, worker, lease.bundle, reason, None, at_ms)
-    return [effect for effect in effects if not _is_kept(state, effect)]
+    return refusals.refuse_accepted(state, lease, RejectReason.COPIED, copies.SAID_BEFORE, replaced, at_ms)
 
 
 def _accept(
@@ -193,7 +152,3 @@ def _end_overtaken(state: State, step: StepSlots, lease: LeaseRecord) -> list[Ef
                 audits.abandoned(state, worker)
             effects += [LeaseEnded(other), *slots.release_slots(state, step, other)]
     return effects
-
-
-def _is_kept(state: State, effect: Effect) -> bool:
-    return isinstance(effect, BundleForgotten) and effect.bundle in state.evidence
