@@ -43,8 +43,8 @@ from tests.node.coordinator_world import (
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
 from prime_node.broadcast.routes import UpdateRoute
-from prime_node.coordinator.api import leasing
-from prime_node.coordinator.daemon import open_core, serve_coordinator
+from prime_node.coordinator.assembly import open_coordinator
+from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import SchedulerRules
@@ -274,27 +274,28 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
 async def bench_waiting(num_waiting: int, num_leases: int) -> float:
     """Leases by a second of processor time, while so many wait for one."""
     run = make_run(groups_per_step=num_leases, rollouts_per_group=8, max_steps=1)
-    core = await open_core(memory_parts(run))
+    coordinator = await open_coordinator(memory_parts(run))
+    decisions, leasing = coordinator.decisions, coordinator.handlers.leasing
     names = [f"w{number}" for number in range(num_leases + num_waiting)]
     for name in names:
-        core.decide(ev.WorkerJoined(name, name, "1", "e", 8))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
+        decisions.decide(ev.WorkerJoined(name, name, "1", "e", 8))
+    decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     ask = LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=8, wait_s=WAIT_S_MAX)
     for name in names[:num_leases]:
-        await leasing.lease(core, name, ask)
-    held = list(core.state.leases)
+        await leasing.lease(name, ask)
+    held = list(decisions.state.leases)
     assert len(held) == num_leases, "somebody has more than one group"
-    waiting = [asyncio.create_task(leasing.lease(core, name, ask)) for name in names[num_leases:]]
+    waiting = [asyncio.create_task(leasing.lease(name, ask)) for name in names[num_leases:]]
     await asyncio.sleep(0.1)
     began = time.process_time()
     for number, (name, lease_id) in enumerate(zip(names, held, strict=False)):
-        await leasing.return_lease(core, name, ReturnLeaseRequest(lease_id=lease_id))
+        await leasing.return_lease(name, ReturnLeaseRequest(lease_id=lease_id))
         for _ in range(16):  # turns of the loop, until somebody has it
             await asyncio.sleep(0)
-        assert core.state.num_leases == num_leases + number + 1
+        assert decisions.state.num_leases == num_leases + number + 1
         joined = f"late {number}"
-        core.decide(ev.WorkerJoined(joined, joined, "1", "e", 8))
-        waiting.append(asyncio.create_task(leasing.lease(core, joined, ask)))
+        decisions.decide(ev.WorkerJoined(joined, joined, "1", "e", 8))
+        waiting.append(asyncio.create_task(leasing.lease(joined, ask)))
         await asyncio.sleep(0)
     took = time.process_time() - began
     for task in waiting:

@@ -39,7 +39,7 @@ from tests.node.coordinator_process import crash_run  # noqa: E402
 from valid_messages import examples  # noqa: E402
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite  # noqa: E402
-from prime_node.coordinator.api.routes import _ACTIONS  # noqa: E402
+from prime_node.coordinator.api.routes import ENDPOINTS  # noqa: E402
 from prime_node.coordinator.journal import restore_state  # noqa: E402
 from prime_node.coordinator.state import invariants  # noqa: E402
 from prime_node.coordinator.state.rules import rules_of  # noqa: E402
@@ -55,7 +55,7 @@ from prime_protocol.parcel import pack_parcel  # noqa: E402
 FINDINGS = HERE / "findings"
 STRANGER = SigningKey(bytes([99]) * 32)
 KEYS = (cw.ROOT, cw.COORDINATOR, cw.TRAINER, cw.VALIDATOR, cw.ANNA, cw.BEN, STRANGER)
-REQUESTS = {name: kind.__name__ for name, _, kind, _ in _ACTIONS} | {"join": "JoinRequest", "peers": "PeersRequest"}
+REQUESTS = {one.path.removeprefix("/v1/"): one.message.__name__ for one in ENDPOINTS if one.message is not None}
 """Action -> the message that it takes."""
 PAYLOADS = {
     "rollouts": PayloadType.ROLLOUT,

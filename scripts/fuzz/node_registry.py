@@ -28,7 +28,7 @@ from prime_node.adapters.web.request_head import find_end, read_request_head
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
 from prime_node.broadcast.swarm.network_peer import PeerQuestion
 from prime_node.config import parse_overrides, read_toml
-from prime_node.coordinator.api.routes import preferred_wait_s
+from prime_node.coordinator.api.documents import preferred_wait_s
 from prime_node.envs.dataset import rows_of_json_lines
 from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.peer_network import PeerAddress

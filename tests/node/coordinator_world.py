@@ -23,9 +23,10 @@ from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import secret_of
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.coordinator.daemon import Parts, serve_coordinator
+from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.checkpoint import encode_checkpoint

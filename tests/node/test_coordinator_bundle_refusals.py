@@ -21,9 +21,9 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.broadcast.routes import UpdateRoute
-from prime_node.coordinator.api import intake, leasing
-from prime_node.coordinator.daemon import open_core
+from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.arrivals import decide_upload
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -131,28 +131,30 @@ async def test_bundles_sent_again_have_a_rate_of_their_own() -> None:
 
 async def test_a_late_bundle_waits_until_fewer_of_its_workers_wait_for_a_verdict() -> None:
     bounds = limits.Limits(bundles_pending_per_worker_max=2)
-    core, anna, ben = await open_core(memory_parts(make_run(limits=bounds))), ANNA.key_id, BEN.key_id
+    coordinator = await open_coordinator(memory_parts(make_run(limits=bounds)))
+    decisions, leasing = coordinator.decisions, coordinator.handlers.leasing
+    anna, ben = ANNA.key_id, BEN.key_id
     for worker in (anna, ben):
-        core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
+        decisions.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
+    decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     asked = LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=2)
 
     async def leased(worker: str) -> LeaseRecord:
-        assert not isinstance(await leasing.lease(core, worker, asked), NotYet)
-        return list(core.state.leases.values())[-1]
+        assert not isinstance(await leasing.lease(worker, asked), NotYet)
+        return list(decisions.state.leases.values())[-1]
 
     lapsed = [await leased(worker) for worker in (ben, ben, anna)]
-    core.decide(ev.LeasesExpired(tuple(lease.lease_id for lease in lapsed)))
+    decisions.decide(ev.LeasesExpired(tuple(lease.lease_id for lease in lapsed)))
     late = lapsed[-1]
-    header = build_header(core.assigner.lease(late), b"", 1, worker=anna)
+    header = build_header(coordinator.assigner.lease(late), b"", 1, worker=anna)
     for number in range(2):
-        assert isinstance(intake.decide(core.state, header, late, bundle="late", num_bytes=1), ev.BundleArrived)
+        assert isinstance(decide_upload(decisions.state, header, late, bundle="late", num_bytes=1), ev.BundleArrived)
         lease = await leased(anna)  # the slots that were ben's
-        core.decide(ev.BundleArrived(f"{number:064d}", lease.lease_id, anna, 2, 1))
+        decisions.decide(ev.BundleArrived(f"{number:064d}", lease.lease_id, anna, 2, 1))
     with pytest.raises(PeerError, match="your earlier bundles wait") as caught:
-        intake.decide(core.state, header, late, bundle="late", num_bytes=1)
+        decide_upload(decisions.state, header, late, bundle="late", num_bytes=1)
     assert caught.value.code is ErrorCode.TOO_MANY_REQUESTS
-    refusal = await leasing.lease(core, anna, asked)
+    refusal = await leasing.lease(anna, asked)
     assert isinstance(refusal, NotYet)
     assert refusal.reason == "2 of your bundles wait for a validator and you hold 0 leases, the most allowed together"
 

@@ -29,9 +29,9 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.api.limiter import Buckets
 from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
+from prime_node.coordinator.api.receipts import receipt_signer
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
-from prime_node.coordinator.core import receipt_signer
 from prime_node.coordinator.journal import open_journal, restore_state
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.retention import kept_encodings

@@ -29,7 +29,8 @@ from tests.node.worker_world import next_ring
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import audit
 from prime_node.coordinator.api.requests import Caller, require_role
-from prime_node.coordinator.daemon import Parts, serve_coordinator
+from prime_node.coordinator.assembly import Parts
+from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
 from prime_protocol.assignment import Lease

@@ -22,8 +22,8 @@ from tests.node.coordinator_world import (
     running,
 )
 
+from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.coordinator.daemon import Parts
 from prime_node.coordinator.state.curriculum import EXAMPLES_MAX, Curriculum, Pool, Rating
 from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, parse_json

@@ -22,7 +22,7 @@ from tests.node.coordinator_world import (
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.algo.estimates import Mark
-from prime_node.coordinator.daemon import Parts, open_core
+from prime_node.coordinator.assembly import Parts, open_coordinator
 from prime_node.coordinator.state import endings, evaluations, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import BundleForgotten, Evaluated
@@ -208,7 +208,7 @@ async def test_a_policy_is_evaluated_after_the_next_one_is_out() -> None:
 
 async def test_pass_at_more_than_there_are_completions_is_the_operators_mistake() -> None:
     with pytest.raises(LocalError, match="pass_at"):
-        await open_core(memory_parts(RUN, evaluation={"every": 1, "pass_at": [3]}))
+        await open_coordinator(memory_parts(RUN, evaluation={"every": 1, "pass_at": [3]}))
 
 
 # The state machine

@@ -11,9 +11,7 @@ from tests.node.scheduler_world import Run
 
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator import curation
-from prime_node.coordinator.api import leasing
-from prime_node.coordinator.api.status import status_of_run
-from prime_node.coordinator.daemon import open_core
+from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.batching import choose_batch, next_step
@@ -43,33 +41,35 @@ def fail(run: Run, worker: str) -> tuple[int, ...]:
 
 
 async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
-    core = await open_core(memory_parts(make_run(groups_per_step=4, max_steps=2)))
+    coordinator = await open_coordinator(memory_parts(make_run(groups_per_step=4, max_steps=2)))
     workers = [SigningKey(bytes([number]) * 32).key_id for number in (7, 8, 9)]
     for worker in workers:
-        core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
-    broken, _ = core.assigner.problem(0)
+        coordinator.decisions.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
+    coordinator.decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
+    broken, _ = coordinator.assigner.problem(0)
     told: list[str] = []
     for turn, worker in zip(range(100), cycle(workers), strict=False):
-        state = core.state
+        state = coordinator.decisions.state
         if state.head == 2:
             break
         asked = LeaseRequest(policy_version=state.head, policy_digest="d" * 64, rollouts_max=64)
-        if not isinstance(await leasing.lease(core, worker, asked), NotYet):
+        if not isinstance(await coordinator.handlers.leasing.lease(worker, asked), NotYet):
             lease = list(state.leases.values())[-1]
-            if any(core.assigner.problem(slot)[0] == broken for slot in lease.slots):
-                await leasing.return_lease(core, worker, ReturnLeaseRequest(lease_id=lease.lease_id, failed=True))
+            if any(coordinator.assigner.problem(slot)[0] == broken for slot in lease.slots):
+                await coordinator.handlers.leasing.return_lease(
+                    worker, ReturnLeaseRequest(lease_id=lease.lease_id, failed=True)
+                )
                 told += [line for line in waits_for(state) if "fail" in line]
                 continue
             bundle, count = f"{turn:064x}", len(lease.slots) * state.rules.rollouts_per_group
-            core.decide(ev.BundleArrived(bundle, lease.lease_id, worker, count, 1))
-            core.decide(ev.VerdictGiven(bundle, None, "", (1.0,) * count, 9, "v"))
+            coordinator.decisions.decide(ev.BundleArrived(bundle, lease.lease_id, worker, count, 1))
+            coordinator.decisions.decide(ev.VerdictGiven(bundle, None, "", (1.0,) * count, 9, "v"))
         if (chosen := choose_batch(state)) is not None:
-            core.decide(ev.BatchFixed(next_step(state), chosen))
-            core.decide(ev.ManifestPublished(state.head + 1, "d" * 64, (UpdateRoute(None, 1),)))
-    assert core.state.head == 2
-    assert core.state.curriculum.draws == {0: 1}
-    assert status_of_run(core)["problems"] == {"failing": 0, "redrawn": 1}
+            coordinator.decisions.decide(ev.BatchFixed(next_step(state), chosen))
+            coordinator.decisions.decide(ev.ManifestPublished(state.head + 1, "d" * 64, (UpdateRoute(None, 1),)))
+    assert coordinator.decisions.state.head == 2
+    assert coordinator.decisions.state.curriculum.draws == {0: 1}
+    assert coordinator.report.status_of_run()["problems"] == {"failing": 0, "redrawn": 1}
     assert told == [
         "2 problems that fail, the first at slot 0: 1 of 3 have said so",
         "2 problems that fail, the first at slot 0: 2 of 3 have said so",
@@ -195,36 +195,41 @@ def test_what_was_said_survives_a_restart_and_older_snapshots_hold_none_of_it(ru
 
 
 async def test_a_lease_keeps_the_problem_it_drew_when_the_curriculum_has_forgotten_the_draw() -> None:
-    core = await open_core(memory_parts(make_run(groups_per_step=4, max_steps=2)))
+    coordinator = await open_coordinator(memory_parts(make_run(groups_per_step=4, max_steps=2)))
     worker = SigningKey(bytes([7]) * 32).key_id
-    core.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
-    first, _ = core.assigner.problem(0)
-    core.state.curriculum.redraw.add(0)
-    await leasing.lease(core, worker, LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=64))
-    (record,) = core.state.leases.values()
-    leased = core.assigner.lease(record)
+    coordinator.decisions.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
+    coordinator.decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
+    first, _ = coordinator.assigner.problem(0)
+    coordinator.decisions.state.curriculum.redraw.add(0)
+    await coordinator.handlers.leasing.lease(
+        worker, LeaseRequest(policy_version=0, policy_digest="d" * 64, rollouts_max=64)
+    )
+    (record,) = coordinator.decisions.state.leases.values()
+    leased = coordinator.assigner.lease(record)
     assert leased.groups[0].problem != first
-    core.state.curriculum.forget_before(1, groups_per_step=4)  # others filled its slots, which are trained and durable
-    assert core.assigner.lease(record) == leased
+    # Others filled its slots, which are trained and durable.
+    coordinator.decisions.state.curriculum.forget_before(1, groups_per_step=4)
+    assert coordinator.assigner.lease(record) == leased
 
 
 async def test_another_problem_is_drawn_though_prompts_before_the_failing_one_were_too_long() -> None:
-    core = await open_core(memory_parts(make_run(groups_per_step=16, limits=limits.Limits(prompt_tokens_max=21))))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
-    slot = next(slot for slot in range(16) if core.assigner.asked_draw(slot, 0) > 0)
-    broken, _ = core.assigner.problem(slot)
-    core.state.curriculum.redraw.add(slot)
-    (draw,) = curation.draws_of(core, (slot,))
-    assert core.assigner.problem(slot, draw)[0] != broken
+    coordinator = await open_coordinator(
+        memory_parts(make_run(groups_per_step=16, limits=limits.Limits(prompt_tokens_max=21)))
+    )
+    coordinator.decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
+    slot = next(slot for slot in range(16) if coordinator.assigner.asked_draw(slot, 0) > 0)
+    broken, _ = coordinator.assigner.problem(slot)
+    coordinator.decisions.state.curriculum.redraw.add(slot)
+    (draw,) = coordinator.curation.draws_of((slot,))
+    assert coordinator.assigner.problem(slot, draw)[0] != broken
 
 
 async def test_no_slot_draws_beyond_what_an_auditor_tries() -> None:
-    core = await open_core(memory_parts(make_run(groups_per_step=16)))
-    core.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
+    coordinator = await open_coordinator(memory_parts(make_run(groups_per_step=16)))
+    coordinator.decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     for drawn in (0, 1_000, limits.LEASE_DRAWS_MAX):
-        core.state.curriculum.draws[0] = drawn
-        core.state.curriculum.redraw.add(0)
-        (draw,) = curation.draws_of(core, (0,))
+        coordinator.decisions.state.curriculum.draws[0] = drawn
+        coordinator.decisions.state.curriculum.redraw.add(0)
+        (draw,) = coordinator.curation.draws_of((0,))
         assert draw == min(drawn + 1, curation.DRAW_MAX)
-        assert core.assigner.asked_draw(0, draw) < limits.LEASE_DRAWS_MAX
+        assert coordinator.assigner.asked_draw(0, draw) < limits.LEASE_DRAWS_MAX

@@ -21,8 +21,7 @@ from tests.node.coordinator_world import (
 )
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator.api.admission import name_of_network
-from prime_node.coordinator.daemon import open_core
+from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.state import endings, invariants, newcomers, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import BundleForgotten
@@ -217,10 +216,10 @@ async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban() ->
 
 
 async def test_networks_are_told_apart_by_prefixes_and_trusted_ones_have_no_name() -> None:
-    core = await open_core(memory_parts(make_run()))
+    admission = (await open_coordinator(memory_parts(make_run()))).handlers.admission
 
     def name(address: str) -> str:
-        return name_of_network(core, address)
+        return admission.name_of_network(address)
 
     assert name("203.0.113.5") == name("203.0.113.200") == name("::ffff:203.0.113.9")
     assert name("2001:db8:1::1") == name("2001:db8:1:9::2")

@@ -28,8 +28,8 @@ from tests.node.test_ledger import Shown, command, payloads, receipts_of, rewrit
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
 from prime_node.cli.run_dir import RunDir
+from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
-from prime_node.coordinator.daemon import Parts
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol import limits

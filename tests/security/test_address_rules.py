@@ -13,7 +13,7 @@ from prime_node.adapters.web.noted_resolver import HOSTS_MAX, NotedResolver
 from prime_node.broadcast.swarm.directory import Directory
 from prime_node.cli import wire_swarm
 from prime_node.coordinator.api.finding import announced_from
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import Request
 from prime_protocol.addresses import GLOBAL, LOOPBACK, endpoint_of, may_be_named, place_of
 from prime_protocol.envelope import PayloadType, seal
@@ -222,19 +222,8 @@ async def test_every_address_that_a_name_led_to_is_remembered_and_too_many_count
 )
 def test_behind_a_proxy_that_is_not_named_nothing_is_announced(remote: str, header: str | None, found: str) -> None:
     headers = {} if header is None else {"x-forwarded-for": header}
-    assert (
-        announced_from(_core_behind("172.16.0.1"), Request(params={}, body=b"", headers=headers, remote=remote))
-        == found
-    )
-
-
-def _core_behind(proxy: str) -> Core:
-    from types import SimpleNamespace
-
-    from prime_node.coordinator.config import CoordinatorConfig
-
-    config = CoordinatorConfig.load({"coordinator": {"proxies": [proxy]}})
-    return SimpleNamespace(config=config)  # type: ignore[return-value]
+    proxies = CoordinatorConfig.load({"coordinator": {"proxies": ["172.16.0.1"]}}).behind
+    assert announced_from(proxies, Request(params={}, body=b"", headers=headers, remote=remote)) == found
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret
 
 if TYPE_CHECKING:
+    from prime_node.coordinator.assembly import Parts
     from prime_node.coordinator.config import CoordinatorConfig
-    from prime_node.coordinator.daemon import Parts
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.peer_network import PeerNetwork
@@ -45,7 +45,7 @@ async def coordinator_parts(
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
     from prime_node.broadcast.follow.pinned import model_files_in
-    from prime_node.coordinator.daemon import Parts
+    from prime_node.coordinator.assembly import Parts
     from prime_node.keyfile import keep_secret
     from prime_node.observe import BestEffort, JsonLines
 

@@ -1,111 +1,129 @@
 """Ban dossiers: for every ban, write a case file (prime_protocol/case.py) into the operator's folder.
 
-`prime-node evidence verify` reads them there. `decide` puts a banned worker into `core.banned` and never waits. One task here
-takes it out, waits until the receipts are durable, and writes. Dossiers that a crash or a full disk prevented are written after
-the next start.
+`prime-node evidence verify` reads them there. `Decisions.decide` queues a banned worker in `banned` and never waits. One task
+here takes it out, waits until the receipts are durable, and writes. Dossiers that a crash or a full disk prevented are written
+after the next start.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
 
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state.records import Ban, WorkerRecord
-from prime_node.ports.store import StoredReceipt
+from prime_node.ports.blobs import Blobs
+from prime_node.ports.documents import Documents
+from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.case import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BanKind, Receipt
 
 log = logging.getLogger(__name__)
 
 
-async def keep_cases(core: Core) -> None:
-    """Write the ban dossiers until cancelled."""
-    for known in core.state.workers.values():
-        if known.banned is not None:
-            core.banned.put_nowait(known.worker)
-    while True:
-        key = await core.banned.get()
-        worker = core.state.workers.get(key)
-        if worker is None or worker.banned is None or await _is_written(core, worker, worker.banned):
-            continue
-        await core.journal.synced()
+@dataclass(slots=True)
+class BanDossiers:
+    """The ban dossiers in the operator's folder."""
+
+    run: PinnedRun
+    key: SigningKey
+    decisions: Decisions
+    assigner: Assigner
+    store: Store
+    bundles: Blobs
+    private: Documents
+
+    async def keep_cases(self) -> None:
+        """Write the ban dossiers until cancelled."""
+        for known in self.decisions.state.workers.values():
+            if known.banned is not None:
+                self.decisions.banned.put_nowait(known.worker)
+        while True:
+            key = await self.decisions.banned.get()
+            worker = self.decisions.state.workers.get(key)
+            if worker is None or worker.banned is None or await self._is_written(worker, worker.banned):
+                continue
+            await self.decisions.synced()
+            try:
+                await self._write(worker, worker.banned)
+            except OSError as error:
+                log.error("the case against %s cannot be written: %s; it is tried again at the next start", key, error)
+
+    async def _is_written(self, worker: WorkerRecord, ban: Ban) -> bool:
         try:
-            await _write(core, worker, worker.banned)
-        except OSError as error:
-            log.error("the case against %s cannot be written: %s; it is tried again at the next start", key, error)
+            await self.private.read(case_name(worker.worker, ban))
+        except KeyError:
+            return False
+        return True
+
+    async def _write(self, worker: WorkerRecord, ban: Ban) -> None:
+        receipts = await self._receipts(worker, ban)
+        statement = BanStatement(
+            run=self.run.digest,
+            worker=worker.worker,
+            kind=ban.kind,
+            reason=ban.reason,
+            bundle=ban.evidence,
+            step=ban.step,
+            at_ms=ban.at_ms,
+            num_receipts=len(receipts),
+        )
+        lines = [
+            self.run.envelope,
+            *(ring for _, ring in self.run.keys.rings),
+            seal(statement, PayloadType.BAN, self.key),
+        ]
+        lease = next((one for one in worker.ended if one.bundle == ban.evidence), None)
+        if ban.evidence is not None and lease is not None:
+            lines.append(seal(self.assigner.lease(lease), PayloadType.LEASE, self.key))
+            await self._keep_parcel(ban.evidence)
+        data = b"".join(envelope.to_bytes() + b"\n" for envelope in (*lines, *receipts))
+        await self.private.write(case_name(worker.worker, ban), data)
+        log.info("the case against %s: %s, %d receipts", worker.worker, case_name(worker.worker, ban), len(receipts))
+
+    async def _keep_parcel(self, bundle: str) -> None:
+        try:
+            await self.private.write(f"{bundle}.parcel", await self.bundles.get(bundle))
+        except KeyError:
+            log.warning("bundle %s of a ban is not there any more", bundle[:12])
+
+    async def _receipts(self, worker: WorkerRecord, ban: Ban) -> list[Envelope]:
+        """Return the receipts that count, oldest first: the weighed ones for a statistical ban, the strikes for a hard one.
+
+        A receipt that replaced another comes later with the same number, so the numbers give the order. Receipts from before the
+        worker was unbanned are older than those with the same numbers.
+        """
+        if ban.kind is BanKind.OPERATOR:
+            return []
+        statistical = ban.kind is BanKind.STATISTICAL
+        strikes: deque[Envelope] = deque(maxlen=worker.strikes)
+        weighed: dict[int, Envelope] = {}
+        cursor = 0
+        while True:
+            stored, following = await self.store.receipts_of(worker.worker, after=cursor, limit=limits.RECEIPTS_MAX)
+            for one in stored:
+                envelope, receipt = _opened(one)
+                if receipt.reason is not None and receipt.reason.is_dishonest:
+                    strikes.append(envelope)
+                if receipt.evidence is not None:
+                    weighed[receipt.evidence.number] = envelope
+            if not stored or following == cursor:
+                break
+            cursor = following
+        if not statistical:
+            return list(strikes)
+        return [weighed[number] for number in range(1, worker.num_weighed + 1) if number in weighed]
 
 
 def case_name(worker: str, ban: Ban) -> str:
     """Return the name of a ban dossier's file."""
     return f"ban-{worker}-{ban.at_ms}.jsonl"
-
-
-async def _is_written(core: Core, worker: WorkerRecord, ban: Ban) -> bool:
-    try:
-        await core.private.read(case_name(worker.worker, ban))
-    except KeyError:
-        return False
-    return True
-
-
-async def _write(core: Core, worker: WorkerRecord, ban: Ban) -> None:
-    receipts = await _receipts(core, worker, ban)
-    statement = BanStatement(
-        run=core.run.digest,
-        worker=worker.worker,
-        kind=ban.kind,
-        reason=ban.reason,
-        bundle=ban.evidence,
-        step=ban.step,
-        at_ms=ban.at_ms,
-        num_receipts=len(receipts),
-    )
-    lines = [core.run.envelope, *(ring for _, ring in core.run.keys.rings), seal(statement, PayloadType.BAN, core.key)]
-    lease = next((one for one in worker.ended if one.bundle == ban.evidence), None)
-    if ban.evidence is not None and lease is not None:
-        lines.append(seal(core.assigner.lease(lease), PayloadType.LEASE, core.key))
-        await _keep_parcel(core, ban.evidence)
-    data = b"".join(envelope.to_bytes() + b"\n" for envelope in (*lines, *receipts))
-    await core.private.write(case_name(worker.worker, ban), data)
-    log.info("the case against %s: %s, %d receipts", worker.worker, case_name(worker.worker, ban), len(receipts))
-
-
-async def _keep_parcel(core: Core, bundle: str) -> None:
-    try:
-        await core.private.write(f"{bundle}.parcel", await core.bundles.get(bundle))
-    except KeyError:
-        log.warning("bundle %s of a ban is not there any more", bundle[:12])
-
-
-async def _receipts(core: Core, worker: WorkerRecord, ban: Ban) -> list[Envelope]:
-    """Return the receipts that count, oldest first: the weighed ones for a statistical ban, the strikes for a hard one.
-
-    A receipt that replaced another comes later with the same number, so the numbers give the order. Receipts from before the
-    worker was unbanned are older than those with the same numbers.
-    """
-    if ban.kind is BanKind.OPERATOR:
-        return []
-    statistical = ban.kind is BanKind.STATISTICAL
-    strikes: deque[Envelope] = deque(maxlen=worker.strikes)
-    weighed: dict[int, Envelope] = {}
-    cursor = 0
-    while True:
-        stored, following = await core.store.receipts_of(worker.worker, after=cursor, limit=limits.RECEIPTS_MAX)
-        for one in stored:
-            envelope, receipt = _opened(one)
-            if receipt.reason is not None and receipt.reason.is_dishonest:
-                strikes.append(envelope)
-            if receipt.evidence is not None:
-                weighed[receipt.evidence.number] = envelope
-        if not stored or following == cursor:
-            break
-        cursor = following
-    if not statistical:
-        return list(strikes)
-    return [weighed[number] for number in range(1, worker.num_weighed + 1) if number in weighed]
 
 
 def _opened(stored: StoredReceipt) -> tuple[Envelope, Receipt]:

@@ -13,12 +13,16 @@ import logging
 import random
 import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from prime_node.coordinator.assignments import DRAWS_MAX
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.assignments import DRAWS_MAX, Assigner
+from prime_node.coordinator.config import CurriculumConfig
+from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.curriculum import Example, Pool, Rating
 from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.ports.documents import Documents
+from prime_node.ports.metrics import Metrics
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
@@ -31,114 +35,127 @@ DRAW_MAX = limits.LEASE_DRAWS_MAX - DRAWS_MAX
 _FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
 
 
-def draws_of(core: Core, slots: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the draw of each slot that is about to be leased; empty if all take their first.
+@dataclass(slots=True)
+class Curation:
+    """The curriculum of a run: draws, ratings and the pools on disk."""
 
-    A problem that always fails is exchanged even without a curriculum (state/failing.py).
-    """
-    curriculum = core.state.curriculum
-    if core.state.is_evaluation(slots) or (
-        not core.config.curriculum.is_on and not curriculum.draws and not curriculum.redraw
-    ):
-        return ()
-    draws = tuple(_draw(core, slot) for slot in slots)
-    return draws if any(draws) else ()
+    config: CurriculumConfig
+    decisions: Decisions
+    assigner: Assigner
+    private: Documents
+    metrics: Metrics
 
+    def draws_of(self, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the draw of each slot that is about to be leased; empty if all take their first.
 
-def _draw(core: Core, slot: int) -> int:
-    state = core.state
-    draw = state.curriculum.draws.get(slot, 0)
-    if slot in state.steps[slot // state.rules.groups_per_step].held:
-        return draw  # another worker holds it already
-    if slot in state.curriculum.redraw:
-        draw = core.assigner.asked_draw(slot, draw) + 1
-    if state.curriculum.examples:
-        tries = range(draw, draw + TRIES_MAX)
-        fresh = (tried for tried in tries if not state.curriculum.is_pooled(core.assigner.example(slot, tried)))
-        draw = next(fresh, draw)
-    return min(draw, DRAW_MAX)
+        A problem that always fails is exchanged even without a curriculum (state/failing.py).
+        """
+        curriculum = self.decisions.state.curriculum
+        if self.decisions.state.is_evaluation(slots) or (
+            not self.config.is_on and not curriculum.draws and not curriculum.redraw
+        ):
+            return ()
+        draws = tuple(self._draw(slot) for slot in slots)
+        return draws if any(draws) else ()
 
+    def _draw(self, slot: int) -> int:
+        state = self.decisions.state
+        draw = state.curriculum.draws.get(slot, 0)
+        if slot in state.steps[slot // state.rules.groups_per_step].held:
+            return draw  # another worker holds it already
+        if slot in state.curriculum.redraw:
+            draw = self.assigner.asked_draw(slot, draw) + 1
+        if state.curriculum.examples:
+            tries = range(draw, draw + TRIES_MAX)
+            fresh = (tried for tried in tries if not state.curriculum.is_pooled(self.assigner.example(slot, tried)))
+            draw = next(fresh, draw)
+        return min(draw, DRAW_MAX)
 
-def rate(core: Core, lease: LeaseRecord, bundle: str) -> None:
-    """Rate the groups of an accepted bundle that fill their slots."""
-    config, state = core.config.curriculum, core.state
-    step = state.steps.get(lease.step)
-    if not config.is_on or step is None:
-        return
-    ratings: list[Rating] = []
-    for slot in lease.slots:
-        group = step.accepted.get(slot)
-        if group is None or group.bundle != bundle:
-            continue  # another one was faster
-        unscored = set(group.unscored)
-        rewards = [reward for place, reward in enumerate(group.rewards) if place not in unscored]
-        if not rewards:
-            continue
-        mean = statistics.fmean(rewards)
-        filtered = config.filtered_as(mean)
-        thrown_away = state.curriculum.filtered.get(lease.step, 0) + sum(each.filtered is not None for each in ratings)
-        if thrown_away >= (config.oversampling_factor - 1.0) * state.rules.groups_per_step:
-            filtered = None
-        problem, _ = core.assigner.problem(slot)
-        example = core.assigner.example(slot, state.curriculum.draws.get(slot, 0))
-        ratings.append(Rating(slot, example, problem.environment, problem.index, mean, config.pool_of(mean), filtered))
-    if ratings:
-        core.decide(ev.GroupsRated(lease.step, tuple(ratings)))
+    def rate(self, lease: LeaseRecord, bundle: str) -> None:
+        """Rate the groups of an accepted bundle that fill their slots."""
+        config, state = self.config, self.decisions.state
+        step = state.steps.get(lease.step)
+        if not config.is_on or step is None:
+            return
+        ratings: list[Rating] = []
+        for slot in lease.slots:
+            group = step.accepted.get(slot)
+            if group is None or group.bundle != bundle:
+                continue  # another one was faster
+            unscored = set(group.unscored)
+            rewards = [reward for place, reward in enumerate(group.rewards) if place not in unscored]
+            if not rewards:
+                continue
+            mean = statistics.fmean(rewards)
+            filtered = config.filtered_as(mean)
+            thrown_away = state.curriculum.filtered.get(lease.step, 0) + sum(
+                each.filtered is not None for each in ratings
+            )
+            if thrown_away >= (config.oversampling_factor - 1.0) * state.rules.groups_per_step:
+                filtered = None
+            problem, _ = self.assigner.problem(slot)
+            example = self.assigner.example(slot, state.curriculum.draws.get(slot, 0))
+            ratings.append(
+                Rating(slot, example, problem.environment, problem.index, mean, config.pool_of(mean), filtered)
+            )
+        if ratings:
+            self.decisions.decide(ev.GroupsRated(lease.step, tuple(ratings)))
 
+    def report(self) -> None:
+        """Set the gauges, under the names of prime-rl. It visits all examples, so call it for readers, not for each bundle."""
+        for name, value in {
+            **self.decisions.state.curriculum.shares(),
+            **self.decisions.state.curriculum.counts,
+        }.items():
+            self.metrics.set("prime_curriculum", value, name=name)
 
-def report(core: Core) -> None:
-    """Set the gauges, under the names of prime-rl. It visits all examples, so call it for readers, not for each bundle."""
-    for name, value in {**core.state.curriculum.shares(), **core.state.curriculum.counts}.items():
-        core.metrics.set("prime_curriculum", value, name=name)
+    async def restore_pools(self, rng: random.Random) -> None:
+        """Read the pools that an earlier run left, and lift shares of them back into `normal`, at the start of the coordinator.
 
+        Raise LocalError if a file cannot be read.
+        """
+        config, curriculum = self.config, self.decisions.state.curriculum
+        if not config.is_on:
+            return
+        if not curriculum.examples and self.decisions.number == 0:
+            found = [rating for pool in _FILES for rating in await self._read(pool)]
+            if found:
+                self.decisions.decide(ev.GroupsRated(0, tuple(found)))
+                log.info("curriculum: %d pooled examples of an earlier run", len(found))
+        lifted: list[str] = []
+        for pool, share in ((Pool.EASY, config.easy_fraction), (Pool.HARD, config.hard_fraction)):
+            pooled = [example for example, known in curriculum.examples.items() if known.pool is pool]
+            lifted += rng.sample(pooled, round(share * len(pooled)))
+        if lifted:
+            self.decisions.decide(ev.ExamplesLifted(tuple(lifted)))
+            log.info("curriculum: %d pooled examples are drawn again", len(lifted))
 
-async def restore_pools(core: Core, rng: random.Random) -> None:
-    """Read the pools that an earlier run left, and lift shares of them back into `normal`, at the start of the coordinator.
+    async def save(self) -> None:
+        """Write the pools, one example per line. In a thread: 100,000 examples take a second."""
+        known = list(self.decisions.state.curriculum.examples.items())
+        for pool, name in _FILES.items():
+            await self.private.write(name, await asyncio.to_thread(_lines, pool, known))
 
-    Raise LocalError if a file cannot be read.
-    """
-    config, curriculum = core.config.curriculum, core.state.curriculum
-    if not config.is_on:
-        return
-    if not curriculum.examples and core.journal.number == 0:
-        found = [rating for pool in _FILES for rating in await _read(core, pool)]
-        if found:
-            core.decide(ev.GroupsRated(0, tuple(found)))
-            log.info("curriculum: %d pooled examples of an earlier run", len(found))
-    lifted: list[str] = []
-    for pool, share in ((Pool.EASY, config.easy_fraction), (Pool.HARD, config.hard_fraction)):
-        pooled = [example for example, known in curriculum.examples.items() if known.pool is pool]
-        lifted += rng.sample(pooled, round(share * len(pooled)))
-    if lifted:
-        core.decide(ev.ExamplesLifted(tuple(lifted)))
-        log.info("curriculum: %d pooled examples are drawn again", len(lifted))
-
-
-async def save(core: Core) -> None:
-    """Write the pools, one example per line. In a thread: 100,000 examples take a second."""
-    known = list(core.state.curriculum.examples.items())
-    for pool, name in _FILES.items():
-        await core.private.write(name, await asyncio.to_thread(_lines, pool, known))
+    async def _read(self, pool: Pool) -> list[Rating]:
+        try:
+            data = await self.private.read(_FILES[pool])
+        except KeyError:
+            return []
+        try:
+            rows = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
+            return [
+                Rating(
+                    -1, str(row["example"]), str(row["environment"]), int(row["index"]), float(row["reward_mean"]), pool
+                )
+                for row in rows
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise LocalError(f"{_FILES[pool]}: {error!r}; mend it or delete it") from None
 
 
 def _lines(pool: Pool, known: Iterable[tuple[str, Example]]) -> bytes:
     lines = (json.dumps(_line(name, example), sort_keys=True) for name, example in known if example.pool is pool)
     return "".join(f"{line}\n" for line in lines).encode()
-
-
-async def _read(core: Core, pool: Pool) -> list[Rating]:
-    try:
-        data = await core.private.read(_FILES[pool])
-    except KeyError:
-        return []
-    try:
-        rows = [json.loads(line) for line in data.decode().splitlines() if line.strip()]
-        return [
-            Rating(-1, str(row["example"]), str(row["environment"]), int(row["index"]), float(row["reward_mean"]), pool)
-            for row in rows
-        ]
-    except (ValueError, KeyError, TypeError) as error:
-        raise LocalError(f"{_FILES[pool]}: {error!r}; mend it or delete it") from None
 
 
 def _line(example: str, known: Example) -> dict[str, object]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from prime_node.broadcast.swarm.gossiped_heads import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
 from prime_node.broadcast.swarm.tended import Tended
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.api.statements import TimestampSigner
+from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
 from prime_node.coordinator.state.effects import Topic
+from prime_node.coordinator.waiting import Notifications
+from prime_node.ports.clock import Clock
+from prime_node.ports.metrics import Metrics
 from prime_node.ports.peer_network import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Route
@@ -30,47 +35,59 @@ SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{ver
 """Endpoints of the host: documents, no bytes of checkpoints."""
 
 
-async def open_host(network: PeerNetwork, routes: Sequence[Route]) -> None:
-    """Start the host. Raise LocalError if the machine cannot."""
-    serve_routes(network, [route for route in routes if route.path in SHOWN])
-    network.subscribe(TOPIC, _judge, _hear)
-    await network.start()
-    log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
+@dataclass(slots=True)
+class PeerHost:
+    """The coordinator's own libp2p host."""
 
+    network: PeerNetwork
+    clock: Clock
+    metrics: Metrics
+    news: Notifications
+    manifests: PublishedManifests
+    timestamps: TimestampSigner
 
-async def keep_host(network: PeerNetwork, core: Core) -> NoReturn:
-    """Announce heads, and reopen the host when it has ended, until cancelled."""
-    core.metrics.declare(*HOST_METRICS)
-    core.metrics.set(HOST_FAULTS, 0.0)
-    tended = Tended(core.clock, on_fault=lambda num_faults: core.metrics.set(HOST_FAULTS, float(num_faults)))
+    async def open(self, routes: Sequence[Route]) -> None:
+        """Start the host. Raise LocalError if the machine cannot."""
+        network = self.network
+        serve_routes(network, [route for route in routes if route.path in SHOWN])
+        network.subscribe(TOPIC, _judge, _hear)
+        await network.start()
+        log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
 
-    async def work() -> None:
-        if network.has_ended():
-            await network.start()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(announce_heads(network, core))
-            await network.ended()
-            raise Unreachable("the libp2p host has ended")
+    async def keep(self) -> NoReturn:
+        """Announce heads, and reopen the host when it has ended, until cancelled."""
+        self.metrics.declare(*HOST_METRICS)
+        self.metrics.set(HOST_FAULTS, 0.0)
+        tended = Tended(self.clock, on_fault=lambda num_faults: self.metrics.set(HOST_FAULTS, float(num_faults)))
 
-    await tended.keep("the coordinator's libp2p host", work)
+        async def work() -> None:
+            if self.network.has_ended():
+                await self.network.start()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._announce_heads())
+                await self.network.ended()
+                raise Unreachable("the libp2p host has ended")
 
+        await tended.keep("the coordinator's libp2p host", work)
 
-async def announce_heads(network: PeerNetwork, core: Core) -> None:
-    """Announce every new head, until the daemon stops or the host has ended."""
-    told = core.head
+    async def _announce_heads(self) -> None:
+        """Announce every new head, until the daemon stops or the host has ended."""
+        told = self.manifests.head
 
-    def is_told(head: SignedManifest | None) -> bool:
-        return head is None or (told is not None and head.digest == told.digest)
+        def is_told(head: SignedManifest | None) -> bool:
+            return head is None or (told is not None and head.digest == told.digest)
 
-    while True:
-        head = await core.news.until(Topic.HEAD, lambda: core.head, is_worth_waiting=is_told, wait_s=limits.WAIT_S_MAX)
-        if head is None or is_told(head):
-            continue
-        told = head
-        stamp = core.timestamp
-        names_it = stamp is not None and stamp[0].policy_version == head.manifest.policy_version
-        if not await announce(network, head.envelope, stamp[1] if stamp is not None and names_it else None):
-            return
+        while True:
+            head = await self.news.until(
+                Topic.HEAD, lambda: self.manifests.head, is_worth_waiting=is_told, wait_s=limits.WAIT_S_MAX
+            )
+            if head is None or is_told(head):
+                continue
+            told = head
+            stamp = self.timestamps.newest
+            names_it = stamp is not None and stamp[0].policy_version == head.manifest.policy_version
+            if not await announce(self.network, head.envelope, stamp[1] if stamp is not None and names_it else None):
+                return
 
 
 async def _judge(sender: KeyId, data: bytes) -> GossipJudgement:

@@ -1,4 +1,4 @@
-"""Last sign of life of each worker. Soft state: lost at a restart, after which all workers count as just seen."""
+"""Last sign of life of each worker, and why it got no work. Soft state: after a restart all workers count as just seen."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Presence:
     def __init__(self, *, heartbeat_s: float) -> None:
         self._silence_s_max = HEARTBEATS_MISSED_MAX * heartbeat_s
         self._seen: dict[str, LastSeen] = {}
+        self._hints: dict[str, str] = {}
 
     def heard(self, worker: str, now_s: float) -> None:
         """Record any valid request, which is a sign of life."""
@@ -43,6 +44,18 @@ class Presence:
     def forget(self, worker: str) -> None:
         """Forget a worker."""
         self._seen.pop(worker, None)
+        self._hints.pop(worker, None)
+
+    def set_hint(self, worker: str, hint: str) -> None:
+        """Record why a worker's last request for work got nothing, for its screen and the operator; empty if it got a lease."""
+        if hint:
+            self._hints[worker] = hint
+        else:
+            self._hints.pop(worker, None)
+
+    def hint(self, worker: str) -> str:
+        """Return why a worker's last request for work got nothing; empty if it did."""
+        return self._hints.get(worker, "")
 
     def lasts_s(self, worker: str, now_s: float) -> float:
         """Return the seconds until a worker is lost if it sends nothing more."""
@@ -65,4 +78,5 @@ class Presence:
             seen = self._seen.setdefault(worker, LastSeen(now_s))
             if now_s - seen.at_s > self._silence_s_max:
                 lost.append(worker)
+        self._hints = {worker: hint for worker, hint in self._hints.items() if worker in active}
         return tuple(lost)

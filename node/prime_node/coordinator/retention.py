@@ -11,15 +11,18 @@ whose base has a path has one itself, and deletion does not change the paths in 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from prime_node.broadcast.routes import search
-from prime_node.coordinator.api.publishing import read_manifest
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.retained import oldest_policy_needed
+from prime_node.ports.blobs import Blobs
 from prime_protocol.envelope import parse_json
 from prime_protocol.manifest import Manifest
+from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 
@@ -41,28 +44,50 @@ def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
     return kept
 
 
-async def forget_old_encodings(core: Core) -> None:
-    """Delete the blobs that only forgotten encodings use. The event comes first, so that no reader is sent to missing bytes."""
-    limit = core.config.checkpoints_kept
-    if limit is None or core.state.head < 0 or not _forgettable(core.state, limit):
-        return
-    async with core.blobs_turn:
-        forgotten = _forgettable(core.state, limit)
-        core.decide(ev.EncodingsForgotten(tuple(sorted(forgotten, key=str))))
-        await core.journal.synced()
-        needed = await _needed(core)
-        for digest in await _blobs(core, forgotten) - needed:
-            await core.public.delete(digest)
-    log.info("deleted the bytes of %d old encodings", len(forgotten))
+@dataclass(slots=True)
+class Retention:
+    """Deletion of the bytes of old encodings."""
 
+    run: PinnedRun
+    checkpoints_kept: int | None
+    decisions: Decisions
+    public: Blobs
+    manifests: PublishedManifests
 
-async def sweep_blobs(core: Core) -> None:
-    """Delete what an interrupted deletion left, after a restart. The trainer uploads an interrupted publication again."""
-    if core.config.checkpoints_kept is None or core.state.head < 0:
-        return
-    needed = await _needed(core)
-    for digest in [digest async for digest in core.public.digests() if digest not in needed]:
-        await core.public.delete(digest)
+    async def forget_old_encodings(self) -> None:
+        """Delete the blobs that only forgotten encodings use. The event comes first: no reader looks for missing bytes."""
+        limit = self.checkpoints_kept
+        if limit is None or self.decisions.state.head < 0 or not _forgettable(self.decisions.state, limit):
+            return
+        async with self.manifests.turn:
+            forgotten = _forgettable(self.decisions.state, limit)
+            self.decisions.decide(ev.EncodingsForgotten(tuple(sorted(forgotten, key=str))))
+            await self.decisions.synced()
+            needed = await self._needed()
+            for digest in await self._blobs(forgotten) - needed:
+                await self.public.delete(digest)
+        log.info("deleted the bytes of %d old encodings", len(forgotten))
+
+    async def sweep_blobs(self) -> None:
+        """Delete what an interrupted deletion left, after a restart. The trainer uploads an interrupted publication again."""
+        if self.checkpoints_kept is None or self.decisions.state.head < 0:
+            return
+        needed = await self._needed()
+        for digest in [digest async for digest in self.public.digests() if digest not in needed]:
+            await self.public.delete(digest)
+
+    async def _needed(self) -> set[str]:
+        """Return the digests of the blobs that must stay. An older encoding may share a blob with a newer one."""
+        return await self._blobs(_known(self.decisions.state)) | {file.digest for file in self.run.spec.model_files}
+
+    async def _blobs(self, names: set[Name]) -> set[str]:
+        """Return the digests of all blobs of these encodings."""
+        found = set()
+        for version in {version for version, _ in names}:
+            manifest = parse_json((await self.manifests.read(version)).payload, Manifest)
+            chosen = (encoding for encoding in manifest.encodings if (version, encoding.base_version) in names)
+            found |= {blob.digest for encoding in chosen for blob in encoding.blobs}
+        return found
 
 
 def _known(state: State) -> set[Name]:
@@ -71,18 +96,3 @@ def _known(state: State) -> set[Name]:
 
 def _forgettable(state: State, checkpoints_kept: int) -> set[Name]:
     return _known(state) - kept_encodings(state, checkpoints_kept)
-
-
-async def _needed(core: Core) -> set[str]:
-    """Return the digests of the blobs that must stay. An older encoding may share a blob with a newer one."""
-    return await _blobs(core, _known(core.state)) | {file.digest for file in core.run.spec.model_files}
-
-
-async def _blobs(core: Core, names: set[Name]) -> set[str]:
-    """Return the digests of all blobs of these encodings."""
-    found = set()
-    for version in {version for version, _ in names}:
-        manifest = parse_json((await read_manifest(core, version)).payload, Manifest)
-        chosen = (encoding for encoding in manifest.encodings if (version, encoding.base_version) in names)
-        found |= {blob.digest for encoding in chosen for blob in encoding.blobs}
-    return found

@@ -15,107 +15,128 @@ A worker's limits then grow with its record (state/newcomers.py).
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from prime_node.coordinator.api.callers import is_in, prefix_of
 from prime_node.coordinator.api.sessions import require_session
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import newcomers
+from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.invite import open_invite
 from prime_protocol.messages import JoinReply, JoinRequest
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Hardware
 
 ROOM_RETRY_S = 60.0
 
 
-async def admit_worker(core: Core, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
-    """Let a worker join, or start again with the same key. Raise PeerError."""
-    state, config = core.state, core.config
-    worker = state.workers.get(signer)
-    is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
-    require_session(core, signer, request.session)  # (0)
-    _check_software(request.software, config.software_min)  # (1)
-    if not (request.engine.seeded or core.run.spec.checks.unseeded):
-        raise PeerError(
-            ErrorCode.NOT_INVITED, "this run takes no unseeded engines: run the worker with worker.seeded = true"
-        )
-    if config.allowed_workers and signer not in config.allowed_workers:  # (2)
-        raise PeerError(ErrorCode.NOT_INVITED, f"this run takes keys that its operator has listed; tell him {signer}")
-    invite = "" if worker is None else worker.invite
-    if config.invites_needed and not (is_known or invite):
-        invite = _redeem(core, request)  # (3)
-    network = name_of_network(core, address)
-    if not is_active:
-        if state.num_active >= state.rules.workers_max:  # (4)
+@dataclass(slots=True)
+class WorkerAdmission:
+    """Admission of workers to the run."""
+
+    run: PinnedRun
+    config: CoordinatorConfig
+    clock: Clock
+    decisions: Decisions
+    assigner: Assigner
+    presence: Presence
+
+    async def admit_worker(self, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
+        """Let a worker join, or start again with the same key. Raise PeerError."""
+        state, config = self.decisions.state, self.config
+        worker = state.workers.get(signer)
+        is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
+        require_session(state, self.presence, signer, request.session, self.clock.monotonic_s())  # (0)
+        _check_software(request.software, config.software_min)  # (1)
+        if not (request.engine.seeded or self.run.spec.checks.unseeded):
             raise PeerError(
-                ErrorCode.UNAVAILABLE, "the run has as many workers as it allows", retry_after_s=ROOM_RETRY_S
+                ErrorCode.NOT_INVITED, "this run takes no unseeded engines: run the worker with worker.seeded = true"
             )
-        if network and newcomers.num_active(state, network) >= config.workers_per_network_max:
+        if config.allowed_workers and signer not in config.allowed_workers:  # (2)
             raise PeerError(
-                ErrorCode.TOO_MANY_REQUESTS, "your network has as many workers as it may", retry_after_s=ROOM_RETRY_S
+                ErrorCode.NOT_INVITED, f"this run takes keys that its operator has listed; tell him {signer}"
             )
-    if network and not is_known and (pause_ms := newcomers.pause_ms(state, network, core.clock.now_ms())):  # (5)
-        raise PeerError(
-            ErrorCode.TOO_MANY_REQUESTS,
-            "another key of your network was banned; new ones wait",
-            retry_after_s=min(pause_ms / 1_000, limits.RETRY_AFTER_S_MAX),
+        invite = "" if worker is None else worker.invite
+        if config.invites_needed and not (is_known or invite):
+            invite = self._redeem(request)  # (3)
+        network = self.name_of_network(address)
+        if not is_active:
+            if state.num_active >= state.rules.workers_max:  # (4)
+                raise PeerError(
+                    ErrorCode.UNAVAILABLE, "the run has as many workers as it allows", retry_after_s=ROOM_RETRY_S
+                )
+            if network and newcomers.num_active(state, network) >= config.workers_per_network_max:
+                raise PeerError(
+                    ErrorCode.TOO_MANY_REQUESTS,
+                    "your network has as many workers as it may",
+                    retry_after_s=ROOM_RETRY_S,
+                )
+        if network and not is_known and (pause_ms := newcomers.pause_ms(state, network, self.clock.now_ms())):  # (5)
+            raise PeerError(
+                ErrorCode.TOO_MANY_REQUESTS,
+                "another key of your network was banned; new ones wait",
+                retry_after_s=min(pause_ms / 1_000, limits.RETRY_AFTER_S_MAX),
+            )
+        engine = request.engine
+        self.decisions.decide(
+            ev.WorkerJoined(
+                worker=signer,
+                name=request.name,
+                software=request.software,
+                engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}{'' if engine.seeded else ' unseeded'}",
+                rollouts_max=request.rollouts_max,
+                network=network,
+                invite=invite,
+                hardware=_described(request.hardware),
+                session=request.session,
+            )
         )
-    engine = request.engine
-    core.decide(
-        ev.WorkerJoined(
-            worker=signer,
-            name=request.name,
-            software=request.software,
-            engine=f"{engine.name} {engine.version} {engine.dtype} {engine.device}{'' if engine.seeded else ' unseeded'}",
-            rollouts_max=request.rollouts_max,
-            network=network,
-            invite=invite,
-            hardware=_described(request.hardware),
-            session=request.session,
+        self.presence.heard(signer, self.clock.monotonic_s())
+        return JoinReply(
+            step=state.current_step,
+            head=state.head,
+            server_time_ms=self.clock.now_ms(),
+            notice=self._notice(request),
         )
-    )
-    core.presence.heard(signer, core.clock.monotonic_s())
-    return JoinReply(
-        step=state.current_step,
-        head=state.head,
-        server_time_ms=core.clock.now_ms(),
-        notice=_notice(core, request),
-    )
 
+    def name_of_network(self, address: str) -> str:
+        """Return a keyed hash of the network of an address; empty for a network that the operator trusts."""
+        if is_in(address, self.config.trusted):
+            return ""
+        return self.assigner.network_name(prefix_of(address))
 
-def name_of_network(core: Core, address: str) -> str:
-    """Return a keyed hash of the network of an address; empty for a network that the operator trusts."""
-    if is_in(address, core.config.trusted):
-        return ""
-    return core.assigner.network_name(prefix_of(address))
+    def _notice(self, request: JoinRequest) -> str:
+        calibration, engine = self.run.spec.checks.calibration, request.engine.calibration_class
+        if calibration is None or any(pair.worker == engine for pair in calibration.pairs):
+            return ""
+        return (
+            f"this run's calibration does not know {engine}: each of your bundles is checked in full, and takes longer to "
+            "count"
+        )
 
-
-def _notice(core: Core, request: JoinRequest) -> str:
-    calibration, engine = core.run.spec.checks.calibration, request.engine.calibration_class
-    if calibration is None or any(pair.worker == engine for pair in calibration.pairs):
-        return ""
-    return f"this run's calibration does not know {engine}: each of your bundles is checked in full, and takes longer to count"
+    def _redeem(self, request: JoinRequest) -> str:
+        if not request.invite:
+            raise PeerError(
+                ErrorCode.NOT_INVITED,
+                "this run takes invited keys; ask its operator and set worker.invite to what he sends",
+            )
+        invite = open_invite(request.invite, self.run, now_ms=self.clock.now_ms())
+        used = self.decisions.state.invites.get(invite.invite, 0)
+        if used >= invite.keys_max:
+            raise PeerError(ErrorCode.NOT_INVITED, f"this invitation was used by {used} keys, all that it is for")
+        return invite.invite
 
 
 def _described(hardware: Hardware | None) -> str:
     if hardware is None:
         return ""
     return f"{hardware.device}, {hardware.cores} cores, {hardware.memory_bytes / 2**30:.0f} GiB"
-
-
-def _redeem(core: Core, request: JoinRequest) -> str:
-    if not request.invite:
-        raise PeerError(
-            ErrorCode.NOT_INVITED,
-            "this run takes invited keys; ask its operator and set worker.invite to what he sends",
-        )
-    invite = open_invite(request.invite, core.run, now_ms=core.clock.now_ms())
-    used = core.state.invites.get(invite.invite, 0)
-    if used >= invite.keys_max:
-        raise PeerError(ErrorCode.NOT_INVITED, f"this invitation was used by {used} keys, all that it is for")
-    return invite.invite
 
 
 def _check_software(software: str, least: str) -> None:

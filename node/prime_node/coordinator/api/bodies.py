@@ -15,9 +15,12 @@ class can use up the room of another. No key and no network can use up its class
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, sender_of, wrong_run
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.decisions import Decisions
+from prime_node.ports.clock import Clock
 from prime_node.ports.web import Admit, BodyAdmission, BodyShare, Request
 from prime_protocol import limits
 from prime_protocol.body_claim import CLAIM_HEADER, open_claim, read_claim
@@ -28,48 +31,80 @@ NETWORKS_PER_CLASS = 4
 """Parts of the members' share; members of one untrusted network together take one part at most."""
 
 
-def admits(core: Core, gate: RequestGate, callers: Callers, *, action: str, caller: Caller) -> Admit:
-    """Return the check for bodies that are sent to /v1/`action`."""
+@dataclass(slots=True)
+class BodyChecks:
+    """The checks of requests with a body, before their first byte is read."""
 
-    def admit(request: Request, num_bytes: int) -> BodyAdmission:
-        now_s, address = core.clock.monotonic_s(), callers.address_of(request)
-        network = callers.network_of(address)
+    clock: Clock
+    decisions: Decisions
+    gate: RequestGate
+    callers: Callers
+
+    def admits(self, action: str, caller: Caller) -> Admit:
+        """Return the check for bodies that are sent to /v1/`action`."""
+
+        def admit(request: Request, num_bytes: int) -> BodyAdmission:
+            now_s, address = self.clock.monotonic_s(), self.callers.address_of(request)
+            network = self.callers.network_of(address)
+            header = request.headers.get(CLAIM_HEADER.lower())
+            if header is None:
+                return _of_stranger(num_bytes, network)
+            with self.gate.blame(address, now_s):
+                envelope = open_claim(header)  # (1)
+                signer = envelope.sole_signer()  # (2)
+                sender = sender_of(signer, run=self.gate.run, state=self.decisions.state)
+                if sender is None:
+                    self.gate.limiter.by_address.require(address, now_s)
+                    require_role(signer, caller, run=self.gate.run, state=self.decisions.state)  # (3)
+                    return _of_stranger(num_bytes, network)  # its signature would gain it nothing
+                require_role(signer, caller, run=self.gate.run, state=self.decisions.state)  # (3)
+                if signer in self.decisions.state.workers:
+                    self.gate.limiter.by_key.require(signer, now_s)  # (4)
+                claim = read_claim(envelope, signer, action=action, body_bytes=num_bytes)  # (5)
+            if claim.run != self.gate.run.digest:  # (6)
+                raise wrong_run(claim.run, self.gate.run)
+            self.gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=self.clock.now_ms(), now_s=now_s)
+            self.gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
+            if signer in self.decisions.state.workers:
+                self.gate.limiter.by_key.spend(signer, now_s)
+            self.gate.spend_nonce(signer, claim.nonce, state=self.decisions.state, address=address, now_s=now_s)
+            request.vouch(sender)
+            return BodyAdmission(self._of_known(signer, network), claim.body_digest)
+
+        return admit
+
+    def paid_by(self, request: Request) -> str:
+        """Return the key whose rate was charged before this body was read; empty if none was. Raise PeerError."""
         header = request.headers.get(CLAIM_HEADER.lower())
-        if header is None:
-            return _of_stranger(num_bytes, network)
-        with gate.blame(address, now_s):
-            envelope = open_claim(header)  # (1)
-            signer = envelope.sole_signer()  # (2)
-            sender = sender_of(signer, run=core.run, state=core.state)
-            if sender is None:
-                gate.limiter.by_address.require(address, now_s)
-                require_role(signer, caller, run=core.run, state=core.state)  # (3)
-                return _of_stranger(num_bytes, network)  # its signature would gain it nothing
-            require_role(signer, caller, run=core.run, state=core.state)  # (3)
-            if signer in core.state.workers:
-                gate.limiter.by_key.require(signer, now_s)  # (4)
-            claim = read_claim(envelope, signer, action=action, body_bytes=num_bytes)  # (5)
-        if claim.run != core.run.digest:  # (6)
-            raise wrong_run(claim.run, core.run)
-        gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=core.clock.now_ms(), now_s=now_s)
-        gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
-        if signer in core.state.workers:
-            gate.limiter.by_key.spend(signer, now_s)
-        gate.spend_nonce(signer, claim.nonce, state=core.state, address=address, now_s=now_s)
-        request.vouch(sender)
-        return BodyAdmission(_of_known(core, signer, network, callers), claim.body_digest)
+        if header is None or not request.body:  # without a body the header was not checked
+            return ""
+        signer = open_claim(header).sole_signer()
+        is_known = sender_of(signer, run=self.gate.run, state=self.decisions.state) is not None
+        return signer if is_known and signer in self.decisions.state.workers else ""
 
-    return admit
+    def _of_known(self, signer: str, network: str) -> tuple[BodyShare, ...]:
+        """Return the shares that a known key's body counts against.
 
-
-def paid_by(core: Core, request: Request) -> str:
-    """Return the key whose rate was charged before this body was read; empty if none was. Raise PeerError."""
-    header = request.headers.get(CLAIM_HEADER.lower())
-    if header is None or not request.body:  # without a body the header was not checked
-        return ""
-    signer = open_claim(header).sole_signer()
-    is_known = sender_of(signer, run=core.run, state=core.state) is not None
-    return signer if is_known and signer in core.state.workers else ""
+        A key may send two of the largest bodies at once, however small its class's share is.
+        """
+        bounds = self.gate.run.spec.limits
+        if signer not in self.decisions.state.workers:
+            each_max = 2 * (bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+            all_max = max(limits.ROLES_BODY_BYTES_MAX, each_max)
+            return (
+                BodyShare(f"key {signer}", all_max, limits.BODIES_EACH_MAX),
+                BodyShare("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
+            )
+        each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+        all_max = max(limits.MEMBERS_BODY_BYTES_MAX, each_max)
+        shares = (
+            BodyShare(f"key {signer}", each_max, limits.BODIES_EACH_MAX),
+            BodyShare("members", all_max, limits.HTTP_CONNECTIONS_MAX),
+        )
+        if self.callers.is_trusted(network):
+            return shares
+        network_max = max(all_max // NETWORKS_PER_CLASS, each_max)
+        return (*shares, BodyShare(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))
 
 
 def _of_stranger(num_bytes: int, network: str) -> BodyAdmission:
@@ -87,28 +122,3 @@ def _of_stranger(num_bytes: int, network: str) -> BodyAdmission:
             BodyShare("strangers", all_max, limits.HTTP_STRANGERS_MAX),
         )
     )
-
-
-def _of_known(core: Core, signer: str, network: str, callers: Callers) -> tuple[BodyShare, ...]:
-    """Return the shares that a known key's body counts against.
-
-    A key may send two of the largest bodies at once, however small its class's share is.
-    """
-    bounds = core.run.spec.limits
-    if signer not in core.state.workers:
-        each_max = 2 * (bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
-        all_max = max(limits.ROLES_BODY_BYTES_MAX, each_max)
-        return (
-            BodyShare(f"key {signer}", all_max, limits.BODIES_EACH_MAX),
-            BodyShare("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
-        )
-    each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
-    all_max = max(limits.MEMBERS_BODY_BYTES_MAX, each_max)
-    shares = (
-        BodyShare(f"key {signer}", each_max, limits.BODIES_EACH_MAX),
-        BodyShare("members", all_max, limits.HTTP_CONNECTIONS_MAX),
-    )
-    if callers.is_trusted(network):
-        return shares
-    network_max = max(all_max // NETWORKS_PER_CLASS, each_max)
-    return (*shares, BodyShare(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))

@@ -8,69 +8,88 @@ other keys, in a run for invited or listed workers                 NOT_INVITED
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
-from prime_node.coordinator.api.callers import HEADER, HOPS_MAX, is_in, without_port
+from prime_node.coordinator.api.callers import HEADER, HOPS_MAX, Networks, is_in, without_port
 from prime_node.coordinator.api.requests import sender_of
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.listed_peers import Peers
+from prime_node.ports.clock import Clock
 from prime_node.ports.web import Request
 from prime_protocol.addresses import parse_ip
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.identity import SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
+from prime_protocol.run_spec import PinnedRun
 
 TICKET_S = 24 * 3_600.0
 """Lifetime of a ticket. Long, so that the swarm works without the coordinator; a banned key gets no new one."""
 
 
-async def find_peers(core: Core, signer: str, request: PeersRequest, *, address: str) -> PeersReply:
-    """Answer a verified request that came from `address`. Raise PeerError."""
-    is_guest = signer not in core.config.seeders and sender_of(signer, run=core.run, state=core.state) is None
-    if is_guest and (core.config.invites_needed or core.config.allowed_workers):
-        raise PeerError(
-            ErrorCode.NOT_INVITED,
-            "this run names its peers to its members alone: join it first; for a seeder, the operator adds its key to "
-            f"coordinator.seeders and restarts the coordinator; tell him {signer}",
+@dataclass(slots=True)
+class PeerDiscovery:
+    """Discovery of peers that serve checkpoints."""
+
+    run: PinnedRun
+    key: SigningKey
+    config: CoordinatorConfig
+    clock: Clock
+    decisions: Decisions
+    peers: Peers
+
+    async def find_peers(self, signer: str, request: PeersRequest, http: Request) -> PeersReply:
+        """Answer a verified request. Raise PeerError."""
+        address = announced_from(self.config.behind, http)
+        is_guest = (
+            signer not in self.config.seeders and sender_of(signer, run=self.run, state=self.decisions.state) is None
         )
-    now_s, now_ms = core.clock.monotonic_s(), core.clock.now_ms()
-    record = PeerRecord(peer=signer, urls=_urls(address, request.port), addresses=request.addresses)
-    reachable = None
-    if record.urls or record.addresses:
-        reachable = core.peers.offer(
-            record,
-            now_s,
-            seen_at=address,
-            offers_max=core.run.spec.limits.workers_max,
-            is_trusted=signer in core.run.keys.current.trainer,
-            is_guest=is_guest,
+        if is_guest and (self.config.invites_needed or self.config.allowed_workers):
+            raise PeerError(
+                ErrorCode.NOT_INVITED,
+                "this run names its peers to its members alone: join it first; for a seeder, the operator adds its key to "
+                f"coordinator.seeders and restarts the coordinator; tell him {signer}",
+            )
+        now_s, now_ms = self.clock.monotonic_s(), self.clock.now_ms()
+        record = PeerRecord(peer=signer, urls=_urls(address, request.port), addresses=request.addresses)
+        reachable = None
+        if record.urls or record.addresses:
+            reachable = self.peers.offer(
+                record,
+                now_s,
+                seen_at=address,
+                offers_max=self.run.spec.limits.workers_max,
+                is_trusted=signer in self.run.keys.current.trainer,
+                is_guest=is_guest,
+            )
+        else:
+            self.peers.withdraw(signer)
+        listed = PeerList(
+            run=self.run.digest,
+            issued_at_ms=now_ms,
+            peers=self.peers.sample(signer, request.peers_max, now_s, random.Random(), address=address),
         )
-    else:
-        core.peers.withdraw(signer)
-    listed = PeerList(
-        run=core.run.digest,
-        issued_at_ms=now_ms,
-        peers=core.peers.sample(signer, request.peers_max, now_s, random.Random(), address=address),
-    )
-    return PeersReply(
-        peers=seal(listed, PayloadType.PEER_LIST, core.key).to_bytes().decode(),
-        ticket="" if is_guest else _ticket(core, signer, now_ms),
-        reachable=reachable,
-    )
+        return PeersReply(
+            peers=seal(listed, PayloadType.PEER_LIST, self.key).to_bytes().decode(),
+            ticket="" if is_guest else self._ticket(signer, now_ms),
+            reachable=reachable,
+        )
+
+    def _ticket(self, peer: str, now_ms: int) -> str:
+        ticket = PeerTicket(run=self.run.digest, peer=peer, expires_at_ms=now_ms + round(TICKET_S * 1_000))
+        return seal(ticket, PayloadType.PEER_TICKET, self.key).to_bytes().decode()
 
 
-def _ticket(core: Core, peer: str, now_ms: int) -> str:
-    ticket = PeerTicket(run=core.run.digest, peer=peer, expires_at_ms=now_ms + round(TICKET_S * 1_000))
-    return seal(ticket, PayloadType.PEER_TICKET, core.key).to_bytes().decode()
-
-
-def announced_from(core: Core, request: Request) -> str:
+def announced_from(proxies: Networks, request: Request) -> str:
     """Return the IP address that an announcement comes from.
 
     It is empty behind a reverse proxy that the settings do not name, because that address is not the client's. Then no
     dial-back happens.
     """
     hops = [without_port(hop.strip()) for hop in request.headers.get(HEADER, "").split(",")[-HOPS_MAX:]]
-    while hops and is_in(hops[-1], core.config.behind):
+    while hops and is_in(hops[-1], proxies):
         hops.pop()
     is_direct = HEADER not in request.headers
     return request.remote if is_direct or hops[-1:] == [request.remote] else ""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import events as ev
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.messages import AdminRequest
@@ -12,17 +13,23 @@ from prime_protocol.messages import AdminRequest
 log = logging.getLogger(__name__)
 
 
-async def admin(core: Core, signer: str, request: AdminRequest) -> None:
-    """Carry out an operator's action. Idempotent."""
-    log.info("operator %s: %s %s %s", signer, request.action, request.worker or "", request.reason)
-    if request.action == "drain":
-        if not core.state.draining:
-            core.decide(ev.DrainSet())
-        return
-    worker = core.state.workers.get(request.worker or "")
-    if worker is None:
-        raise PeerError(ErrorCode.UNKNOWN_WORKER, f"no worker {request.worker}")
-    if request.action == "ban" and worker.banned is None:
-        core.decide(ev.WorkerBanned(worker.worker, request.reason or "by the operator"))
-    if request.action == "unban" and worker.banned is not None:
-        core.decide(ev.WorkerUnbanned(worker.worker))
+@dataclass(slots=True)
+class OperatorActions:
+    """What the operator may order."""
+
+    decisions: Decisions
+
+    async def admin(self, signer: str, request: AdminRequest) -> None:
+        """Carry out an operator's action. Idempotent."""
+        log.info("operator %s: %s %s %s", signer, request.action, request.worker or "", request.reason)
+        if request.action == "drain":
+            if not self.decisions.state.draining:
+                self.decisions.decide(ev.DrainSet())
+            return
+        worker = self.decisions.state.workers.get(request.worker or "")
+        if worker is None:
+            raise PeerError(ErrorCode.UNKNOWN_WORKER, f"no worker {request.worker}")
+        if request.action == "ban" and worker.banned is None:
+            self.decisions.decide(ev.WorkerBanned(worker.worker, request.reason or "by the operator"))
+        if request.action == "unban" and worker.banned is not None:
+            self.decisions.decide(ev.WorkerUnbanned(worker.worker))

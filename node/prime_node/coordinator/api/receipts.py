@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from prime_node.coordinator.core import Core
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
-from prime_node.ports.store import StoredReceipt
+from prime_node.coordinator.state.effects import Settled
+from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
-from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.identity import SigningKey
 from prime_protocol.messages import ReceiptList, ReceiptsRequest
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, Verdict
 
 RECEIPTS_MAX = 256
@@ -19,33 +26,55 @@ RECEIPTS_CHARS_MAX = limits.ENVELOPE_BYTES_MAX // 2
 A client reads twice as much, and an envelope inside JSON is a little longer."""
 
 
-async def receipts(core: Core, signer: str, request: ReceiptsRequest) -> ReceiptList:
-    """Return the receipts of a worker's bundles, by their last change. Banned and former workers get them too."""
-    worker = core.state.workers.get(signer)
-    if worker is not None and audits.is_releasable(core.state, worker):
-        core.decide(ev.SuretyReleased((signer,)))
-    await core.journal.synced()  # the store must have caught up with the state before it is read
-    found, cursor = await core.store.receipts_of(
-        signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
-    )
-    return ReceiptList(receipts=tuple(_by_todays_key(core, receipt.envelope) for receipt in found), next=cursor)
+@dataclass(slots=True)
+class ReceiptLists:
+    """The receipts of the workers, as the store has them."""
 
+    run: PinnedRun
+    key: SigningKey
+    decisions: Decisions
+    store: Store
 
-def release_sureties(core: Core) -> None:
-    """Release the escrow of all workers whose bundles are judged, at the end of the run."""
-    workers = [one.worker for one in core.state.workers.values() if audits.is_releasable(core.state, one)]
-    if workers:
-        core.decide(ev.SuretyReleased(tuple(workers)))
+    async def receipts(self, signer: str, request: ReceiptsRequest) -> ReceiptList:
+        """Return the receipts of a worker's bundles, by their last change. Banned and former workers get them too."""
+        worker = self.decisions.state.workers.get(signer)
+        if worker is not None and audits.is_releasable(self.decisions.state, worker):
+            self.decisions.decide(ev.SuretyReleased((signer,)))
+        await self.decisions.synced()  # the store must have caught up with the state before it is read
+        found, cursor = await self.store.receipts_of(
+            signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
+        )
+        return ReceiptList(receipts=tuple(self._by_todays_key(receipt.envelope) for receipt in found), next=cursor)
 
+    def release_sureties(self) -> None:
+        """Release the escrow of all workers whose bundles are judged, at the end of the run."""
+        workers = [
+            one.worker
+            for one in self.decisions.state.workers.values()
+            if audits.is_releasable(self.decisions.state, one)
+        ]
+        if workers:
+            self.decisions.decide(ev.SuretyReleased(tuple(workers)))
 
-async def replaced(core: Core, bundle: str) -> ev.Replaced:
-    """Return the evidence in a bundle's receipt, for the receipt that will replace it. Read again if a verdict came meanwhile."""
-    while True:
-        is_waiting = bundle in core.state.bundles
-        await core.journal.synced()
-        stored = await core.store.receipt(bundle)
-        if is_waiting is (bundle in core.state.bundles):
-            return ev.Replaced(bundle, None if stored is None else _opened(stored).evidence)
+    async def is_known(self, bundle: str) -> bool:
+        """Return whether a bundle has a receipt."""
+        return await self.store.receipt(bundle) is not None
+
+    async def replaced(self, bundle: str) -> ev.Replaced:
+        """Return the evidence in a bundle's receipt, for the receipt that will replace it. Read again after a verdict."""
+        while True:
+            is_waiting = bundle in self.decisions.state.bundles
+            await self.decisions.synced()
+            stored = await self.store.receipt(bundle)
+            if is_waiting is (bundle in self.decisions.state.bundles):
+                return ev.Replaced(bundle, None if stored is None else _opened(stored).evidence)
+
+    def _by_todays_key(self, receipt: str) -> str:
+        """Sign a receipt again if it is older than our key: workers reject the signature of an expired key."""
+        envelope = open_envelope(receipt.encode()) if self.run.keys.version else None
+        if envelope is None or envelope.sole_signer() == self.key.key_id:
+            return receipt
+        return seal(envelope.payload, PayloadType.RECEIPT, self.key).to_bytes().decode()
 
 
 def verdict_of(stored: StoredReceipt) -> Verdict | None:
@@ -60,9 +89,27 @@ def _opened(stored: StoredReceipt) -> Receipt:
     return parse_json(open_envelope(stored.envelope.encode()).payload, Receipt)
 
 
-def _by_todays_key(core: Core, receipt: str) -> str:
-    """Sign a receipt again if it is older than our key: workers reject the signature of an expired key."""
-    envelope = open_envelope(receipt.encode()) if core.run.keys.version else None
-    if envelope is None or envelope.sole_signer() == core.key.key_id:
-        return receipt
-    return seal(envelope.payload, PayloadType.RECEIPT, core.key).to_bytes().decode()
+def receipt_signer(run: PinnedRun, key: SigningKey, assigner: Assigner) -> Callable[[Settled, int], Envelope]:
+    """Return the function that makes a receipt from a settled bundle."""
+
+    def sign(settled: Settled, at_ms: int) -> Envelope:
+        lease = settled.lease
+        receipt = Receipt(
+            run=run.digest,
+            worker=lease.worker,
+            lease_id=lease.lease_id,
+            bundle=settled.bundle,
+            step=lease.step,
+            policy_version=lease.policy_version,
+            num_rollouts=settled.num_rollouts,
+            num_tokens=settled.num_tokens,
+            status=settled.status,
+            reason=settled.reason,
+            detail=settled.detail,
+            at_ms=at_ms,
+            evidence=settled.weighed,
+            assigned=assigner.assigned(lease) if settled.newly_accepted else None,
+        )
+        return seal(receipt, PayloadType.RECEIPT, key)
+
+    return sign

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.state.records import State
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, PeerError
 
 
-def require_session(core: Core, signer: str, session: str) -> None:
+def require_session(state: State, presence: Presence, signer: str, session: str, now_s: float) -> None:
     """Raise PeerError(IN_USE) if the key takes part in another session."""
-    worker = core.state.workers.get(signer)
+    worker = state.workers.get(signer)
     if worker is None or not worker.active or worker.session == session:
         return
     since = datetime.fromtimestamp(worker.joined_at_ms / 1_000, UTC)
-    wait_s = core.presence.lasts_s(signer, core.clock.monotonic_s())
+    wait_s = presence.lasts_s(signer, now_s)
     raise PeerError(
         ErrorCode.IN_USE,
         f"another machine uses this key since {since:%Y-%m-%d %H:%M:%S} UTC. Give each machine an identity of its own, or stop "

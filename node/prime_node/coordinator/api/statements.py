@@ -7,14 +7,19 @@ mirrors.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
-from prime_node.coordinator.api.publishing import read_manifest
 from prime_node.coordinator.api.requests import RequestGate
-from prime_node.coordinator.assignments import newest_open
-from prime_node.coordinator.core import Core
+from prime_node.coordinator.assignments import Assigner, newest_open
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.journal import Journal
+from prime_node.coordinator.manifests import PublishedManifests
+from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
+from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
@@ -52,24 +57,45 @@ def require_own_key(run: PinnedRun, key: SigningKey) -> None:
         )
 
 
-async def take_key_ring(core: Core, gate: RequestGate, body: bytes, *, address: str) -> None:
-    """Accept the next key ring, signed by the root. Idempotent for the newest one. Raise PeerError."""
-    now_s = core.clock.monotonic_s()
-    with gate.blame(address, now_s):
-        envelope = open_envelope(body)
-        if not any(one.key_id in core.run.keys.current.root for one in envelope.signatures):
-            gate.limiter.by_address.require(address, now_s)
-        async with core.blobs_turn:  # no manifest is accepted meanwhile
-            if envelope.digest == core.run.keys.digest:
-                return
-            ring = core.run.keys.check(envelope)
-            await check_published(ring, core.state.head, lambda version: read_manifest(core, version))
-            await core.published.write(key_ring_name(ring.version), envelope.to_bytes())
-            core.run.keys.add(envelope)
-    log.warning("key ring %d is in force: %s", ring.version, ring.reason or "no reason given")
-    await renew_timestamp(core)
-    if core.key.key_id not in ring.keys.coordinator:
-        core.revoked.set()
+@dataclass(slots=True)
+class KeyRings:
+    """The accepted key rings, and the intake of new ones."""
+
+    run: PinnedRun
+    key: SigningKey
+    clock: Clock
+    decisions: Decisions
+    gate: RequestGate
+    manifests: PublishedManifests
+    timestamps: TimestampSigner
+    published: Documents
+    revoked: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event set when a key ring has revoked our own key: all later signatures are rejected."""
+
+    async def take_key_ring(self, body: bytes, *, address: str) -> None:
+        """Accept the next key ring, signed by the root. Idempotent for the newest one. Raise PeerError."""
+        now_s = self.clock.monotonic_s()
+        with self.gate.blame(address, now_s):
+            envelope = open_envelope(body)
+            if not any(one.key_id in self.run.keys.current.root for one in envelope.signatures):
+                self.gate.limiter.by_address.require(address, now_s)
+            async with self.manifests.turn:  # no manifest is accepted meanwhile
+                if envelope.digest == self.run.keys.digest:
+                    return
+                ring = self.run.keys.check(envelope)
+                await check_published(ring, self.decisions.state.head, self.manifests.read)
+                await self.published.write(key_ring_name(ring.version), envelope.to_bytes())
+                self.run.keys.add(envelope)
+        log.warning("key ring %d is in force: %s", ring.version, ring.reason or "no reason given")
+        await self.timestamps.renew_timestamp()
+        if self.key.key_id not in ring.keys.coordinator:
+            self.revoked.set()
+
+    def read_key_ring(self, version: int) -> Envelope:
+        """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
+        if not 1 <= version <= self.run.keys.version:
+            raise PeerError(ErrorCode.NOT_FOUND, f"the newest key ring is {self.run.keys.version}; 0 is the RunSpec")
+        return self.run.keys.rings[version - 1][1]
 
 
 async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaitable[Envelope]]) -> None:
@@ -97,57 +123,84 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
             ) from None
 
 
-async def read_key_ring(core: Core, version: int) -> Envelope:
-    """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
-    if not 1 <= version <= core.run.keys.version:
-        raise PeerError(ErrorCode.NOT_FOUND, f"the newest key ring is {core.run.keys.version}; 0 is the RunSpec")
-    return core.run.keys.rings[version - 1][1]
+@dataclass(slots=True)
+class TimestampSigner:
+    """The newest timestamp, which says that the head is fresh."""
+
+    run: PinnedRun
+    key: SigningKey
+    clock: Clock
+    manifests: PublishedManifests
+    published: Documents
+    interval_s: float
+    lifetime_s: float
+    newest: tuple[Timestamp, Envelope] | None = None
+    """Last signed timestamp."""
+
+    async def timestamp(self) -> Envelope:
+        """Return a fresh timestamp."""
+        await self.renew_timestamp()
+        assert self.newest is not None
+        return self.newest[1]
+
+    async def renew_timestamp(self) -> None:
+        """Sign a new timestamp if the last one is old or outdated. Cheap otherwise."""
+        now_ms, head = self.clock.now_ms(), None if self.manifests.head is None else self.manifests.head.point
+        if self.newest is not None:
+            last = self.newest[0]
+            age_ms = now_ms - last.issued_at_ms
+            if (last.head, last.key_ring) == (head, self.run.keys.version) and (0 <= age_ms < self.interval_s * 1_000):
+                return
+        stamp = Timestamp(
+            run=self.run.digest,
+            head=head,
+            key_ring=self.run.keys.version,
+            issued_at_ms=now_ms,
+            expires_at_ms=now_ms + round(self.lifetime_s * 1_000),
+        )
+        self.newest = (stamp, seal(stamp, PayloadType.TIMESTAMP, self.key))
+        await self.published.write(TIMESTAMP_NAME, self.newest[1].to_bytes())
 
 
-async def timestamp(core: Core) -> Envelope:
-    """Return a fresh timestamp."""
-    await renew_timestamp(core)
-    assert core.timestamp is not None
-    return core.timestamp[1]
+@dataclass(slots=True)
+class LedgerSigner:
+    """The ledger's signed head, and its lines."""
 
+    run: PinnedRun
+    key: SigningKey
+    decisions: Decisions
+    journal: Journal
+    assigner: Assigner
+    store: Store
+    private: Documents
+    interval_s: float
+    newest: tuple[LedgerHead, Envelope] | None = None
+    """Last signed head."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Lock held while a head is signed and stored."""
 
-async def renew_timestamp(core: Core) -> None:
-    """Sign a new timestamp if the last one is old or outdated. Cheap otherwise."""
-    now_ms, head = core.clock.now_ms(), None if core.head is None else core.head.point
-    if core.timestamp is not None:
-        last = core.timestamp[0]
-        age_ms = now_ms - last.issued_at_ms
-        if (last.head, last.key_ring) == (head, core.run.keys.version) and (
-            0 <= age_ms < core.config.timestamp_seconds * 1_000
-        ):
-            return
-    stamp = Timestamp(
-        run=core.run.digest,
-        head=head,
-        key_ring=core.run.keys.version,
-        issued_at_ms=now_ms,
-        expires_at_ms=now_ms + round(core.config.timestamp_lifetime_seconds * 1_000),
-    )
-    core.timestamp = (stamp, seal(stamp, PayloadType.TIMESTAMP, core.key))
-    await core.published.write(TIMESTAMP_NAME, core.timestamp[1].to_bytes())
+    async def ledger_head(self) -> Envelope:
+        """Return the ledger's length and last line, signed. Sign again if it has grown or the last head is old.
 
+        The head is stored before it is shown. Otherwise a restart with a clock that was set back could sign a contradicting one.
+        """
+        async with self.turn:
+            now_ms, chain = self.journal.said_ms(), self.journal.ledger
+            if self.newest is not None:
+                last, envelope = self.newest
+                if last.num_entries == chain.num_entries and now_ms - last.at_ms < self.interval_s * 1_000:
+                    return envelope
+            head = chain.head(now_ms, newest_open(self.run, self.assigner.secrets, self.decisions.state.steps_over))
+            signed = seal(head, PayloadType.LEDGER_HEAD, self.key)
+            await self.private.write(LEDGER_HEAD_NAME, signed.to_bytes())
+            self.newest = (head, signed)
+            return signed
 
-async def ledger_head(core: Core) -> Envelope:
-    """Return the ledger's length and last line, signed. Sign again if it has grown or the last head is old.
-
-    The head is stored before it is shown. Otherwise a restart with a clock that was set back could sign a contradicting one.
-    """
-    async with core.ledger_turn:
-        now_ms, chain = core.journal.said_ms(), core.journal.ledger
-        if core.ledger_head is not None:
-            last, envelope = core.ledger_head
-            if last.num_entries == chain.num_entries and now_ms - last.at_ms < core.config.timestamp_seconds * 1_000:
-                return envelope
-        head = chain.head(now_ms, newest_open(core.run, core.assigner.secrets, core.state.steps_over))
-        signed = seal(head, PayloadType.LEDGER_HEAD, core.key)
-        await core.private.write(LEDGER_HEAD_NAME, signed.to_bytes())
-        core.ledger_head = (head, signed)
-        return signed
+    async def ledger_lines(self, start: int) -> bytes:
+        """Return the ledger's lines from line `start` on, each with its newline."""
+        await self.decisions.synced()  # the store must have caught up with the head that was shown
+        lines = await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
+        return "".join(f"{line}\n" for line in lines).encode()
 
 
 async def ledger_head_ms(private: Documents) -> int:
@@ -156,13 +209,6 @@ async def ledger_head_ms(private: Documents) -> int:
         return parse_json(open_envelope(await private.read(LEDGER_HEAD_NAME)).payload, LedgerHead).at_ms
     except KeyError:
         return 0
-
-
-async def ledger_lines(core: Core, start: int) -> bytes:
-    """Return the ledger's lines from line `start` on, each with its newline."""
-    await core.journal.synced()  # the store must have caught up with the head that was shown
-    lines = await core.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
-    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def key_ring_name(version: int) -> str:

@@ -1,0 +1,55 @@
+"""Public blobs for readers: whole, or a range of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from prime_node.ports.blobs import Blobs
+from prime_node.ports.byte_ranges import parse_range
+from prime_node.ports.web import Request, Response
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.run_spec import PinnedRun
+
+BLOB_CHUNK_BYTES = 2**20
+"""Bytes read from disk and sent at once."""
+
+
+@dataclass(slots=True)
+class BlobReader:
+    """Model files and checkpoint parts, for anyone."""
+
+    run: PinnedRun
+    public: Blobs
+    serve_chunks: bool
+    """Whether parts of checkpoints are served too, and not only model files."""
+
+    async def blob(self, request: Request) -> Response:
+        """Return a public blob or a range of it. Uploaded bundles are stored elsewhere and cannot be reached here."""
+        digest = request.params["digest"]
+        if not self.serve_chunks and all(file.digest != digest for file in self.run.spec.model_files):
+            raise PeerError(
+                ErrorCode.NOT_FOUND, "this coordinator gives no chunks: ask peers, the trainer's seeder or a mirror"
+            )
+        try:
+            size = await self.public.size(digest)
+        except KeyError:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest[:64]}") from None
+        wanted = request.headers.get("range")
+        start, end = parse_range(wanted, size) if wanted else (0, size)
+        headers = {
+            "Accept-Ranges": "bytes",
+            "Cache-Control": "public, max-age=31536000, immutable",
+            "Content-Length": str(end - start),
+            "ETag": f'"{digest}"',
+        }
+        if wanted:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+        body: bytes | AsyncIterator[bytes] = self._chunks(digest, start, end)
+        if end - start <= BLOB_CHUNK_BYTES:
+            body = await self.public.get(digest, start=start, end=end)
+        return Response(body, 206 if wanted else 200, "application/octet-stream", headers)
+
+    async def _chunks(self, digest: str, start: int, end: int) -> AsyncIterator[bytes]:
+        for offset in range(start, end, BLOB_CHUNK_BYTES):
+            yield await self.public.get(digest, start=offset, end=min(end, offset + BLOB_CHUNK_BYTES))

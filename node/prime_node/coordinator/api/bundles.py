@@ -1,0 +1,96 @@
+"""Bytes that validators and the trainer exchange: uploaded bundles, and the logprobs that validators computed for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prime_node.coordinator.agreement import Agreement
+from prime_node.coordinator.api.requests import Caller, RequestGate, require_role
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.state.records import PendingBundle
+from prime_node.ports.blobs import Blobs
+from prime_node.ports.clock import Clock
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.judged_logprobs import open_logprobs
+from prime_protocol.messages import BundleRequest, CheckResultRequest
+from prime_protocol.parcel import open_parcel
+from prime_protocol.run_spec import PinnedRun
+
+
+@dataclass(slots=True)
+class BundleStorage:
+    """Uploaded bundles and their judged logprobs. Only validators and the trainer can read them."""
+
+    run: PinnedRun
+    clock: Clock
+    decisions: Decisions
+    gate: RequestGate
+    checks: CheckQueue
+    agreement: Agreement
+    bundles: Blobs
+
+    async def read(self, signer: str, request: BundleRequest) -> bytes:
+        """Return a bundle's bytes, for validators and the trainer only."""
+        try:
+            return await self.bundles.get(request.bundle)
+        except KeyError:
+            raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may be deleted") from None
+
+    async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
+        """Store a validator's own logprobs of a bundle that it is about to accept. Idempotent; return its digest."""
+        with self.gate.blame(address, self.clock.monotonic_s()):
+            opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
+            signer = opened.envelope.sole_signer()
+            require_role(signer, Caller.VALIDATOR, run=self.run, state=self.decisions.state)
+            header, _ = open_logprobs(
+                parcel,
+                run=self.run.digest,
+                keys=self.run.keys,
+                bytes_max=self.run.spec.limits.rollout_bytes_max,
+            )
+        require_holder(self.checks, signer, header.bundle)
+        if header.bundle in self.agreement.looks:  # another validator's are stored already
+            return {"digest": digest_of(parcel)}
+        return {"digest": await self.bundles.put(parcel, digest=digest_of(parcel))}
+
+    async def require_logprobs(self, pending: PendingBundle, signer: str, request: CheckResultRequest) -> None:
+        """Check the logprobs of a verdict, so that the trainer gets nothing that it would stop at. Raise PeerError."""
+        spec = self.run.spec
+        if request.logprobs is None:
+            is_trained = request.verdict.accepted and not self.decisions.state.is_evaluation(pending.lease.slots)
+            if spec.checks.logprobs_judged and pending.audited and is_trained:
+                raise PeerError(
+                    ErrorCode.WRONG_TYPE,
+                    "this run trains on validators' logprobs, and the verdict on an audited bundle names none; "
+                    "update the validator",
+                )
+            return
+        if not request.verdict.accepted:
+            raise PeerError(ErrorCode.WRONG_TYPE, "logprobs go with an accepted bundle")
+        try:
+            parcel = await self.bundles.get(request.logprobs)
+        except KeyError:
+            raise PeerError(
+                ErrorCode.NOT_FOUND, f"logprobs {request.logprobs[:12]} are not here; upload them first"
+            ) from None
+        open_logprobs(
+            parcel,
+            run=self.run.digest,
+            keys=self.run.keys,
+            bytes_max=spec.limits.rollout_bytes_max,
+            bundle=request.bundle,
+            num_tokens=request.num_tokens,
+        )
+        if open_parcel(parcel, body_bytes_max=spec.limits.rollout_bytes_max).envelope.sole_signer() != signer:
+            raise PeerError(ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} are another validator's")
+
+
+def require_holder(checks: CheckQueue, signer: str, bundle: str) -> None:
+    """Raise PeerError(NOT_FOUND) unless the bundle was handed to this validator, and to no other one since."""
+    if not checks.is_held_by(bundle, signer):
+        detail = (
+            f"bundle {bundle[:12]} does not wait for this validator: it was not handed to it, or to another one since"
+        )
+        raise PeerError(ErrorCode.NOT_FOUND, detail)

@@ -1,0 +1,75 @@
+"""The public documents: the RunSpec, the head, manifests, key rings and the ledger."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from prime_node.coordinator.api.statements import KeyRings, LedgerSigner
+from prime_node.coordinator.manifests import PublishedManifests
+from prime_node.coordinator.state.effects import Topic
+from prime_node.coordinator.waiting import Notifications
+from prime_node.ports.web import Request, Response
+from prime_protocol.envelope import Envelope
+from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.run_spec import PinnedRun
+
+HEAD_WAIT_S_MAX = 30.0
+"""Maximum time that a reader of /v1/head may wait for the next one."""
+
+
+@dataclass(slots=True)
+class PublicDocuments:
+    """Documents that anyone may read, by the versions in their paths."""
+
+    run: PinnedRun
+    manifests: PublishedManifests
+    keys: KeyRings
+    ledger: LedgerSigner
+    news: Notifications
+
+    async def run_spec(self) -> Envelope:
+        """Return the signed RunSpec."""
+        return self.run.envelope
+
+    async def head(self, request: Request) -> Response:
+        """Return the newest manifest. A reader that has it may wait for the next one (`Prefer: wait=10`)."""
+        seen = request.headers.get("if-none-match", "")
+        shown = await self.news.until(
+            Topic.HEAD,
+            lambda: self.manifests.head,
+            is_worth_waiting=lambda head: head is None or head.digest in seen,
+            wait_s=preferred_wait_s(request.headers.get("prefer", "")),
+        )
+        if shown is None:
+            return Response(status=204)
+        tag = {"ETag": f'"{shown.digest}"'}
+        if shown.digest in seen:
+            return Response(status=304, headers=tag)
+        return Response(shown.envelope.to_bytes(), headers=tag)
+
+    async def manifest(self, request: Request) -> Envelope:
+        """Return a published manifest. Raise PeerError(NOT_FOUND)."""
+        return await self.manifests.read(_number(request.params["policy_version"]))
+
+    async def key_ring(self, request: Request) -> Envelope:
+        """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
+        return self.keys.read_key_ring(_number(request.params["version"]))
+
+    async def ledger_lines(self, request: Request) -> Response:
+        """Return lines of the ledger."""
+        lines = await self.ledger.ledger_lines(_number(request.params["start"]))
+        return Response(lines, content_type="application/jsonl")
+
+
+def preferred_wait_s(text: str) -> float:
+    """Return the seconds of `Prefer: wait=10` (RFC 7240), within HEAD_WAIT_S_MAX; 0 if it is absent or invalid."""
+    found = re.search(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", text)
+    return min(float(found[1]), HEAD_WAIT_S_MAX) if found else 0.0
+
+
+def _number(text: str) -> int:
+    """Return a version from a path. Raise PeerError(NOT_FOUND)."""
+    if not re.fullmatch(r"[0-9]{1,15}", text):
+        raise PeerError(ErrorCode.NOT_FOUND, "a version is a number")
+    return int(text)

@@ -1,0 +1,300 @@
+"""Assembly of a coordinator: restores the state, and gives each part only what it uses."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prime_node.coordinator.agreement import Agreement
+from prime_node.coordinator.api.admission import WorkerAdmission
+from prime_node.coordinator.api.blobs import BlobReader
+from prime_node.coordinator.api.bodies import BodyChecks
+from prime_node.coordinator.api.bundles import BundleStorage
+from prime_node.coordinator.api.callers import Callers
+from prime_node.coordinator.api.documents import PublicDocuments
+from prime_node.coordinator.api.finding import PeerDiscovery
+from prime_node.coordinator.api.intake import BundleIntake
+from prime_node.coordinator.api.judging import Judging
+from prime_node.coordinator.api.leasing import Leasing
+from prime_node.coordinator.api.limiter import Limiter
+from prime_node.coordinator.api.nonces import Nonces
+from prime_node.coordinator.api.operating import OperatorActions
+from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
+from prime_node.coordinator.api.receipts import ReceiptLists, receipt_signer
+from prime_node.coordinator.api.requests import RequestGate
+from prime_node.coordinator.api.routes import Handlers
+from prime_node.coordinator.api.statements import (
+    KeyRings,
+    LedgerSigner,
+    TimestampSigner,
+    ledger_head_ms,
+    restore_keys,
+)
+from prime_node.coordinator.api.status import StatusPages, StatusReport
+from prime_node.coordinator.api.training import TrainerBatches
+from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.batch_seals import BatchSeals
+from prime_node.coordinator.cases import BanDossiers
+from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
+from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.curation import Curation
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.evaluating import Evaluations
+from prime_node.coordinator.journal import Journal, open_journal, restore_state
+from prime_node.coordinator.listed_peers import Peers
+from prime_node.coordinator.manifests import PublishedManifests
+from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.measure.tracker import Tracker
+from prime_node.coordinator.metrics import METRICS
+from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.retention import Retention
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.waiting import Notifications
+from prime_node.coordinator.watchdog import Blockers
+from prime_node.observe import Gauges, Recorder, Recorders
+from prime_node.ports.blobs import Blobs
+from prime_node.ports.clock import Clock
+from prime_node.ports.documents import Documents
+from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.metrics import Metrics
+from prime_node.ports.peer_network import PeerNetwork
+from prime_node.ports.store import Store
+from prime_node.ports.swarm import DialBack
+from prime_node.ports.web import WebServer
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a coordinator is made of: its settings, its storage and its adapters."""
+
+    run: PinnedRun
+    key: SigningKey
+    secret: bytes = field(repr=False)
+    """Secret of the assignments (assignments.py). It stays when the key is replaced, and the run's seed chain derives from it."""
+    config: CoordinatorConfig
+    clock: Clock
+    store: Store
+    bundles: Blobs
+    """Uploaded bundles. Only validators and the trainer can read them."""
+    public: Blobs
+    """Model files and checkpoint parts. Public."""
+    published: Documents
+    """The documents run.json, head.json and manifests/. Mirrors copy them with the public blobs."""
+    private: Documents
+    """Evidence, for the operator."""
+    web: WebServer
+    metrics: Metrics
+    environments: Mapping[str, Environment]
+    """Environments by their names in the RunSpec."""
+    tokenizer: Tokenizer
+    dial_back: DialBack | None = None
+    """Check of the HTTP addresses that peers announce; without it, none is listed."""
+    dial_back_libp2p: DialBack | None = None
+    """The same check for libp2p."""
+    network: PeerNetwork | None = None
+    """A libp2p host of the coordinator's own, if its operator wants one."""
+    rows: Recorder = field(default_factory=Recorders)
+    """Recorder of the numbers of each step."""
+    timeline: Recorder = field(default_factory=Recorders)
+    """Recorder of a line for each lease, verdict, batch and policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """An assembled coordinator. The daemon runs it; no part of it knows this object."""
+
+    journal: Journal
+    decisions: Decisions
+    gate: RequestGate
+    assigner: Assigner
+    news: Notifications
+    presence: Presence
+    manifests: PublishedManifests
+    curation: Curation
+    blockers: Blockers
+    retention: Retention
+    dossiers: BanDossiers
+    report: StatusReport
+    handlers: Handlers
+
+
+async def open_coordinator(parts: Parts) -> Coordinator:
+    """Restore the state and everything that depends on it."""
+    config, run = parts.config, parts.run
+    parts.metrics.declare(*METRICS)
+    await restore_keys(run, parts.published, parts.key)
+    restored = await restore_state(parts.store, rules_of(run))
+    assigner = Assigner(
+        run,
+        secret=parts.secret,
+        environments=parts.environments,
+        tokenizer=parts.tokenizer,
+        draws=restored[1].curriculum.draws,
+    )
+    journal = await open_journal(
+        parts.store,
+        restored,
+        clock=parts.clock,
+        sign_receipt=receipt_signer(run, parts.key, assigner),
+        snapshot_events=config.snapshot_events,
+        shown_ms=await ledger_head_ms(parts.private),
+    )
+    coordinator = _assemble(parts, journal, assigner)
+    await parts.published.write("run.json", run.envelope.to_bytes())
+    await coordinator.manifests.restore_head()
+    if (head := coordinator.manifests.head) is not None:
+        coordinator.report.observer.made(head.manifest.policy_version, head.manifest.created_at_ms)
+    for pending in journal.state.bundles.values():
+        coordinator.handlers.judging.checks.add(pending.bundle, pending.lease.policy_version)
+    await coordinator.curation.restore_pools(random.Random())
+    await _delete_orphans(parts.bundles, journal.state)
+    await coordinator.retention.sweep_blobs()
+    return coordinator
+
+
+def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator:
+    run, key, config, clock, store = parts.run, parts.key, parts.config, parts.clock, parts.store
+    metrics, bundles, public, private = parts.metrics, parts.bundles, parts.public, parts.private
+    check_s = config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1)
+    rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"))
+    observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=parts.timeline)
+    news, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
+    checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
+    agreement = Agreement(check_s, run.spec.checks.validator_classes)
+    evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
+    decisions = Decisions(
+        journal, clock, observer=observer, news=news, checks=checks, evaluations=evaluations, metrics=metrics
+    )
+    limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
+    gate = RequestGate(run=run, limiter=limiter, nonces=Nonces(nonces_max=config.nonces_max))
+    peers = Peers(parts.dial_back, parts.dial_back_libp2p, parts.network)
+    blockers = Blockers(decisions)
+    curation = Curation(config.curriculum, decisions, assigner, private, metrics)
+    manifests = PublishedManifests(run, decisions, parts.published)
+    seals = BatchSeals(run, key, decisions, assigner)
+    receipts = ReceiptLists(run, key, decisions, store)
+    storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles)
+    timestamps = TimestampSigner(
+        run,
+        key,
+        clock,
+        manifests,
+        parts.published,
+        interval_s=config.timestamp_seconds,
+        lifetime_s=config.timestamp_lifetime_seconds,
+    )
+    keys = KeyRings(run, key, clock, decisions, gate, manifests, timestamps, parts.published)
+    ledger = LedgerSigner(run, key, decisions, journal, assigner, store, private, interval_s=config.timestamp_seconds)
+    report = StatusReport(
+        run=run,
+        clock=clock,
+        decisions=decisions,
+        observer=observer,
+        presence=presence,
+        peers=peers,
+        agreement=agreement,
+        evaluations=evaluations,
+        curation=curation,
+        blockers=blockers,
+        metrics=metrics,
+    )
+    handlers = Handlers(
+        leasing=Leasing(
+            run=run,
+            key=key,
+            clock=clock,
+            decisions=decisions,
+            assigner=assigner,
+            curation=curation,
+            news=news,
+            presence=presence,
+            observer=observer,
+            blockers=blockers,
+        ),
+        admission=WorkerAdmission(run, config, clock, decisions, assigner, presence),
+        intake=BundleIntake(
+            run=run,
+            clock=clock,
+            decisions=decisions,
+            gate=gate,
+            assigner=assigner,
+            presence=presence,
+            receipts=receipts,
+            store=store,
+            bundles=bundles,
+            evidence=private,
+            metrics=metrics,
+        ),
+        receipts=receipts,
+        judging=Judging(
+            run=run,
+            second_look_share=config.second_look_share,
+            clock=clock,
+            decisions=decisions,
+            assigner=assigner,
+            news=news,
+            metrics=metrics,
+            checks=checks,
+            agreement=agreement,
+            curation=curation,
+            receipts=receipts,
+            storage=storage,
+        ),
+        bundles=storage,
+        batches=TrainerBatches(decisions, news, observer, seals, blockers),
+        blobs_in=BlobIntake(run, clock, decisions, gate, public),
+        manifests_in=ManifestIntake(
+            run=run,
+            clock=clock,
+            decisions=decisions,
+            gate=gate,
+            manifests=manifests,
+            seals=seals,
+            evaluations=evaluations,
+            observer=observer,
+            news=news,
+            public=public,
+            private=private,
+        ),
+        keys=keys,
+        timestamps=timestamps,
+        ledger=ledger,
+        documents=PublicDocuments(run, manifests, keys, ledger, news),
+        blobs=BlobReader(run, public, serve_chunks=config.serve_chunks),
+        discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
+        operator=OperatorActions(decisions),
+        status=StatusPages(report, gate.epochs, clock),
+        bodies=BodyChecks(clock, decisions, gate, Callers(proxies=config.behind, trusted=config.trusted)),
+    )
+    return Coordinator(
+        journal=journal,
+        decisions=decisions,
+        gate=gate,
+        assigner=assigner,
+        news=news,
+        presence=presence,
+        manifests=manifests,
+        curation=curation,
+        blockers=blockers,
+        retention=Retention(run, config.checkpoints_kept, decisions, public, manifests),
+        dossiers=BanDossiers(run, key, decisions, assigner, store, bundles, private),
+        report=report,
+        handlers=handlers,
+    )
+
+
+async def _delete_orphans(bundles: Blobs, state: State) -> None:
+    """Delete unreferenced bundles: uploads whose event was not written before a crash, and interrupted deletions."""
+    kept = {*state.evidence, *state.bundles, *state.step_bundles()}
+    orphans = [digest async for digest in bundles.digests() if digest not in kept]
+    for digest in orphans:
+        await bundles.delete(digest)
+    if orphans:
+        log.info("deleted %d bundles that nothing refers to", len(orphans))

@@ -1,0 +1,102 @@
+"""The state of a running coordinator, and the one way in which it changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.evaluating import Evaluations
+from prime_node.coordinator.journal import Journal
+from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.effects import Effect, Evaluated, Settled, Woken, WorkerWasBanned
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.scheduler import is_work_left
+from prime_node.coordinator.waiting import Notifications
+from prime_node.ports.clock import Clock
+from prime_node.ports.metrics import Metrics
+from prime_protocol.verdict import BundleStatus
+
+log = logging.getLogger(__name__)
+
+
+class Decisions:
+    """The state, changed by events alone. A decision takes effect at once and carries out its effects."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Clock,
+        *,
+        observer: Observer,
+        news: Notifications,
+        checks: CheckQueue,
+        evaluations: Evaluations,
+        metrics: Metrics,
+    ) -> None:
+        self.banned: asyncio.Queue[str] = asyncio.Queue()
+        """Workers whose ban dossier has to be written (cases.py)."""
+        self._journal = journal
+        self._clock = clock
+        self._observer = observer
+        self._news = news
+        self._checks = checks
+        self._evaluations = evaluations
+        self._metrics = metrics
+
+    @property
+    def state(self) -> State:
+        """The state. Read only; `decide` changes it."""
+        return self._journal.state
+
+    @property
+    def number(self) -> int:
+        """Number of the last event."""
+        return self._journal.number
+
+    def decide(self, event: ev.Event) -> None:
+        """Apply an event. It is durable once `synced` returns, which every answer waits for."""
+        effects = self._journal.record(event)
+        self._observer.note(event, effects, self.state, self._clock.now_ms())
+        for effect in effects:
+            self._carry_out(effect, event)
+
+    async def synced(self) -> None:
+        """Return once every event so far is durable. Raise PeerError(UNAVAILABLE) if that has become impossible."""
+        await self._journal.synced()
+
+    def _carry_out(self, effect: Effect, event: ev.Event) -> None:
+        match effect:
+            case Woken(is_offer=True):
+                self._news.offer(effect.topic, self._is_work_left)
+            case Woken():
+                self._news.publish(effect.topic)
+            case Settled() if not isinstance(event, ev.SuretyReleased):  # those were counted before
+                self._follow_bundle(effect)
+            case Evaluated():
+                row = self._evaluations.row_of(self.state.results[effect.policy_version])
+                self._observer.rows.record(policy_version=effect.policy_version, **row)
+            case WorkerWasBanned():
+                log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
+                self.banned.put_nowait(effect.worker)
+
+    def _is_work_left(self) -> bool:
+        return is_work_left(self.state)
+
+    def _follow_bundle(self, effect: Settled) -> None:
+        if effect.status is BundleStatus.PENDING:
+            self._checks.add(effect.bundle, effect.lease.policy_version)
+            return
+        self._checks.settled([effect.bundle])
+        outcome = str(effect.reason or "accepted")
+        self._metrics.add("prime_rollouts_total", effect.num_rollouts, outcome=outcome)
+        if effect.reason is not None:
+            log.info(
+                "bundle %s of %s for step %d refused: %s %s",
+                effect.bundle[:12],
+                effect.lease.worker,
+                effect.lease.step,
+                effect.reason,
+                effect.detail,
+            )
