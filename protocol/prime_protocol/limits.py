@@ -142,6 +142,10 @@ TOKENIZER_REGEXES_MAX = 32
 """Regular expressions of a tokenizer; published ones have up to 6."""
 TOKENIZER_STEP_CHARS_MAX = 16_384
 """Texts of all steps of a tokenizer together, expressions included, tables of characters not."""
+TOKENIZER_ADDED_MAX = 2**16
+"""Added tokens of a tokenizer; published ones have up to 6,500."""
+TOKENIZER_ADDED_CHARS_MAX = 2**20
+"""Their texts together: the library takes seconds and 100 MiB for each MiB of them."""
 TOKENIZER_REGEX_REPEATS_MAX = 3
 """Unbounded repeats in one alternative of it: the time grows with the length of a text to this power."""
 MODEL_LAYERS_MAX = 1_024

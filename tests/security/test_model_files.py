@@ -187,6 +187,8 @@ PADDING: dict[str, Any] = {
         ("model", {"type": "BPE", "vocab": {}, "merges": ["a b"] * (limits.TOKENIZER_ENTRIES_MAX + 1)}, "model.merges"),
         ("model", [], "has no model"),
         ("added_tokens", [{"id": 2**40, "content": "x"}], "token's id"),
+        ("added_tokens", [{"id": 1, "content": "x" * 10**6}] * 2, "added tokens have"),
+        ("added_tokens", [{"id": 1, "content": "x"}] * 70_000, "70,000 added tokens"),
     ],
 )
 def test_a_hostile_tokenizer_is_refused_by_file_and_field(folder: Path, part: str, value: Any, why: str) -> None:

@@ -238,6 +238,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     if any(type(one) is not int or not 0 <= one < limits.VOCABULARY_MAX for one in ids):
         raise LocalError(f"{path}: a token's id is not a number from 0 to {limits.VOCABULARY_MAX - 1:,}; {_OPERATOR}")
+    _require_few_added(path, added)
     if not _pads_little(tokenizer.get("padding")):
         raise LocalError(f"{path}: its padding lengthens every text; {_OPERATOR}")
     steps, regexes, chars, growth = 0, 0, 0, 1.0
@@ -268,6 +269,17 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
             f"{path}: its steps have {chars:,} characters, above {limits.TOKENIZER_STEP_CHARS_MAX:,}; {_OPERATOR}"
         )
     return tokenizer
+
+
+def _require_few_added(path: Path, added: object) -> None:
+    """Raise LocalError if the library would take long to find the added tokens in texts."""
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if len(tokens) > limits.TOKENIZER_ADDED_MAX:
+        raise LocalError(f"{path}: {len(tokens):,} added tokens, above {limits.TOKENIZER_ADDED_MAX:,}; {_OPERATOR}")
+    chars = sum(len(token["content"]) for token in tokens if isinstance(token.get("content"), str))
+    if chars > limits.TOKENIZER_ADDED_CHARS_MAX:
+        most = limits.TOKENIZER_ADDED_CHARS_MAX
+        raise LocalError(f"{path}: its added tokens have {chars:,} characters, above {most:,}; {_OPERATOR}")
 
 
 def _pads_little(padding: object) -> bool:
