@@ -64,11 +64,12 @@ class Trust:
     ) -> None:
         """Start from what was known last time. Raises LocalError if the folder is unusable."""
         self.newest: Timestamp | None = None
+        self.peers = peers
+        """Function that returns the currently linked peers."""
         self.run = run
         self._sources = sources
         self._folder = folder
         self._clock = clock
-        self._peers = peers
         self._rng = rng or random.Random()
         self._reasons: dict[str, str] = {}
         self._said = ""
@@ -99,7 +100,7 @@ class Trust:
     async def refresh(self) -> None:
         """Ask every source once, concurrently. Raises LocalError for the disk."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources))
-        peers = list(self._peers())
+        peers = list(self.peers())
         for name, peer in self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers))):
             await self._ask_peer(name, peer)
         fault = self.fault()
