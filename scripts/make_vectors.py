@@ -32,7 +32,7 @@ from vectors.runs import lease_of, runs
 from vectors.seeds import seeds
 from vectors.trust import trust
 from vectors.turns import turns
-from vectors.uncalibrated import compared, excess_flips, ranks, shaded
+from vectors.uncalibrated import close_flips, compared, excess_flips, ranks, shaded
 
 
 def main() -> None:
@@ -57,6 +57,7 @@ def main() -> None:
     ranks(folder)
     compared(folder)
     excess_flips(folder)
+    close_flips(folder)
     shaded(folder)
     judged_logprobs(folder, run)
     body_claims(folder, run)

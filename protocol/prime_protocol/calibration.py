@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from prime_protocol.assignment import Count, Name, Text
+from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import BundleEvidence, Moments, sums_of
@@ -28,7 +29,7 @@ from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
 from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 
-NEED_NONE = frozenset({EXCESS_FLIPS, SHADING, SHADING_BY_REWARD, *REWARD_RANKS})
+NEED_NONE = frozenset({CLOSE_FLIPS, EXCESS_FLIPS, SHADING, SHADING_BY_REWARD, *REWARD_RANKS})
 """Statistics that hold for any engine."""
 NATS_ERROR_MAX = 1e-3
 """Tolerance in nats: logarithms may differ in the last bits between machines."""

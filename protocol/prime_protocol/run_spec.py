@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from prime_protocol import excess_flips, limits, reward_ranks, shading
+from prime_protocol import close_flips, excess_flips, limits, reward_ranks, shading
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.calibration import Calibration
+from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
@@ -133,6 +134,8 @@ class CheckPolicy(WireModel):
     """Whether a receipt lists the compared rewards, so that anybody can repeat the comparison."""
     flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
     """Whether flips beyond those that the claimed logprobs explain count as evidence (excess_flips.py)."""
+    close_flips_seen: bool = Field(default=False, exclude_if=lambda seen: not seen)
+    """Whether flips where claimed and recomputed logprobs agree closely count as stronger evidence (close_flips.py)."""
     shading_seen: bool = Field(default=False, exclude_if=lambda seen: not seen)
     """Whether claimed logprobs that are too low or too high, overall or by reward, count as evidence (shading.py)."""
     logprobs_judged: bool = Field(default=False, exclude_if=lambda judged: not judged)
@@ -189,6 +192,8 @@ class CheckPolicy(WireModel):
             found |= dict.fromkeys(REWARD_RANKS, reward_ranks.MOMENTS)
         if self.shading_seen:
             found |= {SHADING: shading.MOMENTS, SHADING_BY_REWARD: shading.MOMENTS_BY_REWARD}
+        if self.close_flips_seen:
+            found |= {CLOSE_FLIPS: close_flips.MOMENTS}
         return found
 
 

@@ -108,6 +108,8 @@ SHADING = ("shading-", "low-0.05")
 """Cheats that move importance ratios, by how their names begin: found within ..."""
 SHADED_ROLLOUTS_MAX = 64
 """... so many dishonest rollouts."""
+COOLER_ROLLOUTS_MAX = 64
+"""Rollouts of 6 tokens. One run in 20 has fewer than two changed tokens in so many, and one token proves nothing."""
 BUNDLES_95 = math.ceil(math.log(0.05) / math.log(1 - FLOOR.share_min))
 
 
@@ -334,6 +336,11 @@ def checks(runs: Sequence[dict[str, Any]], *, at_the_floor: bool, wanted: int) -
         name = "dishonest rollouts until shading by 0.05 nats or more is caught, the most"
         bar = (AT_THE_FLOOR_TIMES if at_the_floor else 1) * SHADED_ROLLOUTS_MAX
         found.append(at_most(name, worst, bar))
+    cooler = [run["caught"] or math.inf for run in runs if run["name"] == "temperature-0.98-as-unknown"]
+    if cooler and not at_the_floor:
+        late = statistics.fmean(each > COOLER_ROLLOUTS_MAX for each in cooler)
+        name = f"share of runs at temperature 0.98, unknown class, that took more than {COOLER_ROLLOUTS_MAX} rollouts"
+        found.append(at_most(name, late, 0.1))
     if at_the_floor:
         took = [run["caught"] or math.inf for run in text if run["name"] not in SLOW]
         if not took:

@@ -34,6 +34,8 @@ from shading import LIMIT, SIZE
 
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.validator.calibrating import CAP_MIN, CAP_OVER_TAIL, HEADROOM, RATIO_CAP, SPREAD, Errors
+from prime_protocol.close_flips import CLOSE_FLIPS, close_bets
+from prime_protocol.close_flips import STAKES as CLOSE_STAKES
 from prime_protocol.evidence import Moments, Sums, calibrate_statistics, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.excess_flips import SLACK as FLIP_SLACK
@@ -48,7 +50,7 @@ TOKENS, CHOICES = 16, 8
 REAL_SCALE, REAL_PROOF, REAL_TOKENS = 0.065, 1.0, 32_768
 ERROR_MAX = 1.0
 """Nats, of a logit's noise. The largest honest error of a logprob that was ever measured is 0.7."""
-OF_SEEDS = ("margin", "flip", EXCESS_FLIPS)
+OF_SEEDS = ("margin", "flip", EXCESS_FLIPS, CLOSE_FLIPS)
 LEAN_MAX, LEAN_VARIANCE = 60.0, 0.1
 """Rewards follow what the validator finds likelier as strongly as keeps chances of a reward within about REWARD_SLACK."""
 
@@ -131,6 +133,8 @@ def _part(kind: Kind, num: int, seed: int) -> Pool:
         explained = [found["flip"] - np.minimum(apart + FLIP_SLACK, 0.9 / stake) for stake in FLIP_STAKES]
         each = [np.log1p(stake * one).sum(axis=1) for stake, one in zip(FLIP_STAKES, explained, strict=True)]
         log_e[EXCESS_FLIPS] = np.stack(each, axis=1)
+        closely = [np.log(close_bets(found["margin"], apart, stake)).sum(axis=1) for stake in CLOSE_STAKES]
+        log_e[CLOSE_FLIPS] = np.stack(closely, axis=1)
     rises = np.expm1(found["trusted"] - found["claimed"])
     of_class = [bets(sign * rises, stake).sum(axis=1) for sign in (1.0, -1.0) for stake in STAKES]
     log_e[SHADING] = np.stack(of_class, axis=1)

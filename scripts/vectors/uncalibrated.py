@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from prime_protocol.close_flips import close_flip_sums, contexts_of
 from prime_protocol.errors import ErrorCode
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.excess_flips import apart, flip_sums
@@ -12,6 +13,7 @@ from prime_protocol.shading import by_reward_sums, reward_classes, rises, shadin
 from vectors.folder import Folder, fields
 
 Groups = list[tuple[list[float], list[float]]]
+Completions = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 def ranks(folder: Folder) -> None:
@@ -73,6 +75,49 @@ def excess_flips(folder: Folder) -> None:
                 "expect": flip_sums(np.array(flips), apart(np.array(claimed), np.array(recomputed))).log_e,
             }
             for name, (flips, claimed, recomputed) in cases.items()
+        ],
+    )
+
+
+def close_flips(folder: Folder) -> None:
+    apart_from: Completions = [((1,), (5, 6, 7))]
+    cases: dict[str, tuple[Completions, list[float], list[float], list[float]]] = {
+        "no flip, equal logprobs": (apart_from, [0.0, 0.0, 0.0], [-1.0, -0.25, -0.5], [-1.0, -0.25, -0.5]),
+        "a flip that nothing explains": (apart_from, [0.0, 0.02, 0.0], [-1.0, -2.0, 0.0], [-1.0, -2.0, 0.0]),
+        "a margin that rounding explains": (apart_from, [0.0, 0.00005, 0.0], [-1.0, -2.0, 0.0], [-1.0, -2.0, 0.0]),
+        "flips at claims from close to far": (
+            apart_from,
+            [0.02, 0.02, 0.02],
+            [-1.0, -2.0, -0.5],
+            [-1.00001, -2.0005, -0.6],
+        ),
+        "claims too high and too low without a flip": (
+            apart_from,
+            [0.0, 0.0, 0.0],
+            [-1.0, -2.0, -0.5],
+            [-1.00001, -1.995, -9.0],
+        ),
+        "a flip after tokens that another completion shares": (
+            [((1,), (5, 6)), ((1,), (5, 7)), ((2,), (5,))],
+            [0.0, 0.0, 0.0, 0.02, 0.0],
+            [-1.0, -2.0, -1.0, -0.5, -1.0],
+            [-1.0, -2.0, -1.0, -0.5, -1.0],
+        ),
+    }
+    folder.cases(
+        "close_flips",
+        [
+            {
+                "name": name,
+                "completions": completions,
+                "margins": margins,
+                "claimed": claimed,
+                "recomputed": recomputed,
+                "expect": close_flip_sums(
+                    np.array(margins), apart(np.array(claimed), np.array(recomputed)), contexts_of(completions)
+                ).log_e,
+            }
+            for name, (completions, margins, claimed, recomputed) in cases.items()
         ],
     )
 

@@ -168,6 +168,7 @@ class Arena:
                 proofs=True,
                 calibration=shipped_calibration(),
                 flips_explained=True,
+                close_flips_seen=True,
                 shading_seen=True,
                 logprobs_judged=True,
             ),

@@ -25,6 +25,7 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
         audits=audits,
         strikes_max=strikes_max,
         flips_explained=True,
+        close_flips_seen=True,
         shading_seen=True,
         logprobs_judged=True,
         unseeded=name in UNSEEDED,

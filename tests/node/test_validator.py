@@ -25,6 +25,7 @@ from prime_node.validator.judge import (
 )
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.evidence import Moments
@@ -225,13 +226,14 @@ async def test_flips_that_nothing_explains_are_weighed_where_the_run_says_so_and
     shifted = [group.model_copy(update={"seeds": tuple(seed + 1 for seed in group.seeds)}) for group in lease.groups]
     other = await generate(lease.model_copy(update={"groups": tuple(shifted)}))
     parcel = make_bundle(lease, replace(other, seeds_N=other.seeds_N - 1))
-    run = make_run(rollouts_per_group=16, checks=CheckPolicy(flips_explained=True))
+    run = make_run(rollouts_per_group=16, checks=CheckPolicy(flips_explained=True, close_flips_seen=True))
     evidence = (await judge(parcel, lease, run)).evidence
     honest = (await judge(make_bundle(lease, await generate(lease)), lease, run)).evidence
     assert evidence is not None
     assert honest is not None
-    assert min(evidence.sums[EXCESS_FLIPS].log_e) > 10
-    assert max(honest.sums[EXCESS_FLIPS].log_e) < 0
+    for name in (EXCESS_FLIPS, CLOSE_FLIPS):
+        assert min(evidence.sums[name].log_e) > 10
+        assert max(honest.sums[name].log_e) < 0
     assert (await judge(parcel, lease, make_run(rollouts_per_group=16))).evidence is None
     filtered = lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"top_p": 0.9})})
     opened = open_bundle(parcel, filtered, run)

@@ -20,6 +20,7 @@ from prime_protocol.case import BanStatement
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
+from prime_protocol.close_flips import close_flip_sums, contexts_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import (
     Envelope,
@@ -374,6 +375,14 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
         pytest.approx(log_e, abs=2e-6)
         for log_e in flip_sums(
             np.array(case["flips"]), apart(np.array(case["claimed"]), np.array(case["recomputed"]))
+        ).log_e
+    ],
+    "close_flips": lambda case, folder: [
+        pytest.approx(log_e, abs=2e-6)
+        for log_e in close_flip_sums(
+            np.array(case["margins"]),
+            apart(np.array(case["claimed"]), np.array(case["recomputed"])),
+            contexts_of([(tuple(prompt), tuple(tokens)) for prompt, tokens in case["completions"]]),
         ).log_e
     ],
     "reward_ranks": lambda case, folder: {

@@ -114,7 +114,12 @@ class RunConfig(Settings):
     limits: Limits = Limits()
     """Limits on everything that a peer may send."""
     checks: CheckPolicy = CheckPolicy(
-        proofs=True, audits=AuditPolicy(), flips_explained=True, shading_seen=True, logprobs_judged=True
+        proofs=True,
+        audits=AuditPolicy(),
+        flips_explained=True,
+        close_flips_seen=True,
+        shading_seen=True,
+        logprobs_judged=True,
     )
     """Checks by validators. By default, new runs require hidden-state proofs and audit a share of the bundles."""
     calibration: str = "shipped"
@@ -131,7 +136,7 @@ class RunConfig(Settings):
         if not isinstance(checks, dict):
             return checks
         compared = {"reference_share": REFERENCE_SHARE, "references_told": True} if checks.get("unseeded") else {}
-        seen = {"flips_explained": True, "shading_seen": True, "logprobs_judged": True}
+        seen = dict.fromkeys(("flips_explained", "close_flips_seen", "shading_seen", "logprobs_judged"), True)
         return {"proofs": True, "audits": {}, **seen, **compared, **checks}
 
 

@@ -24,6 +24,7 @@ from prime_node.validator.scoring import Scored, score_references, score_rollout
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of, speaks_for
+from prime_protocol.close_flips import CLOSE_FLIPS, close_flip_sums, contexts_of
 from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import PeerError
@@ -203,6 +204,9 @@ def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judg
     sums = dict(evidence.sums)
     if checks.flips_explained and not bundle.is_unseeded:
         sums[EXCESS_FLIPS] = flip_sums(found["flip"], found["apart"])
+    if checks.close_flips_seen and not bundle.is_unseeded:
+        contexts_T = contexts_of([(one.prompt_token_ids, one.completion_token_ids) for one in score_requests(bundle)])
+        sums[CLOSE_FLIPS] = close_flip_sums(found["margin"], found["apart"], contexts_T)
     if checks.shading_seen:
         sums[SHADING] = shading_sums(found["rise"].astype(np.float64))
     return evidence.model_copy(update={"sums": sums})
