@@ -20,7 +20,7 @@ from prime_protocol.errors import LocalError
 if TYPE_CHECKING:
     from prime_node.cli.wire_training import Ranks
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.ports.transport import TrainerPort
+    from prime_node.ports.transport import PublishPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
 
@@ -168,7 +168,7 @@ async def _train(
             run = await wire.pinned_run(client, place.link.run, place.folder)
             model = place.folder / "model"
             trust = await wire.trust(run, [(client.url, client)], place.folder)
-            publish_to: TrainerPort = client
+            publish_to: PublishPort = client
             rows = await seeding.enter_async_context(wire_training.trainer_rows(settings, run, place.folder))
             if settings.swarm.enabled and not settings.swarm.private:
                 publish_to, peer = wire_swarm.trainer_seeding(

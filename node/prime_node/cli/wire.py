@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
-    from prime_node.ports.transport import PublicSource, TrainerPort
+    from prime_node.ports.transport import PublicSource, PublishPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
@@ -325,7 +325,7 @@ def trainer_parts(
     metrics: Recorder,
     *,
     trust: Trust,
-    publish_to: TrainerPort,
+    publish_to: PublishPort,
     worlds: dict[str, Environment],
     model: Path,
     folder: Path,

@@ -147,7 +147,19 @@ class ValidatorPort(CheckpointSource, Protocol):
         ...
 
 
-class TrainerPort(CheckpointSource, Protocol):
+class PublishPort(CheckpointSource, Protocol):
+    """What a publisher of policies asks of a coordinator."""
+
+    async def put_blob(self, data: bytes) -> str:
+        """Store a checkpoint part or a model file. Idempotent; returns the digest."""
+        ...
+
+    async def publish(self, manifest: Envelope) -> None:
+        """Make a manifest the head. All its blobs must be stored. Idempotent for the same manifest."""
+        ...
+
+
+class TrainerPort(PublishPort, Protocol):
     """The trainer's requests to a coordinator."""
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
@@ -156,12 +168,4 @@ class TrainerPort(CheckpointSource, Protocol):
 
     async def bundle(self, request: BundleRequest) -> bytes:
         """Return an accepted bundle's bytes, unverified."""
-        ...
-
-    async def put_blob(self, data: bytes) -> str:
-        """Store a checkpoint part or a model file. Idempotent; returns the digest."""
-        ...
-
-    async def publish(self, manifest: Envelope) -> None:
-        """Make a manifest the head. All its blobs must be stored. Idempotent for the same manifest."""
         ...

@@ -35,7 +35,7 @@ from prime_node.broadcast.routes import UpdateRoute, routes_of
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import PolicyCopy
-from prime_node.ports.transport import TrainerPort
+from prime_node.ports.transport import PublishPort
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
 from prime_protocol.chunk_index import open_index
@@ -97,7 +97,7 @@ class Publisher:
 
     def __init__(
         self,
-        coordinator: TrainerPort,
+        coordinator: PublishPort,
         run: PinnedRun,
         key: SigningKey,
         *,

@@ -16,22 +16,21 @@ from prime_node.broadcast.swarm.gossiped_heads import announce
 from prime_node.broadcast.swarm.holdings import Holdings
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.ports.peer_network import PeerNetwork
-from prime_node.ports.transport import TrainerPort, Unreachable
+from prime_node.ports.transport import PublishPort, Unreachable
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import PeerError
 from prime_protocol.manifest import open_manifest
-from prime_protocol.messages import BatchRequest, BundleRequest, NotYet
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 
 
 class Seeding:
-    """Implementation of ports.transport.TrainerPort."""
+    """Implementation of ports.transport.PublishPort."""
 
     def __init__(
         self,
-        port: TrainerPort,
+        port: PublishPort,
         run: PinnedRun,
         parts: PartStore,
         holdings: Holdings,
@@ -106,11 +105,3 @@ class Seeding:
         size = self._parts.size(digest)
         here = None if size is None else await asyncio.to_thread(self._parts.get, digest, start, end or size)
         return await self._port.blob(digest, start=start, end=end) if here is None else here
-
-    async def batch(self, request: BatchRequest) -> Envelope | NotYet:
-        """Request a batch from the coordinator."""
-        return await self._port.batch(request)
-
-    async def bundle(self, request: BundleRequest) -> bytes:
-        """Fetch a bundle from the coordinator."""
-        return await self._port.bundle(request)
