@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.builder import provenance
 from tests.node.batch_coordinator import BatchCoordinator, make_run
-from tests.node.test_publisher import make, publish, weights
+from tests.node.publisher_world import make, publish, weights
 
 from prime_protocol.errors import LocalError
 

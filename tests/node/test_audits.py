@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.node.coordinator_world import ANNA, ENGINE, ROOT, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import RULES, Run
-from tests.node.test_validator import LetterTokenizer
+from tests.node.validator_world import LetterTokenizer
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.coordinator.assignments import Assigner

@@ -3,68 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from tests.node import calibrating_world
+from tests.node.calibrating_world import CALIBRATION, LENGTH, Judged, bundle_of, completions_of, rescored
 from typer.testing import CliRunner
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
-from prime_node.cli.calibrate import random_model
+from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.cli.main import app
-from prime_node.cli.shipped import read_calibration, shipped_calibration
+from prime_node.cli.shipped import read_calibration
 from prime_node.coordinator.new_run import covers
-from prime_node.validator.calibrating import Errors, make_leases, measure_pair, sample_honestly
+from prime_node.validator.calibrating import Errors, make_leases, sample_honestly
 from prime_node.worker.cheats import mapped
-from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of
 from prime_protocol.errors import LocalError
 from prime_protocol.evidence import folded, log_evidence
-from prime_protocol.rollout import Rollouts
 from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.verify import Statistics
-from prime_protocol.weights import Weights
 
-CALIBRATION = shipped_calibration()
-LENGTH = 32
-
-
-@dataclass
-class Judged:
-    """An honest engine and an honest judge of one class, with the policy that both hold."""
-
-    engine: TransformersEngine
-    weights: Weights
-    leases: list[Lease]
-
-    async def statistics(self, sampled: list[Rollouts], judge: TransformersEngine | None = None) -> Errors:
-        return await measure_pair(judge or self.engine, self.leases, sampled)
-
-    async def cheating(self, weights: Weights) -> list[Rollouts]:
-        """The same leases by other weights; the engine holds the right ones again afterwards."""
-        await self.engine.load(weights, policy_version=1)
-        sampled = await sample_honestly(self.engine, self.leases)
-        await self.engine.load(self.weights, policy_version=0)
-        return sampled
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def judged(folder: Path) -> AsyncIterator[Judged]:
-    engine, weights = TransformersEngine(folder, threads=1), initial_weights(folder, 5)
-    await engine.load(weights, policy_version=0)
-    rng = np.random.default_rng(5)
-    leases = make_leases(rng, num_tokens=4_000, vocab_size=264, prompt_tokens_max=24, completion_tokens_max=LENGTH)
-    yield Judged(engine, weights, leases)
-    await engine.close()
+folder, judged = calibrating_world.folder, calibrating_world.judged
 
 
 def log_evidence_of(bundles: list[Statistics], judge: str = "transformers/fp32/cpu") -> list[float]:
@@ -76,17 +36,6 @@ def log_evidence_of(bundles: list[Statistics], judge: str = "transformers/fp32/c
         wealth = folded(wealth, sums, statistics=CALIBRATION.statistics)
         logs.append(log_evidence(wealth))
     return logs
-
-
-def completions_of(errors: Errors) -> list[dict[str, npt.NDArray[np.float32]]]:
-    """The statistics of each completion by itself."""
-    num = sum(map(len, errors.lengths))  # completions of one length have equally many values of each statistic
-    split = {name: np.split(np.concatenate(parts), num) for name, parts in errors.values.items()}
-    return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
-
-
-def bundle_of(parts: list[dict[str, npt.NDArray[np.float32]]]) -> Statistics:
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -110,17 +59,6 @@ def tokens_needed(errors: Errors) -> float:
     """Tokens until the ban, by completions; infinite where it never comes."""
     logs = log_evidence_of(list(completions_of(errors)))
     return next((LENGTH * (n + 1) for n, log_m in enumerate(logs) if log_m >= math.log(EVIDENCE_MAX)), math.inf)
-
-
-async def rescored(judged: Judged, sampled: list[Rollouts]) -> list[Rollouts]:
-    """The liar's prefill: other weights chose the tokens, the right ones give the logprobs (and would give the proofs)."""
-    honest = []
-    for lease, rollouts in zip(judged.leases, sampled, strict=True):
-        one = replace(judged, leases=[lease])
-        blank = replace(rollouts, logprobs_T=np.zeros_like(rollouts.logprobs_T), proofs_CB=None)
-        errors = await one.statistics([blank])
-        honest.append(replace(blank, logprobs_T=-np.concatenate(errors.values["logprob"])))
-    return honest
 
 
 async def test_altered_weights_are_banned_by_their_logprobs_and_rescored_ones_by_their_flips(judged: Judged) -> None:

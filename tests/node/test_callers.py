@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, make_run, memory_parts, running
-from tests.node.test_newcomers import request
+from tests.node.newcomers_world import request
 
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.config import CoordinatorConfig

@@ -2,69 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.node.cases_world import CALIBRATED, CLASS, case_in, check, judge, judged
 from tests.node.coordinator_world import (
     ANNA,
     COORDINATOR,
     ROOT,
-    VALIDATOR,
-    World,
     folder_parts,
     make_parcel,
     make_run,
     running,
 )
-from tests.node.test_suspicion import CALIBRATED, CLASS
 from typer.testing import CliRunner
 
 from prime_node.cli.evidence import compared, confirmed
 from prime_node.cli.main import app
 from prime_node.ports.store import StoredReceipt
-from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, open_envelope, seal
 from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.evidence import BundleEvidence, Sums
-from prime_protocol.messages import AdminRequest, CheckRequest, CheckResultRequest, CheckTask
+from prime_protocol.messages import AdminRequest
 from prime_protocol.verdict import RejectReason, Verdict
-
-
-async def judged(world: World, *, nats: float = 0.0, reason: RejectReason | None = None) -> Lease:
-    """One more bundle of Anna's gets its verdict. Returns its lease."""
-    lease = await world.lease(ANNA, rollouts_max=2)
-    await world.client(ANNA).upload(make_parcel(lease, ANNA))
-    await judge(world, nats=nats, reason=reason)
-    return lease
-
-
-async def judge(world: World, *, nats: float = 0.0, reason: RejectReason | None = None) -> None:
-    task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
-    assert isinstance(task, CheckTask)
-    sums = {"margin": Sums(num_tokens=6, log_e=(min(nats, 5.9), nats))}
-    result = CheckResultRequest(
-        bundle=task.bundle,
-        verdict=Verdict.refuse(reason) if reason else Verdict.accept(),
-        rewards=() if reason else (0.5,) * task.lease.num_rollouts,
-        evidence=BundleEvidence(worker=CLASS, validator=CLASS, sums=sums),
-    )
-    await world.client(VALIDATOR).check_result(result)
-
-
-async def case_in(world: World, folder: Path) -> Path:
-    async def is_there() -> bool:
-        return bool(list((folder / "private").glob("ban-*.jsonl")))
-
-    await world.until(is_there)
-    return next((folder / "private").glob("ban-*.jsonl"))
-
-
-def check(file: Path, *options: str) -> tuple[int, dict[str, object]]:
-    result = CliRunner().invoke(app, ["evidence", "verify", str(file), "--json", *options])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, json.loads(result.stdout)
 
 
 async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) -> None:

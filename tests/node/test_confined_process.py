@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from tests.node.test_environment_process import model  # noqa: F401 (a fixture)
 from tests.security.hostile_world import BOUNDS, package, running, tried
 
 from prime_node.adapters.environments.variables import passed_on
@@ -20,7 +19,7 @@ from prime_protocol.run_spec import EnvironmentSpec, Option
 
 def test_a_file_of_the_hub_is_fetched_outside_and_read_inside(
     tmp_path: Path,
-    model: Path,  # noqa: F811
+    model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache, commit = tmp_path / "hub", "0" * 40

@@ -23,7 +23,6 @@ from prime_node.adapters.environments.process import (
 from prime_node.adapters.environments.variables import passed_on
 from prime_node.adapters.environments.walls import Walls, order
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.cli.environment_service import LEFT_BEHIND_MAX
 from prime_node.cli.wire_environments import build_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
@@ -32,14 +31,6 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec, Option
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
-        (folder / name).write_bytes(data)
-    return folder
 
 
 @pytest.fixture(scope="module")

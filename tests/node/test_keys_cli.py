@@ -16,6 +16,7 @@ from tests.node.coordinator_world import (
     make_run,
     running,
 )
+from tests.node.operator_world import write_key
 from typer.testing import CliRunner
 
 from prime_node.cli.key_request import known_of
@@ -24,7 +25,6 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain, Role
 from prime_protocol.run_spec import JoinLink
 
@@ -45,13 +45,6 @@ def run_dir(tmp_path: Path) -> RunDir:
     for name in ("head.json", "manifests/00000000.json"):
         (place.public / name).write_bytes(signed.envelope.to_bytes())
     return place
-
-
-def write_key(path: Path, key: SigningKey) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(key.to_bytes().hex() + "\n")
-    path.chmod(0o600)
-    return path
 
 
 def keys(*arguments: object) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +19,8 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
-from tests.node.test_keys_cli import write_key
-from typer.testing import CliRunner, Result
+from tests.node.ledger_world import Shown, command, payloads, receipts_of, rewritten
+from tests.node.operator_world import write_key
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.storage.sqlite_store import open_sqlite
@@ -29,18 +28,16 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
-from prime_node.cli.main import app
 from prime_node.cli.new import new
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.assigned import Assigned
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.ledger import LedgerChain, LedgerHead
+from prime_protocol.ledger import LedgerHead
 from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX, LEDGER_PAGE_BYTES_MAX
 from prime_protocol.messages import ReceiptsRequest
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 
@@ -52,40 +49,6 @@ async def work(world: World) -> None:
     await world.client(BEN).upload(make_parcel(await world.lease(BEN, rollouts_max=2), BEN))
     await world.judge(reason=RejectReason.SEED_MISMATCH)
     await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
-
-
-async def receipts_of(world: World) -> list[Envelope]:
-    listed = await world.client(ANNA).receipts(ReceiptsRequest())
-    return [open_envelope(text.encode()) for text in listed.receipts]
-
-
-def command(*arguments: str) -> Result:
-    """`prime-node ledger`, in a thread of its own."""
-    return CliRunner().invoke(app, ["ledger", *arguments], catch_exceptions=False)
-
-
-class Shown:
-    """Implements ports.transport.LedgerSource: whatever somebody would show."""
-
-    def __init__(self, lines: Sequence[bytes], head: Envelope) -> None:
-        self.lines, self.head = list(lines), head
-
-    async def ledger_head(self) -> Envelope:
-        return self.head
-
-    async def ledger(self, start: int) -> list[bytes]:
-        return self.lines[start : start + 2]
-
-
-def rewritten(run: PinnedRun, receipts: Sequence[bytes], *, at_ms: int = 2**50) -> Shown:
-    """A ledger that the coordinator itself might sign over these receipts."""
-    chain = LedgerChain(run.digest)
-    lines = [chain.add(receipt) for receipt in receipts]
-    return Shown(lines, seal(chain.head(at_ms), PayloadType.LEDGER_HEAD, COORDINATOR))
-
-
-def payloads(lines: Sequence[bytes]) -> list[bytes]:
-    return [line[line.index(b'"receipt":') + 10 : -1] for line in lines]
 
 
 async def test_what_is_settled_is_in_it_and_what_waits_is_not() -> None:

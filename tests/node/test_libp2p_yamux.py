@@ -14,7 +14,7 @@ import trio
 import trio.testing
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from libp2p.stream_muxer.yamux import yamux as library
-from tests.node.test_libp2p_noise import sessions
+from tests.node.libp2p_world import sessions
 
 from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.adapters.peers.libp2p_yamux import Stream, Yamux

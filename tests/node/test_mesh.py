@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER, make_run
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER
+from tests.node.mesh_world import RUN, Finder, where
 from tests.node.swarm_world import CORA, until
 
-from prime_lab.memory_network import MemoryNetwork, MemorySwitch, memory_address
+from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.swarm.directory import Directory
@@ -25,29 +26,8 @@ from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.tended import Tended
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.peer_network import ConnectedPeer, PeerAddress
-from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import KeyId, SigningKey
-from prime_protocol.messages import PeersReply, PeersRequest
-from prime_protocol.peers import PeerList, PeerRecord
-
-RUN = make_run()
-
-
-@dataclass
-class Finder:
-    """Implements ports.swarm.PeerFinder: the coordinator, there or not."""
-
-    peers: tuple[PeerRecord, ...] = ()
-    is_away: bool = False
-    hosts: frozenset[str] = frozenset(["127.0.0.1"])
-
-    async def find_peers(self, request: PeersRequest) -> PeersReply:
-        if self.is_away:
-            raise Unreachable("nobody is there")
-        listed = PeerList(run=RUN.digest, issued_at_ms=1, peers=self.peers)
-        return PeersReply(peers=seal(listed, PayloadType.PEER_LIST, COORDINATOR).to_bytes().decode(), ticket="t")
 
 
 @dataclass
@@ -90,10 +70,6 @@ async def meshes(finder: Finder) -> AsyncIterator[Meshes]:
         await asyncio.gather(*made.tasks, return_exceptions=True)
         for network in made.networks.values():
             await network.close()
-
-
-def where(key: SigningKey) -> PeerRecord:
-    return PeerRecord(peer=key.key_id, addresses=(memory_address(key.key_id),))
 
 
 async def test_links_lead_past_the_coordinators_host() -> None:

@@ -19,6 +19,7 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+from tests.node.newcomers_world import request
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.assembly import open_coordinator
@@ -34,7 +35,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
-from prime_protocol.messages import AdminRequest, JoinRequest, LeaveRequest
+from prime_protocol.messages import AdminRequest, LeaveRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.telemetry import Hardware
 from prime_protocol.verdict import RejectReason
@@ -133,11 +134,6 @@ def test_new_keys_of_a_network_wait_longer_after_each_ban() -> None:
     for bans, pause_ms in ((11, 61_440_000), (12, 86_400_000), (60, 86_400_000)):
         run.state.networks["theirs"].bans = bans
         assert newcomers.pause_ms(run.state, "theirs", run.now_ms) == pause_ms, "a day at most"
-
-
-def request(**changes: object) -> JoinRequest:
-    fields: dict[str, object] = {"name": "node", "software": "prime-node 0.1.0", "engine": ENGINE, "rollouts_max": 8}
-    return JoinRequest.model_validate(fields | changes)
 
 
 async def turned_away(world: World, key: SigningKey, code: ErrorCode, **changes: object) -> PeerError:

@@ -6,31 +6,14 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, HEARTBEAT, World, make_run, memory_parts, running
-from tests.node.test_keys_cli import write_key
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, HEARTBEAT, make_run, memory_parts, running
+from tests.node.operator_world import operate, run_dir_of
 from typer.testing import CliRunner
 
 from prime_node.cli.main import app
-from prime_node.cli.run_dir import RunDir
 from prime_node.coordinator.api import status
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.invite import open_invite
-
-
-def run_dir_of(world: World, folder: Path) -> RunDir:
-    place = RunDir(folder / "run")
-    write_key(place.key("coordinator"), COORDINATOR)
-    place.run_spec.write_bytes(world.run.envelope.to_bytes())
-    place.join_link_file.write_text(f"{world.url}/#{world.run.digest}\n")
-    return place
-
-
-async def operate(*arguments: object) -> str:
-    """The command's output, in a thread of its own. Raises what it raises."""
-    words = ["operate", *map(str, arguments)]
-    result = await asyncio.to_thread(CliRunner().invoke, app, words, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return str(result.stdout)
 
 
 async def test_a_worker_is_banned_and_forgiven_and_the_run_drained(tmp_path: Path) -> None:

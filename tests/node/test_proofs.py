@@ -12,9 +12,9 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 import torch
-from tests.builder import build_lease
-from tests.node.test_validator import LengthEnvironment, LetterTokenizer, make_bundle
-from tests.node.worker_world import WORKER, make_run
+from tests.node.proofs_world import LEASE, RUN
+from tests.node.validator_world import LengthEnvironment, LetterTokenizer, make_bundle
+from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.hidden_rows import SLACK, HiddenRows, bf16_bits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -22,30 +22,11 @@ from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_fi
 from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.worker.leases import requests_for
-from prime_protocol.assignment import GroupAssignment, Problem, Sampling
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Rollouts, rollouts_for
-from prime_protocol.run_spec import CheckPolicy, PinnedRun
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
 
-RUN = make_run(
-    vocab_size=264,
-    sampling=Sampling(completion_tokens_max=40, stop_token_ids=tuple(range(4))),
-    checks=CheckPolicy(proofs=True),
-)
-LEASE = build_lease(
-    RUN,
-    WORKER,
-    [
-        GroupAssignment(
-            slot=slot,
-            problem=Problem(environment="toy", index=slot),
-            prompt_token_ids=(80, 81 + slot),
-            seeds=tuple(range(10 * slot, 10 * slot + 4)),
-        )
-        for slot in range(2)
-    ],
-)
 Proofs = npt.NDArray[np.uint8]
 
 

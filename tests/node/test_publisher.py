@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.builder import build_manifest, provenance
 from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fuse, JumpClock, KilledError, make_run
+from tests.node.publisher_world import Told, make, publish, sparse, weights
 
 from prime_node.broadcast.publish.encoder import SpanEncoder
-from prime_node.broadcast.publish.publisher import Published, Publisher
+from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.broadcast.publish.spans import SpanRules
 from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.weights import Weights, WeightTensor, root_of
-
-Told = list[Published]
-
-
-def weights(version: int, *, other: bool = False) -> Weights:
-    numbers = np.random.default_rng([version, other]).integers(0, 2**16, 600, dtype=np.uint16)
-    return {"layer": WeightTensor("bf16", (20, 30), numbers)}
+from prime_protocol.weights import root_of
 
 
 @pytest.fixture
@@ -38,21 +30,6 @@ async def publisher(coordinator: BatchCoordinator) -> AsyncIterator[Publisher]:
     await made.start()
     yield made
     await made.close()
-
-
-def make(
-    coordinator: BatchCoordinator, *, pending_max: int = 2, told: Told | None = None, folder: Path | None = None
-) -> Publisher:
-    on_published = (lambda published: None) if told is None else told.append
-    return Publisher(
-        coordinator,
-        coordinator.run,
-        TRAINER,
-        clock=JumpClock(),
-        pending_max=pending_max,
-        on_published=on_published,
-        folder=folder,
-    )
 
 
 async def test_policies_are_published_in_order_as_one_chain(coordinator: BatchCoordinator) -> None:
@@ -205,27 +182,8 @@ async def test_closing_drops_what_is_pending(coordinator: BatchCoordinator, publ
 # Encodings
 
 
-def sparse(version: int) -> Weights:
-    """Each policy changes three elements of the one before."""
-    numbers = np.random.default_rng(0).integers(0x3C00, 0x3D00, 600, dtype=np.uint16)
-    for step in range(version):
-        numbers[(7 * step + np.array([0, 200, 400])) % 600] += 1
-    return {"layer": WeightTensor("bf16", (20, 30), numbers)}
-
-
 def bases_of(coordinator: BatchCoordinator, version: int) -> set[int | None]:
     return {encoding.base_version for encoding in coordinator.manifests[version].manifest.encodings}
-
-
-async def publish(
-    coordinator: BatchCoordinator, versions: range, *, told: Told | None = None, folder: Path | None = None
-) -> None:
-    publisher = make(coordinator, told=told, folder=folder)
-    await publisher.start()
-    for version in versions:
-        await publisher.submit(version, sparse(version), provenance(version))
-    await publisher.flush()
-    await publisher.close()
 
 
 async def test_policies_are_sent_as_deltas_over_one_four_and_sixteen_steps(coordinator: BatchCoordinator) -> None:

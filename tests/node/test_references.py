@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from tests.node.table_engine import table_weights
-from tests.node.test_validator import LengthEnvironment, TableScorer, make_bundle, make_lease
-from tests.node.test_validator_loop import MemoryCheckQueue, make_validator
+from tests.node.references_world import COMPARED, RUN, sampled
+from tests.node.validator_world import (
+    LengthEnvironment,
+    MemoryCheckQueue,
+    TableScorer,
+    make_lease,
+    make_validator,
+)
 from tests.node.worker_world import make_run
 
 from prime_node.cli.evidence import compared
-from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import EnvironmentGone
 from prime_node.validator.judge import with_ranks
 from prime_node.validator.loop import run_validator as run_validator
@@ -23,28 +26,9 @@ from prime_protocol.digest import digest_of
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.messages import CheckResultRequest
-from prime_protocol.noise import SEED_MAX
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
-from prime_protocol.rollout import rollouts_for
-from prime_protocol.run_spec import CheckPolicy, PinnedRun, RunSpec
+from prime_protocol.run_spec import PinnedRun, RunSpec
 from prime_protocol.verdict import RejectReason
-
-COMPARED = CheckPolicy(unseeded=True, reference_share=1.0)
-RUN = make_run(rollouts_per_group=16, checks=COMPARED)
-
-
-async def sampled(num: int, lease: Lease, *, created_at_ms: int = 0) -> bytes:
-    """A bundle of a worker that takes no seeds and uploads the longest of so many answers, which scores best here."""
-    engine = TableScorer()
-    await engine.load(table_weights(0), policy_version=0)
-    requests = [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
-    drawn = [
-        await engine.generate([replace(one, seed=(one.seed + turn) & SEED_MAX) for one in requests], lease.sampling)
-        for turn in range(7, 7 + num)
-    ]
-    best = [max(several, key=lambda one: len(one.token_ids)) for several in zip(*drawn, strict=True)]
-    unseeded = engine.info.model_copy(update={"seeded": False})
-    return make_bundle(lease, rollouts_for(lease, best), engine=unseeded, created_at_ms=created_at_ms)
 
 
 async def judged(

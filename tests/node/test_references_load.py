@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.node.references_world import RUN, sampled
 from tests.node.table_engine import STOP_TOKEN, table_weights
-from tests.node.test_references import RUN, sampled
-from tests.node.test_validator import TableScorer, generate, make_bundle, make_lease
-from tests.node.test_validator_loop import make_validator
+from tests.node.validator_world import TableScorer, generate, make_bundle, make_lease, make_validator
 
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.ports.engine import GenerateRequest, ScoreRequest

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.node.cases_world import case_in, check, judged
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -21,9 +22,8 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
-from tests.node.test_cases import case_in, check, judged
-from tests.node.test_keys_cli import write_key
-from tests.node.test_ledger import Shown, command, payloads, receipts_of, rewritten
+from tests.node.ledger_world import Shown, command, payloads, receipts_of, rewritten
+from tests.node.operator_world import write_key
 
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger

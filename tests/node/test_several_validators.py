@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-import numpy as np
 from tests.node.coordinator_world import (
     ANNA,
     COORDINATOR,
-    ENGINE,
     ROOT,
     TRAINER,
     VALIDATOR,
-    Bytes,
-    Letters,
     World,
     make_parcel,
-    make_policy,
     make_run,
     memory_parts,
     running,
 )
+from tests.node.validators_world import Scorer, validator_of
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
-from prime_node.ports.engine import ScoreRequest
-from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.lanes import Lanes
-from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
-from prime_protocol.assignment import Sampling
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.messages import CheckResultRequest
 from prime_protocol.verdict import Verdict
-from prime_protocol.verify import Prefill
-from prime_protocol.weights import Weights
 
 SECOND = SigningKey(bytes([99]) * 32)
 RUN = make_run(
@@ -46,42 +34,6 @@ RUN = make_run(
         validator=(VALIDATOR.key_id, SECOND.key_id),
     )
 )
-
-
-class Scorer:
-    """Implements ports.engine.Scorer: finds what make_parcel claims, once it may."""
-
-    def __init__(self) -> None:
-        self.info = ENGINE
-        self.may_score = asyncio.Event()
-        self.began = asyncio.Event()
-
-    async def load(self, weights: Weights, *, policy_version: int) -> None: ...
-
-    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
-        self.began.set()
-        await self.may_score.wait()
-        claimed = np.array([-0.1, -0.2, -0.3] * len(requests), np.float32)
-        return Prefill(claimed, np.zeros_like(claimed))
-
-    async def close(self) -> None: ...
-
-
-def validator_of(world: World, key: SigningKey, scorer: Scorer) -> Validator:
-    async def policy(version: int) -> Weights:
-        return make_policy(version)
-
-    return Validator(
-        run=world.run,
-        config=ValidatorConfig.load({"validator": {"wait_seconds": 0.2, "prefetch": 1}}),
-        coordinator=world.client(key),
-        scorer=scorer,  # type: ignore[arg-type]
-        lanes=Lanes(lambda: {"letters": Letters()}, lanes_max=1),
-        tokenizer=Bytes(),
-        policy=policy,
-        policy_versions=lambda: (0,),
-        clock=world.parts.clock,
-    )
 
 
 async def upload(world: World, count: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, ROOT, make_run, memory_parts, running
-from tests.node.test_operate import operate, run_dir_of
+from tests.node.operator_world import operate, run_dir_of
 from typer.testing import CliRunner, Result
 
 from prime_node.cli import run_status

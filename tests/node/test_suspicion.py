@@ -8,16 +8,16 @@ import math
 from typing import Any
 
 import pytest
+from tests.node.cases_world import CALIBRATED, CLASS
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect, Settled, WorkerWasBanned
-from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, PeerError
-from prime_protocol.evidence import BundleEvidence, Moments, Sums, folded, log_evidence
+from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.messages import (
     CheckRequest,
@@ -27,10 +27,8 @@ from prime_protocol.messages import (
     ReceiptsRequest,
     WorkerState,
 )
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 
-CLASS = "toy/fp32/cpu"
 WEIGHING = dataclasses.replace(RULES, statistics=("logprob", "margin"), max_steps=50)
 
 
@@ -174,12 +172,6 @@ def test_a_verdict_of_an_older_log_says_nothing() -> None:
     old = json.loads(ev.event_to_json(event))
     del old["evidence"]
     assert ev.event_from_json(json.dumps(old)) == event
-
-
-MOMENTS = Moments(cap=1.0, lambdas=(1.0, 2.0), log_moments=(0.01, 0.02), num_tokens=1_000)
-CALIBRATED = CheckPolicy(
-    calibration=Calibration(pairs=(PairMoments(worker=CLASS, validator=CLASS, moments={"margin": MOMENTS}),))
-)
 
 
 async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evidence() -> None:

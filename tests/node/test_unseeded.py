@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from tests.conformance.engine_world import peaked_weights
-from tests.node.test_proofs import LEASE
-from tests.node.test_validator import LengthEnvironment, LetterTokenizer, make_bundle
+from tests.node.proofs_world import LEASE
+from tests.node.validator_world import LengthEnvironment, LetterTokenizer, make_bundle
 from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from tests.node import test_calibrating
-from tests.node.test_calibrating import CALIBRATION, LENGTH, Judged, bundle_of, completions_of, rescored
+from tests.node import calibrating_world
+from tests.node.calibrating_world import CALIBRATION, LENGTH, Judged, bundle_of, completions_of, rescored
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
@@ -20,7 +20,7 @@ from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.verify import LIKELIHOOD_RATIOS, OF_SEEDS, Statistics, statistics
 
 CLASS = "transformers/fp32/cpu"
-folder, judged = test_calibrating.folder, test_calibrating.judged
+folder, judged = calibrating_world.folder, calibrating_world.judged
 
 
 async def choices(judged: Judged, sampled: list[Rollouts], judge: TransformersEngine | None = None) -> Errors:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from tests.builder import build_header, build_lease
-from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_of, table_weights
-from tests.node.worker_world import STRANGER, WORKER, make_run
+from tests.node.table_engine import STOP_TOKEN
+from tests.node.validator_world import (
+    OTHER_POLICY,
+    POLICY,
+    RUN,
+    LengthEnvironment,
+    LetterTokenizer,
+    TableScorer,
+    generate,
+    make_bundle,
+    make_lease,
+)
+from tests.node.worker_world import STRANGER, make_run
 
-from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
-from prime_node.ports.environment import EnvironmentGone, HeldOutProblem
+from prime_node.ports.engine import ScoreRequest
+from prime_node.ports.environment import EnvironmentGone
 from prime_node.validator.judge import (
     Judgement,
     OpenedBundle,
@@ -23,138 +31,14 @@ from prime_node.validator.judge import (
     open_bundle,
     reward_bundle,
 )
-from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.assignment import Lease
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.close_flips import CLOSE_FLIPS
-from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType
 from prime_protocol.evidence import Moments
 from prime_protocol.excess_flips import EXCESS_FLIPS
-from prime_protocol.identity import SigningKey
-from prime_protocol.noise import gumbel_noise
-from prime_protocol.parcel import pack_parcel
-from prime_protocol.rollout import Rollouts, pack_body, rollouts_for
+from prime_protocol.rollout import Rollouts
 from prime_protocol.run_spec import CheckPolicy, PinnedRun
 from prime_protocol.verdict import RejectReason
-from prime_protocol.verify import Prefill
-from prime_protocol.weights import Weights
-
-RUN = make_run(rollouts_per_group=16)
-POLICY, OTHER_POLICY = table_weights(0), table_weights(1)
-
-
-class TableScorer(TableEngine):
-    """Implements ports.engine.SamplingScorer for the table model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._logits = logits_of(table_weights(99))
-
-    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
-        whole = [((0, len(request.completion_token_ids)),) for request in requests]
-        return self._prefill(requests, whole, sampling, {0: self._logits})
-
-    async def prefill_mixed(
-        self,
-        requests: Sequence[ScoreRequest],
-        spans: Sequence[Spans],
-        sampling: Sampling,
-        policies: Mapping[int, Weights],
-    ) -> Prefill:
-        """The table keeps no keys and values: each token is its own policy's."""
-        tables = {version: logits_of(weights) for version, weights in policies.items()}
-        await self.load(policies[max(policies)], policy_version=max(policies))
-        return self._prefill(requests, spans, sampling, tables)
-
-    def _prefill(
-        self,
-        requests: Sequence[ScoreRequest],
-        spans: Sequence[Spans],
-        sampling: Sampling,
-        tables: Mapping[int, npt.NDArray[np.float32]],
-    ) -> Prefill:
-        logprobs, margins, means, variances = [], [], [], []
-        for request, of_request in zip(requests, spans, strict=True):
-            last = request.prompt_token_ids[-1]
-            versions = [version for version, count in of_request for _ in range(count)]
-            for position, token in enumerate(request.completion_token_ids):
-                logits = tables[versions[position]][last] / sampling.temperature
-                nats = logits - np.log(np.exp(logits).sum())
-                noise = 0 if request.seed is None else gumbel_noise([request.seed], [position], VOCAB_SIZE)[0]
-                logprobs.append(nats[token])
-                margins.append(0.0 if request.seed is None else (logits + noise).max() - (logits + noise)[token])
-                means.append(float((np.exp(nats) * nats).sum()))
-                variances.append(float((np.exp(nats) * nats**2).sum()) - means[-1] ** 2)
-                last = token
-        found = Prefill(np.array(logprobs, np.float32), np.array(margins, np.float32))
-        if requests[0].seed is not None:
-            return found
-        return replace(found, expected_T=np.array(means, np.float32), variance_T=np.array(variances, np.float32))
-
-
-class LengthEnvironment:
-    """Implements ports.environment.Environment: longer answers are better."""
-
-    def prompt(self, index: int) -> str:
-        return str(index)
-
-    def score(self, index: int, completion: str, *, finished: bool) -> float:
-        return min(1.0, len(completion) / 8)
-
-    def answer(self, index: int) -> str:
-        return "x"
-
-    def held_out(self, count: int) -> list[HeldOutProblem]:
-        return []
-
-
-class LetterTokenizer:
-    """Implements ports.environment.Tokenizer: one letter a token."""
-
-    vocab_size = VOCAB_SIZE
-    stop_token_id = STOP_TOKEN
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.encode(text)
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text]
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(chr(ord("a") + token) for token in token_ids if token != STOP_TOKEN)
-
-
-def make_lease(policy_version: int = 0) -> Lease:
-    groups = tuple(
-        GroupAssignment(
-            slot=slot,
-            problem=Problem(environment="toy", index=slot),
-            prompt_token_ids=(slot,),
-            seeds=tuple(range(100 * slot, 100 * slot + 16)),
-        )
-        for slot in range(2)
-    )
-    return build_lease(
-        RUN,
-        WORKER,
-        groups,
-        step=policy_version,
-        policy_version=policy_version,
-        policy_digest=digest_of(b"manifest"),
-    )
-
-
-async def generate(lease: Lease, weights: Weights = POLICY, *, sampling: Sampling | None = None) -> Rollouts:
-    engine = TableEngine()
-    await engine.load(weights, policy_version=lease.policy_version)
-    requests = [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
-    return rollouts_for(lease, await engine.generate(requests, sampling or lease.sampling))
-
-
-def make_bundle(lease: Lease, rollouts: Rollouts, *, key: SigningKey = WORKER, **changes: object) -> bytes:
-    body, decompressed_bytes = pack_body(rollouts)
-    told = {"worker": key.key_id, "num_rollouts": len(rollouts), "engine": TableEngine().info} | changes
-    return pack_parcel(build_header(lease, body, decompressed_bytes, **told), body, PayloadType.ROLLOUT, key)
 
 
 async def judge(parcel: bytes, lease: Lease, run: PinnedRun = RUN) -> Judgement:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from tests.node.table_engine import table_weights
-from tests.node.test_validator import (
+from tests.node.validator_world import (
     OTHER_POLICY,
-    RUN,
     LengthEnvironment,
-    LetterTokenizer,
+    MemoryCheckQueue,
     TableScorer,
     generate,
     make_bundle,
     make_lease,
+    make_validator,
 )
-from tests.node.worker_world import JumpClock, MemorySource
 
 from prime_node.patience import causes_of
 from prime_node.ports.engine import EngineMismatch
@@ -29,73 +26,11 @@ from prime_node.ports.environment import Environment
 from prime_node.ports.transport import Unreachable
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.lanes import Lanes
-from prime_node.validator.loop import Validator, run_validator
+from prime_node.validator.loop import run_validator
 from prime_protocol.assignment import Lease, Problem
-from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.verdict import RejectReason
 from prime_protocol.weights import Weights
-
-
-class MemoryCheckQueue(MemorySource):
-    """Implements ports.transport.ValidatorPort over a list of tasks."""
-
-    def __init__(self, tasks: list[tuple[Lease, bytes]], stop: asyncio.Event) -> None:
-        super().__init__(RUN)
-        self.bundles = {digest_of(parcel): parcel for _, parcel in tasks}
-        self.results: dict[str, CheckResultRequest] = {}
-        self.failures: list[Exception] = []
-        self.deadline_ms = 10**12
-        self.left_ms: int | None = None
-        self.tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
-        self.on_result: Callable[[CheckResultRequest], None] = lambda _: None
-        self._stop = stop
-
-    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
-        self._fail()
-        if not self.tasks:
-            if len(self.results) == len(self.bundles) or self.deadline_ms == 0:
-                self._stop.set()
-            return NotYet(reason="nothing to check", retry_after_s=0.1)
-        lease, bundle = self.tasks.pop(0)
-        left_ms = self.left_ms if request.asks_left else None
-        return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms, left_ms=left_ms)
-
-    async def bundle(self, request: BundleRequest) -> bytes:
-        self._fail()
-        return self.bundles[request.bundle]
-
-    async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
-        raise AssertionError("this run's trainer uses the claimed logprobs")
-
-    async def check_result(self, request: CheckResultRequest) -> None:
-        self._fail()
-        self.results[request.bundle] = request
-        self.on_result(request)
-
-    def _fail(self) -> None:
-        if self.failures:
-            raise self.failures.pop(0)
-
-
-def make_validator(
-    queue: MemoryCheckQueue, scorer: TableScorer, environment: Callable[[], Environment] = LengthEnvironment
-) -> Validator:
-    async def policy(version: int) -> Weights:
-        return table_weights(version)
-
-    return Validator(
-        run=RUN,
-        config=ValidatorConfig(),
-        coordinator=queue,
-        scorer=scorer,
-        lanes=Lanes(lambda: {"toy": environment()}, lanes_max=2),
-        tokenizer=LetterTokenizer(),
-        policy=policy,
-        policy_versions=lambda: (),
-        clock=JumpClock(),
-    )
 
 
 async def make_queue(stop: asyncio.Event, versions: Sequence[int]) -> MemoryCheckQueue:

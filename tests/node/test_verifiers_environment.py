@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.node.test_renderers import qwen3  # noqa: F401 (a fixture)
 
 from prime_node.adapters.environments.process import ProcessTurnEnvironment
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
@@ -119,7 +118,7 @@ async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(worlds: Worl
         await replayed(play, [other], BOUNDS, exact=True)
 
 
-async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -> None:  # noqa: F811
+async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -> None:
     made = start_environments([words(tools=True, renderer="auto")], qwen3, hidden=[], settings=EnvironmentSettings())
     world = made["words"]
     assert isinstance(world, ProcessTurnEnvironment)

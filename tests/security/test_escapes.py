@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.security.hostile_world import Outside, outside, running, tried
-from tests.security.test_scheduling import scheduling
+from tests.security.sandbox_world import scheduling
 
 from prime_node.adapters.environments.process import ProcessEnvironment
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.builder import build_spec, role_keys
+from tests.security.hostile_world import NEVER, NO_MODEL_FILES
 
 from prime_node.broadcast.follow import pinned
 from prime_node.broadcast.follow.pinned import fetch_model_files, model_files_in
@@ -31,65 +32,6 @@ ROOT = SigningKey(b"\1" * 32)
 CONFIG = b"{}"
 DATA = b"#!/bin/sh\necho written by a stranger\n"
 
-NO_MODEL_FILES = [
-    "../x.json",
-    "../../.bashrc",
-    "..",
-    ".",
-    "",
-    "/etc/cron.d/x.json",
-    "/x.json",
-    "a/b.json",
-    "a\\b.json",
-    "C:x.json",
-    "\\\\server\\share\\x.json",
-    "x.json/",
-    "~/x.json",
-    "$HOME.json",
-    ".hidden.json",
-    "-rf.json",
-    "x.py",
-    "x.pkl",
-    "x.so",
-    "x.bin",
-    "x.sh",
-    "x.pth",
-    "x.json.py",
-    "x",
-    "json",
-    ".json",
-    "x.JSON",
-    "x.json\0",
-    "x\0.json",
-    "x.json\n",
-    "x\n.json",
-    "x\r.json",
-    "x.json ",
-    " x.json",
-    "x.json.",
-    "x.json:stream.json",
-    "x\u202ejson.md",
-    "x\u200b.json",
-    "x\uff0e.json",
-    "ö.json",
-    "x\x1b[2J.json",
-    "\u2025/x.json",
-    "con.json",
-    "CON.json",
-    "nul.txt",
-    "aux.tokenizer.json",
-    "PRN.md",
-    "com1.json",
-    "LPT9.model",
-    "x" * 196 + ".json",
-    "x" * 10_000 + ".json",
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "adapter_config.json",
-    "PROVENANCE.dsse.json",
-]
-NEVER = set("/\\\0\n ~")
-"""In no name of a file, of whatever kind."""
 MODEL_FILES = [
     "tokenizer.json",
     "chat_template.jinja",

@@ -20,7 +20,7 @@ from tests.node.coordinator_world import (
     refused,
     running,
 )
-from tests.node.test_several_validators import Scorer, validator_of
+from tests.node.validators_world import Scorer, validator_of
 
 from prime_node.ports.train_backend import Group
 from prime_node.training_data.feed import Feed

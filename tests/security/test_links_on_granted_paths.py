@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.security.hostile_world import BOUNDS
-from tests.security.test_sandbox import inside
+from tests.security.sandbox_world import inside
 
 from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces
 from prime_node.adapters.sandbox.links import links_on_the_way

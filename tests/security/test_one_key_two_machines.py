@@ -24,9 +24,9 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.coordinator_world import make_run as make_plain_run
+from tests.node.served_world import Digits, publish, validate
 from tests.node.swarm_world import LOCAL
 from tests.node.table_engine import TableEngine
-from tests.node.test_worker_with_coordinator import Digits, publish, validate
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, WORKER, MemorySource, make_run, until
 
 from prime_node.adapters.system_clock import SystemClock

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.security.test_hostile_run_spec import NEVER, NO_MODEL_FILES
+from tests.security.hostile_world import NEVER, NO_MODEL_FILES
 
 import prime_node
 from prime_node.broadcast.swarm.part_store import PartStore

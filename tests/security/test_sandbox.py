@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.security.sandbox_world import PREAMBLE, inside
 
 from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces, syscalls
 from prime_node.adapters.sandbox.rules import SandboxLevel, SandboxRules, Wall
@@ -20,37 +19,6 @@ from prime_node.cli.wire_sandbox import level_here
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or landlock.abi() < landlock.ABI_SCOPES, reason="needs Landlock of Linux 6.12"
 )
-
-PREAMBLE = """
-import ctypes, fcntl, json, os, resource, socket, subprocess, sys, termios
-from pathlib import Path
-from prime_node.adapters.sandbox import system_paths
-from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import NETWORK, Family, ProcessLimits, SandboxRules
-
-folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
-USUAL = dict(read=(*system_paths.system_paths(), *system_paths.python_paths()), write=(folder,), devices=system_paths.devices())
-
-def tried(action):
-    try:
-        action()
-    except OSError as error:
-        return type(error).__name__
-    return "done"
-"""
-
-
-def inside(folder: Path, program: str, **told: Any) -> Any:
-    """What a program prints as JSON that confines itself. `told` reaches it by that name."""
-    ran = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + program, str(folder), json.dumps(told)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
 
 
 @pytest.fixture

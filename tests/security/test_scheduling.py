@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.security.test_sandbox import PREAMBLE, inside
+from tests.security.sandbox_world import PREAMBLE, inside, scheduling
 
 from prime_node.adapters.sandbox import landlock
 
@@ -47,12 +47,6 @@ def victim() -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process.pid
         process.kill()
-
-
-def scheduling(pid: int) -> tuple[object, ...]:
-    line = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    niceness, policy = line[16], line[38]
-    return os.sched_getaffinity(pid), niceness, policy
 
 
 def test_no_foreign_process_is_rescheduled(tmp_path: Path, victim: int) -> None:

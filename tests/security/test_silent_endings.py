@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, memory_parts, running
 from tests.node.coordinator_world import make_run as make_coordinators_run
+from tests.node.mesh_world import RUN, Finder, where
 from tests.node.swarm_world import swarm, until
-from tests.node.test_mesh import RUN, Finder, where
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.peers import faults

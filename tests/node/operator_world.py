@@ -1,0 +1,39 @@
+"""Shared parts of the tests of operators' commands: keys on disk, and a run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.node.coordinator_world import (
+    COORDINATOR,
+    World,
+)
+from typer.testing import CliRunner
+
+from prime_node.cli.main import app
+from prime_node.cli.run_dir import RunDir
+from prime_protocol.identity import SigningKey
+
+
+def write_key(path: Path, key: SigningKey) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(key.to_bytes().hex() + "\n")
+    path.chmod(0o600)
+    return path
+
+
+def run_dir_of(world: World, folder: Path) -> RunDir:
+    place = RunDir(folder / "run")
+    write_key(place.key("coordinator"), COORDINATOR)
+    place.run_spec.write_bytes(world.run.envelope.to_bytes())
+    place.join_link_file.write_text(f"{world.url}/#{world.run.digest}\n")
+    return place
+
+
+async def operate(*arguments: object) -> str:
+    """The command's output, in a thread of its own. Raises what it raises."""
+    words = ["operate", *map(str, arguments)]
+    result = await asyncio.to_thread(CliRunner().invoke, app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return str(result.stdout)
