@@ -118,7 +118,7 @@ def gap_steps(data: bytes, count: int, element: ElementType) -> list[int]:
     steps, at = [0] * count, -1
     for gap, code in zip(reference_join(planes[:3]), reference_join(planes[3:]), strict=True):
         at += gap + 1
-        require(at < count, "a change behind the last element")
+        require(at < count, "a change is past the last element")
         steps[at] = reference_unzigzag(code)
     return steps
 
@@ -180,9 +180,9 @@ def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int
             for i, octet in zip(members[number], plane, strict=True):
                 steps[i] = octet - 256 if octet >= 128 else octet
         for rank, step in changes[number]:
-            require(rank < len(members[number]), "a change behind the last element")
+            require(rank < len(members[number]), "a change is past the last element")
             steps[members[number][rank]] = step
-    require(len(data) - end == 2 * num_escapes == 2 * steps.count(-128), "escapes and bytes do not match")
+    require(len(data) - end == 2 * num_escapes == 2 * steps.count(-128), "escapes do not match the bytes at the end")
     for i, step in enumerate(steps):
         if step == -128:
             steps[i] = int.from_bytes(data[end : end + 2], "little")

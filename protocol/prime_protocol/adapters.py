@@ -63,16 +63,16 @@ def _layer_of(name: str) -> str:
     for suffix in (SUFFIX_A, SUFFIX_B):
         if name.startswith(PREFIX) and name.endswith(suffix):
             return name[len(PREFIX) : -len(suffix)]
-    raise AdapterMismatch(f"{name} is no adapter's name: {PREFIX}LAYER{SUFFIX_A}, or {SUFFIX_B}")
+    raise AdapterMismatch(f"{name} is not an adapter's name: expected {PREFIX}LAYER{SUFFIX_A} or {SUFFIX_B}")
 
 
 def _changed(
     name: str, weight: WeightTensor, factor_a: WeightTensor, factor_b: WeightTensor, *, spec: AdapterSpec
 ) -> WeightTensor:
     if weight.dtype not in FLOATS or factor_a.dtype not in FLOATS or factor_b.dtype not in FLOATS:
-        raise AdapterMismatch(f"{name}: only tensors of types {', '.join(FLOATS)} are adapted")
+        raise AdapterMismatch(f"{name}: an adapter needs a tensor of type {', '.join(FLOATS)}")
     found, wanted = (factor_b.shape, factor_a.shape), ((*weight.shape[:1], spec.rank), (spec.rank, *weight.shape[1:]))
     if len(weight.shape) != 2 or found != wanted:
-        raise AdapterMismatch(f"{name}: factors of shapes {found} where {wanted} belong to {weight.shape}")
+        raise AdapterMismatch(f"{name}: factors of shapes {found}; a weight of shape {weight.shape} needs {wanted}")
     scale = np.float32(spec.alpha / spec.rank)
     return rounded_to(floats(weight) + scale * (floats(factor_b) @ floats(factor_a)), weight.dtype)

@@ -75,7 +75,7 @@ def parse_ip(text: str) -> IPAddress | None:
 def place_of(host: str) -> str | None:
     """Return the network inside which an IP address identifies one machine: GLOBAL, LOOPBACK, or a network.
 
-    None for an address that nobody is directed to. Example: "192.168.0.0/16" for "192.168.1.7".
+    None for an address that is never given to peers. Example: "192.168.0.0/16" for "192.168.1.7".
     """
     address = parse_ip(host)
     if address is None or any(address in network for network in _NOWHERE):

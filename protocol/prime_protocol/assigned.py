@@ -49,7 +49,7 @@ class Assigned(WireModel):
     def _fits_together(self) -> Self:
         num_slots = sum(count for _, count in self.slots)
         if num_slots > limits.LEASE_ROLLOUTS_MAX or len(self.draws) not in (0, num_slots):
-            raise ValueError("there is one draw for each slot, or none, and no more slots than a lease has rollouts")
+            raise ValueError("expected one draw for each slot or none, and no more slots than a lease has rollouts")
         return self
 
     def places(self) -> list[tuple[int, int]]:
@@ -138,13 +138,13 @@ class SeedRule:
         places = said.places()
         num_slots, num_seeds = self._spec.groups_per_step, self._spec.rollouts_per_group
         if len(places) * num_seeds != num_rollouts or any(slot // num_slots != step for slot, _ in places):  # (1)
-            raise PeerError(ErrorCode.MALFORMED, f"slots of another step than {step}, or another number of them")
+            raise PeerError(ErrorCode.MALFORMED, f"the slots do not belong to step {step}, or their number is wrong")
         if any(draw >= limits.LEASE_DRAWS_MAX for draw in said.draws):  # (2)
-            raise PeerError(ErrorCode.MALFORMED, f"a draw beyond the first {limits.LEASE_DRAWS_MAX}")
+            raise PeerError(ErrorCode.MALFORMED, f"a draw is not below {limits.LEASE_DRAWS_MAX}")
         drawn = [(slot, self.problem(secret, slot, draw)) for slot, draw in places]
         groups = [(slot, problem, self.seeds(secret, policy_version, problem, slot)) for slot, problem in drawn]
         if digest_of_groups(groups) != said.seeds:  # (3)
-            raise PeerError(ErrorCode.MALFORMED, "other problems or seeds than its step's secret gives")
+            raise PeerError(ErrorCode.MALFORMED, "problems or seeds differ from those that the step's secret gives")
 
     def check_evaluation(self, said: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
         """Check what is visible in a receipt for held-out problems, whose seeds stay secret. Raises PeerError.
@@ -161,7 +161,8 @@ class SeedRule:
             or step != policy_version
         ):
             raise PeerError(
-                ErrorCode.MALFORMED, f"slots that are no evaluation's of policy {policy_version}, or another number"
+                ErrorCode.MALFORMED,
+                f"not the slots of an evaluation of policy {policy_version}, or their number is wrong",
             )
 
     def check_lease(self, lease: Lease, secret: bytes) -> None:
@@ -173,9 +174,9 @@ class SeedRule:
             draws = (self.problem(secret, group.slot, draw) for draw in range(limits.LEASE_DRAWS_MAX))
             if group.slot // self._spec.groups_per_step != lease.step or group.problem not in draws:
                 raise PeerError(
-                    ErrorCode.MALFORMED, f"slot {group.slot} was leased another problem than its step's secret gives"
+                    ErrorCode.MALFORMED, f"slot {group.slot}: the leased problem is not that of the step's secret"
                 )
             if group.seeds != self.seeds(secret, lease.policy_version, group.problem, group.slot):
                 raise PeerError(
-                    ErrorCode.MALFORMED, f"slot {group.slot} was leased other seeds than its step's secret gives"
+                    ErrorCode.MALFORMED, f"slot {group.slot}: the leased seeds are not those of the step's secret"
                 )

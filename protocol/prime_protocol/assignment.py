@@ -96,11 +96,11 @@ class Lease(WireModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if len({group.slot for group in self.groups}) != len(self.groups):
-            raise ValueError("a lease names a slot once")
+            raise ValueError("a lease must name each slot once")
         if self.num_rollouts > limits.LEASE_ROLLOUTS_MAX:
             raise ValueError(f"a lease asks for at most {limits.LEASE_ROLLOUTS_MAX} rollouts")
         if self.expires_at_ms < self.issued_at_ms:
-            raise ValueError("a lease ends after it begins")
+            raise ValueError("a lease must end after it begins")
         return self
 
     @property

@@ -61,10 +61,10 @@ class Calibration(WireModel):
     def _fits_together(self) -> Self:
         classes = [(pair.worker, pair.validator) for pair in self.pairs]
         if len(set(classes)) != len(classes):
-            raise ValueError("a pair of engine classes occurs once")
+            raise ValueError("each pair of engine classes must occur once")
         for name in self.statistics:
             if len({len(pair.moments[name].lambdas) for pair in self.pairs if name in pair.moments}) > 1:
-                raise ValueError(f"statistic {name} has another number of lambdas in another pair")
+                raise ValueError(f"statistic {name} has different numbers of lambdas in two pairs")
         return self
 
     @property
@@ -114,11 +114,13 @@ def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> 
     for name, sums in evidence.sums.items():
         moments = known.get(name)
         if moments is None or len(moments.lambdas) != len(sums.log_e):
-            detail = f"the run does not know {name} of {evidence.worker} under {evidence.validator}"
+            detail = f"no {name} of {evidence.worker} under {evidence.validator} in the run's calibration"
             raise PeerError(ErrorCode.MALFORMED, detail)
         for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
             if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:
-                raise PeerError(ErrorCode.MALFORMED, f"{name} of a bundle is more than its tokens can say")
+                raise PeerError(
+                    ErrorCode.MALFORMED, f"{name} of a bundle is above the maximum for its number of tokens"
+                )
     if evidence.compared:
         _require_ranks(evidence)
 
@@ -132,4 +134,4 @@ def _require_ranks(evidence: BundleEvidence) -> None:
         for name, sums in told.items()
     ):
         return
-    raise PeerError(ErrorCode.MALFORMED, "the reward ranks are not those of the compared rewards")
+    raise PeerError(ErrorCode.MALFORMED, "the reward ranks do not match the compared rewards")

@@ -54,15 +54,15 @@ def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str
     bundles = {receipt.bundle for receipt in listed}
     strangers = [one for one in listed if (one.run, one.worker) != (run, statement.worker)]
     if statement.run != run or strangers or len(bundles) != len(listed):  # (1)
-        raise _no_case("a statement of another run or worker, or a bundle twice")
+        raise _no_case("the statement or a receipt is of another run or worker, or a bundle occurs twice")
     if len(listed) != statement.num_receipts or (listed[-1].bundle if listed else None) != statement.bundle:  # (2)
         raise _no_case(
-            f"{len(listed)} receipts where the statement rests on {statement.num_receipts}, or in another order"
+            f"{len(listed)} receipts instead of the statement's {statement.num_receipts}, or their order is wrong"
         )
     if statement.kind is BanKind.HARD:  # (3)
         strikes = sum(receipt.reason is not None and receipt.reason.is_dishonest for receipt in listed)
         if strikes < spec.checks.strikes_max:
-            raise _no_case(f"{strikes} strikes, and the run bans at {spec.checks.strikes_max}")
+            raise _no_case(f"{strikes} strikes are below the run's limit of {spec.checks.strikes_max}")
     if statement.kind is BanKind.STATISTICAL:  # (4)
         _check_evidence(listed, spec)
 
@@ -70,7 +70,7 @@ def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str
 def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
     checks = spec.checks
     if not checks.statistics:
-        raise _no_case("the run has no calibration, so nothing adds up")
+        raise _no_case("the run has no calibration, so no evidence accumulates")
     wealth: dict[str, Wealth] = {}
     for number, receipt in enumerate(receipts, 1):
         if receipt.evidence is None or receipt.evidence.number != number:
@@ -79,10 +79,10 @@ def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
         require_possible(about, checks.moments_of(worker=about.worker, validator=about.validator))
         wealth = folded(wealth, about.sums, statistics=checks.statistics)
         if abs(log_evidence(wealth) - about.log_evidence) > NATS_ERROR_MAX:
-            raise _no_case(f"the sums of receipt {number} do not give the evidence that it states")
+            raise _no_case(f"the sums of receipt {number} do not add up to its stated evidence")
     if log_evidence(wealth) < math.log(checks.evidence_max) - NATS_ERROR_MAX:
         raise _no_case(f"the evidence is {log_evidence(wealth):.1f} nats, below the run's limit")
 
 
 def _no_case(what: str) -> PeerError:
-    return PeerError(ErrorCode.MALFORMED, f"no case: {what}")
+    return PeerError(ErrorCode.MALFORMED, f"ban dossier: {what}")

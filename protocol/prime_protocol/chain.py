@@ -35,7 +35,7 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
         raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: the run ends with policy {spec.max_steps}")
     _check_origin(manifest)  # (2)
     if manifest.model_config_digest != spec.model_config_digest:  # (3)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: made for another config.json than the run's")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: its config.json differs from the run's")
     _check_bases(manifest)  # (4)
     _check_tensors(manifest, spec.limits)  # (5)
     check_root(manifest)  # (6)
@@ -48,7 +48,9 @@ def check_link(manifest: Manifest, previous: SignedManifest | None) -> None:
     here = f"manifest {manifest.policy_version}"
     if previous is None:
         if manifest.policy_version != 0 or manifest.previous is not None:
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: the chain begins with policy 0, which has no predecessor")
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN, f"{here}: the chain must begin with policy 0, which has no predecessor"
+            )
         return
     if manifest.policy_version != previous.manifest.policy_version + 1 or manifest.previous != previous.digest:
         raise PeerError(
@@ -75,11 +77,9 @@ def check_not_a_fork(new: SignedManifest, known: SignedManifest) -> None:
 def _check_origin(manifest: Manifest) -> None:
     version, is_first = manifest.policy_version, manifest.policy_version == 0
     if (manifest.previous is None) != is_first or (manifest.produced_by.batch is None) != is_first:
-        raise PeerError(
-            ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy 0, and no other, has no predecessor and no batch"
-        )
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: only policy 0 has neither predecessor nor batch")
     if manifest.produced_by.step != version - 1:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy n + 1 is the product of step n")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy n + 1 must be the product of step n")
 
 
 def _check_bases(manifest: Manifest) -> None:
@@ -89,9 +89,11 @@ def _check_bases(manifest: Manifest) -> None:
         if (encoding.kind is CheckpointKind.DELTA) != (base is not None) or (
             base is not None and base.policy_version >= manifest.policy_version
         ):
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: a delta names an older base, an anchor names none")
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN, f"{here}: a delta must name an older base, an anchor must name none"
+            )
     if len({encoding.base_version for encoding in manifest.encodings}) != len(manifest.encodings):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: two encodings have one base")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: two encodings have the same base")
 
 
 def _check_sizes(encoding: Encoding, bounds: limits.Limits) -> None:
@@ -109,7 +111,7 @@ def _check_tensors(manifest: Manifest, bounds: limits.Limits) -> None:
     if len(manifest.tensors) > bounds.checkpoint_tensors_max:
         raise LimitExceeded("checkpoint_tensors_max", len(manifest.tensors), bounds.checkpoint_tensors_max)
     if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: two tensors have one name")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: two tensors have the same name")
     total = 0
     for tensor in manifest.tensors:
         if tensor.dtype not in DTYPES:

@@ -156,7 +156,7 @@ class CheckpointDecoder:
         entry = self._encoding.parts[index]
         if len(data) != entry.size:
             raise PeerError(
-                ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest says {entry.size}"
+                ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest declares {entry.size}"
             )
         runs = self._runs(self._index.of_part(index), data)
         for _ in map(self._feed_run, runs) if self._pool is None else self._pool.map(self._feed_run, runs):
@@ -197,7 +197,7 @@ class CheckpointDecoder:
             if digest != entry.digest:
                 raise PeerError(
                     ErrorCode.DIGEST_MISMATCH,
-                    f"manifest {self._manifest.policy_version}: tensor {entry.name} does not have its digest after decoding",
+                    f"manifest {self._manifest.policy_version}: tensor {entry.name} has a wrong digest after decoding",
                 )
         return self._weights
 
@@ -207,12 +207,12 @@ def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None, 
     if base is None or root != wanted.state_root:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN,
-            f"manifest {manifest.policy_version} needs policy {wanted.policy_version} as its base; these are other weights",
+            f"manifest {manifest.policy_version} needs policy {wanted.policy_version} as its base; the given weights differ",
         )
     if {name: (old.dtype, old.shape) for name, old in base.items()} != {
         entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors
     }:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has other tensors")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has different tensors")
     return base
 
 
@@ -225,5 +225,6 @@ def check_root(manifest: Manifest) -> None:
     """Check that the tensor table hashes to the state root. Raises PeerError(CHAIN_BROKEN)."""
     if root_of_table(manifest.tensors) != manifest.state_root:
         raise PeerError(
-            ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: tensor table and state root differ"
+            ErrorCode.CHAIN_BROKEN,
+            f"manifest {manifest.policy_version}: the state root does not match the tensor table",
         )

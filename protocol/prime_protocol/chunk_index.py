@@ -110,17 +110,17 @@ def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) 
     the same for tensors.
     """
     if len(data) != encoding.index.size or digest_of(data) != encoding.index.digest:  # (1)
-        raise PeerError(
-            ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} has other bytes than its digest says"
-        )
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} does not match its digest")
     if len(data) < HEAD_BYTES or data[: len(MAGIC)] != MAGIC:  # (2)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, "an index begins with PRX1 and its number of rows")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, "an index must begin with PRX1 and its number of rows")
     if len(data) - HEAD_BYTES != int.from_bytes(data[len(MAGIC) : HEAD_BYTES], "little") * ROW.itemsize:  # (2)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, "an index has another number of rows than it says")
+        raise PeerError(ErrorCode.CHAIN_BROKEN, "the number of rows of an index differs from the declared one")
     rows = np.frombuffer(data, dtype=ROW, offset=HEAD_BYTES)
     sizes, counts = rows["size"].astype(np.int64), rows["count"].astype(np.int64)
     if not (sizes.all() and counts.all() and (counts <= CHUNK_ELEMENTS).all()):  # (3)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"a chunk has bytes, and 1 to {CHUNK_ELEMENTS} elements")
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN, f"a chunk must have at least one byte and 1 to {CHUNK_ELEMENTS} elements"
+        )
     parts, offsets = _places(sizes, [part.size for part in encoding.parts], "part")  # (4)
     numbers, starts = _places(counts, [prod(tensor.shape) for tensor in tensors], "tensor")  # (5)
     first_of_part = np.searchsorted(parts, np.arange(len(encoding.parts) + 1))

@@ -6,7 +6,7 @@
     `-- LocalError                  this machine, its disk or its configuration is at fault; the message says what to do
 
 Parsers turn every fault of a peer into a PeerError, never another exception type. A bug (assertion, TypeError, ...)
-keeps its own type, so that nobody mistakes it for a bad message.
+keeps its own type, so that it is not mistaken for a bad message.
 
 A rollout that is well formed but not acceptable is not an error: it gets a verdict (verdict.py).
 """

@@ -68,7 +68,7 @@ class Moments(WireModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if len(self.lambdas) != len(self.log_moments):
-            raise ValueError("there is one moment for each lambda")
+            raise ValueError("expected one moment for each lambda")
         return self
 
 
@@ -119,7 +119,7 @@ class BundleEvidence(WireModel):
     @model_validator(mode="after")
     def _is_bounded(self) -> Self:
         if sum(len(one.mine) + len(one.trusted) for one in self.compared) > COMPARED_REWARDS_MAX:
-            raise ValueError(f"at most {COMPARED_REWARDS_MAX} compared rewards are told")
+            raise ValueError(f"at most {COMPARED_REWARDS_MAX} compared rewards are allowed")
         return self
 
 

@@ -35,7 +35,7 @@ class PublicKey:
         if len(raw) != 32:
             raise PeerError(ErrorCode.BAD_KEY, f"an Ed25519 public key has 32 bytes, got {len(raw)}")
         if _is_weak(raw):
-            raise PeerError(ErrorCode.BAD_KEY, "public key is no canonical curve point, or one of low order")
+            raise PeerError(ErrorCode.BAD_KEY, "public key is not a canonical curve point, or has low order")
         self.raw = raw
         self.key_id = _encode_base58(_PEER_ID_PREFIX + raw)
         self._key = Ed25519PublicKey.from_public_bytes(raw)

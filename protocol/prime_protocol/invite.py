@@ -57,7 +57,7 @@ def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
     payload = envelope.verify(PayloadType.INVITE, trusted=keys.of(Role.ROOT) + keys.of(Role.COORDINATOR))  # (2)
     invite = parse_json(payload, Invite)  # (3)
     if invite.run != run.digest:  # (4)
-        raise PeerError(ErrorCode.WRONG_RUN, f"an invitation to run {invite.run[:12]}, not to {run.digest[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the invitation is for run {invite.run[:12]}, not {run.digest[:12]}")
     if invite.expires_at_ms < now_ms:  # (5)
         raise PeerError(ErrorCode.EXPIRED, "this invitation has expired; ask the operator for another one")
     return invite

@@ -47,11 +47,11 @@ def open_logprobs(
     opened = open_parcel(parcel, body_bytes_max=bytes_max)
     header = parse_json(keys.verify_kept(opened.envelope, PayloadType.LOGPROBS, Role.VALIDATOR), LogprobsHeader)
     if header.run != run:
-        raise PeerError(ErrorCode.WRONG_RUN, f"logprobs of run {header.run[:12]}, not {run[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the logprobs belong to run {header.run[:12]}, not {run[:12]}")
     if bundle is not None and header.bundle != bundle:
-        raise PeerError(ErrorCode.MALFORMED, f"logprobs of bundle {header.bundle[:12]}, not {bundle[:12]}")
+        raise PeerError(ErrorCode.MALFORMED, f"the logprobs belong to bundle {header.bundle[:12]}, not {bundle[:12]}")
     if header.num_tokens != (header.num_tokens if num_tokens is None else num_tokens):
-        raise PeerError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs of a bundle of {num_tokens} tokens")
+        raise PeerError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs for a bundle of {num_tokens} tokens")
     if header.body_bytes != 4 * header.num_tokens:
         raise PeerError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs in {header.body_bytes} bytes")
     logprobs_T = np.frombuffer(opened.check_body(header), "<f4").astype(np.float32)

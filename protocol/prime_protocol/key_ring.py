@@ -158,7 +158,7 @@ class KeyChain:
             or (named.policy_version == before.policy_version and named != before)
         ):
             raise PeerError(
-                ErrorCode.CHAIN_BROKEN, f"key ring {ring.version} goes back behind policy {before.policy_version}"
+                ErrorCode.CHAIN_BROKEN, f"key ring {ring.version} names an earlier policy than {before.policy_version}"
             )
         return ring
 
@@ -190,7 +190,7 @@ class KeyChain:
                 if here.policy_version == ring.published.policy_version and here != ring.published:
                     raise PeerError(
                         ErrorCode.FORK,
-                        f"policy {here.policy_version} is {here.manifest[:12]}, and the run's root names "
+                        f"policy {here.policy_version} is {here.manifest[:12]}, but the run's root names "
                         f"{ring.published.manifest[:12]}",
                     )
                 break
@@ -208,5 +208,5 @@ class KeyChain:
             if not outdated:
                 raise
             raise PeerError(
-                ErrorCode.REVOKED, f"signed by {min(outdated)}, which is no {role} key here by key ring {self.version}"
+                ErrorCode.REVOKED, f"signed by {min(outdated)}, not a {role} key here in key ring {self.version}"
             ) from None

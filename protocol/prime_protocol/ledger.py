@@ -76,16 +76,20 @@ class LedgerChain:
             raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(line), limits.LEDGER_LINE_BYTES_MAX)
         entry = parse_json(line, LedgerEntry)  # (2)
         if (entry.index, entry.previous) != (self.num_entries, self.digest):  # (3)
-            detail = f"entry {entry.index} after {entry.previous[:12]} where entry {self.num_entries} after {self.digest[:12]}"
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"ledger: {detail} must be")
+            detail = (
+                f"entry {entry.index} after {entry.previous[:12]}, expected {self.num_entries} after {self.digest[:12]}"
+            )
+            raise PeerError(ErrorCode.CHAIN_BROKEN, f"ledger: {detail}")
         head = _head_of_line(entry.index, entry.previous)
         receipt = line[len(head) : -1]
         if not line.startswith(head) or receipt[:1] + receipt[-1:] + line[-1:] != b"{}}":  # (4)
-            raise PeerError(ErrorCode.MALFORMED, f"ledger: entry {entry.index} is not written as section 21 says")
+            raise PeerError(
+                ErrorCode.MALFORMED, f"ledger: entry {entry.index} is not in the canonical form of SPEC section 21"
+            )
         if entry.receipt.status is BundleStatus.PENDING:
             raise PeerError(ErrorCode.WRONG_TYPE, f"ledger: entry {entry.index} is not settled")
         if entry.receipt.run != self.run:
-            raise PeerError(ErrorCode.WRONG_RUN, f"ledger: entry {entry.index} is of run {entry.receipt.run[:12]}")
+            raise PeerError(ErrorCode.WRONG_RUN, f"ledger: entry {entry.index} belongs to run {entry.receipt.run[:12]}")
         self.num_entries, self.digest = self.num_entries + 1, digest_of(line)
         return entry.receipt, digest_of(receipt)
 
@@ -100,7 +104,7 @@ def open_ledger_head(envelope: Envelope, run: PinnedRun) -> LedgerHead:
         raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(envelope.payload), limits.LEDGER_LINE_BYTES_MAX)
     head = parse_json(run.keys.verify_kept(envelope, PayloadType.LEDGER_HEAD, Role.COORDINATOR), LedgerHead)
     if head.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"a ledger head of run {head.run[:12]}, not of {run.digest[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the ledger head belongs to run {head.run[:12]}, not {run.digest[:12]}")
     return head
 
 

@@ -186,7 +186,7 @@ class CheckResultRequest(WireModel):
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:
         if self.verdict.accepted != bool(self.rewards):
-            raise ValueError("an accepted bundle has rewards, a refused one has none")
+            raise ValueError("an accepted bundle must have rewards, a refused one must have none")
         return self
 
 
@@ -214,7 +214,7 @@ class BundleRequest(WireModel):
 class PeersRequest(WireModel):
     """Request of a follower of the run for peers; it may offer itself as one. The answer is a PeersReply.
 
-    Its address is the source address of the request: nobody can announce another host's address.
+    Its address is the source address of the request: no peer can announce another host's address.
     """
 
     action: Literal["peers"] = "peers"
@@ -236,7 +236,7 @@ class AdminRequest(WireModel):
     @model_validator(mode="after")
     def _ban_names_a_worker(self) -> Self:
         if self.worker is None and self.action != "drain":
-            raise ValueError("ban and unban name a worker")
+            raise ValueError("ban and unban must name a worker")
         return self
 
 

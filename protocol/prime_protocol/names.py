@@ -25,7 +25,7 @@ _DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("c
 def file_name(name: str) -> str:
     """Return `name` if every system accepts it as the name of one file in a folder. Raises PeerError(MALFORMED)."""
     if fault := _fault(name):
-        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is no name of a file: {fault}")
+        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is not a valid file name: {fault}")
     return name
 
 
@@ -34,9 +34,9 @@ def _fault(name: str) -> str:
     if not 1 <= len(name) <= limits.NAME_CHARS_MAX:
         return f"it has {len(name)} characters, 1 to {limits.NAME_CHARS_MAX} are allowed"
     if not re.fullmatch(FILE_NAME[1:-1], name):
-        return "ASCII letters, digits, '_', '.' and '-' are allowed, and no '.' or '-' at its begin"
+        return "ASCII letters, digits, '_', '.' and '-' are allowed, but '.' and '-' not at the start"
     if name.endswith("."):
-        return "Windows drops a dot at its end"
+        return "Windows drops a trailing dot"
     if name.partition(".")[0].lower() in _DEVICES:
         return "Windows opens it as a device"
     return ""
@@ -48,7 +48,7 @@ def _model_file_name(name: str) -> str:
         raise ValueError(fault)
     folded = name.lower()
     if folded.endswith(".index.json") or folded == "adapter_config.json" or folded.startswith("provenance"):
-        raise ValueError("a file of this name leads an engine to other files, or is written by an export")
+        raise ValueError("a file of this name makes an engine read other files, or collides with a file of an export")
     return name
 
 

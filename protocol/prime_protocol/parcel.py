@@ -44,7 +44,7 @@ class Parcel:
     def check_body(self, header: ParcelHeader) -> memoryview:
         """Return the body if the (verified) header names it. Raises PeerError(DIGEST_MISMATCH)."""
         if len(self.body) != header.body_bytes or digest_of(self.body) != header.body_digest:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the parcel's body is not the one that its header signs")
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the parcel's body does not match its signed header")
         return self.body
 
 

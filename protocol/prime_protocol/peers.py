@@ -1,7 +1,7 @@
 """Messages between peers, and the coordinator's statements about them. SPEC.md, section "Peers over HTTP".
 
 Digests verify all bytes between peers, so a connection needs no trust. Three things are signed. The first is the
-coordinator's list of peers (so that nobody directs a swarm at a victim). The second is its ticket (this key belongs to
+coordinator's list of peers (so that it cannot direct a swarm at a victim). The second is its ticket (this key belongs to
 the run, until a time). The third is the token with which a key presents a ticket to one peer (so that this peer cannot
 present it to others).
 """
@@ -95,7 +95,7 @@ def open_peer_list(text: str, run: PinnedRun) -> PeerList:
     envelope = open_envelope(text.encode(), bytes_max=limits.PEER_LIST_BYTES_MAX)
     listed = parse_json(run.keys.verify(envelope, PayloadType.PEER_LIST, Role.COORDINATOR), PeerList)
     if listed.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"a list of peers of run {listed.run[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the list of peers belongs to run {listed.run[:12]}")
     return listed
 
 
@@ -116,21 +116,23 @@ def check_authorization(header: str, me: KeyId, run: PinnedRun, *, now_ms: int) 
         scheme, _, rest = header.partition(" ")
         first, second = (base64.b64decode(part, validate=True) for part in rest.split("."))
     except ValueError:
-        raise PeerError(ErrorCode.MALFORMED, "an authorization is `Prime <ticket>.<token>`, both in base64") from None
+        raise PeerError(
+            ErrorCode.MALFORMED, "an authorization must be `Prime <ticket>.<token>`, both in base64"
+        ) from None
     if scheme != "Prime":
-        raise PeerError(ErrorCode.MALFORMED, "an authorization of another scheme than Prime")
+        raise PeerError(ErrorCode.MALFORMED, "the authorization scheme is not Prime")
     signed_ticket, signed_token = (_open_small(part) for part in (first, second))  # (1)
     payload = run.keys.verify(signed_ticket, PayloadType.PEER_TICKET, Role.COORDINATOR)  # (2)
     ticket = parse_json(payload, PeerTicket)
     if ticket.run != run.digest:  # (3)
-        raise PeerError(ErrorCode.WRONG_RUN, f"a ticket of run {ticket.run[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the ticket belongs to run {ticket.run[:12]}")
     if ticket.expires_at_ms < now_ms:  # (3)
         raise PeerError(ErrorCode.EXPIRED, "the ticket has expired; ask the coordinator for a new one")
     token = parse_json(signed_token.verify(PayloadType.PEER_TOKEN, trusted=(ticket.peer,)), PeerToken)  # (4)
     if token.run != run.digest:  # (5)
-        raise PeerError(ErrorCode.WRONG_RUN, f"a token of run {token.run[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the token belongs to run {token.run[:12]}")
     if token.audience != me:
-        raise PeerError(ErrorCode.WRONG_ROLE, f"a token for {token.audience}, shown to {me}")
+        raise PeerError(ErrorCode.WRONG_ROLE, f"the token is for {token.audience}, not for {me}")
     if abs(now_ms - token.issued_at_ms) > TOKEN_AGE_S_MAX * 1_000:
         raise PeerError(ErrorCode.EXPIRED, "the token is too old or too far ahead; check the clock")
     return ticket.peer
@@ -141,7 +143,7 @@ def check_answer(data: bytes, peer: KeyId, run: str, nonce: str) -> None:
     payload = _open_small(data).verify(PayloadType.PEER_ANSWER, trusted=(peer,))
     answer = parse_json(payload, PeerAnswer)
     if (answer.run, answer.nonce) != (run, nonce):
-        raise PeerError(ErrorCode.REPLAYED, "the answer to another challenge")
+        raise PeerError(ErrorCode.REPLAYED, "the answer belongs to another challenge")
 
 
 def _open_small(data: bytes) -> Envelope:

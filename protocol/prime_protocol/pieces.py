@@ -63,10 +63,10 @@ def check_piece(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> No
     Raises PeerError(MALFORMED) for another length, otherwise PeerError(DIGEST_MISMATCH).
     """
     if len(data) != piece.size:
-        raise PeerError(ErrorCode.MALFORMED, f"sent {len(data)} bytes of a piece of {piece.size}")
+        raise PeerError(ErrorCode.MALFORMED, f"sent {len(data)} bytes for a piece of {piece.size}")
     for number, chunk in zip(piece.chunks, index.cut(piece.chunks, data), strict=True):
         if digest_of(chunk) != index.digest(number):
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"chunk {number} has other bytes than its digest says")
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"chunk {number} does not match its digest")
 
 
 def _pieces_of(part: int, chunks: range, index: ChunkIndex, wished: int) -> list[Piece]:

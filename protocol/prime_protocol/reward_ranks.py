@@ -1,6 +1,6 @@
 """Reward ranks: whether a worker's rewards resemble those of trusted rollouts of the same prompt.
 
-If nobody assigned the randomness, a worker can sample several times and upload the best. Its tokens are then the
+If the coordinator does not assign the randomness, a worker can sample several times and upload the best. Its tokens are then the
 policy's own, so no check of tokens detects this. Rewards do, compared with those of completions that a validator
 sampled from the same policy for the same prompt. If the worker is honest, all are draws from one distribution, and
 which of the pooled rewards are the worker's is a uniformly random choice, whatever that distribution is. So, given the

@@ -158,9 +158,7 @@ class CheckPolicy(WireModel):
     @model_validator(mode="after")
     def _evidence_fits(self) -> Self:
         if len(self.statistics) > limits.STATISTICS_MAX:
-            raise ValueError(
-                f"evidence is made of at most {limits.STATISTICS_MAX} statistics, uncalibrated ones included"
-            )
+            raise ValueError(f"evidence has at most {limits.STATISTICS_MAX} statistics, including uncalibrated ones")
         return self
 
     @property

@@ -202,21 +202,21 @@ def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
         if name in given:
             value = given.pop(name)
             if target in given:
-                raise ValueError(f"{name} and another setting both say {target}; give one of them")
+                raise ValueError(f"{name} and another setting both set {target}; give one of them")
             if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= limits.COUNT_MAX:
-                raise ValueError(f"{name} is a number")
+                raise ValueError(f"{name} must be a number")
             given[target] = convert(value)
     if any(name in given for name in _SWAPS):
         if "swap" in given:
-            raise ValueError(f"swap and {', '.join(name for name in _SWAPS if name in given)} say the same; give one")
+            raise ValueError(f"swap and {', '.join(name for name in _SWAPS if name in given)} set the same; give one")
         flags = {name: given.pop(name, False) for name in _SWAPS}
         if not all(isinstance(flag, bool) for flag in flags.values()):
-            raise ValueError(f"{', '.join(_SWAPS)} are true or false")
+            raise ValueError(f"{', '.join(_SWAPS)} must be true or false")
         given["swap"] = _swap_of(*flags.values())
     preset = given.get("preset")
     if preset is not None:
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise ValueError(f"preset {preset!r:.40} is unknown; there are {', '.join(PRESETS)}")
+            raise ValueError(f"preset {preset!r:.40} is unknown; known are {', '.join(PRESETS)}")
         given = {**PRESETS[preset], **given}
     return given
 

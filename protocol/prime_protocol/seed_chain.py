@@ -72,4 +72,4 @@ def opened_secrets(chain: SeedChain, told: OpenSecret) -> list[bytes]:
         secrets = chain_from(bytes.fromhex(told.secret), told.number + 1)
         if link(secrets[0]).hex() == chain.end:
             return secrets
-    raise PeerError(ErrorCode.CHAIN_BROKEN, f"the secret of number {told.number} does not lead to the RunSpec's chain")
+    raise PeerError(ErrorCode.CHAIN_BROKEN, f"secret {told.number} is not in the RunSpec's seed chain")

@@ -96,7 +96,7 @@ def newest_step(policy_version: int, async_level: int) -> int:
 def check_step(step: int, policy_version: int, *, async_level: int, current_step: int) -> StepFault | None:
     """Judge a rollout's tags while the trainer works at `current_step`. None means admissible.
 
-    A step below `current_step` has been trained already. Nobody can have leased a step above `current_step +
+    A step below `current_step` has been trained already. No worker can have leased a step above `current_step +
     async_level`. A policy above `current_step` cannot serve: the newest one that exists is `current_step`.
     """
     if step < current_step or step - policy_version > async_level:

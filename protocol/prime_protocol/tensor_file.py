@@ -59,7 +59,7 @@ def unpack_tensors(
         shape, start, end = _entry(name, header[name], dtype, rank)
         itemsize = np.dtype(_NUMPY[dtype]).itemsize
         if end - start != prod(shape) * itemsize or end > len(body) or start % itemsize:
-            raise _malformed(f"{name} does not have the bytes of its shape, or is not aligned")
+            raise _malformed(f"{name} has a size that does not match its shape, or is not aligned")
         arrays[name] = np.frombuffer(body[start:end], dtype=_NUMPY[dtype]).reshape(shape)
         covered.append((start, end))
     if any(array.size == 0 for array in arrays.values()):

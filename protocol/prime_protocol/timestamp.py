@@ -35,7 +35,7 @@ class Timestamp(WireModel):
     def _lives_for_a_while(self) -> Self:
         lifetime_ms = self.expires_at_ms - self.issued_at_ms
         if not 0 < lifetime_ms <= limits.TIMESTAMP_LIFETIME_S_MAX * 1_000:
-            raise ValueError("expires_at_ms is after issued_at_ms, by at most TIMESTAMP_LIFETIME_S_MAX")
+            raise ValueError("expires_at_ms must be after issued_at_ms, by at most TIMESTAMP_LIFETIME_S_MAX")
         return self
 
     @property
@@ -53,7 +53,7 @@ def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
         raise LimitExceeded("TIMESTAMP_BYTES_MAX", len(envelope.payload), limits.TIMESTAMP_BYTES_MAX)
     stamp = parse_json(run.keys.verify(envelope, PayloadType.TIMESTAMP, Role.COORDINATOR), Timestamp)
     if stamp.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"a timestamp of run {stamp.run[:12]}, not of {run.digest[:12]}")
+        raise PeerError(ErrorCode.WRONG_RUN, f"the timestamp belongs to run {stamp.run[:12]}, not {run.digest[:12]}")
     return stamp
 
 
@@ -69,7 +69,7 @@ def check_fresh(stamp: Timestamp, now_ms: int) -> None:
         age_s = (now_ms - stamp.issued_at_ms) / 1_000
         raise PeerError(
             ErrorCode.EXPIRED,
-            f"policy {stamp.policy_version} was the newest {age_s:,.0f} s ago, and that has expired; nothing newer is shown",
+            f"the timestamp of policy {stamp.policy_version} is {age_s:,.0f} s old and has expired, and there is no newer one",
         )
 
 
@@ -84,9 +84,9 @@ def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
     if later.policy_version < earlier.policy_version or later.key_ring < earlier.key_ring:
         raise PeerError(
             ErrorCode.CHAIN_BROKEN,
-            f"rollback: policy {later.policy_version} and key ring {later.key_ring} are said to be the newest, after "
+            f"rollback: policy {later.policy_version} and key ring {later.key_ring} come in a newer timestamp than "
             f"policy {earlier.policy_version} and key ring {earlier.key_ring}",
         )
     if later.policy_version == earlier.policy_version and later.head != earlier.head:
-        raise PeerError(ErrorCode.FORK, f"two manifests are said to be policy {later.policy_version}")
+        raise PeerError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
     return is_newer

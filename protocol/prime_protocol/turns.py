@@ -9,7 +9,7 @@ more tensors record which rollout it belongs to and which tokens it was sampled 
     context  int32 [P]     new tokens of all prompts, concatenated; omitted if empty
 
 The history is the prompt and the answer of the previous turn; at the first turn it is the prompt of the lease. So a
-turn that continues costs only the environment's text, and one that starts anew (stripped thinking, another agent) costs
+turn that continues costs only the environment's text, and one that starts over (stripped thinking, another agent) costs
 its prompt. The answer of turn t is sampled with `turn_seed(assigned seed, t)`.
 """
 
@@ -80,7 +80,7 @@ def episodes_of(rollouts: Rollouts, lease: Lease) -> list[list[Turn]]:
     """
     prompts = list(_prompts_of_lease(lease))
     if len(prompts) != rollouts.num_rollouts:
-        raise PeerError(ErrorCode.MALFORMED, f"{rollouts.num_rollouts} rollouts, the lease asks for {len(prompts)}")
+        raise PeerError(ErrorCode.MALFORMED, f"{rollouts.num_rollouts} rollouts; the lease asks for {len(prompts)}")
     return list(episodes_behind(rollouts, prompts))
 
 
@@ -168,9 +168,9 @@ def prompt_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str 
         of_rollouts, _prompts_of_lease(lease), episodes_of(rollouts, lease), strict=True
     ):
         if environment.turns_max == 1 and turns[0].prompt_token_ids != prompt:
-            return "another prompt than the lease's"
+            return "a prompt differs from the lease's"
         if any(max(turn.prompt_token_ids) >= spec.vocab_size for turn in turns):
-            return "a token of a prompt is outside of the vocabulary"
+            return "a token of a prompt is outside the vocabulary"
     return None
 
 

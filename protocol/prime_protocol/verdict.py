@@ -63,7 +63,7 @@ class RejectReason(StrEnum):
     UNPROVEN = "unproven"
     """Unaudited bundle in escrow when a dishonest bundle of the same worker was found."""
     UNVERIFIABLE = "unverifiable"
-    """Bundle that no validator could judge in time. Nobody's fault: its groups are leased again."""
+    """Bundle that no validator could judge in time. The worker is not at fault: its groups are leased again."""
 
     @property
     def is_dishonest(self) -> bool:
@@ -101,7 +101,7 @@ class Verdict(WireModel):
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Verdict:
         if self.accepted == (self.reason is not None):
-            raise ValueError("a refused verdict has a reason, an accepted one has none")
+            raise ValueError("a refused verdict must have a reason, an accepted one must have none")
         return self
 
     @classmethod
@@ -161,5 +161,5 @@ class Receipt(WireModel):
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Receipt:
         if (self.status is BundleStatus.REFUSED) != (self.reason is not None):
-            raise ValueError("a receipt has a reason exactly where the bundle was refused")
+            raise ValueError("a receipt must have a reason if and only if the bundle was refused")
         return self

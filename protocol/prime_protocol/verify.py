@@ -109,7 +109,7 @@ def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
 def require_seeded(header: RolloutHeader, policy: CheckPolicy) -> None:
     """Raise PeerError(MALFORMED) if a bundle declares an unseeded engine and the run admits none."""
     if not (header.engine.seeded or policy.unseeded):
-        raise PeerError(ErrorCode.MALFORMED, "the run takes no unseeded engines")
+        raise PeerError(ErrorCode.MALFORMED, "the run does not accept unseeded engines")
 
 
 def check_assignment(
@@ -131,7 +131,7 @@ def check_assignment(
         return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
     newest = lease.policy_version if newest_policy is None else newest_policy
     if not _spans_ascend(rollouts, oldest=lease.policy_version, newest=newest):
-        detail = f"spans go up, from policy {lease.policy_version} to {newest} at most"
+        detail = f"the policies of spans must increase, from {lease.policy_version} to at most {newest}"
         return Verdict.refuse(RejectReason.WRONG_POLICY, detail)
     same_lease = (header.run, header.worker, header.lease_id, header.step) == (
         lease.run,
@@ -148,7 +148,7 @@ def check_assignment(
     if fault is not None:
         return Verdict.refuse(RejectReason.WRONG_CONTEXT, fault)
     if int(rollouts.token_ids_T.max()) >= vocab_size:  # (3)
-        return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids are below {vocab_size}")
+        return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids must be below {vocab_size}")
     fault = _termination_fault(rollouts, lease.sampling)
     if fault is not None:  # (4)
         return Verdict.refuse(RejectReason.BAD_TERMINATION, fault)
@@ -225,16 +225,16 @@ GROSS_NATS = 0.5
 GROSS_FLIPS_SHARE = 0.5
 """Share of tokens against the seeds' choice that means the same."""
 GROSS_LOGPROBS = (
-    "claimed logprobs are far from the policy's, as those of other weights, of another temperature or from broken memory: "
-    "start the worker again; if it lasts, test the machine's memory and try another engine"
+    "claimed logprobs are far from the policy's, as with other weights, another temperature or faulty memory: "
+    "restart the worker; if it persists, test the machine's memory and try another engine"
 )
 WRONG_LOGPROBS = (
-    "claimed logprobs are not those of the policy, as with another precision, a quantised model or an older policy: "
+    "claimed logprobs differ from the policy's, as with another precision, a quantised model or an older policy: "
     "try another engine or precision"
 )
-GROSS_FLIPS = "most of the tokens are not the ones that the seeds choose: the engine does not use the assigned seeds"
+GROSS_FLIPS = "most tokens differ from those that the seeds choose: the engine does not use the assigned seeds"
 WRONG_FLIPS = (
-    "too many of the tokens are not the ones that the seeds choose, as with another precision or a quantised model: "
+    "too many tokens differ from those that the seeds choose, as with another precision or a quantised model: "
     "try another engine or precision"
 )
 
@@ -252,15 +252,15 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
         return Verdict.refuse(RejectReason.SEED_MISMATCH, GROSS_FLIPS if flips > GROSS_FLIPS_SHARE else WRONG_FLIPS)
     if measured.stop_margin_max > policy.stop_margin_max:  # (6)
         return Verdict.refuse(
-            RejectReason.BAD_TERMINATION, "a completion ends, or goes on, where the seed chooses otherwise"
+            RejectReason.BAD_TERMINATION, "a completion ends or continues where the seed chooses otherwise"
         )
     if measured.seed_margin_max > policy.seed_margin_max:  # (6)
-        return Verdict.refuse(RejectReason.SEED_MISMATCH, "a token is far from being the one that the seed chooses")
+        return Verdict.refuse(RejectReason.SEED_MISMATCH, "a token is far from the one that the seed chooses")
     if measured.choice_deviation > policy.choice_deviation_max:  # (6)
-        return Verdict.refuse(RejectReason.IMPLAUSIBLE, "its tokens are not what sampling from the policy gives")
+        return Verdict.refuse(RejectReason.IMPLAUSIBLE, "its tokens are not distributed like samples from the policy")
     mean, largest = measured.proof_error_mean, measured.proof_error_max
     if mean > policy.proof_error_mean_max or largest > policy.proof_error_max:  # (7)
-        return Verdict.refuse(RejectReason.PROOF_MISMATCH, "the hidden states are not those that the bundle commits to")
+        return Verdict.refuse(RejectReason.PROOF_MISMATCH, "the hidden states do not match the bundle's commitment")
     return Verdict.accept()
 
 
@@ -298,7 +298,7 @@ def _termination_fault(rollouts: Rollouts, sampling: Sampling) -> str | None:
     if int(rollouts.lengths_N.max()) > sampling.completion_tokens_max:
         return "a completion is longer than the run's limit"
     if int(is_stop_T.sum()) != int(last_is_stop_N.sum()):
-        return "a completion goes on after a stop token"
+        return "a completion continues after a stop token"
     says_stop_N = rollouts.finish_N == FinishReason.STOP
     if (says_stop_N != last_is_stop_N).any():
         return "a finish reason does not fit its completion's last token"

@@ -94,7 +94,7 @@ async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
         assert code == 1
         return said["fault"]
 
-    assert "receipts where the statement rests on" in str(fault(*lines[:-1]))
+    assert "receipts instead of the statement's" in str(fault(*lines[:-1]))
     statement = open_envelope(lines[1])
     forged = seal(statement.payload.replace(b"statistical", b"hard"), PayloadType.BAN, ANNA)
     assert "trusted signatures" in str(fault(lines[0], forged.to_bytes(), *lines[2:]))

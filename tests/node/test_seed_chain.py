@@ -124,7 +124,7 @@ async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(mon
     report = await audit_ledger(shown, world.run)
     (fault,) = report.faults
     assert fault.startswith("1 accepted bundles were not assigned what the seed chain gives")
-    assert "of step 1, other problems or seeds than its step's secret gives" in fault
+    assert "of step 1, problems or seeds differ from those that the step's secret gives" in fault
     assert report.evidence == [shown.head]
 
 
@@ -159,8 +159,8 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
     first, count = said.slots[0]
     for changed, why in (
         ({"seeds": "0" * 64}, "other problems or seeds"),
-        ({"slots": ((first + 1, count),)}, "slots of another step than 0"),
-        ({"slots": ((first, count + 1),)}, "slots of another step than 0"),
+        ({"slots": ((first + 1, count),)}, "do not belong to step than 0"),
+        ({"slots": ((first, count + 1),)}, "do not belong to step than 0"),
         ({"draws": (1,) * count}, "other problems or seeds"),
     ):
         lying = good[0].model_copy(update={"assigned": said.model_copy(update=changed)})
@@ -168,9 +168,9 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
     silent = good[0].model_copy(update={"assigned": None})
     assert "does not say what was assigned" in (await audited(world, [silent, *good[1:]], secret)).faults[0]
     other_policy = good[-1].model_copy(update={"policy_version": 1, "step": 1})
-    assert "slots of another step" in (await audited(world, [*good[:-1], other_policy], secret)).faults[0]
+    assert "do not belong to step" in (await audited(world, [*good[:-1], other_policy], secret)).faults[0]
     foreign = secret.model_copy(update={"secret": "0" * 64})
-    assert "does not lead to the RunSpec's chain" in (await audited(world, good, foreign)).faults[0]
+    assert "is not in the RunSpec's seed chain" in (await audited(world, good, foreign)).faults[0]
     for told in (None, secret.model_copy(update={"number": 0, "secret": chain(20)[0].hex()})):
         assert "does not tell the secret of number 1" in (await audited(world, good, told)).faults[0]
 
@@ -221,7 +221,7 @@ async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> 
 
     last = limits.LEASE_DRAWS_MAX - 1
     assert (await audited(world, [drawn(last), *good[1:]], secret)).faults == []
-    assert "a draw beyond" in (await audited(world, [drawn(last + 1), *good[1:]], secret)).faults[0]
+    assert "a draw is not below" in (await audited(world, [drawn(last + 1), *good[1:]], secret)).faults[0]
 
 
 async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_
         parcel.unlink()
     code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
     assert code == 1
-    assert "was leased other seeds than its step's secret gives" in str(said["fault"])
+    assert "the leased seeds are not those of the step's secret" in str(said["fault"])
 
 
 def swapped(line: Envelope) -> Envelope:

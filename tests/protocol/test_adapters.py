@@ -48,10 +48,10 @@ def test_factors_of_zero_change_nothing() -> None:
         (A, None, "lacks one of its two factors"),
         (B, None, "lacks one of its two factors"),
         (A.replace("layers.0", "layers.9"), tensor((2, 7), seed=2), "the base lacks it"),
-        ("model.norm.weight", tensor((7,), seed=2), "no adapter's name"),
+        ("model.norm.weight", tensor((7,), seed=2), "not an adapter's name"),
         (A, tensor((3, 7), seed=2), "shapes"),
         (B, tensor((7, 2), seed=2), "shapes"),
-        (A, WeightTensor("i16", (2, 7), np.zeros(14, np.uint16)), "only tensors of types"),
+        (A, WeightTensor("i16", (2, 7), np.zeros(14, np.uint16)), "needs a tensor of type"),
     ],
 )
 def test_what_does_not_belong_to_the_base_is_refused(name: str, changed: WeightTensor | None, reason: str) -> None:

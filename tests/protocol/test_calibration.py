@@ -50,10 +50,10 @@ def test_a_calibration_speaks_for_what_is_no_evidence_by_itself_and_for_nothing_
 
 
 def test_a_pair_occurs_once() -> None:
-    with pytest.raises(ValidationError, match="occurs once"):
+    with pytest.raises(ValidationError, match="must occur once"):
         Calibration(pairs=(pair(A, B), pair(A, B)))
 
 
 def test_evidence_can_go_on_under_another_validator() -> None:
-    with pytest.raises(ValidationError, match="another number of lambdas"):
+    with pytest.raises(ValidationError, match="different numbers of lambdas"):
         Calibration(pairs=(pair(A, A), pair(A, B, OTHER)))

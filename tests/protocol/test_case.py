@@ -137,12 +137,12 @@ def altered(one: Receipt, **changes: object) -> Receipt:
 
 
 def test_4_sums_that_were_changed_are_no_case() -> None:
-    with pytest.raises(PeerError, match="do not give the evidence"):
+    with pytest.raises(PeerError, match="do not add up to its stated evidence"):
         check([*PROOF[:2], altered(PROOF[2], log_evidence=20.0)], BanKind.STATISTICAL)
     louder = {"margin": Sums(num_tokens=64, log_e=(9.0, 12.0))}
-    with pytest.raises(PeerError, match="do not give the evidence"):
+    with pytest.raises(PeerError, match="do not add up to its stated evidence"):
         check([*PROOF[:2], altered(PROOF[2], sums=louder)], BanKind.STATISTICAL)
-    with pytest.raises(PeerError, match="more than its tokens can say"):
+    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
         check(weighed(-0.3, 200.0), BanKind.STATISTICAL)
     with pytest.raises(PeerError, match="does not know margin"):
         check([altered(PROOF[0], validator="other"), *PROOF[1:]], BanKind.STATISTICAL)

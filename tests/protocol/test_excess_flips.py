@@ -72,7 +72,7 @@ def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
         evidence.model_copy(update={"sums": {EXCESS_FLIPS: flip_sums(np.zeros(8), np.zeros(8))}}), evidence_max=1e5
     ), "thresholds stay narrow where no calibration knows the engines"
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
-    with pytest.raises(PeerError, match="more than its tokens can say"):
+    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {EXCESS_FLIPS: louder}}), known)
     with pytest.raises(PeerError, match="does not know"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))

@@ -158,7 +158,7 @@ def test_the_sums_are_taken_from_any_engine_are_bounded_and_speak_for_none() -> 
     ), "thresholds stay narrow where no calibration knows the engines"
     for name, moments in ((SHADING, MOMENTS), (SHADING_BY_REWARD, MOMENTS_BY_REWARD)):
         louder = Sums(num_tokens=8, log_e=tuple(8 * rate * moments.cap + 0.01 for rate in moments.lambdas))
-        with pytest.raises(PeerError, match="more than its tokens can say"):
+        with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
             require_possible(evidence.model_copy(update={"sums": {name: louder}}), known)
     with pytest.raises(PeerError, match="does not know"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -65,7 +68,7 @@ MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE
 
 
 def rows_after(marker: str) -> list[list[str]]:
-    """The cells of the first table after a marker, without its head."""
+    """Return the cells of the first table after a marker, without its head."""
     lines = SPEC[SPEC.index(marker) :].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("|---"))
     table = []
@@ -74,6 +77,18 @@ def rows_after(marker: str) -> list[list[str]]:
             break
         table.append([cell.strip().strip("`") for cell in line.strip("|").split(" | ")])
     return table
+
+
+def docstrings(body: list[ast.stmt]) -> dict[str, str]:
+    """Return the docstring behind each assignment, by the assigned name."""
+    found = {}
+    for statement, following in itertools.pairwise(body):
+        match statement, following:
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(text))
+            ):
+                found[name] = text
+    return found
 
 
 def number(text: str) -> float:
@@ -96,20 +111,25 @@ def test_the_reasons_and_their_strikes_are_those_of_the_code() -> None:
 
 
 def test_the_fixed_limits_are_those_of_the_code() -> None:
-    told = {name: number(value) for name, value, _ in rows_after("## 16. Limits")}
-    assert told == {name: value for name, value in vars(limits).items() if name.isupper()}
+    listed = [(name, number(value), meaning) for name, value, meaning in rows_after("## 16. Limits")]
+    meanings = docstrings(ast.parse(inspect.getsource(limits)).body)
+    assert listed == [(name, value, meanings[name]) for name, value in vars(limits).items() if name.isupper()]
 
 
 def test_the_limits_of_a_run_are_those_of_the_code() -> None:
-    told = {
-        name: (number(default), number(low), number(high))
-        for name, default, low, high, _ in rows_after("Set by the run")
+    listed = {
+        name: (number(default), number(low), number(high), meaning)
+        for name, default, low, high, meaning in rows_after("Set by the run")
     }
-    assert told == {
+    (tree,) = ast.parse(inspect.getsource(Limits)).body
+    assert isinstance(tree, ast.ClassDef)
+    meanings = docstrings(tree.body)
+    assert listed == {
         name: (
             field.default,
             next(bound.ge for bound in field.metadata if hasattr(bound, "ge")),
             next(bound.le for bound in field.metadata if hasattr(bound, "le")),
+            meanings[name],
         )
         for name, field in Limits.model_fields.items()
     }

@@ -86,9 +86,9 @@ def completion(*tokens: int, finish: FinishReason) -> Completion:
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (completion(1, STOP, 2, STOP, finish=S), "goes on after"),
-        (completion(STOP, 1, 2, 3, finish=L), "goes on after"),
-        (completion(STOP, STOP, finish=S), "goes on after"),
+        (completion(1, STOP, 2, STOP, finish=S), "continues after"),
+        (completion(STOP, 1, 2, 3, finish=L), "continues after"),
+        (completion(STOP, STOP, finish=S), "continues after"),
         (completion(1, 2, finish=L), "before the length limit"),
         (completion(1, 2, finish=S), "does not fit"),
         (completion(1, 2, 3, 4, finish=S), "does not fit"),

@@ -155,8 +155,8 @@ async def test_a_mirror_that_serves_old_heads_for_ever_is_noticed_when_the_times
                 assert trust.newest.policy_version == 0
                 clock.ahead_ms = trust.newest.expires_at_ms - trust.newest.issued_at_ms + 121_000
                 await trust.refresh()
-                assert "that has expired; nothing newer is shown" in trust.fault()
-                assert "that has expired; nothing newer is shown; waiting" in caplog.text
+                assert "has expired, and there is no newer one" in trust.fault()
+                assert "has expired, and there is no newer one; waiting" in caplog.text
 
 
 async def test_a_mirror_with_old_heads_holds_up_nobody_who_has_another_source(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def decode_chunks(chunks: Iterable[tuple[bytes | memoryview, int, int, Target]])
     by_kernels, several = [], list(chunks)  # keeps the targets alive while their addresses are in use
     for data, start, count, target in several:
         if not 0 <= start <= start + count <= target.out.size:
-            raise ValueError(f"elements {start} to {start + count} of a tensor of {target.out.size}")
+            raise ValueError(f"elements {start} to {start + count} of a tensor of {target.out.size} elements")
         element = target.element
         mode = read_chunk_head(data, element, count)
         if mode is not Mode.FULL and target.base is None:
@@ -192,7 +192,7 @@ def _decode_alone(mode: Mode, data: bytes | memoryview, target: Target, part: sl
     elif mode is Mode.DENSE:
         out[:] = portable.decode_dense(data, source, element)
     elif not element.has_classes:
-        raise CodecError(f"mode CLASS is for floats of one or two bytes, not for {element.name}")
+        raise CodecError(f"mode CLASS needs floats of one or two bytes, not {element.name}")
     elif kernels:
         kernels.decode_classes(data, out, source, element)
     else:

@@ -100,7 +100,7 @@ class BitReader:
 def portable_decode_classes(data: bytes | memoryview, base: Array, element: ElementType) -> Array:
     """Return the new bit patterns of a CLASS chunk."""
     if len(data) < BODY_AT:
-        raise CodecError(f"{len(data)} bytes are no CLASS chunk")
+        raise CodecError(f"{len(data)} bytes are not a CLASS chunk")
     lowest = lowest_exponents(data[HEAD_BYTES], int.from_bytes(data[HEAD_BYTES + 1 : BODY_AT], "little"))
     reader = BitReader(bytes(data[BODY_AT:]))
     plans = [portable_read_plan(reader, base.size) for _ in lowest]
@@ -117,13 +117,13 @@ def portable_decode_classes(data: bytes | memoryview, base: Array, element: Elem
         lanes = np.flatnonzero(numbers == number)
         if plan.coder == PLANE:
             if plan.count != lanes.size:
-                raise CodecError("its classes do not fit this base")
+                raise CodecError("its classes do not match this base")
             plane, end = read_plane(memoryview(data), end, plan.count)
             steps[lanes] = plane.view(np.int8)
         elif plan.coder == SPARSE:
             ranks, class_steps = changes[number]
             if ranks[-1] >= lanes.size:
-                raise CodecError("a change lies behind the last element")
+                raise CodecError("a change is past the last element")
             steps[lanes[ranks]] = class_steps
     escaped = np.flatnonzero(steps == ESCAPE)
     if len(data) - end != 2 * num_escapes or escaped.size != num_escapes:

@@ -118,7 +118,7 @@ def decode_words(chunks: Sequence[Words], *, wide: bool = HAS_WIDE) -> None:
 def _body(data: bytes | memoryview) -> tuple[int, int]:
     """Return address and size of the bytes after the head."""
     if not BODY_AT <= len(data) <= encode.OCTETS_MAX - streams.PADDING:
-        raise CodecError(f"{len(data)} bytes are no CLASS chunk")
+        raise CodecError(f"{len(data)} bytes are not a CLASS chunk")
     return address(np.frombuffer(data, np.uint8)) + HEAD_BYTES, len(data) - HEAD_BYTES
 
 

@@ -120,11 +120,11 @@ def write_chunk(mode: Mode, element: ElementType, count: int, body: Body) -> byt
 def read_chunk_head(data: bytes | memoryview, element: ElementType, count: int) -> Mode:
     """Check the head against the manifest. The head is redundant so that a chunk can be checked alone. Raises CodecError."""
     if len(data) < HEAD_BYTES:
-        raise CodecError(f"{len(data)} bytes are no head")
+        raise CodecError(f"{len(data)} bytes are not a chunk header")
     if data[0] != MAGIC:
         raise CodecError(f"magic {data[0]:#04x} is not {MAGIC:#04x}")
     if data[2] != element.code:
-        raise CodecError(f"dtype code {data[2]} is not that of {element.name}")
+        raise CodecError(f"dtype code {data[2]} does not match {element.name}")
     announced = int.from_bytes(data[3:6], "little")
     if announced != count or not 1 <= count <= CHUNK_ELEMENTS:
         raise CodecError(f"{announced} elements announced, {count} expected, at most {CHUNK_ELEMENTS}")

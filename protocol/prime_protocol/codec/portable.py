@@ -42,7 +42,7 @@ def decode_gap(data: bytes | memoryview, base: Array, element: ElementType) -> A
     gaps = join_bytes([*planes[:GAP_PLANES], np.zeros(num_changes, np.uint8)], np.dtype("<u4"))
     changed = np.cumsum(gaps.astype(np.int64) + 1) - 1
     if changed[-1] >= base.size:
-        raise CodecError("a change lies behind the last element")
+        raise CodecError("a change is past the last element")
     steps = unzigzag(join_bytes(planes[GAP_PLANES:], element.storage), element)
     new = base.copy()
     new[changed] += steps

@@ -210,4 +210,4 @@ def test_a_foreign_base_is_noticed_or_decodes_within_its_range() -> None:
     base = weights(CHUNK_ELEMENTS, "bf16", 0)
     good = class_chunk(changed(base, 0.9, 1.0, 1), base, "bf16")
     error = refused(good, weights(CHUNK_ELEMENTS, "bf16", 99), count=CHUNK_ELEMENTS)
-    assert "classes do not fit this base" in error.reason
+    assert "classes do not match this base" in error.reason

@@ -24,7 +24,7 @@ def split_words(words, low, high):
 def merge_words(words, low, high):
     """Join low and high bytes into words.
 
-    It writes the whole chunk, which nobody reads soon. So its stores bypass the cache, which need not fetch the old content.
+    It writes the whole chunk, which is not read soon. So its stores bypass the cache, which need not fetch the old content.
     """
     aligned = (-words.ctypes.data % ALIGNMENT) // 2
     begin = min(aligned if words.ctypes.data % 2 == 0 else words.size, words.size)

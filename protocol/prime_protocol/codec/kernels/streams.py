@@ -40,10 +40,10 @@ REASONS = (
     "",
     "ends inside the bit streams",
     "a class's parameters are out of range",
-    "a change lies behind the last element",
+    "a change is past the last element",
     "a step is out of range",
     "the number of escapes does not match the bytes at the end",
-    "its classes do not fit this base",
+    "its classes do not match this base",
     "its class boundaries are out of range",
 )
 CUT, PARAMETERS, BEHIND, STEP, TRAILING, MISFIT, BOUNDS = range(1, 8)
