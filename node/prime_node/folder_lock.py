@@ -30,7 +30,7 @@ class FolderLock:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
             raise LocalError(
-                f"folder {folder}: process {holder} works in it already; stop that one, or choose another folder"
+                f"folder {folder}: process {holder} already uses it; stop that process, or choose another folder"
             ) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)

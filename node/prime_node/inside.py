@@ -84,11 +84,11 @@ def open_regular(path: Path, flags: int, *, directory: int | None = None, mode: 
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=directory)
     except OSError as error:
         if error.errno in _NO_FILE:
-            raise NotRegular(error.errno, "is a link, or no file", str(path)) from None
+            raise NotRegular(error.errno, "is a link, or not a file", str(path)) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotRegular(errno.EINVAL, "is no file", str(path))
+        raise NotRegular(errno.EINVAL, "is not a file", str(path))
     return descriptor
 
 
@@ -115,7 +115,7 @@ def refuse_links(folder: Path) -> None:
                 found += [Path(entry.path)] if entry.name not in LINKS_ALLOWED_IN else []
             elif not entry.is_file(follow_symlinks=False) and os.path.lexists(entry.path):
                 raise LocalError(
-                    f"{printable(entry.path)} is a symbolic link or no file, and could lead out of {folder}; remove it. To keep "
+                    f"{printable(entry.path)} is a link or not a file, and could lead out of {folder}; remove it. To keep "
                     "state on another disk, mount that here or name it with --folder"
                 )
 
@@ -128,7 +128,7 @@ def _opened(folder: Path, name: str) -> Iterator[tuple[int, str]]:
     """
     name = file_name(name)
     if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
-        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is no name of a file")
+        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is not a valid file name")
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield directory, name

@@ -31,7 +31,7 @@ def load_key(path: Path) -> SigningKey:
 def create_key(path: Path) -> SigningKey:
     """Create a new key in a new file. Raises LocalError if the file exists or cannot be written."""
     if path.exists():
-        raise LocalError(f"key {path}: exists already, and is never overwritten")
+        raise LocalError(f"key {path}: exists already and is not overwritten; choose another path")
     return load_or_create(path)
 
 
@@ -46,7 +46,7 @@ def load_or_create(path: Path) -> SigningKey:
         key = _load(path)
     except OSError as error:
         raise LocalError(f"key {path}: cannot be written ({error.strerror}); choose another folder") from None
-    log.info("made a new identity %s in %s; keep a copy of that file, nobody can restore it", key.key_id, path)
+    log.info("created identity %s in %s; back up that file, a lost key cannot be restored", key.key_id, path)
     return key
 
 
@@ -88,7 +88,7 @@ def _load(path: Path) -> SigningKey:
     if status.st_uid != os.geteuid():
         raise LocalError(f"key {path}: belongs to another user; copy it to a file of your own")
     if status.st_mode & 0o077:
-        raise LocalError(f"key {path}: others can read it; if nobody has, run: chmod 600 {path}")
+        raise LocalError(f"key {path}: other users can read it; if none of them has, run: chmod 600 {path}")
     try:
         return SigningKey(bytes.fromhex(data.decode("ascii").strip()))
     except ValueError:

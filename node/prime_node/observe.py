@@ -112,7 +112,7 @@ class Headlines:
 
 
 class BestEffort:
-    """A recorder for a file that is not essential: if it fails (a full disk), it logs one error and goes on."""
+    """A recorder for a file that is not essential: if it fails (a full disk), it logs one error and continues."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -124,7 +124,7 @@ class BestEffort:
             self._recorder.record(**fields)
         except OSError as error:
             if not self._failed:
-                logging.getLogger(__name__).error("metrics are lost: %s", error)
+                logging.getLogger(__name__).error("cannot write metrics, so rows are lost: %s", error)
             self._failed = True
 
     def close(self) -> None:

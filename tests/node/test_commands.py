@@ -50,7 +50,7 @@ def test_a_command_imports_only_what_it_needs(command: tuple[str, ...], needless
 
 def test_a_second_worker_in_one_folder_is_told_at_once(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    with pytest.raises(LocalError, match="works in it already"):
+    with pytest.raises(LocalError, match="already uses it"):
         CliRunner().invoke(
             app, ["join", f"http://127.0.0.1:1/#{'0' * 64}", "--folder", str(tmp_path)], catch_exceptions=False
         )

@@ -48,7 +48,7 @@ def test_a_full_disk_is_said_and_the_checkpoint_before_stays_whole(disk: Path, t
     save(state)
     saved = root_of(backend.snapshot())
     backend.train_step(samples(seed=1), find_loss("aipo"), lr=1e-3)
-    with pytest.raises(LocalError, match=r"cannot be written in .*(full|space).*The one before it is whole"):
+    with pytest.raises(LocalError, match=r"cannot be written in .*(full|space).*The previous checkpoint is intact"):
         save(state.updated(step=1))
     assert [path.name for path in (disk / "checkpoints").iterdir()] == ["00000000-step-00000000"]
     found = checkpoints.newest(head=0)

@@ -66,7 +66,7 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_second_worker_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     first = FolderLock(tmp_path)
-    with pytest.raises(LocalError, match="works in it already"):
+    with pytest.raises(LocalError, match="already uses it"):
         FolderLock(tmp_path)
     first.release()
     FolderLock(tmp_path).release()

@@ -66,8 +66,8 @@ async def test_a_calculator_is_a_turn_and_the_last_answer_is_scored(model: Path)
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"turns_max": 2}, "go together"),
-        ({"options": {**WORDS, "partner": "retry"}}, "go together"),
+        ({"turns_max": 2}, "need each other"),
+        ({"options": {**WORDS, "partner": "retry"}}, "need each other"),
         ({"turns_max": 2, "options": {**WORDS, "partner": "parrot"}}, "calculator, retry"),
     ],
 )

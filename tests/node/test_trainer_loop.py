@@ -271,5 +271,5 @@ def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
     save(checkpoints, RL, head=-1)
     (tmp_path / "00000000-step-00000000" / "state.json").write_text("{")
-    with pytest.raises(LocalError, match="Delete it to go on from the one before"):
+    with pytest.raises(LocalError, match="Delete it to resume from the previous one"):
         checkpoints.newest(head=-1)

@@ -88,7 +88,7 @@ async def test_where_every_grader_fails_there_is_no_figure_and_no_zero() -> None
 
 async def test_a_stopping_rule_does_not_read_a_broken_grader_as_no_accuracy() -> None:
     assert await evaluator("", "raises").stopping_accuracy(table_weights(0), 0) == 1.0
-    with pytest.raises(LocalError, match="no answer of the evaluation could be marked"):
+    with pytest.raises(LocalError, match="the evaluation could not score any answer"):
         await evaluator("raises", "nan").stopping_accuracy(table_weights(0), 0)
 
 

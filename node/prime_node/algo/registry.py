@@ -14,7 +14,7 @@ T = TypeVar("T")
 def find_by_name(kind: str, name: str, known: Mapping[str, T]) -> T:
     """Return the entry of this name. Raises LocalError with the known names."""
     if name not in known:
-        raise LocalError(f"no {kind} is called {name!r}; known are {', '.join(sorted(known))}")
+        raise LocalError(f"unknown {kind} {name!r}; known are {', '.join(sorted(known))}")
     return known[name]
 
 

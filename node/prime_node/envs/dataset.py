@@ -74,7 +74,7 @@ class DatasetSource:
         if digest_of(data) != digest:
             raise ValueError(f"{path} has digest {digest_of(data)}, the run wants {digest}")
         if compare not in comparisons:
-            raise ValueError(f"compare is one of {', '.join(comparisons)}, got {compare!r}")
+            raise ValueError(f"compare must be one of {', '.join(comparisons)}, got {compare!r}")
         self._is_same = comparisons[compare]
         self._problems: list[SourceProblem] = []
         try:

@@ -124,7 +124,7 @@ async def again_alone(play: Callable[[], Awaitable[float]], alone: asyncio.Lock)
     try:
         return await play()
     except EnvironmentGone as error:
-        log.warning("an episode is played again by itself: %s", error)
+        log.warning("replaying an interrupted episode, one at a time: %s", error)
     async with alone:
         return await play()
 
@@ -175,9 +175,9 @@ async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: 
         reward = 0.0  # it fails for lack of an answer, which is the recording's fault
     if exact and unknown:
         kind = WrongContext if left else CutShort
-        raise kind("it asks for a prompt that is not recorded")
+        raise kind("the environment asks for a prompt that is not recorded")
     if exact and left:
-        raise WrongContext(f"{len(left)} turns are recorded that it never asks for")
+        raise WrongContext(f"{len(left)} recorded turns were never requested by the environment")
     return reward
 
 

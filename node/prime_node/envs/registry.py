@@ -26,7 +26,7 @@ def build_environment(spec: EnvironmentSpec, factories: Mapping[str, Environment
     """Build the environment that a RunSpec describes. Raises LocalError that explains an invalid description."""
     if spec.id not in factories:
         raise LocalError(
-            f"environment {spec.name}: no implementation {spec.id!r}; there are {', '.join(sorted(factories))}"
+            f"environment {spec.name}: no implementation {spec.id!r}; known are {', '.join(sorted(factories))}"
         )
     try:
         return factories[spec.id](spec)
@@ -48,11 +48,11 @@ def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Re
         partner, renders = str(options.pop("partner", "")), str(options.pop("renderer", "template"))
         judge = Judge(make(**_known(make, options)), Frame(**frame), exact_share)
         if (spec.turns_max > 1) != bool(partner):
-            raise ValueError(f"turns_max above 1 and options.partner ({', '.join(PARTNERS)}) go together")
+            raise ValueError(f"turns_max above 1 and options.partner ({', '.join(PARTNERS)}) need each other")
         if not partner:
             return SplitEnvironment(judge, seed=spec.seed)
         if partner not in PARTNERS:
-            raise ValueError(f"partner is one of {', '.join(PARTNERS)}, got {partner!r}")
+            raise ValueError(f"partner must be one of {', '.join(PARTNERS)}, got {partner!r}")
         return DialogueEnvironment(judge, seed=spec.seed, partner=PARTNERS[partner], renderer=renderer(renders))
 
     return build

@@ -138,7 +138,7 @@ class SplitEnvironment:
         if number >= len(self._held_out):
             self._held_out = self.drawn_held_out(-(-(number + 1) // HELD_OUT_CACHED) * HELD_OUT_CACHED)
         if number >= len(self._held_out):
-            raise ValueError(f"this source has {len(self._held_out)} held-out problems, and {number} is asked for")
+            raise ValueError(f"held-out problem {number} was requested, but this source has {len(self._held_out)}")
         return self._held_out[number].problem
 
     def _draw_training(self, index: int) -> SourceProblem:

@@ -29,7 +29,7 @@ class Reachability(StrEnum):
     RELAYED = "relayed"
     """Behind a NAT or a firewall, with a reservation at a relay. Peers can connect, by hole punching where the NAT allows it."""
     OUTBOUND = "outbound"
-    """It can dial others, but nobody can reach it. It can still fetch everything."""
+    """It can dial others, but no peer can reach it. It can still fetch everything."""
     PRIVATE = "private"
     """Private by its owner's choice: it announces no address and serves nothing."""
 
@@ -59,7 +59,7 @@ class PeerAddress:
         address, _, peer = text.rpartition("/p2p/")
         if not address.startswith("/"):
             raise ValueError(
-                f"{text!r} is no multiaddr of a peer: write for example /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo..."
+                f"{text!r} is not a peer's multiaddr; write for example /ip4/203.0.113.7/tcp/4001/p2p/12D3Koo..."
             )
         try:
             PublicKey.from_key_id(peer)
@@ -115,7 +115,7 @@ class PeerNetwork(Protocol):
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
         """Answer requests of a protocol; a longer request is refused unread.
 
-        Handlers run concurrently, at most PEER_REQUESTS_MAX for one peer. A private peer serves nobody, whatever is
+        Handlers run concurrently, at most PEER_REQUESTS_MAX for one peer. A private peer serves no others, whatever is
         registered.
         """
         ...

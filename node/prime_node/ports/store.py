@@ -76,7 +76,7 @@ class Store(Protocol):
     ) -> tuple[list[StoredReceipt], int]:
         """Return receipts from cursor `after` on, in the order of their last change, and the next cursor.
 
-        The receipts are one worker's, or everybody's if `worker` is None. There are at most `limit`, and their
+        The receipts are one worker's, or all workers' if `worker` is None. There are at most `limit`, and their
         envelopes have at most `chars_max` characters together; a single longer one is still returned.
         """
         ...

@@ -85,7 +85,7 @@ class Checkpoints:
         except (OSError, LocalError) as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise LocalError(
-                f"checkpoint {partial.stem} cannot be written in {self._folder}: {error}. The one before it is whole"
+                f"checkpoint {partial.stem} cannot be written in {self._folder}: {error}. The previous checkpoint is intact"
             ) from None
 
     def _is_kept(self, path: Path) -> bool:
@@ -109,7 +109,7 @@ class Checkpoints:
         if not usable:
             raise LocalError(
                 f"the checkpoints in {self._folder} begin at step {_step_of(complete[0])}, but the coordinator's newest policy is"
-                f" {head}: it lost what it had, or this is another run's folder"
+                f" {head}: the coordinator lost data, or the folder belongs to another run"
             )
         for ahead in complete[len(usable) :]:
             shutil.rmtree(ahead)
@@ -118,7 +118,7 @@ class Checkpoints:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
         except (OSError, ValidationError) as error:
             raise LocalError(
-                f"checkpoint {path} cannot be read: {error}. Delete it to go on from the one before"
+                f"checkpoint {path} cannot be read: {error}. Delete it to resume from the previous one"
             ) from None
         if state.run != self._run:
             raise LocalError(f"checkpoint {path} belongs to run {state.run[:12]}, not {self._run[:12]}")

@@ -128,8 +128,8 @@ class Evaluator:
         marks = await self._ask(questions, self._sampling, samples=1)
         if questions and not any(mark.num_completions for mark in marks):
             raise LocalError(
-                "no answer of the evaluation could be marked: the environments failed on all of them. The log has the "
-                "first failures; mend the environment"
+                "the evaluation could not score any answer: the environments failed on all of them. See the first failures "
+                "in the log and fix the environment"
             )
         return _mean([mark.share for mark in marks if mark.num_completions])
 
@@ -169,7 +169,7 @@ class Evaluator:
     def _mark(self, question: HeldOutPrompt, completions: Sequence[Completion]) -> Mark:
         """Mark a problem's completions.
 
-        Those on which the environment fails count as neither right nor wrong; the run goes on.
+        Those on which the environment fails count as neither right nor wrong, and the run continues.
         """
         problem = question.problem
         values: list[tuple[bool, float] | None] = []
@@ -180,7 +180,9 @@ class Evaluator:
                 if not math.isfinite(reward):
                     raise ValueError(f"its reward is {reward}")
             except Exception:  # third-party code
-                log.warning("environment %s: it cannot mark its problem", question.environment, exc_info=True)
+                log.warning(
+                    "environment %s: cannot score an answer to its problem", question.environment, exc_info=True
+                )
                 values.append(None)
             else:
                 values.append((right, reward))

@@ -116,7 +116,7 @@ async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepB
         while not (await asyncio.wait(tasks, timeout=SAY_S, return_when=asyncio.FIRST_COMPLETED))[0]:
             waited_s += SAY_S
             log.info(
-                "step %d: waiting for rollouts for %.0f s; /v1/status of the coordinator says for whom",
+                "step %d: waiting for rollouts for %.0f s; `prime-node status` shows what the run waits for",
                 trainer.state.step,
                 waited_s,
             )
@@ -139,7 +139,9 @@ async def _unless_left(trainer: Trainer, stop: asyncio.Event, work: Coroutine[An
         await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((working,), timeout=trainer.config.leave_seconds)
         if not working.done():
-            log.warning("leaving while the coordinator is away; the next start announces what is left")
+            log.warning(
+                "stopping while the coordinator is unreachable; the next start announces the remaining policies"
+            )
             return False
         working.result()
         return True

@@ -30,7 +30,7 @@ class ProximalPolicy(StrEnum):
         """Return the policy that the settings name. Raises LocalError if they name two."""
         if config.compute_prox_log_prob and config.use_rollout_log_probs:
             raise LocalError(
-                "compute_prox_log_prob and use_rollout_log_probs name two proximal policies; set one of them"
+                "compute_prox_log_prob and use_rollout_log_probs select different proximal policies; set one of them"
             )
         if config.compute_prox_log_prob:
             return cls.CYCLE

@@ -33,7 +33,7 @@ class ValidatorConfig(Settings):
     mirrors: tuple[str, ...] = ()
     """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted."""
     swarm: SwarmConfig = SwarmConfig(private=True)
-    """Exchange of policies with workers and seeders. By default a validator serves nobody."""
+    """Exchange of policies with workers and seeders. By default a validator serves no peers."""
     sandbox: SandboxSettings = SandboxSettings()
     """Sandbox of this process."""
     pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)

@@ -241,7 +241,7 @@ async def reward_bundle(
         so_far = replace(so_far, evidence=with_shading(so_far.evidence, bundle, scored, so_far.logprobs_T))
     marks = fingerprints(rollouts, lease.sampling)
     if is_repetitive(marks):  # (7)
-        detail = "two of its completions hold the same text, which nobody says twice by chance"
+        detail = "two of its completions contain the same long text, which independent sampling does not produce"
         return replace(so_far, verdict=Verdict.refuse(RejectReason.COPIED, detail))
     spread = {} if scored.spread_mean is None else {"reward_spread_mean": scored.spread_mean}
     return replace(

@@ -58,7 +58,7 @@ class Lanes:
             except (LocalError, OSError) as error:
                 if not self._made:
                     raise
-                log.warning("no further bundle is scored beside %d: %s", len(self._made), error)
+                log.warning("cannot start another scoring worker, so %d remain: %s", len(self._made), error)
             await self._room.acquire()  # and never release it: from here on there is one lane fewer
         return self._idle.pop()
 

@@ -80,7 +80,7 @@ class Validator:
 async def run_validator(validator: Validator, stop: asyncio.Event) -> None:
     """Verify bundles until `stop` is set, then finish those already fetched. Raises LocalError if this machine cannot."""
     if validator.config.unsafe_skip_proofs:
-        log.warning("unsafe_skip_proofs: no rollout is proven; whoever joins decides what is learned")
+        log.warning("unsafe_skip_proofs: rollouts are not verified, so any worker can decide what the policy learns")
     tasks: asyncio.Queue[tuple[CheckTask, bytes] | None] = asyncio.Queue(validator.config.prefetch)
     async with asyncio.TaskGroup() as group:
         group.create_task(_fetch(validator, tasks, stop))
@@ -127,7 +127,7 @@ async def _judge(
         task, parcel = item
         if validator.clock.now_ms() > task.deadline_ms:
             log.warning(
-                "bundle %s: its deadline passed before it was judged; another validator has it", task.bundle[:12]
+                "bundle %s: its deadline passed before it was judged; another validator gets it", task.bundle[:12]
             )
             continue
         if _is_here(validator, task):
@@ -154,7 +154,7 @@ def _is_here(validator: Validator, task: CheckTask) -> bool:
     """
     if task.bundle not in validator.scoring:
         return False
-    log.warning("bundle %s: its deadline passed while it is looked at here; it goes on", task.bundle[:12])
+    log.warning("bundle %s: its deadline passed while it is being judged here; judging continues", task.bundle[:12])
     return True
 
 
@@ -187,10 +187,12 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
                 proven = await prove_bundle(bundle, scorer, run=validator.run, policies=of_spans)
             return replace(proven, comparison=comparison)
         except EngineMismatch as error:
-            log.error("bundle %s, load %d of %d: %s; it is not judged", task.bundle[:12], attempt, LOADS_MAX, error)
+            log.error(
+                "bundle %s, load %d of %d: %s; the bundle is not judged", task.bundle[:12], attempt, LOADS_MAX, error
+            )
     raise LocalError(
-        f"{validator.scorer.info.calibration_class} does not compute policy {max(versions)} on this machine after {LOADS_MAX} "
-        "loads, so nothing is judged with it; look at its memory, try another validator.dtype, and report this"
+        f"{validator.scorer.info.calibration_class} computes policy {max(versions)} wrongly on this machine after {LOADS_MAX} "
+        "loads, so it judges nothing; test the machine's memory, try another validator.dtype, and report this"
     )
 
 
@@ -225,7 +227,9 @@ async def _compare(
     try:
         found = await validator.comparisons.sample(proven.comparison, bundle.lease.sampling, generate)
     except (EngineMismatch, PeerError, TimeoutError) as error:  # the next forward pass reports what is wrong
-        log.error("bundle %s: policy %d is gone (%r); another validator gets it", task.bundle[:12], version, error)
+        log.error(
+            "bundle %s: policy %d is not available (%r); another validator gets it", task.bundle[:12], version, error
+        )
         validator.scoring.discard(task.bundle)
         return
     await waiting.acquire()

@@ -128,7 +128,7 @@ class Comparisons:
         planned = self.pace.planned(chosen, tokens_max=tokens_max, left_s=left_s, turns_max=turns_max)
         if (num := len(planned.chosen) if planned else 0) < len(chosen):
             log.warning(
-                "bundle %s: rewards of %d of %d groups are compared; there is no time for more before its deadline",
+                "bundle %s: compares rewards of %d of %d groups; there is no time for more before its deadline",
                 bundle[:12], num, len(chosen),
             )  # fmt: skip
         return planned

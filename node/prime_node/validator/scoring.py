@@ -80,7 +80,7 @@ async def score_rollouts(
             if not isinstance(told, CutShort):
                 raise told from None
             cut_short = told
-        except Exception as error:  # third-party code: whatever it raises, the validator goes on
+        except Exception as error:  # third-party code: whatever it raises, the validator continues
             log.warning("environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True)
             fault = f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"
             rewards.append(0.0)

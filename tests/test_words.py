@@ -1,0 +1,73 @@
+"""Docstrings, comments and messages are plain technical English: phrases of their earlier tone do not come back."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.source_tree import modules, within
+
+PHRASES = (
+    "whoever", "whomever", "nobody", "nobody's", "no-one", "somebody", "everybody", "is told", "are told", "was told",
+    "be told", "tells a", "turned away", "beside", "mend", "mended", "goes on", "go on", "going on", "went on", "in vain",
+    "by and by", "to be had", "is gone", "are gone", "has gone", "for want of", "of no use", "makes no sense", "for ever",
+    "anew", "at its begin", "behind the last", "behind them", "speaks of", "says nothing", "without a word", "no word",
+    "brought nothing", "as it must", "to no question", "come what may", "taken up", "he", "him", "his", "she", "her",
+)  # fmt: skip
+"""Phrases that are not used, as whole words in any case. Programs are "it" and "they"."""
+NOT_YET = ("coordinator", "broadcast", "worker", "adapters.peers", "sim")
+"""Packages of prime_node whose texts are still to be rewritten."""
+
+_FOUND = re.compile(
+    r"(?<![\w.`'-])(?:"
+    + "|".join(re.escape(one).replace(r"\ ", r"\s+(?:#\s*)?") for one in PHRASES)
+    + r")(?![\w'=(-])",
+    re.IGNORECASE,
+)
+_CODE = re.compile(r"`[^`\n]*`")
+_FIELDS = re.compile(r"\{[^{}]*\}")
+
+
+def passages(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment and string, without code in backticks and without an f-string's fields."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], _CODE.sub("", token.string)
+        elif token.type == tokenize.STRING:
+            is_format = "f" in token.string.partition(token.string.lstrip("rbfuRBFU")[0])[0].lower()
+            text = _FIELDS.sub("", token.string) if is_format else token.string
+            yield token.start[0], _CODE.sub("", text)
+
+
+def phrases_in(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line where a passage begins, and each phrase of the list in it."""
+    for line, text in passages(source):
+        yield from ((line, found.group()) for found in _FOUND.finditer(text))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ('"""Whoever asks is\n    told."""', ["Whoever", "is\n    told"]),
+        ("# it goes on", ["goes on"]),
+        ('log.info(f"{told.status} is gone")', ["is gone"]),
+        ('f"{whoever} of `nobody`, besides the amended one"', []),
+    ],
+)
+def test_phrases_are_found_in_texts_and_not_in_code(source: str, found: list[str]) -> None:
+    assert [phrase for _, phrase in phrases_in(source)] == found
+
+
+def test_texts_contain_no_phrase_of_the_list() -> None:
+    exempt = tuple(f"prime_node.{package}" for package in NOT_YET)
+    found = [
+        f"{path}:{line}: {phrase}"
+        for module, path in modules()
+        if not any(within(module, package) for package in exempt)
+        for line, phrase in phrases_in(Path(path).read_text(encoding="utf-8"))
+    ]
+    assert found == []
