@@ -15,7 +15,7 @@ PHRASES = (
     "whoever", "whomever", "nobody", "nobody's", "no-one", "somebody", "everybody", "is told", "are told", "was told",
     "be told", "tells a", "turned away", "beside", "mend", "mended", "goes on", "go on", "going on", "went on", "in vain",
     "by and by", "to be had", "is gone", "are gone", "has gone", "for want of", "of no use", "makes no sense", "for ever",
-    "anew", "at its begin", "behind the last", "behind them", "speaks of", "says nothing", "without a word", "no word",
+    "anew", "at its begin", "behind the last", "speaks of", "says nothing", "without a word", "no word",
     "brought nothing", "as it must", "to no question", "come what may", "taken up", "he", "him", "his", "she", "her",
 )  # fmt: skip
 """Phrases that are not used, as whole words in any case. Programs are "it" and "they"."""

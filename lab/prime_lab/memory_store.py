@@ -32,7 +32,7 @@ class MemoryStore:
             raise StoreConflict(f"the next event is {self._last_number + 1}")
         for receipt in receipts:
             if self._bundle_of.get(receipt.lease_id, receipt.bundle) != receipt.bundle:
-                raise StoreConflict(f"lease {receipt.lease_id} is redeemed already")
+                raise StoreConflict(f"lease {receipt.lease_id} is already redeemed")
         self._events += events
         self._last_number += len(events)
         for receipt in receipts:

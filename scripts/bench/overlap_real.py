@@ -198,7 +198,7 @@ def main() -> int:
     show(runs)
     code = output.finish(checks)
     if left:
-        print(f"not ended yet: {', '.join(left)}; the same command goes on", file=sys.stderr)
+        print(f"not ended yet: {', '.join(left)}; the same command resumes", file=sys.stderr)
     return 1 if left else code
 
 

@@ -142,7 +142,7 @@ def test_another_base_is_refused_before_anything_is_computed(base: Path) -> None
     spec = adapter_run(base).spec
     write_safetensors(base / "model.safetensors", initial_weights(base, seed=5))
     assert spec.adapters is not None
-    with pytest.raises(LocalError, match="the run's adapters are of one with"):
+    with pytest.raises(LocalError, match="the run's adapters belong to"):
         wire_adapters.base_weights(spec.adapters, None)
 
 
@@ -161,5 +161,5 @@ environments = [{{ name = "spell", id = "reasoning_gym", options = {{ task = "sp
     made = make_run_folder(RunDir(tmp_path / "run"), Options(config, adapters), config_file=config)
     root = root_of(read_weights(base))
     assert made.spec.adapters == AdapterSpec(base=str(base), base_root=root, rank=4, alpha=32, targets=("q_proj",))
-    with pytest.raises(LocalError, match=r"\[run\.adapters\] need a base that others can have"):
+    with pytest.raises(LocalError, match=r"\[run\.adapters\] need a base that others can download"):
         make_run_folder(RunDir(tmp_path / "tiny"), Options(DEMO, adapters), config_file=DEMO)

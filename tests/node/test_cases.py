@@ -104,7 +104,7 @@ async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
     parcel = next(file.parent.glob("*.parcel"))
     whole = parcel.read_bytes()
     parcel.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "not the deciding bundle's" in str(fault(*lines))
+    assert "does not belong to the deciding bundle" in str(fault(*lines))
     parcel.write_bytes(whole)
     assert check(file)[0] == 0
     assert check(file, "--run", "0" * 64)[0] == 1
@@ -128,7 +128,7 @@ def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
 
     for nats in (-0.5, 0.0, 11.0):
         assert "nats by a forward pass" in compared(adds(nats), adds(nats))
-    assert compared(adds(), adds()) == "its receipt adds nothing"
+    assert compared(adds(), adds()) == "its receipt adds no evidence"
     for found in (adds(2.0), adds(), None):
         with pytest.raises(PeerError, match="margin adds"):
             compared(adds(11.0), found)

@@ -99,5 +99,5 @@ def test_doctor_tells_whoever_has_no_home_where_his_files_would_lie(
 def test_doctor_says_that_no_coordinator_answers_at_a_link() -> None:
     ran = CliRunner().invoke(app, ["doctor", f"http://127.0.0.1:1/#{'0' * 64}"])
     assert "!!  coordinator" in ran.stdout
-    assert "does not tell a status" in ran.stdout
+    assert "cannot read a status" in ran.stdout
     assert "cannot take part: coordinator" in str(ran.exception)

@@ -261,7 +261,7 @@ class Dripping(MemorySource):
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         await self.clock.sleep(STALL_S)
-        raise Unreachable("no answer, or one that does not move")
+        raise Unreachable("no answer, or an answer without progress")
 
 
 async def test_slow_retrieval_costs_one_patience_and_not_the_policy(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(run_dir: RunDir, tmp_
         keys("rotate", run_dir.path, "--role", "root", "--threshold", 3)
     with pytest.raises(LocalError, match="trainer"):
         keys("rotate", run_dir.path, "--role", "trainer", "--key", "nonsense")
-    with pytest.raises(LocalError, match="is no request"):
+    with pytest.raises(LocalError, match="is not a key ring request"):
         keys("sign", run_dir.join_link_file, "--key", run_dir.key("root"))
     with pytest.raises(LocalError, match="No such file"):
         keys("submit", tmp_path / "none.json", run_dir.path)

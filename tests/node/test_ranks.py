@@ -207,7 +207,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: RankPool, mode
 def test_a_damaged_checkpoint_is_said(model: Path, tmp_path: Path) -> None:
     rank_jobs.save_and_go_on(ALONE, model=model, folder=tmp_path)
     (tmp_path / ".metadata").unlink()
-    with pytest.raises(LocalError, match="cannot be taken up"):
+    with pytest.raises(LocalError, match="cannot be loaded"):
         rank_jobs.resume(ALONE, model=model, folder=tmp_path)
 
 

@@ -298,7 +298,7 @@ async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_
     assert early[0] == 0
     assert "the secret of step 0 is not open by this ledger" in str(early[1]["seeds"])
     code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
-    assert (code, said["seeds"]) == (0, "its problems and seeds are what the seed chain gives")
+    assert (code, said["seeds"]) == (0, "its problems and seeds match the seed chain")
     lines = [open_envelope(line) for line in file.read_bytes().splitlines()]
     file.write_bytes(b"".join(swapped(line).to_bytes() + b"\n" for line in lines))
     for parcel in file.parent.glob("*.parcel"):

@@ -141,7 +141,7 @@ def test_a_server_that_is_no_coordinator_is_named_by_its_answer() -> None:
         shown(url)
     with (
         server_that_answers(b"<html>") as url,
-        pytest.raises(LocalError, match="makes no sense: is it the address of a"),
+        pytest.raises(LocalError, match="not valid: is it the address of a"),
     ):
         shown(url)
 
@@ -149,7 +149,7 @@ def test_a_server_that_is_no_coordinator_is_named_by_its_answer() -> None:
 def test_what_does_not_speak_http_is_said_to_tell_no_status() -> None:
     with (
         server_that_answers(b"SSH-2.0-OpenSSH_9.6\r\n", is_http=False) as url,
-        pytest.raises(LocalError, match="tell a status"),
+        pytest.raises(LocalError, match="cannot read a status"),
     ):
         shown(url)
 
@@ -157,7 +157,7 @@ def test_what_does_not_speak_http_is_said_to_tell_no_status() -> None:
 def test_a_status_beyond_the_bound_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_status, "STATUS_BYTES_MAX", 100)
     body = json.dumps({"run": "0" * 64, "step": 0, "head": 0, "max_steps": 1, "name": "n" * 100}).encode()
-    with server_that_answers(body) as url, pytest.raises(LocalError, match="does not tell a status"):
+    with server_that_answers(body) as url, pytest.raises(LocalError, match="cannot read a status"):
         shown(url)
 
 

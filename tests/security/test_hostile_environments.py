@@ -198,7 +198,7 @@ async def test_an_episode_that_asks_for_ever_ends_its_process(tmp_path: Path) ->
         line = json.dumps({"ask": 1, "id": 7, "prompt": [1]})
         begun = time.monotonic()
         said = await asyncio.to_thread(tried, world, "forge_often", f"{limits.ENVIRONMENT_ASKS_MAX + 10} {line}")
-        assert said == "the environments' process ended"
+        assert said == "the environment process ended"
         await asyncio.sleep(0)
         assert asked <= limits.ENVIRONMENT_ASKS_MAX
         assert made.is_gone

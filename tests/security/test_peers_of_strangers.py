@@ -182,7 +182,7 @@ async def test_a_seeder_serves_an_open_run_and_a_closed_one_that_names_it(
         await until(lambda: seeding.done() or "serving peers on port" in caplog.text)
         stop.set()
         assert await seeding == 0
-    assert ("the operator makes it a member by coordinator.seeders" in caplog.text) == (not settings)
+    assert ("the operator can add it to coordinator.seeders" in caplog.text) == (not settings)
 
 
 async def put_model_files(world: World) -> None:

@@ -27,7 +27,8 @@ RANDOM_MODEL_SPREAD = 0.15
 def calibrate(
     output: Annotated[Path, typer.Argument(help="Calibration file to write.")],
     model: Annotated[
-        Path | None, typer.Option(help="Folder with config.json, tokenizer and safetensors; else a small random model.")
+        Path | None,
+        typer.Option(help="Folder with config.json, tokenizer and safetensors; default: a small random model."),
     ] = None,
     sampler: Annotated[
         list[str],
@@ -39,17 +40,19 @@ def calibrate(
     ],
     tokens: Annotated[
         int,
-        typer.Option(min=10_000, help="Honest tokens of each pair; the fewer, the more leeway the calibration gives."),
+        typer.Option(min=10_000, help="Honest tokens per pair; fewer tokens give wider limits."),
     ] = 100_000,
-    completion_tokens: Annotated[int, typer.Option(min=1, help="Length of each completion.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompts are up to so long.")] = 32,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, seeds and the random model.")] = 0,
+    completion_tokens: Annotated[int, typer.Option(min=1, help="Length of each completion, in tokens.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a prompt, in tokens.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, sampling and the random model.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the engines.")] = 1,
     extend: Annotated[
         Path | None,
-        typer.Option(help="Keep the pairs of this file that are not measured anew, from another machine say."),
+        typer.Option(
+            help="Calibration file, for example of another machine; its pairs that are not measured now are kept."
+        ),
     ] = None,
-    note: Annotated[str, typer.Option(help="Where and how it was measured, for those who read the file.")] = "",
+    note: Annotated[str, typer.Option(help="Note in the file: where and how it was measured.")] = "",
 ) -> None:
     """Measure honest error between engines, dtypes and sizes of batches, and write it as a calibration for [run] calibration."""
     from prime_protocol.calibration import Calibration

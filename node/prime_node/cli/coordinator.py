@@ -64,8 +64,8 @@ def unreachable(link: JoinLink, settings: CoordinatorConfig) -> Iterator[str]:
     listening = listening_port(link, settings)
     if settings.host in LOOPBACK and url.hostname not in LOOPBACK:
         yield (
-            f"the join link says {url.hostname}, but {settings.host} is reached from this machine alone: "
-            'set coordinator.host = "0.0.0.0", unless a proxy forwards to us'
+            f"the join link says {url.hostname}, but {settings.host} is reachable from this machine only: "
+            'set coordinator.host = "0.0.0.0", unless a proxy forwards to it'
         )
     if listening and port != listening:
         yield f"the join link says port {port}: set coordinator.port = {port}, unless a proxy forwards to {listening}"

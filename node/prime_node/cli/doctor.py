@@ -69,7 +69,7 @@ def doctor(
     if as_json:
         print(json.dumps({"ok": not fatal, "findings": [asdict(finding) for finding in findings]}))
     else:
-        say("", f"not possible here: {'; '.join(roles)}" if roles else "everything that this version offers works here")
+        say("", f"not available here: {'; '.join(roles)}" if roles else "all optional features are available")
     if fatal:
         raise LocalError(f"this machine cannot take part: {', '.join(fatal)}")
 
@@ -91,7 +91,7 @@ def _disk() -> Finding:
     return Finding(
         "disk",
         free >= DISK_GIB_MIN and is_ours,
-        f"{free:.0f} GiB free in {place}{'' if is_ours else ', which this user may not write to'}",
+        f"{free:.0f} GiB free in {place}{'' if is_ours else ', which this user cannot write to'}",
         f"free {DISK_GIB_MIN:.0f} GiB there, or name another --folder",
     )
 
@@ -102,7 +102,9 @@ def _memory() -> Finding:
     except (ValueError, OSError):
         return Finding("memory", True, "unknown")
     cores = os.cpu_count() or 1
-    return Finding("memory", total >= MEMORY_GIB_MIN, f"{total:.0f} GiB, {cores} cores", "too little for any model")
+    return Finding(
+        "memory", total >= MEMORY_GIB_MIN, f"{total:.0f} GiB, {cores} cores", "not enough memory for any model"
+    )
 
 
 def _loopback() -> Finding:
@@ -121,9 +123,9 @@ def _sandbox() -> Finding:
     from prime_node.cli.wire_sandbox import level_here
 
     level = level_here()
-    advice = "roles that work for others are confined less here: docs/sandbox.md says what that leaves open"
+    advice = "roles that run other people's work are less confined here; see docs/sandbox.md"
     return Finding(
-        "sandbox", level.is_full, level.sentence(), advice, "working for runs of strangers at the least risk"
+        "sandbox", level.is_full, level.sentence(), advice, "taking part in other people's runs at the lowest risk"
     )
 
 
@@ -173,7 +175,7 @@ def _run(link: str) -> Iterator[Finding]:
         return
     over = status.complete or status.draining
     seen = printable(f"run {status.run[:12]} '{status.name}', step {status.step} of {status.max_steps}")
-    yield Finding("coordinator", not over, seen, "the run is over, or its operator lets it drain: ask for another link")
+    yield Finding("coordinator", not over, seen, "the run is over, or its operator drains it: ask for another link")
     ahead_s = clock_ahead_s(link)
     if ahead_s is not None:
         differs = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's"

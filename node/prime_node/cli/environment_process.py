@@ -26,7 +26,7 @@ def first_line() -> bytes:
     while not found.endswith(b"\n"):
         chunk = os.read(STDIN, CHUNK_BYTES)
         if not chunk:
-            os._exit(1)  # the host is gone
+            os._exit(1)  # the host has exited
         found += chunk
     return found
 

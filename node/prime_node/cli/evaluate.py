@@ -29,7 +29,7 @@ GRACE_S = 10.0
 
 def evaluate(
     link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
-    every: Annotated[int, typer.Option("--every", min=1, help="Policies between two evaluations.")] = 1,
+    every: Annotated[int, typer.Option("--every", min=1, help="Evaluate every N-th policy.")] = 1,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -38,7 +38,7 @@ def evaluate(
     ] = None,
     key: Annotated[
         Path | None,
-        typer.Option(help="Key to go by [FOLDER/identity.key, made on first use].", show_default=False),
+        typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False),
     ] = None,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
@@ -165,5 +165,5 @@ async def each_policy(
             if f"{name}_low" in figures
         )
         if failed := figures.get("eval_failed"):
-            told += f"  {failed:.0f} answers could not be marked"
+            told += f"  {failed:.0f} answers could not be scored"
         say(f"policy {version}  {told}")

@@ -44,7 +44,7 @@ BY_FORWARD_PASS = frozenset(
 """Reasons that a forward pass finds in a well-formed bundle. Other checks find copies, equivocation and bad contexts."""
 
 evidence = typer.Typer(
-    help="Check what a ban rests on.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Check the evidence for a ban.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
 
@@ -66,16 +66,14 @@ def _group() -> None:
 @evidence.command("verify")
 def evidence_verify(
     case: Annotated[
-        Path, typer.Argument(help="A case: coordinator/evidence/ban-WORKER-TIME.jsonl of the run's folder.")
+        Path, typer.Argument(help="Ban dossier: coordinator/evidence/ban-WORKER-TIME.jsonl in the run's folder.")
     ],
-    run: Annotated[
-        str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
     model: Annotated[
         Path | None,
         typer.Option(
             show_default=False,
-            help="The bundle's policy, by `verify --policy N --export`: repeat the forward pass of the deciding bundle, where a "
+            help="The bundle's policy, from `verify --policy N --export`: repeat the forward pass of the deciding bundle, if a "
             "transformers validator made it.",
         ),
     ] = None,
@@ -134,10 +132,12 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}; a case is a file of the run's coordinator/evidence/") from None
+        raise LocalError(
+            f"{path}: {error.strerror}; a ban dossier is a file in the run's coordinator/evidence/"
+        ) from None
     envelopes = [open_envelope(line, bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in lines]
     if not envelopes:
-        raise PeerError(ErrorCode.MALFORMED, "an empty file is no case")
+        raise PeerError(ErrorCode.MALFORMED, "an empty file is not a ban dossier")
     run = open_run_spec(envelopes[0], pinned=pinned or envelopes[0].digest)
     found: dict[str, list[Envelope]] = {}
     for envelope in envelopes[1:]:
@@ -149,7 +149,7 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
         for kind in (PayloadType.BAN, PayloadType.LEASE, PayloadType.RECEIPT)
     }
     if found or len(opened[PayloadType.BAN]) != 1 or len(opened[PayloadType.LEASE]) > 1:
-        raise PeerError(ErrorCode.MALFORMED, "a case holds one ban, at most one lease, and receipts")
+        raise PeerError(ErrorCode.MALFORMED, "a ban dossier holds one ban, at most one lease, and receipts")
     leases = [parse_json(payload, Lease) for payload in opened[PayloadType.LEASE]]
     return _Case(
         run,
@@ -170,16 +170,16 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
     file = place(folder, f"{bundle}.parcel")
     if bundle is None or lease is None or not file.is_file():
         if model is not None:
-            raise LocalError(f"{file}: there is no bundle to judge again")
+            raise LocalError(f"{file}: no such bundle, so --model has nothing to check; leave --model out")
         return ""
     parcel, decided = file.read_bytes(), case.receipts[-1]
     if digest_of(parcel) != bundle or (lease.lease_id, lease.worker) != (decided.lease_id, decided.worker):
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease is not the deciding bundle's")
+        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease does not belong to the deciding bundle")
     found = open_bundle(parcel, lease, case.run, newest_policy=limits.STEP_MAX)
     if not isinstance(found, OpenedBundle):
         if found.verdict.reason is not decided.reason:
             raise PeerError(
-                ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, and was refused as {decided.reason}"
+                ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, but was refused as {decided.reason}"
             )
         return f"{found.verdict.reason} by its own bytes"
     if model is None:
@@ -187,8 +187,8 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
     judge_class = decided.evidence.validator if decided.evidence else "transformers/fp32/cpu"
     if not judge_class.startswith("transformers/"):
         raise LocalError(
-            f"a validator of class {judge_class} judged the deciding bundle, and --model can repeat the forward pass of "
-            "transformers alone; without --model all the rest is checked"
+            f"a validator of class {judge_class} judged the deciding bundle, but --model can repeat the forward pass of "
+            "transformers only; leave --model out to check everything else"
         )
     return asyncio.run(_judged_again(found, case, model, judge_class))
 
@@ -199,15 +199,15 @@ async def _about_the_seeds(case: _Case, ledger: str) -> str:
 
     lease, chain = case.lease, case.run.spec.seed_chain
     if chain is None or lease is None or lease.is_evaluation:
-        return "no seed chain speaks of its seeds"
+        return "the run has no seed chain for its seeds"
     async with open_ledger(ledger, case.run.digest) as source:
         told = open_ledger_head(await source.source.ledger_head(), source.run).secret
     number = chain.number(lease.step)
     secrets = [] if told is None else chain_opened(chain, told)
     if number >= len(secrets):
-        return f"the secret of step {lease.step} is not open by this ledger; look again when the step is over"
+        return f"the secret of step {lease.step} is not published in this ledger yet; check again after the step"
     SeedRule(case.run.digest, case.run.spec).check_lease(lease, secrets[number])
-    return "its problems and seeds are what the seed chain gives"
+    return "its problems and seeds match the seed chain"
 
 
 async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_class: str) -> str:
@@ -219,7 +219,7 @@ async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_cl
 
     decided = case.receipts[-1]
     if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:
-        return "well-formed; several policies sampled it, and --model is one"
+        return "well-formed; several policies sampled it, so --model cannot repeat it"
     scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
@@ -237,8 +237,8 @@ def confirmed(reason: RejectReason | None, verdict: Verdict) -> str:
     if verdict.reason is reason:
         return f"{reason} by a forward pass"
     if reason in BY_FORWARD_PASS:
-        raise PeerError(ErrorCode.MALFORMED, f"a forward pass says {verdict.reason or 'accepted'}, not {reason}")
-    return f"{reason}, of which a forward pass says nothing"
+        raise PeerError(ErrorCode.MALFORMED, f"a forward pass gives {verdict.reason or 'accepted'}, not {reason}")
+    return f"{reason}, which a forward pass cannot check"
 
 
 def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
@@ -246,7 +246,7 @@ def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
     nats = {name: max(sums.log_e) for name, sums in claimed.sums.items() if sums.log_e}
     mine = {name: max(sums.log_e) for name, sums in found.sums.items() if sums.log_e} if found else {}
     if not nats:
-        return "its receipt adds nothing"
+        return "its receipt adds no evidence"
     loudest = max(nats, key=lambda name: nats[name])
     if loudest in REWARD_RANKS and claimed.compared:  # check_case has already recomputed it
         return f"{loudest} adds {nats[loudest]:.1f} nats, as the rewards in its receipt do"

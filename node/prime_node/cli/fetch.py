@@ -39,7 +39,7 @@ def fetch(
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where pieces are kept, so that an interrupted download goes on [~/.prime-node/fetch/RUN].",
+            help="Folder of downloaded pieces, from which an interrupted download resumes [~/.prime-node/fetch/RUN].",
             show_default=False,
         ),
     ] = None,
@@ -105,7 +105,9 @@ async def _policy(follower: Follower, policy_version: int | None) -> Policy:
     wanted = newest if policy_version is None else policy_version
     if newest < 0 or wanted > newest:
         what = (
-            "nothing is published yet" if newest < 0 else f"policy {wanted} is not published yet; the head is {newest}"
+            "nothing is published yet"
+            if newest < 0
+            else f"policy {wanted} is not published yet; the newest is {newest}"
         )
         raise LocalError(f"{what}; try again later")
     for attempt in range(1, ATTEMPTS_MAX + 1):
@@ -113,7 +115,9 @@ async def _policy(follower: Follower, policy_version: int | None) -> Policy:
             return await follower.fetch(wanted)
         except Unreachable as error:
             if attempt == ATTEMPTS_MAX:
-                raise LocalError(f"policy {wanted}: {error}; what has come is kept: run it again") from None
+                raise LocalError(
+                    f"policy {wanted}: {error}; downloaded pieces are kept: run the command again"
+                ) from None
             log.warning("policy %d: %s; trying again", wanted, error)
         except PeerError as error:
             # If the coordinator serves no bytes, a peer that is not connected yet may have them.

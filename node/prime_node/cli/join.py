@@ -21,12 +21,14 @@ UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the 
 
 def join(
     link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
-    name: Annotated[str | None, typer.Option(help="What the operator sees.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of this worker on the operator's screens.", show_default=False)
+    ] = None,
     engine: Annotated[EngineName | None, typer.Option(help="Inference engine.", show_default=False)] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Where the worker keeps its spool and policies [~/.prime-node/runs/RUN].", show_default=False
+            help="Folder of policies and of rollouts that wait for upload [~/.prime-node/runs/RUN].", show_default=False
         ),
     ] = None,
     identity: Annotated[

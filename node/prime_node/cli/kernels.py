@@ -84,8 +84,8 @@ def compile_once(say: Say) -> bool:
             codes = [_code(decoder, began_s), _code(encoder, began_s)]
         if any(codes):
             log.warning(
-                "the codec's kernels do not compile here (exit codes %s; -9: killed, mostly for want of memory). This process "
-                "goes on without them, much slower with updates; free memory or see the errors above, and restart it",
+                "the codec's kernels do not compile here (exit codes %s; -9: killed, usually for lack of memory). This process "
+                "continues without them and applies updates much slower; free memory or see the errors above, then restart",
                 codes,
             )
             return False
@@ -136,7 +136,7 @@ def _wait_for(descriptor: int, path: Path) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
     log.warning(
-        "a process has held %s for %.0f s, so it hangs or was stopped: going on beside it; `fuser %s` names it",
+        "a process has held %s for %.0f s, so it hangs or was stopped; continuing without the lock; `fuser %s` shows the process",
         path,
         LOCK_S_MAX,
         path,

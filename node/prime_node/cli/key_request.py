@@ -103,7 +103,7 @@ def read_request(file: Path) -> tuple[Envelope, KeyRing]:
     except OSError as error:
         raise LocalError(f"{file}: {error.strerror}") from None
     except PeerError as error:
-        raise LocalError(f"{file} is no request for a key ring: {error.detail}") from None
+        raise LocalError(f"{file} is not a key ring request: {error.detail}") from None
 
 
 def write_request(file: Path, envelope: Envelope) -> None:
@@ -134,7 +134,7 @@ async def submit_to(target: str, known: Known, envelope: Envelope) -> None:
         await _post(target, envelope)
         return
     if not run_dir.exists:
-        raise LocalError(f"{target} is no run directory; give that, or the address of the coordinator")
+        raise LocalError(f"{target} is not a run directory; give one, or the coordinator's address")
     try:
         lock = FolderLock(run_dir.coordinator)
     except LocalError:  # the coordinator runs
@@ -196,7 +196,7 @@ def ring_lines(ring: KeyRing) -> Iterator[str]:
     yield f"key ring {ring.version} of {date_of(ring.created_at_ms)}, run {ring.run[:12]}: {ring.reason}"
     yield from _role_lines(ring.keys)
     if ring.published is not None:
-        yield f"  manifests up to policy {ring.published.policy_version} ({ring.published.manifest[:12]}) stay the earlier keys'"
+        yield f"  manifests up to policy {ring.published.policy_version} ({ring.published.manifest[:12]}) need the earlier keys"
 
 
 def _role_lines(keys: RoleKeys) -> Iterator[str]:

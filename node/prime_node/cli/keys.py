@@ -43,7 +43,7 @@ keys = typer.Typer(
 
 Target = Annotated[str, typer.Argument(help="Run directory, published folder, join link or URL.")]
 Request = Annotated[Path, typer.Argument(help="Request file that `rotate` or `revoke` has written.")]
-Reason = Annotated[str, typer.Option("--reason", help="Why, for everybody to read; it is signed.")]
+Reason = Annotated[str, typer.Option("--reason", help="Reason; it is signed and public.")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Request file [RUN/key-ring-N.json, else ./key-ring-N.json].", show_default=False),
@@ -67,18 +67,16 @@ def make(file: Annotated[Path, typer.Argument(help="New key file, mode 0600.")])
 @keys.command()
 def rotate(
     target: Target,
-    role: Annotated[Role, typer.Option("--role", help="Whose keys.")],
+    role: Annotated[Role, typer.Option("--role", help="Role that gets new keys.")],
     key: Annotated[
         list[str],
-        typer.Option(
-            "--key", help="Id of a new key, may be given often; else one is made in RUN/keys.", show_default=False
-        ),
+        typer.Option("--key", help="Id of a new key; repeatable. Default: a new key in RUN/keys.", show_default=False),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
-    keep: Annotated[bool, typer.Option("--keep", help="Beside the present keys, not in their place.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the present keys and add the new one.")] = False,
     threshold: Annotated[
         int | None,
         typer.Option(
-            "--threshold", min=1, help="How many must sign from then on; root and trainer.", show_default=False
+            "--threshold", min=1, help="New number of keys that must sign; root and trainer only.", show_default=False
         ),
     ] = None,
     reason: Reason = "rotation",
@@ -96,7 +94,7 @@ def rotate(
     changes: dict[str, object] = {role.value: tuple(dict.fromkeys((*held, *new)))}
     if threshold is not None:
         if role not in (Role.ROOT, Role.TRAINER):
-            raise typer.BadParameter("only root and trainer have one", param_hint="--threshold")
+            raise typer.BadParameter("only root and trainer have a threshold", param_hint="--threshold")
         changes[f"{role}_threshold"] = threshold
     _propose(target, known, changed(known.run.keys.current, changes), reason=reason, out=out)
 

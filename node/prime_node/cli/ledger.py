@@ -48,9 +48,7 @@ class _Opened:
 def ledger_export(
     target: Annotated[str, typer.Argument(help="Join link, URL or run directory.")],
     out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("ledger.jsonl"),
-    run: Annotated[
-        str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
 ) -> None:
     """Write the ledger to a file that verifies offline.
 
@@ -78,19 +76,17 @@ def ledger_verify(
     ] = None,
     known: Annotated[
         list[Path],
-        typer.Option("--known", show_default=False, help="A ledger that was exported earlier; may be given often."),
+        typer.Option("--known", show_default=False, help="A ledger that was exported earlier; repeatable."),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     evidence: Annotated[
         Path | None,
         typer.Option(
             "--evidence",
             show_default=False,
-            help="Where signed statements contradict each other, keep them in this folder.",
+            help="Folder for evidence: signed statements that contradict each other are written to it.",
         ),
     ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", help="Digest of the run that you mean.", show_default=False)
-    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Verify a ledger: its chain, signatures and your receipts.

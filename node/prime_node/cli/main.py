@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from typer._click import Command, Context, HelpFormatter
 
 SUMMARIES = {
-    "up": "Start everything on this machine and train; or go on.",
+    "up": "Start or resume a whole run on this machine.",
     "join": "Lend this machine to a run.",
-    "status": "How a run goes, or what this machine does for others.",
+    "status": "Show the state of a run or of this machine's workers.",
     "seed": "Serve a run's policies to its workers: no GPU needed.",
     "fetch": "Download and verify a policy from the run's peers.",
     "verify": "Prove that a published checkpoint is what it claims to be.",
     "evaluate": "Evaluate the newest policies on held-out problems.",
-    "trace": "Show what trainer, broadcast and workers did when.",
+    "trace": "Show the timeline of trainer, broadcast and workers.",
     "new": "Make a run: keys, model, signed RunSpec, join link.",
     "coordinator": "Serve a run.",
     "trainer": "Train a run's policies and publish them.",
     "validator": "Judge a run's rollouts.",
     "calibrate": "Measure how far honest engines differ.",
-    "doctor": "What can this machine do, and what is missing?",
+    "doctor": "Check what this machine can do and what is missing.",
     "config": "Print every setting, its default and its meaning.",
-    "operate": "Ban, forgive and invite workers; let a run drain.",
+    "operate": "Ban, unban and invite workers; drain a run.",
     "keys": "Show, rotate and revoke a run's keys.",
     "ledger": "Export and verify a run's ledger of bundles.",
-    "evidence": "Check what a ban rests on.",
+    "evidence": "Check the evidence for a ban.",
     "version": "Print the version.",
 }
 """Summary of each command for one terminal line; the commands' own help says more. Each key is the name of a module in this

@@ -23,8 +23,10 @@ from prime_protocol.run_spec import CONFIG_FILE, JoinLink, PinnedRun
 
 
 def new(
-    directory: Annotated[Path, typer.Argument(help="Where to make the run.")],
-    url: Annotated[str, typer.Option(help="Where contributors will reach the coordinator.")] = "http://127.0.0.1:8400",
+    directory: Annotated[Path, typer.Argument(help="New run directory.")],
+    url: Annotated[
+        str, typer.Option(help="URL at which contributors will reach the coordinator.")
+    ] = "http://127.0.0.1:8400",
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
 ) -> None:
@@ -62,7 +64,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
 
     if run_dir.exists:
         raise LocalError(
-            f"{run_dir.path} already holds a run; choose another folder, or `prime-node up` to go on with it"
+            f"{run_dir.path} already holds a run; choose another folder, or resume it with `prime-node up`"
         )
     grants = options.load(EnvironmentSettings)
     settings = wire_new.pin_datasets(options.load(RunConfig), grants)
@@ -106,7 +108,9 @@ def _calibration(choice: str, config_json: bytes) -> Calibration | None:
     advice = "measure this model with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file"
     if choice != "shipped":
         raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
-    say(f"the shipped calibration does not cover a model of this size: no evidence adds up in this run; {advice}")
+    say(
+        f"the shipped calibration does not cover a model of this size, so no evidence accumulates in this run; {advice}"
+    )
     return None
 
 

@@ -23,7 +23,7 @@ from prime_protocol.invite import Invite, invite_text
 from prime_protocol.messages import AdminRequest
 
 operate = typer.Typer(
-    help="Ban and forgive workers, invite new ones, let a run drain: with the run directory's root or coordinator key.",
+    help="Ban, unban and invite workers, and drain a run, with the run directory's root or coordinator key.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -44,7 +44,7 @@ WorkerId = Annotated[
 def ban(
     run: Run,
     worker: WorkerId,
-    reason: Annotated[str, typer.Option("--reason", help="Why; the worker is told.")] = "by the operator",
+    reason: Annotated[str, typer.Option("--reason", help="Reason; the worker sees it.")] = "by the operator",
 ) -> None:
     """Ban a key. Its leases end, and its bundles without a verdict are refused."""
     say(f"banned {_ask(run, 'ban', worker, reason)}")
@@ -66,8 +66,8 @@ def drain(run: Run) -> None:
 @operate.command()
 def invite(
     run: Run,
-    keys: Annotated[int, typer.Option("--keys", min=1, help="So many keys may come with it.")] = 1,
-    days: Annotated[float, typer.Option("--days", min=0.001, help="For so long new keys may come.")] = 7.0,
+    keys: Annotated[int, typer.Option("--keys", min=1, help="Maximum number of keys that may join with it.")] = 1,
+    days: Annotated[float, typer.Option("--days", min=0.001, help="Validity for joining, in days.")] = 7.0,
 ) -> None:
     """Print an invitation.
 

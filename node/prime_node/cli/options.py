@@ -24,13 +24,13 @@ Set = Annotated[
         "--set",
         "-s",
         metavar="SECTION.NAME=VALUE",
-        help="Override one setting; may be given often.",
+        help="Override one setting; repeatable.",
         show_default=False,
     ),
 ]
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True, help="Stop when standard input ends.")]
 LogLevel = Annotated[
-    Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option("--log-level", case_sensitive=False, help="Of the log.")
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option("--log-level", case_sensitive=False, help="Log level.")
 ]
 EngineName = Literal["auto", "transformers", "vllm"]
 

@@ -130,7 +130,9 @@ class Validators(Told):
         found = [f"{' and '.join(one.validators)} differ: {one.how}" for one in self.differing]
         for silent in self.unanswered:
             ended = "" if silent.waited_for else "; strikes no longer wait for it"
-            found.append(f"{silent.validator} gave no word on {silent.total} bundles that it was to confirm{ended}")
+            found.append(
+                f"{silent.validator} sent no verdict on {silent.total} bundles that it was asked to confirm{ended}"
+            )
         if self.contradictions:
             last = self.contradictions[-1]
             said = "; ".join(f"{validator} says {what}" for validator, what in last.said.items())
@@ -185,9 +187,9 @@ def _get(url: str, path: str) -> dict[str, Any]:
             body = answer.read(STATUS_BYTES_MAX + 1)
             value = json.loads(body) if len(body) <= STATUS_BYTES_MAX else None
     except (OSError, HTTPException, ValueError, RecursionError) as error:
-        raise LocalError(f"{url} does not tell a status: {_why(error)}") from None
+        raise LocalError(f"cannot read a status from {url}: {_why(error)}") from None
     if not isinstance(value, dict):
-        raise LocalError(f"{url} does not tell a status: is it the address of a coordinator?")
+        raise LocalError(f"cannot read a status from {url}: is it the address of a coordinator?")
     return value
 
 
@@ -196,10 +198,10 @@ def _why(error: Exception) -> str:
     if isinstance(error, HTTPError):
         return f"HTTP {error.code}: is it the address of a coordinator?"
     if isinstance(error, ValueError | RecursionError | HTTPException):
-        return "what answers there makes no sense: is it the address of a coordinator?"
+        return "the answer is not valid: is it the address of a coordinator?"
     cause = error.reason if isinstance(error, URLError) else error
     if isinstance(cause, ssl.SSLCertVerificationError):
-        return f"its certificate is not valid here ({cause.verify_message}); see this machine's clock, or tell the operator"
+        return f"its certificate is not valid here ({cause.verify_message}); check this machine's clock, or ask the operator"
     if isinstance(cause, ConnectionRefusedError):
         return "connection refused: is the coordinator running, and is the address right?"
     return f"{printable(str(cause), 200)}: is the coordinator running, and is the address right?"
@@ -228,7 +230,7 @@ def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
         parsed = RunStatus.model_validate(raw)
     except ValidationError as error:
         where = printable(".".join(map(str, error.errors(include_url=False)[0]["loc"])))
-        raise LocalError(f"{url} tells a status that makes no sense at {where}: is it a coordinator?") from None
+        raise LocalError(f"the status from {url} is invalid at {where}: is it the address of a coordinator?") from None
     pinned = pinned_by(target)
     if pinned is not None and parsed.run != pinned:
         served = printable(parsed.run[:16])

@@ -31,7 +31,7 @@ def seed(
     link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where policies are kept [~/.prime-node/seeds/RUN].", show_default=False),
+        typer.Option(help="Folder of policies [~/.prime-node/seeds/RUN].", show_default=False),
     ] = None,
     identity: Annotated[
         Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False)
@@ -101,12 +101,12 @@ async def require_admission(client: PeerFinder, key: SigningKey) -> None:
     except (Unreachable, PeerError) as error:
         if isinstance(error, PeerError) and not error.is_transient:
             raise
-        log.warning("the coordinator does not say yet whether this seeder may take part: %s", error)
+        log.warning("the coordinator has not confirmed yet that this seeder may take part: %s", error)
         return
     if not reply.ticket:
         log.info(
-            "this key has not joined: peers serve it in the share that they keep for strangers, and few are told of it; "
-            "the operator makes it a member by coordinator.seeders: %s",
+            "this key is not a member: peers serve it from the share for non-members, and few peers learn its address; "
+            "the operator can add it to coordinator.seeders: %s",
             key.key_id,
         )
 

@@ -33,10 +33,8 @@ def status(
             help="Run directory, join link, URL, or a worker's folder [the runs that this machine works for]."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="For programs; what the coordinator or the worker wrote.")
-    ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it anew every two seconds, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of the coordinator or the worker.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until Ctrl-C.")] = False,
 ) -> None:
     """Show the state of a run, its workers and what it waits for. Without a target: this machine's own workers.
 
@@ -53,7 +51,7 @@ def status(
         console.print(_view(target))
         return
     if not sys.stdout.isatty():
-        raise LocalError("--watch needs a terminal; leave it away, or use --json")
+        raise LocalError("--watch needs a terminal; leave it out, or use --json")
     try:
         with Live(_view(target), console=console, auto_refresh=False, screen=True) as live:
             while True:

@@ -27,7 +27,7 @@ STOPPED_MS = 60_000
 
 def of_run(run: RunStatus) -> RenderableType:
     """Render a run. Example: `demo   step 42 of 400   policy 42   k = 2   learning`, then its waits, steps and workers."""
-    state = "complete" if run.complete else "draining" if run.draining else "under way"
+    state = "complete" if run.complete else "draining" if run.draining else "running"
     head = Table.grid(padding=(0, 3))
     head.add_row(
         Text(printable(run.name), style="bold"),
@@ -43,11 +43,13 @@ def of_run(run: RunStatus) -> RenderableType:
         last = run.usable[-1]
         published += (
             f"; policy {last.policy_version} usable after {last.median_s:.1f} s, "
-            f"{last.most_s:.1f} s for nine of ten ({last.workers} have said so)"
+            f"{last.most_s:.1f} s for nine of ten (of {last.workers} that reported it)"
         )
     facts.add_row("published", published)
     if run.problems.redrawn:
-        facts.add_row("problems", f"{run.problems.redrawn} exchanged: their environment failed whoever played them")
+        facts.add_row(
+            "problems", f"{run.problems.redrawn} replaced: their environment failed for every worker that tried them"
+        )
     for line in run.validators.lines():
         facts.add_row("validators", Text(printable(line), style="red"))
     for wait in run.waiting_for:
@@ -64,7 +66,7 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
         if status.ended:
             now = f"ended: {status.ended}"
         elif age_ms > STOPPED_MS:
-            now = f"not running, or asleep: last heard of {_ago(age_ms / 1_000)}"
+            now = f"not running, or suspended: last update {_ago(age_ms / 1_000)} ago"
         else:
             now = status.line()
         facts = Table.grid(padding=(0, 2))

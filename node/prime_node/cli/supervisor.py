@@ -138,11 +138,14 @@ class Supervisor:
             child.ends = [end for end in child.ends if now - end < RESTART_WINDOW_S] + [now]
             if len(child.ends) > RESTARTS_MAX:
                 log.error(
-                    "%s ended %d times within %.0f s and is given up", child.name, len(child.ends), RESTART_WINDOW_S
+                    "%s ended %d times within %.0f s and is not restarted again",
+                    child.name,
+                    len(child.ends),
+                    RESTART_WINDOW_S,
                 )
                 child.state = ChildState.FAILED
                 return
-            log.warning("%s ended with code %s and is started again", child.name, child.exit_code)
+            log.warning("%s ended with code %s and is restarted", child.name, child.exit_code)
             child.state = ChildState.RESTARTING
             await asyncio.sleep(min(0.5 * 2 ** len(child.ends), 10.0))
             if child.name in self._stopping:
@@ -150,7 +153,7 @@ class Supervisor:
             try:
                 await self._spawn(child)
             except OSError as error:  # no memory, no free process, no room for the log
-                log.error("%s cannot be started again and is given up: %s", child.name, error)
+                log.error("%s cannot be restarted: %s", child.name, error)
                 child.state = ChildState.FAILED
                 return
 

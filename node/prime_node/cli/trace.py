@@ -19,9 +19,9 @@ from prime_protocol.errors import LocalError
 def trace(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where the trace goes [RUN/trace.json].", show_default=False)
+        Path | None, typer.Option(help="Trace file to write [RUN/trace.json].", show_default=False)
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw it to this file, too.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw it into this image file.", show_default=False)] = None,
     steps: Annotated[
         str | None, typer.Option(help="Only what happened during these steps, for example 40:46.", show_default=False)
     ] = None,

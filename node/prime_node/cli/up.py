@@ -50,7 +50,7 @@ GRACE_S = {"worker": 15.0, VALIDATOR: 10.0, TRAINER: 60.0, COORDINATOR: 15.0}
 
 def up(
     directory: Annotated[
-        Path, typer.Argument(help="Folder of the run; made if it is not there, resumed if it is.")
+        Path, typer.Argument(help="Run directory; created if it does not exist, else resumed.")
     ] = Path("runs/demo"),
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
@@ -78,7 +78,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
         f"  join link  {link}",
         f"  status     {link.url}/v1/status",
         f"  metrics    {link.url}/metrics",
-        f"  logs       {run_dir.path / 'logs'}    Ctrl-C stops; the same command goes on",
+        f"  logs       {run_dir.path / 'logs'}    Ctrl-C stops; the same command resumes",
         "",
         console=console,
     )
@@ -94,7 +94,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     finally:
         await session.stop()
     if not finished:
-        say("", f"stopped at step {session.progress.step}; `prime-node up {run_dir.path}` goes on", console=console)
+        say("", f"stopped at step {session.progress.step}; `prime-node up {run_dir.path}` resumes", console=console)
         return 130 if stop.is_set() else 3
     from prime_node.cli.summary import summarise
 
@@ -184,7 +184,7 @@ class UpSession:
         trainer.cancel()
         failed = self._given_up()
         if failed is not None:
-            log.error("%s ended with code %s and is given up", failed.name, failed.exit_code)
+            log.error("%s ended with code %s and is not restarted", failed.name, failed.exit_code)
             end = last_lines(failed.log_file, 15).splitlines()
             say(f"the {failed.name} failed; the end of {failed.log_file}:", *end, console=console)
         return trainer.done() and failed is None
@@ -257,7 +257,7 @@ async def _compile_kernels() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "prime_node.cli.kernels")
     try:
         if await process.wait() != 0:
-            log.warning("the codec's kernels are not compiled; the children try it in turn")
+            log.warning("the codec's kernels could not be compiled; each child process tries again")
     finally:
         if process.returncode is None:
             process.kill()
@@ -283,7 +283,7 @@ def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Op
     if not run_dir.exists:
         return Options(config or _shipped_demo(), assignments)
     if config is not None and config.read_bytes() != run_dir.config.read_bytes():
-        raise LocalError(f"{run_dir.path} was made with another config; leave --config away, or choose another folder")
+        raise LocalError(f"{run_dir.path} was made with another config; leave --config out, or choose another folder")
     options = Options(run_dir.config, [*run_dir.overrides(), *assignments])
     if any(assignment.startswith("run.") for assignment in assignments):
         raise LocalError(f"the run in {run_dir.path} is signed and fixed: --set run.* is for a new folder")

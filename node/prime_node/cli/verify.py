@@ -29,12 +29,15 @@ DOES_NOT_HOLD = 1
 def verify(
     target: Annotated[str, typer.Argument(help="Join link, URL, run directory or published folder.")],
     chain: Annotated[
-        bool, typer.Option("--chain", help="Every policy from the first to the newest, not only the newest.")
+        bool, typer.Option("--chain", help="Verify every policy from the first to the newest, not only the newest.")
     ] = False,
     policy: Annotated[
         int | None,
         typer.Option(
-            "--policy", min=0, show_default=False, help="This policy instead of the newest, and the chain between them."
+            "--policy",
+            min=0,
+            show_default=False,
+            help="Verify this policy instead of the newest, and the chain between them.",
         ),
     ] = None,
     against: Annotated[
@@ -42,7 +45,7 @@ def verify(
         typer.Option(
             "--against",
             show_default=False,
-            help="A safetensors file, or a folder of them: are these the policy's weights, bit for bit?",
+            help="A safetensors file, or a folder of them: check that these are the policy's weights, bit for bit.",
         ),
     ] = None,
     tensor: Annotated[
@@ -62,7 +65,7 @@ def verify(
         typer.Option(
             "--base",
             show_default=False,
-            help="Of a run whose policies are adapters: the base model's folder. The export is then the merged model.",
+            help="Folder of the base model, for a run whose policies are adapters. The export is then the merged model.",
         ),
     ] = None,
     sign: Annotated[
@@ -83,7 +86,7 @@ def verify(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", help="Digest of the run that you mean; the join link holds it.", show_default=False),
+        typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:

@@ -111,9 +111,9 @@ def as_lines(found: Verification) -> Iterator[str]:
     """Yield the lines that are printed after the checks."""
     report, comparison, proof = found.report, found.comparison, found.proof
     if not report.passed:
-        yield "does NOT hold; nothing after the failed check was looked at"
+        yield "does NOT hold; checks after the failed one were not run"
         if report.evidence:
-            yield f"{len(report.evidence)} signed statements contradict each other; --evidence DIR keeps them"
+            yield f"{len(report.evidence)} signed statements contradict each other; --evidence DIR saves them"
         return
     if proof is not None:
         yield (

@@ -304,7 +304,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         made = vllm(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib, seeded=settings.seeded)
     else:
         if not settings.seeded:
-            raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always takes the seeds")
+            raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always uses the seeds")
         _check_size(model, run)
         made = _transformers(model, dtype="fp32", threads=settings.threads)
     made = wire_adapters.merging_engine(made, run, settings.base_model)

@@ -25,7 +25,7 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
     if wanted is None:
         return None
     if not isinstance(model, PretrainedModel):
-        raise LocalError('[run.adapters] need a base that others can have: model = { kind = "pretrained", ... }')
+        raise LocalError('[run.adapters] need a base that others can download: model = { kind = "pretrained", ... }')
     place = Path(model.name_or_path)
     return AdapterSpec(
         base=str(place.resolve()) if place.is_dir() else model.name_or_path,
@@ -43,7 +43,7 @@ def base_weights(adapters: AdapterSpec, here: str | None) -> Weights:
     found = _root(weights)
     if found != adapters.base_root:
         raise LocalError(
-            f"base model {name}: its state root is {found[:16]}, and the run's adapters are of one with "
+            f"base model {name}: its state root is {found[:16]}, but the run's adapters belong to "
             f"{adapters.base_root[:16]} ({adapters.base}); get that one, in its original type, and name its folder in base_model"
         )
     return weights

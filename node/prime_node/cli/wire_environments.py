@@ -115,7 +115,7 @@ def _start_process(
     log.info("environments run in process %d", process.pid)
     if missing := process.ready["missing"]:
         log.warning(
-            "environments hold no key, but this system does not confine all of their code: NOT enforced: %s",
+            "environments hold no key, but this system confines their code only partly; NOT enforced: %s",
             "; ".join(missing),
         )
     return {
@@ -218,7 +218,7 @@ def _model_files(model: Path) -> dict[str, str]:
     for path in sorted(model.iterdir()):
         if path.suffix in MODEL_FILES and path.is_file():
             if path.stat().st_size > MODEL_FILE_BYTES_MAX:
-                raise LocalError(f"{path} has more than {MODEL_FILE_BYTES_MAX} bytes, which is no tokenizer's file")
+                raise LocalError(f"{path} has more than {MODEL_FILE_BYTES_MAX} bytes, too many for a tokenizer file")
             found[path.name] = base64.b64encode(path.read_bytes()).decode()
     return found
 

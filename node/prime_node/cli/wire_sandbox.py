@@ -71,7 +71,9 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
     `folder`, an absolute path, is the role's own: it writes there, and nothing that it writes elsewhere outlives the process.
     """
     if settings.unsafe_off:
-        log.warning("NOT CONFINED (sandbox.unsafe_off): one mistake in this program, and a hostile run has your files")
+        log.warning(
+            "NOT CONFINED (sandbox.unsafe_off): a bug in this program would give a hostile run access to your files"
+        )
         return
     from prime_node.adapters.sandbox.confine import confine
     from prime_node.adapters.sandbox.system_paths import homes
@@ -79,7 +81,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
 
     if any(folder == home or folder in home.parents for home in homes()):
         raise LocalError(
-            f"folder {folder} is a home, and a role may write everything in its folder: choose one inside it"
+            f"folder {folder} is a home directory, and a role may write everything in its folder: choose a folder inside it"
         )
     kept, scratch = _hub_cache(), process_folder("role")
     scratch.chmod(0o711)  # environments may run as another user, in a subfolder
@@ -91,7 +93,8 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
         level = confine(rules)
     except (OSError, RuntimeError) as error:
         raise LocalError(
-            f"this process cannot confine itself: {error}. [sandbox] unsafe_no_namespaces does with less, unsafe_off without"
+            f"this process cannot confine itself: {error}. sandbox.unsafe_no_namespaces "
+            "needs less of the system, sandbox.unsafe_off nothing"
         ) from None
     (log.info if level.is_full else log.warning)("confined; %s", level.sentence())
 

@@ -250,7 +250,7 @@ def require_tcp(setting: str, addresses: Sequence[str]) -> None:
         end = endpoint_of(address)
         if end is None or place_of(end.host) is None:
             raise LocalError(
-                f"{setting}: {address!r} is not where peers could be sent; write for example /ip4/203.0.113.7/tcp/4001"
+                f"{setting}: {address!r} is not an address for peers; write for example /ip4/203.0.113.7/tcp/4001"
             )
 
 

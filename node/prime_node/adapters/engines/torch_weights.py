@@ -16,7 +16,7 @@ _BIT_PATTERNS = {2: torch.uint16, 4: torch.uint32}
 def to_torch(tensor: WeightTensor) -> torch.Tensor:
     """Return a tensor of the same dtype and shape. Do not write to it: it shares memory with the array if that is writable."""
     if tensor.dtype not in _TORCH_DTYPES:
-        raise ValueError(f"weights of dtype {tensor.dtype} cannot be computed with")
+        raise ValueError(f"weights of dtype {tensor.dtype} are not supported")
     # torch warns about memory that it may not write to.
     data = tensor.data if tensor.data.flags.writeable else tensor.data.copy()
     return torch.from_numpy(data).view(_TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)

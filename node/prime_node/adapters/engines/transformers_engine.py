@@ -136,7 +136,7 @@ class TransformersEngine:
         if not error <= PROBE_ERROR_MAX[self._dtype]:  # also raised for NaN
             raise EngineMismatch(
                 f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
-                "this engine is of no use until a load succeeds"
+                "this engine computes nothing until a load succeeds"
             )
         self._loaded, self._version = True, policy_version
 

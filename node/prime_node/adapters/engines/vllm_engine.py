@@ -279,7 +279,7 @@ class VllmEngine:
         except (RuntimeError, ValueError) as error:
             self._starting = None
             raise LocalError(
-                f"vLLM did not start ({error}); its own messages are above. --engine transformers does without it"
+                f"vLLM did not start ({error}); its own messages are above. --engine transformers does not need vLLM"
             ) from error
 
         if not self._seeded:
@@ -324,7 +324,7 @@ class VllmEngine:
         root = root_of(weights)
         if self._last_probe is not None and self._last_probe[0] != root and self._last_probe[1] == found:
             raise EngineMismatch(
-                f"policy {policy_version}: vLLM answers the probe exactly as before, though the weights are others; "
+                f"policy {policy_version}: vLLM answers the probe exactly as before, though the weights changed; "
                 "the update did not reach it. Restart the worker, or use --engine transformers"
             )
         self._last_probe = root, found
@@ -376,7 +376,7 @@ class VllmEngine:
                 return draft.completion(asked_of)
             await self._resumed.wait()
             if not self._loaded:
-                raise EngineMismatch("the policy that was to go on with this completion could not be loaded")
+                raise EngineMismatch("the policy that continues this completion could not be loaded")
 
 
 def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[TensorPlace]]:

@@ -78,7 +78,7 @@ class VllmTeacher:
         try:
             return json.loads(text)
         except ValueError:
-            raise LocalError(f"teacher {self._url}: its answer is no JSON; is it a vLLM server?") from None
+            raise LocalError(f"teacher {self._url}: its answer is not JSON; is it a vLLM server?") from None
 
 
 def _chosen(entries: Sequence[dict[str, dict[str, float]] | None], sequence: tuple[int, ...]) -> tuple[float, ...]:

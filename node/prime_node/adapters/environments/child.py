@@ -97,7 +97,7 @@ class EnvironmentChild:
             self._process = started.result()
         except (OSError, LocalError) as error:
             self._scratch.close()
-            raise LocalError(f"the environments' process does not start: {error}") from None
+            raise LocalError(f"the environment process does not start: {error}") from None
         self.pid = self._process.pid
         atexit.register(self.end)
         for work in (self._write, self._log):
@@ -173,10 +173,10 @@ class EnvironmentChild:
         try:
             while line := process.stdout.readline(limits.ENVIRONMENT_LINE_BYTES_MAX + 1):
                 if not line.endswith(b"\n"):
-                    raise ValueError(f"a line of more than {limits.ENVIRONMENT_LINE_BYTES_MAX} bytes, or half a line")
+                    raise ValueError(f"a line has more than {limits.ENVIRONMENT_LINE_BYTES_MAX} bytes, or no end")
                 self._take(read_message_frame(line))
         except ValueError as error:
-            log.warning("the environments' process is ended: it wrote what is no answer (%s)", error)
+            log.warning("ending the environment process: it wrote an invalid message (%s)", error)
             _kill(process)
         finally:
             self.is_gone = True
@@ -191,7 +191,7 @@ class EnvironmentChild:
         self.is_worn |= frame.is_worn
         answer = self._waiting.pop(frame.number, None)
         if answer is None:
-            raise ValueError("an answer to no question")
+            raise ValueError("an answer without a request")
         if not answer.set_running_or_notify_cancel():
             return
         if frame.error is not None:
@@ -205,7 +205,7 @@ class EnvironmentChild:
         if loop is None or ask is None:
             self._num_stray += 1
             if self._num_stray > limits.ENVIRONMENT_STRAY_ASKS_MAX:
-                raise ValueError(f"more than {limits.ENVIRONMENT_STRAY_ASKS_MAX} requests of episodes that are over")
+                raise ValueError(f"more than {limits.ENVIRONMENT_STRAY_ASKS_MAX} requests by finished episodes")
             return
         self._asked = {number: count for number, count in self._asked.items() if number in self.asks}
         self._asked[asked.episode] = count = self._asked.get(asked.episode, 0) + 1
@@ -235,7 +235,7 @@ class EnvironmentChild:
                     if left > 0:
                         log.info("environments: %s", _readable(line))
                     elif was_left > 0:
-                        log.warning("environments print too much; what they print is dropped for a minute")
+                        log.warning("environments print too much; their output is dropped for a minute")
             if rest and left > 0:
                 log.info("environments: %s", _readable(rest))
 
@@ -243,7 +243,7 @@ class EnvironmentChild:
         for number in list(self._waiting):
             answer = self._waiting.pop(number, None)  # another thread may have taken it
             if answer is not None and not answer.done():
-                answer.set_exception(Ended("the environments' process ended"))
+                answer.set_exception(Ended("the environment process ended"))
 
 
 def _kill(process: Process) -> None:
@@ -271,7 +271,7 @@ def _checked(ready: object) -> dict[str, Any]:
         or not isinstance(ready.get("turns"), list)
         or not all(isinstance(each, str) for each in (*ready["missing"], *ready["turns"]))
     ):
-        raise ValueError("the environments' process did not begin as it must")
+        raise ValueError("the first answer of the environment process is not valid")
     return ready
 
 

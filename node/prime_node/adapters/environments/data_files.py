@@ -40,7 +40,7 @@ def find_file(path: str, folder: Path | None, *, hidden: Sequence[Path] = (), hu
     if any(found.is_relative_to(kept.resolve()) for kept in hidden):
         raise ValueError(f"options.path = {path!r} leads into a folder that holds keys; choose another data folder")
     if not stat.S_ISREG(found.stat().st_mode):
-        raise ValueError(f"options.path = {path!r} is no regular file")
+        raise ValueError(f"options.path = {path!r} is not a regular file")
     return found
 
 

@@ -47,13 +47,13 @@ def read_message_frame(line: bytes) -> Asked | Answered:
     except RecursionError:
         raise ValueError("too deep") from None
     if not isinstance(found, dict) or not _is_count(found.get("id")):
-        raise ValueError("no object with an id")
+        raise ValueError("not an object with an id")
     if "ask" in found:
         prompt = found.get("prompt")
         if not _is_count(found["ask"]) or not isinstance(prompt, list) or len(prompt) > limits.TOKENS_MAX:
-            raise ValueError("no request with a prompt")
+            raise ValueError("not a request with a prompt")
         if not all(type(token) is int and 0 <= token <= TOKEN_ID_MAX for token in prompt):
-            raise ValueError("a prompt of other things than token ids")
+            raise ValueError("the prompt contains something other than token ids")
         return Asked(found["ask"], found["id"], tuple(prompt))
     if ("error" in found) == ("result" in found):
         raise ValueError("neither a result nor an error")
@@ -70,14 +70,14 @@ def as_text(found: object) -> str:
     try:
         found.encode()
     except UnicodeEncodeError:
-        raise ValueError("it gave a text with half a character (a lone surrogate)") from None
+        raise ValueError("it gave a text with an incomplete character (a lone surrogate)") from None
     return found
 
 
 def as_texts(found: object, count: int) -> Sequence[str]:
     """Check that they are at most `count` texts. Raises ValueError."""
     if not isinstance(found, list) or len(found) > count:
-        raise ValueError(f"it did not give at most {count} texts")
+        raise ValueError(f"it did not give a list of at most {count} texts")
     return [as_text(each) for each in found]
 
 

@@ -31,7 +31,7 @@ def hub_file(path: str, *, bytes_max: int) -> Path:
     found = _PATH.fullmatch(path)
     if found is None:
         raise ValueError(
-            f"{path!r}: a dataset's file is hf://datasets/OWNER/NAME[@REVISION]/FILE, names without leading dots"
+            f"{path!r}: write a dataset file as hf://datasets/OWNER/NAME[@REVISION]/FILE, without leading dots in names"
         )
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -46,12 +46,12 @@ def hub_file(path: str, *, bytes_max: int) -> Path:
         size = get_hf_file_metadata(url, token=False).size
         if size is None or size > bytes_max:
             raise ValueError(
-                f"{path} has {size} bytes, {bytes_max} are fetched at most: raise environments.hub_file_bytes_max, or fetch it "
+                f"{path} has {size} bytes, more than {bytes_max}: raise environments.hub_file_bytes_max, or fetch it "
                 f"yourself: hf download --repo-type dataset {repo} {name}"
             )
         return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, token=False))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = (str(error).splitlines() or [""])[0]
         raise OSError(
-            f"{path}: the hub does not give it: {why}; fetch it yourself: hf download --repo-type dataset {repo} {name}"
+            f"{path}: cannot download it: {why}; fetch it yourself: hf download --repo-type dataset {repo} {name}"
         ) from error

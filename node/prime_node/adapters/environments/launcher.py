@@ -71,7 +71,7 @@ class Plan:
                 path.is_relative_to(one) and _is_open(real, Path(one), self.walls.hidden) for one in self.choices
             )
         ):
-            raise ValueError(f"{path} is no file that environments may read")
+            raise ValueError(f"{path} is not a file that environments may read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Launcher:
         if "pid" not in told:
             for descriptor in outer:
                 os.close(descriptor)
-            raise LocalError(f"the environments' process does not start: {told.get('error', 'its launcher is gone')}")
+            raise LocalError(f"the environment process does not start: {told.get('error', 'its launcher has exited')}")
         stdin, stdout, stderr = (os.fdopen(one, mode) for one, mode in zip(outer, ("wb", "rb", "rb"), strict=True))
         return Launched(self, told["pid"], stdin, stdout, stderr)
 
@@ -139,7 +139,7 @@ class Launcher:
         self._process.wait()
 
     def _order(self, order: dict[str, object], descriptors: list[int]) -> dict[str, int]:
-        """Send an order and return the answer; empty if the launcher is gone."""
+        """Send an order and return the answer; empty if the launcher has exited."""
         with self._lock:
             try:
                 socket.send_fds(self._channel, [json.dumps(order).encode()], descriptors)
@@ -162,7 +162,7 @@ class Server:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     def serve(self, channel: socket.socket) -> None:
-        """Serve until the role is gone."""
+        """Serve until the role exits."""
         try:
             while True:
                 data, descriptors, _, _ = socket.recv_fds(channel, ORDER_BYTES_MAX, 3)

@@ -127,7 +127,7 @@ class EnvironmentProcess:
             await asyncio.wait_for(asyncio.wrap_future(answer), answer_s_max)
         except TimeoutError:
             await asyncio.to_thread(child.end)  # may take seconds
-            raise Ended(f"the environments' process did not answer for {answer_s_max:.0f} s") from None
+            raise Ended(f"the environment process did not answer for {answer_s_max:.0f} s") from None
 
     @property
     def pid(self) -> int:
@@ -143,7 +143,7 @@ class EnvironmentProcess:
     def _started(self) -> EnvironmentChild:
         with self._lock:
             if not self._is_fit(self._child):
-                log.warning("the environments' process is gone or hangs; starting another")
+                log.warning("the environment process has exited or hangs; starting another")
                 if self._child not in self._retired:
                     self._child.end()
                 self._child = EnvironmentChild(self._command, self._description)

@@ -86,9 +86,9 @@ async def _result(function: dict[str, Any], dispatch: dict[str, Any], servers: d
     try:
         arguments = json.loads(function.get("arguments") or "{}")
     except json.JSONDecodeError as error:
-        return f"error: the arguments are no JSON ({error})"
+        return f"error: the arguments are not valid JSON ({error})"
     if function["name"] not in dispatch or not isinstance(arguments, dict):
-        return f"error: there is no tool {function['name']!r}, or its arguments are no object"
+        return f"error: there is no tool {function['name']!r}, or its arguments are not an object"
     return await call_mcp(servers, dispatch, function["name"], arguments)
 
 

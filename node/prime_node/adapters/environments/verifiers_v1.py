@@ -106,7 +106,7 @@ class VerifiersEnvironment:
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
         """Raise ValueError: a rollout is scored by playing it again."""
-        raise ValueError("a rollout of verifiers is scored by playing it again")
+        raise ValueError("a rollout of verifiers can only be scored by replaying it")
 
     def held_out(self, count: int) -> list[HeldOutTask]:
         """Return the first `count` held-out tasks."""
@@ -189,11 +189,11 @@ class HeldOutTask:
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
         """Raise ValueError: a rollout is scored by playing it."""
-        raise ValueError("a rollout of verifiers is scored by playing it")
+        raise ValueError("a rollout of verifiers can only be scored by playing it")
 
     def score(self, completion: str, *, finished: bool) -> float:
         """Raise ValueError: a rollout is scored by playing it."""
-        raise ValueError("a rollout of verifiers is scored by playing it")
+        raise ValueError("a rollout of verifiers can only be scored by playing it")
 
 
 def _answer(completion: Completion) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         ):
             meter.weigh((args, kwargs))
         elif not isinstance(called, (Macro, Undefined)):
-            raise SecurityError(f"the chat template calls a {type(called).__name__}, which no chat template needs")
+            raise SecurityError(f"the chat template calls a {type(called).__name__}, which is not supported")
         return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -370,4 +370,4 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _no_clock(_format: str) -> NoReturn:
-    raise ValueError("the chat template shows today's date, so its prompts would not be the same tomorrow")
+    raise ValueError("the chat template shows today's date, so its prompts would change from day to day")

@@ -89,7 +89,7 @@ def tokenizer_at_fault(folder: Path) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300] or "no reason given"
         raise LocalError(
             f"{folder}: the tokenizer's files (tokenizer.json, tokenizer_config.json, chat template) are not usable "
-            f"({type(error).__name__}: {reason}); a run's own are its operator's to mend"
+            f"({type(error).__name__}: {reason}); ask the run's operator to fix them if they are the run's"
         ) from error
 
 
@@ -101,7 +101,7 @@ def panics_raised() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"the tokenizer's library gave up: {' '.join(str(error).split())[:200]}") from None
+        raise ValueError(f"the tokenizer library failed: {' '.join(str(error).split())[:200]}") from None
 
 
 def _template_parts(folder: Path) -> tuple[str, str]:

@@ -57,7 +57,7 @@ def require_listed(files: Iterable[ModelFile]) -> None:
     for file in files:
         if (most := FILE_BYTES_MAX.get(file.name)) is None:
             raise LocalError(
-                f"the run's model file {printable(file.name)} is none of {', '.join(FILE_BYTES_MAX)}; {_OPERATOR}"
+                f"the run's model file {printable(file.name)} is not one of {', '.join(FILE_BYTES_MAX)}; {_OPERATOR}"
             )
         if file.size > most:
             raise LocalError(f"the run's model file {file.name} has {file.size:,} bytes, above {most:,}; {_OPERATOR}")
@@ -94,7 +94,7 @@ def read_json(path: Path) -> dict[str, Any]:
     for _, key, entry in _entries(value) if path.name in _SETTINGS else ():
         if key in _FORBIDDEN and entry is not None:
             raise LocalError(
-                f"{path}: its {key} asks {_FORBIDDEN[key]}, which this software never does; {_OPERATOR} for a model that "
+                f"{path}: its {key} asks {_FORBIDDEN[key]}, which this software does not support; {_OPERATOR} for a model that "
                 "transformers knows by itself"
             )
     return value
@@ -144,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         layers, experts = (max(_counts(part, word), default=1) for word in ("layer", "expert"))
         if layers * experts > limits.MODEL_EXPERTS_TOTAL_MAX:
             raise LocalError(
-                f"{path}: {layers:,} layers of {experts:,} experts, above {limits.MODEL_EXPERTS_TOTAL_MAX:,} together; "
+                f"{path}: {layers:,} layers of {experts:,} experts, above {limits.MODEL_EXPERTS_TOTAL_MAX:,} in total; "
                 f"{_OPERATOR}"
             )
     return config
@@ -192,7 +192,7 @@ def _fault(key: str, value: object) -> str | None:
             return f"{value:,}, below 0" if value > -(10**30) else "below 0"
     if isinstance(value, str):
         if key.endswith("_implementation") and "/" in value:
-            return "a repository's: it asks to run code that comes with the model, which this software never does"
+            return "the name of a repository: that would run code that comes with the model, which this software does not support"
         if len(value) > limits.MODEL_CONFIG_CHARS_MAX:
             return f"a text of {len(value):,} characters, above {limits.MODEL_CONFIG_CHARS_MAX:,}"
     if isinstance(value, list) and len(value) > limits.MODEL_CONFIG_ITEMS_MAX:
@@ -314,7 +314,7 @@ def _longest_replacement(path: Path, charsmap: object) -> int:
         raw = b""
     size = int.from_bytes(raw[:4], "little")
     if len(raw) < 4 + size or size % 4:
-        raise LocalError(f"{path}: precompiled_charsmap is no table of replacements; {_OPERATOR}")
+        raise LocalError(f"{path}: precompiled_charsmap is not a table of replacements; {_OPERATOR}")
     return max(map(len, raw[4 + size :].split(b"\0")))
 
 
@@ -333,9 +333,9 @@ def regex_fault(pattern: str) -> str | None:
     for found in _REGEX_TOKEN.finditer(pattern):
         token = found[0]
         if token == "[":
-            return "has a class without an end"
+            return "has an unterminated character class"
         if re.fullmatch(r"\\[1-9k]", token):
-            return "refers back to what it has matched"
+            return "has a back-reference"
         if token == "(":
             repeats.append(0)
             most_within.append(0)
@@ -347,7 +347,7 @@ def regex_fault(pattern: str) -> str | None:
             most_within[-1], repeats[-1], closed = max(most_within[-1], repeats[-1]), 0, None
         elif token in "*+" or re.fullmatch(r"\{\d*,\}|\{\d*,?\d{3,}\}", token):
             if closed:
-                return "repeats what repeats, which can take for ever"
+                return "has nested repeats, which can take exponential time"
             repeats[-1] += closed is None or closed == 0
             closed = None
         elif token != "?" and not token.startswith("{"):

@@ -68,9 +68,9 @@ def renderer_config(folder: Path, name: str, *, of: str = "") -> Any:
         model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
         name = known.get(of) or _FAMILIES.get(model_type, "")
         if not name:
-            raise ValueError(f"no renderer is known for models of type {model_type!r}: name one")
+            raise ValueError(f"no renderer is known for models of type {model_type!r}: set one by name")
     if name == _UNMETERED:
-        raise ValueError(f"renderer {name!r} renders the model's own template without a limit: name `template`")
+        raise ValueError(f"renderer {name!r} renders the model's own template without a limit: use `template`")
     try:
         return renderers.config_from_name(name)
     except (KeyError, ValueError) as error:

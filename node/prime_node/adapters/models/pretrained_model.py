@@ -63,7 +63,7 @@ def _folder(name_or_path: str, *, patterns: tuple[str, ...]) -> Path:
         return Path(snapshot_download(name_or_path, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         raise LocalError(
-            f"model {name_or_path}: neither a folder nor to be had from a hub ({str(error).splitlines()[0][:200]})"
+            f"model {name_or_path}: not a folder, and not available from the hub ({str(error).splitlines()[0][:200]})"
         ) from None
 
 

@@ -87,5 +87,5 @@ class TemplateRenderer:
 def _refuse_tools(tools: Sequence[Message]) -> None:
     if tools:
         raise ValueError(
-            f"a plain chat template takes no tools: choose a renderer of the model ({json.dumps(tools)[:80]})"
+            f"a plain chat template does not support tools: choose a renderer for the model ({json.dumps(tools)[:80]})"
         )

@@ -37,7 +37,7 @@ def tiny_model_files(
 ) -> dict[str, bytes]:
     """Return file name -> bytes for all the model's files but its weights. The defaults are the demo's 0.5 M parameters."""
     if hidden_size % num_heads or hidden_size // num_heads % 2:
-        raise ValueError(f"hidden_size {hidden_size} must be {num_heads} heads of an even size")
+        raise ValueError(f"hidden_size {hidden_size} must be divisible into {num_heads} heads of an even size")
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,

@@ -28,7 +28,7 @@ def confine(rules: SandboxRules) -> SandboxLevel:
 
     threads = num_threads()
     if threads > 1 and landlock.abi() < landlock.ABI_TSYNC:
-        raise RuntimeError(f"{threads - 1} other threads run already, which Landlock would leave free")
+        raise RuntimeError(f"{threads - 1} other threads run already, and Landlock would not confine them")
     if rules.umask is not None:
         os.umask(rules.umask)
     privileges.apply_limits(rules.limits)

@@ -74,7 +74,7 @@ def restrict_access(rules: SandboxRules) -> list[Wall]:
     """
     version = abi()
     if version < 1:
-        missing = "Landlock is not switched on in this kernel; Linux 5.13 brought it"
+        missing = "this kernel does not enable Landlock, which Linux 5.13 and newer offer"
         return [Wall(name, False, missing) for name in ("files", *_asked(rules), "Unix sockets by path")]
     try:
         handled = _handled(rules, version)

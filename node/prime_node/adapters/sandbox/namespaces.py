@@ -59,7 +59,7 @@ def _tried(view: View) -> str:
             closed = [path for path in view.write if not os.access(path, os.W_OK | os.X_OK)]
             said = f"{closed[0]} could not be written to inside".encode() if closed else b"ok"
         except PermissionError as error:
-            said = f"the system does not let this user make namespaces: {error}".encode()
+            said = f"the system does not let this user create namespaces: {error}".encode()
         except OSError as error:
             said = f"it cannot be set up: {error}".encode()
         finally:
@@ -69,7 +69,7 @@ def _tried(view: View) -> str:
     with os.fdopen(reader, "rb") as file:
         answer = file.read(_TRY_BYTES_MAX).decode(errors="replace")
     os.waitpid(child, 0)
-    return "" if answer == "ok" else answer or "a child that tried it died"
+    return "" if answer == "ok" else answer or "a child process died while trying it"
 
 
 def _enter(view: View) -> None:
@@ -153,7 +153,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, data: 
 def _pivot(new: str, old: str) -> None:
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
-        raise OSError("pivot_root has no known number on this processor")
+        raise OSError("the system call number of pivot_root is not known for this processor")
     _check("pivot_root", _libc().syscall(number, new.encode(), old.encode()))
 
 

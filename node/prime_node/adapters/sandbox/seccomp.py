@@ -69,14 +69,14 @@ def restrict_calls(rules: SandboxRules) -> Wall:
     """Bind this process to the filter. The caller has set no_new_privs. Raises OSError if the kernel refuses it."""
     machine = architecture()
     if machine is None:
-        return Wall("system calls", False, "no filter is written for this processor")
+        return Wall("system calls", False, "this software has no filter for this processor")
     code = program(rules, machine)
     buffer = ctypes.create_string_buffer(code, len(code))
     what = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     libc = ctypes.CDLL(None, use_errno=True)
     result = libc.syscall(_SECCOMP[machine.audit], _SET_MODE_FILTER, _FLAG_TSYNC, ctypes.byref(what))
     if result > 0:
-        raise OSError(errno.EBUSY, f"seccomp: thread {result} has a filter of its own")
+        raise OSError(errno.EBUSY, f"seccomp: thread {result} already has its own filter")
     if result < 0:
         number = ctypes.get_errno()
         if number in (errno.ENOSYS, errno.EINVAL):

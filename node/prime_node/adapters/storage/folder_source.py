@@ -63,7 +63,7 @@ class FolderSource:
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Return bytes [start, end) of a blob, unverified. Raises PeerError or Unreachable."""
         if not _DIGEST.fullmatch(digest):
-            raise PeerError(ErrorCode.NOT_FOUND, f"no digest: {digest[:80]!r}")
+            raise PeerError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
         return await asyncio.to_thread(
             self._read, f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max, start, end
         )
@@ -77,12 +77,14 @@ class FolderSource:
                 size = file.seek(0, 2)
                 stop = size if end is None else end
                 if not 0 <= start <= stop <= size:
-                    raise PeerError(ErrorCode.BAD_RANGE, f"{name} has {size} bytes, {start} to {stop} were asked for")
+                    raise PeerError(
+                        ErrorCode.BAD_RANGE, f"{name} has {size} bytes, but the request is for {start} to {stop}"
+                    )
                 if stop - start > bytes_max:
                     raise LimitExceeded("bytes_max", stop - start, bytes_max)
                 file.seek(start)
                 return file.read(stop - start)
         except FileNotFoundError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"{self.folder} holds no {name}") from None
+            raise PeerError(ErrorCode.NOT_FOUND, f"{self.folder} does not contain {name}") from None
         except OSError as error:
             raise Unreachable(f"{self.folder}: {name}: {error.strerror}") from None

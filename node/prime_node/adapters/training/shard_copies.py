@@ -104,7 +104,7 @@ class ShardCopies:
         """Return this rank's rows of a policy; no collective."""
         with self._changed:
             taken = self._changed.wait_for(lambda: number in self._copies, TAKEN_WITHIN_S)
-            assert taken, f"copy {number} was never taken"
+            assert taken, f"copy {number} does not exist"
             return self._copies[number]
 
 

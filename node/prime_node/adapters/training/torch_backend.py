@@ -212,7 +212,7 @@ class TorchBackend:
 
     def share_proximal_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
         """Return the kept proximal policy's logprobs of the whole batch, on every rank."""
-        assert self._proximal, "no proximal policy has been kept"
+        assert self._proximal, "no proximal policy is stored"
         present = self._copied()
         try:
             self._put(self._proximal)
@@ -237,7 +237,7 @@ class TorchBackend:
 
     def copy(self) -> PolicyCopy:
         """Copy the policy for the publisher, on a single process."""
-        assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy"
+        assert self._ranks.mesh is None, "on several ranks rank 0 publishes: use LeadingBackend.copy"
         return WholeCopy(self.snapshot())
 
     def take_copy(self, number: int, copies: ShardCopies) -> None:
@@ -246,7 +246,7 @@ class TorchBackend:
 
     def copy_of(self, weights: Weights) -> PolicyCopy:
         """Wrap other weights for the publisher, on a single process."""
-        assert self._ranks.mesh is None, "on several ranks rank 0's publisher leads: LeadingBackend.copy_of"
+        assert self._ranks.mesh is None, "on several ranks rank 0 publishes: use LeadingBackend.copy_of"
         return WholeCopy(weights)
 
     def take_rows(self, number: int, copies: ShardCopies, weights: Weights | None) -> None:
@@ -328,7 +328,7 @@ class TorchBackend:
         if not norm < float("inf"):
             self._optimizer.zero_grad()
             raise TrainingDiverged(
-                f"the gradient's norm is {norm}; lower the learning rate, and go on from the last checkpoint"
+                f"the gradient's norm is {norm}; lower the learning rate and resume from the last checkpoint"
             )
         for group in self._optimizer.param_groups:
             group["lr"] = lr

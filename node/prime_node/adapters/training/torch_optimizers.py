@@ -26,6 +26,6 @@ def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings) ->
         raise LocalError(f"optimizer {settings.import_path}: {error}") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise LocalError(
-            f"optimizer {settings.import_path} makes a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+            f"optimizer {settings.import_path} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     return optimizer

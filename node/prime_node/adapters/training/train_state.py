@@ -76,7 +76,7 @@ def note_of(folder: Path, ranks: Ranks) -> bytes:
         with _without_advice():
             load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
     except (CheckpointException, KeyError, OSError, RuntimeError) as error:
-        raise LocalError(f"checkpoint {folder} cannot be taken up: {_reason(error)}") from None
+        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
     return state["note"].numpy().tobytes()
 
 
@@ -96,7 +96,7 @@ def restore_train_state(model: Any, optimizer: torch.optim.Optimizer, folder: Pa
         with _without_advice():
             load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise LocalError(f"checkpoint {folder} cannot be taken up: {_reason(error)}") from None
+        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
     if own in stored:
         torch.set_rng_state(state[own])
     optimizer.state.clear()

@@ -98,7 +98,7 @@ class AiohttpServer:
         except OSError as error:
             await self._runner.cleanup()
             raise LocalError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or end what listens there"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or stop the process that listens there"
             ) from None
 
     async def stop(self, *, grace_s: float) -> None:
@@ -183,16 +183,16 @@ class AiohttpServer:
                 chunks.append(chunk)
         except TimeoutError:
             guard.give_up()
-            raise PeerError(ErrorCode.MALFORMED, "the body came too slowly") from None
+            raise PeerError(ErrorCode.MALFORMED, "the body arrived too slowly") from None
         except (ConnectionError, ClientConnectionError, web.RequestPayloadError):
             guard.give_up()
-            raise PeerError(ErrorCode.MALFORMED, "the body broke off") from None
+            raise PeerError(ErrorCode.MALFORMED, "the body is incomplete") from None
         except PeerError:
             guard.give_up()
             raise
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if body.digest is not None and await _digest_of(whole) != body.digest:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the body is not the one that its header announces")
+            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the body does not match its signed header")
         return whole
 
     async def _send(self, request: web.Request, response: Response) -> web.StreamResponse:

@@ -183,10 +183,10 @@ class GuardedHandler(web.RequestHandler):
         """Return an ErrorBody. Server faults are logged; invalid HTTP is the peer's fault, and scanners send it all day."""
         if status >= 500:
             super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
-            error = PeerError(ErrorCode.INTERNAL, "a fault of the server; its operator can see it")
+            error = PeerError(ErrorCode.INTERNAL, "internal error of the server; its operator finds it in the log")
         else:
             log.debug("%s does not speak HTTP: %r", self.entry.address, exc)
-            error = PeerError(ErrorCode.MALFORMED, "this is no HTTP")
+            error = PeerError(ErrorCode.MALFORMED, "this is not HTTP")
         answer = error_answer(error)
         answer.force_close()
         return answer
@@ -232,7 +232,7 @@ class GuardedHandler(web.RequestHandler):
         if not self._doors.walls.is_host(self.entry.address, head.host):
             raise PeerError(
                 ErrorCode.MALFORMED,
-                f"this server is not known by the name {head.host[:100]!r}: its operator can add it to coordinator.hosts",
+                f"unknown host name {head.host[:100]!r}; its operator can add it to coordinator.hosts",
             )
         self._has_begun, self._searched = False, 0
         delay_s = self._doors.delay_s(self.entry, head.forwarded)

@@ -188,7 +188,7 @@ def nonsense(error: PeerError) -> PeerError:
     It is not the coordinator's decision on the request, so it is transient.
     """
     return PeerError(
-        ErrorCode.UNAVAILABLE, f"the answer makes no sense: {error.detail}", retry_after_s=error.retry_after_s
+        ErrorCode.UNAVAILABLE, f"the answer is not valid: {error.detail}", retry_after_s=error.retry_after_s
     )
 
 
@@ -210,7 +210,7 @@ def reason_of(error: Exception) -> str:
     if isinstance(cause, socket.gaierror) and cause.strerror:
         return cause.strerror
     if type(error) is aiohttp.ClientOSError and error.errno is None:
-        return "the link was closed while something was on its way"
+        return "the connection was closed during a transfer"
     if isinstance(error, aiohttp.ClientPayloadError):
-        return "cut off in the middle of an answer"
+        return "the connection broke in the middle of an answer"
     return str(error)[:200] or type(error).__name__

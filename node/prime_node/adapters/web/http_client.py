@@ -340,7 +340,7 @@ class HttpClient:
         return status, answer
 
     def _signing_key(self) -> SigningKey:
-        assert self._key is not None, "this client was made without a key: it may only read"
+        assert self._key is not None, "this client has no key, so it can only read"
         return self._key
 
     async def _exchange(
@@ -369,14 +369,16 @@ class HttpClient:
                 ) as answer:
                     patience.answered()
                     if "Content-Encoding" in answer.headers:
-                        raise PeerError(ErrorCode.MALFORMED, f"{self.url} compresses its answer unasked")
+                        raise PeerError(
+                            ErrorCode.MALFORMED, f"{self.url} sends a compressed answer, which was not requested"
+                        )
                     if answer.status >= 400:
                         raise await error_of(answer, patience, self._clock)
                     if 300 <= answer.status < 400 and answer.status != 304:
                         raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
                     return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
         except TimeoutError:
-            raise Unreachable(f"{self.url}: no answer, or one that does not move") from None
+            raise Unreachable(f"{self.url}: no answer, or an answer without progress") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
@@ -384,7 +386,7 @@ class HttpClient:
         except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests under way
             if not session.closed:
                 raise
-            raise Unreachable(f"{self.url}: the link was closed meanwhile") from None
+            raise Unreachable(f"{self.url}: the connection was closed") from None
 
     def _standing_headers(self) -> Mapping[str, str]:
         """Headers of every request."""

@@ -73,12 +73,12 @@ class HttpPeer(HttpClient):
                 async for line in _lines(answer):
                     yield parse_json(line, PeerNews)
         except TimeoutError:
-            raise Unreachable(f"{self.url} has fallen silent") from None
+            raise Unreachable(f"{self.url} stopped sending notifications") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
-        raise Unreachable(f"{self.url} has closed the link")
+        raise Unreachable(f"{self.url} has closed the connection")
 
     async def peers(self) -> str:
         """Fetch the signed list of peers. Raises PeerError or Unreachable."""
@@ -86,7 +86,7 @@ class HttpPeer(HttpClient):
         try:
             return body.decode()
         except UnicodeDecodeError:
-            raise PeerError(ErrorCode.MALFORMED, "a list of peers is text") from None
+            raise PeerError(ErrorCode.MALFORMED, "a list of peers must be text") from None
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

@@ -61,7 +61,7 @@ class RangeClient:
         """Close all connections. Requests under way raise Unreachable. Idempotent."""
         self._is_closed = True
         for connection in list(self._open):
-            connection.give_up(Unreachable(f"{self.url}: the link was closed meanwhile"))
+            connection.give_up(Unreachable(f"{self.url}: the connection was closed"))
 
     async def prepare(self) -> None:
         """Open a connection for a later request, if there is none. Raises Unreachable."""
@@ -82,14 +82,14 @@ class RangeClient:
                     answer = await connection.ask(request, bytes_max)
                 except _ClosedBefore:
                     if kept is None:
-                        raise Unreachable(f"{self.url} has closed the link") from None
+                        raise Unreachable(f"{self.url} has closed the connection") from None
                     continue  # an idle connection was closed; a new one may work
                 if connection.is_kept:
                     self._idle.append(connection)
                 else:
                     connection.close()
                 return answer
-        raise Unreachable(f"{self.url}: the link was closed meanwhile")
+        raise Unreachable(f"{self.url}: the connection was closed")
 
     async def _connect(self) -> _Connection:
         try:
@@ -103,7 +103,7 @@ class RangeClient:
             raise Unreachable(f"{self.url}: {os.strerror(error.errno) if error.errno else error}") from None
         self._open.add(made)
         if self._is_closed:  # meanwhile
-            made.give_up(Unreachable(f"{self.url}: the link was closed meanwhile"))
+            made.give_up(Unreachable(f"{self.url}: the connection was closed"))
         return made
 
     def _lost(self, connection: _Connection) -> None:
@@ -183,7 +183,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         began = self._status or self._filled
-        cut = Unreachable(f"{self._url}: cut off in the middle of an answer")
+        cut = Unreachable(f"{self._url}: the connection broke in the middle of an answer")
         self.give_up(cut if began else _ClosedBefore())
         self._lost(self)
 
@@ -206,7 +206,7 @@ class _Connection(asyncio.BufferedProtocol):
         now_s = self._loop.time()
         allowed_s = self._asked_s + self._stall_s + (self._filled if self._body else 0) / BYTES_PER_SECOND_MIN
         if now_s - self._moved_s >= self._stall_s or (self._answered is not None and now_s > allowed_s):
-            self.give_up(Unreachable(f"{self._url}: no answer, or one that does not move"))
+            self.give_up(Unreachable(f"{self._url}: no answer, or an answer without progress"))
         else:
             self._timer = self._loop.call_at(self._moved_s + self._stall_s, self._look)
 
@@ -218,11 +218,11 @@ class _Connection(asyncio.BufferedProtocol):
         Raises PeerError(MALFORMED), or LimitExceeded for a body longer than allowed.
         """
         if self._answered is None or self._answered.done():
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends what nobody asked for")
+            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends data that was not requested")
         end = self._head.find(b"\r\n\r\n", max(0, seen - 3), self._filled)
         if end < 0:
             if self._filled == HEADER_BYTES_MAX:
-                raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not speak HTTP: a header without an end")
+                raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not speak HTTP: its header has no end")
             return
         status, *lines = bytes(self._head_view[:end]).split(b"\r\n")
         found = _STATUS.fullmatch(status)
@@ -233,15 +233,15 @@ class _Connection(asyncio.BufferedProtocol):
         self.is_kept = found[1] == b"1" and self._headers.get("connection", "").lower() != "close"
         length = "0" if self._status == 204 else self._headers.get("content-length", "")
         if not _LENGTH.fullmatch(length) or "transfer-encoding" in self._headers:
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not say how long its answer is")
+            raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not declare the length of its answer")
         if "content-encoding" in self._headers:
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} compresses its answer unasked")
+            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends a compressed answer, which was not requested")
         bytes_max = self._bytes_max if self._status < 400 else limits.ERROR_BODY_BYTES_MAX
         if int(length) > bytes_max:
             raise LimitExceeded("answer_bytes_max", int(length), bytes_max)
         begun = self._head_view[end + 4 : self._filled]
         if len(begun) > int(length):
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends more than it says")
+            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends more than it declares")
         self._body = bytearray(int(length))
         self._body[: len(begun)] = begun
         self._filled = len(begun)
@@ -261,6 +261,6 @@ def _headers_of(lines: list[bytes], url: str) -> dict[str, str]:
         name, colon, value = line.decode("latin-1").partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip() or (name == "content-length" and name in headers):
-            raise PeerError(ErrorCode.MALFORMED, f"{url} does not speak HTTP: a header that is none")
+            raise PeerError(ErrorCode.MALFORMED, f"{url} does not speak HTTP: its header is not valid")
         headers[name] = value.strip()
     return headers

@@ -129,7 +129,7 @@ class PlainGets(asyncio.Protocol):
         self._room.clear()
 
     def resume_writing(self) -> None:
-        """Let the answer go on."""
+        """Let the answer continue."""
         self._room.set()
 
     def data_received(self, data: bytes) -> None:

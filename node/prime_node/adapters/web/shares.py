@@ -79,7 +79,7 @@ class HeldBytes:
 def _busy(share: BodyShare) -> PeerError:
     return PeerError(
         ErrorCode.UNAVAILABLE,
-        f"too much is on its way in at once: the share of {share.name} is full",
+        f"too many bytes in transfer at once: the share of {share.name} is full",
         retry_after_s=BUSY_RETRY_S,
     )
 
