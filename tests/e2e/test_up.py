@@ -66,7 +66,7 @@ def test_up_stops_cleanly_and_goes_on_where_it_stopped(up: Up) -> None:
     up.interrupt()
     assert up.finish(timeout_s=90) == 130, up.everything()
     assert up.processes() == []
-    assert "goes on" in up.output
+    assert "resumes" in up.output
 
     up.start("trainer.evaluate_at=[29]", new=False)
     assert up.finish(timeout_s=240) == 0, up.everything()

@@ -117,7 +117,7 @@ def test_a_forward_pass_speaks_of_what_it_can_see_alone() -> None:
     """A copy passes it, and its evidence is in its worker's favour."""
     bad = Verdict.refuse(RejectReason.SEED_MISMATCH)
     assert "by a forward pass" in confirmed(RejectReason.SEED_MISMATCH, bad)
-    assert "says nothing" in confirmed(RejectReason.COPIED, Verdict.accept())
+    assert "cannot check" in confirmed(RejectReason.COPIED, Verdict.accept())
     with pytest.raises(PeerError, match="says accepted"):
         confirmed(RejectReason.SEED_MISMATCH, Verdict.accept())
 

@@ -44,7 +44,7 @@ BOUNDS = Bounds(turns_max=4, prompt_tokens_max=4)
 async def test_agents_that_ask_at_once_are_told_apart_by_their_prompts() -> None:
     turns = [Turn((2,), answer(20)), Turn((1,), answer(1))]
     assert await replayed(asks_twice, turns, BOUNDS, exact=True) == 21.0
-    with pytest.raises(WrongContext, match="1 turns are recorded"):
+    with pytest.raises(WrongContext, match="1 recorded turns"):
         await replayed(asks_twice, [*turns, turns[0]], BOUNDS, exact=True)
     with pytest.raises(CutShort, match="not recorded"):
         await replayed(asks_twice, turns[:1], BOUNDS, exact=True)

@@ -171,7 +171,7 @@ def test_the_first_filter_that_matches_names_the_rollout() -> None:
     found = flags([second_only, find_filter("zero_advantage")], given)
     assert [None if flag is None else flag.name for flag in found] == [None, "second_only", "zero_advantage"]
     assert flags([], given) == [None, None, None]
-    with pytest.raises(LocalError, match="no filter is called"):
+    with pytest.raises(LocalError, match="unknown filter"):
         find_filter("zero")
     with pytest.raises(LocalError, match="filter repetition: got an unexpected keyword argument 'treshold'"):
         find_filter("repetition", kwargs={"treshold": 0.4})

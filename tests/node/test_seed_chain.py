@@ -158,10 +158,10 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
     assert said is not None
     first, count = said.slots[0]
     for changed, why in (
-        ({"seeds": "0" * 64}, "other problems or seeds"),
-        ({"slots": ((first + 1, count),)}, "do not belong to step than 0"),
-        ({"slots": ((first, count + 1),)}, "do not belong to step than 0"),
-        ({"draws": (1,) * count}, "other problems or seeds"),
+        ({"seeds": "0" * 64}, "problems or seeds differ"),
+        ({"slots": ((first + 1, count),)}, "do not belong to step 0"),
+        ({"slots": ((first, count + 1),)}, "do not belong to step 0"),
+        ({"draws": (1,) * count}, "problems or seeds differ"),
     ):
         lying = good[0].model_copy(update={"assigned": said.model_copy(update=changed)})
         assert why in (await audited(world, [lying, *good[1:]], secret)).faults[0]
@@ -195,7 +195,7 @@ async def test_a_receipt_is_no_evaluations_because_its_slots_say_so() -> None:
         assert (report.faults == [], report.seeds.num_evaluations) == (is_one, int(is_one))
     of_another_step = good[0].model_copy(update={"assigned": held_out, "step": good[0].policy_version + 1})
     report = await audited(world, [of_another_step, *good[1:]], secret)
-    assert "no evaluation's of policy 0" in report.faults[0]
+    assert "not the slots of an evaluation of policy 0" in report.faults[0]
 
 
 async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> None:
@@ -296,7 +296,7 @@ async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_
         await world.publish()
         await export_ledger(world.client(BEN), world.run, exported)
     assert early[0] == 0
-    assert "the secret of step 0 is not open by this ledger" in str(early[1]["seeds"])
+    assert "the secret of step 0 is not published in this ledger yet" in str(early[1]["seeds"])
     code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
     assert (code, said["seeds"]) == (0, "its problems and seeds match the seed chain")
     lines = [open_envelope(line) for line in file.read_bytes().splitlines()]
@@ -327,7 +327,7 @@ def test_a_secret_gives_those_of_the_steps_before_and_the_last_one_waits_for_the
             told = OpenSecret(number=number, secret=secrets[number].hex())
             assert opened_secrets(run.spec.seed_chain, told) == secrets[: number + 1]
     longer = committed(chain(21)).model_copy(update={"length": 20})
-    with pytest.raises(PeerError, match="number 20 does not lead"):
+    with pytest.raises(PeerError, match="secret 20 is not in"):
         opened_secrets(longer, OpenSecret(number=20, secret=chain(21)[20].hex()))
     assert run.spec.seed_chain.number(57) == 19, (
         "steps beyond the chain share its last secret, told when the run is over"

@@ -113,7 +113,7 @@ async def broken_server() -> AsyncIterator[str]:
     [
         ("busy", Unreachable, "HTTP 503: starting"),
         ("unknown", LocalError, "refuses: HTTP 404: the model does not exist"),
-        ("html", LocalError, "is no JSON"),
+        ("html", LocalError, "is not JSON"),
         ("other", LocalError, "no prompt logprobs"),
         ("short", LocalError, "no prompt logprobs"),
         ("infinite", LocalError, "not finite"),

@@ -160,7 +160,7 @@ async def test_a_trainer_that_computes_other_weights_is_told_so(tmp_path: Path, 
 async def test_a_misspelt_algorithm_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=1))
     config = CONFIG.model_copy(update={"filters": (FilterConfig(type="zero"),)})
-    with pytest.raises(LocalError, match="no filter is called 'zero'"):
+    with pytest.raises(LocalError, match="unknown filter 'zero'"):
         await run_trainer(make_trainer(tmp_path, coordinator, config=config), asyncio.Event())
     assert not rows(tmp_path, "sft_step")
     assert not coordinator.manifests

@@ -25,7 +25,7 @@ RUN = make_run()
 
 def test_a_second_process_in_a_folder_is_told_who_works_there(tmp_path: Path) -> None:
     held = FolderLock(tmp_path / "run")
-    with pytest.raises(LocalError, match=r"process \d+ works in it already"):
+    with pytest.raises(LocalError, match=r"process \d+ already uses it"):
         FolderLock(tmp_path / "run")
     held.release()
     FolderLock(tmp_path / "run").release()

@@ -108,9 +108,9 @@ def test_1_receipts_of_another_run_or_worker_and_doubled_ones_are_no_case() -> N
 
 
 def test_2_a_receipt_that_is_missing_or_out_of_place_is_no_case() -> None:
-    with pytest.raises(PeerError, match="2 receipts where the statement rests on 3"):
+    with pytest.raises(PeerError, match="2 receipts instead of the statement's 3"):
         check(STRIKES, BanKind.HARD, num_receipts=3)
-    with pytest.raises(PeerError, match="another order"):
+    with pytest.raises(PeerError, match="order is wrong"):
         check(STRIKES, BanKind.HARD, bundle=STRIKES[0].bundle)
 
 
@@ -144,5 +144,5 @@ def test_4_sums_that_were_changed_are_no_case() -> None:
         check([*PROOF[:2], altered(PROOF[2], sums=louder)], BanKind.STATISTICAL)
     with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
         check(weighed(-0.3, 200.0), BanKind.STATISTICAL)
-    with pytest.raises(PeerError, match="does not know margin"):
+    with pytest.raises(PeerError, match=r"no margin of .* under other"):
         check([altered(PROOF[0], validator="other"), *PROOF[1:]], BanKind.STATISTICAL)

@@ -61,9 +61,9 @@ def test_the_names_of_other_frameworks_are_understood(settings: dict[str, Any], 
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
-        ({"preset": "verl"}, "unknown; there are prime_rl"),
+        ({"preset": "verl"}, "unknown; known are prime_rl"),
         ({"max_trajectory_age_steps": 1, "staleness_threshold": 1.0}, "both say staleness_threshold"),
-        ({"max_trajectory_age_steps": "2"}, "is a number"),
+        ({"max_trajectory_age_steps": "2"}, "must be a number"),
         ({"partial_rollout": True, "swap": "drain"}, "set the same"),
         ({"partial_rollout": "yes"}, "true or false"),
         ({"partial_rollout": True, "in_flight_weight_updates": True}, "give one of them"),

@@ -115,7 +115,7 @@ async def test_an_audited_bundle_is_not_accepted_without_a_validator_s_logprobs_
         with pytest.raises(PeerError, match="not here"):
             await judging.verdict("0" * 64)
         short = await client.put_logprobs(judging.task.bundle, np.full(5, -1.0, np.float32))
-        with pytest.raises(PeerError, match="5 logprobs of a bundle of 6 tokens"):
+        with pytest.raises(PeerError, match="5 logprobs for a bundle of 6 tokens"):
             await judging.verdict(short)
         await world.client(BEN).upload(shaded_parcel(await world.lease(BEN, rollouts_max=2), BEN))
         other = (await world.take_task(VALIDATOR)).bundle

@@ -128,7 +128,7 @@ def test_a_file_larger_than_its_kind_is_refused_before_it_is_parsed(folder: Path
 )
 def test_a_file_that_would_steer_an_engine_is_refused_before_it_is_fetched(name: str) -> None:
     listed = ModelFile.model_construct(name=name, digest=digest_of(b""), size=1)
-    with pytest.raises(LocalError, match=rf"model file {name} is none of config\.json"):
+    with pytest.raises(LocalError, match=rf"model file {name} is not one of config\.json"):
         require_listed([listed])
 
 
@@ -168,7 +168,7 @@ PADDING: dict[str, Any] = {
         ("normalizer", STEP | {"content": "a" * 10**6}, "times as long"),
         ("normalizer", STEP | {"pattern": {"Regex": ""}, "content": "a" * 1000}, "times as long"),
         ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100}, "steps"),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "no table"),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "not a table"),
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAGFh" + "YWFh" * 1024}, "times as long"),
         ("decoder", {"type": "Sequence", "decoders": [STEP] * 40}, "times as long"),
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}, "nested repeats"),

@@ -58,4 +58,4 @@ async def test_a_child_that_cannot_be_started_again_is_given_up_aloud(
     flag.touch()
     child = await supervisor.wait("worker")
     assert child.state is ChildState.FAILED
-    assert "worker cannot be started again and is given up" in caplog.text
+    assert "worker cannot be restarted" in caplog.text

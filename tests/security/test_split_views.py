@@ -160,7 +160,7 @@ async def test_two_linked_followers_that_are_shown_two_heads_keep_both_statement
             assert anna[0].heads.chain.digest(0) == head.digest, "nobody is converted by the other's head"
             assert ben[0].heads.chain.digest(0) == other.digest
     assert "fork: two signed manifests for policy 0" in caplog.text
-    assert "the coordinator contradicts itself (two manifests are said to be policy 0)" in caplog.text
+    assert "the coordinator contradicts itself (two timestamps name different manifests for policy 0)" in caplog.text
 
 
 async def test_a_second_manifest_of_one_version_is_refused_and_both_are_kept(
