@@ -29,19 +29,31 @@ LINE_CHARS_MAX = 16_384
 def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, bytes_max: int = 16 * 2**20) -> None:
     """Configure logging, one line a record: time, level, role, module, message.
 
-    The output is standard error, or a file with one rotated file of the same size.
+    The output is standard error, or a file with one rotated file of the same size. A terminal shows no role and no module,
+    unless `level` is DEBUG.
     """
+    layout, dates = f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s", None
     handler: logging.Handler
     if file is None:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _StandardError(sys.stderr)
+        if sys.stderr.isatty() and level != "DEBUG":
+            layout, dates = "%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT))  # not through a link
         handler = RotatingFileHandler(file, maxBytes=bytes_max, backupCount=1, encoding="utf-8")
-    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)-7s {role} %(name)s: %(message)s"))
+    handler.setFormatter(OneLine(layout, dates))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`, which a progress bar replaces while it is shown: log lines appear above the bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 class OneLine(logging.Formatter):
@@ -53,7 +65,7 @@ class OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line, followed by indented lines of its traceback."""
         record.message = printable(record.getMessage(), LINE_CHARS_MAX)
-        record.asctime = self.formatTime(record)
+        record.asctime = self.formatTime(record, self.datefmt)
         more = self.formatException(record.exc_info) if record.exc_info else ""
         stack = self.formatStack(record.stack_info) if record.stack_info else ""
         behind = [f"    {printable(line, LINE_CHARS_MAX)}" for line in (*more.splitlines(), *stack.splitlines())]

@@ -69,7 +69,7 @@ def make_run(
 
 
 class JumpClock:
-    """Time moves when somebody sleeps, and nobody really waits."""
+    """Clock whose time moves when a task sleeps; no real time passes."""
 
     def __init__(self) -> None:
         self.seconds = 1_000.0
@@ -86,11 +86,11 @@ class JumpClock:
 
 
 class KilledError(Exception):
-    """Stands for kill -9: nobody catches it on purpose."""
+    """Error that stands for kill -9; no code catches it on purpose."""
 
 
 class Fuse:
-    """Blows at the n-th passage of one place. Example: Fuse("after publish", 2)."""
+    """Fuse that blows at the n-th passage of one place. Example: Fuse("after publish", 2)."""
 
     def __init__(self, place: str = "", at: int = 1) -> None:
         self._place, self._at = place, at
@@ -103,7 +103,7 @@ class Fuse:
 
 
 class BatchCoordinator:
-    """Implements ports.transport.TrainerPort."""
+    """Fake coordinator that implements ports.transport.TrainerPort."""
 
     def __init__(self, run: PinnedRun) -> None:
         self.run = run
@@ -113,23 +113,23 @@ class BatchCoordinator:
         self.manifests: list[SignedManifest] = []
         self.durable_step = 0
         self.away = 0
-        """So many requests get no answer."""
+        """Number of requests that get no answer."""
         self.refused = 0
-        """So many have got none."""
+        """Number of requests that have got none."""
         self.forgets = 0
-        """So many publications are told that a blob is not there."""
+        """Number of publications that are refused because a blob is missing."""
         self._decoded: dict[str, Weights] = {}
         self.gate = asyncio.Event()
-        """Publications wait for it."""
+        """Event for which publications wait."""
         self.gate.set()
         self.takes_in_max = 10**9
-        """Further publications get no answer for ever."""
+        """Number of publications that are accepted; further ones never get an answer."""
         self.asked: list[int] = []
-        """Steps that a batch was asked for."""
+        """Steps for which a batch was requested."""
         self._moved = asyncio.Event()
 
     async def until(self, happened: Callable[[], bool]) -> None:
-        """Wait for something that only a request can bring about."""
+        """Wait for a change that only a request can cause."""
         while not happened():
             self._moved.clear()
             await self._moved.wait()
@@ -209,7 +209,7 @@ class BatchCoordinator:
         self.fuse.passes("after publish")
 
     def decode(self, signed: SignedManifest) -> Weights:
-        """The weights behind a manifest, every byte of every encoding checked, once."""
+        """Return the weights behind a manifest after one check of every byte of every encoding."""
         if signed.digest in self._decoded:
             return self._decoded[signed.digest]
         manifest = signed.manifest
@@ -235,7 +235,7 @@ class BatchCoordinator:
 
 
 def make_bundle(run: PinnedRun, step: int, policy: SignedManifest) -> tuple[bytes, tuple[BatchGroup, ...]]:
-    """One step's rollouts by WORKER: a pure function of its arguments. Every third group has equal rewards."""
+    """Return one step's rollouts by WORKER, a pure function of the arguments. Every third group has equal rewards."""
     rng = random.Random(step)
     slots = range(step * GROUPS, (step + 1) * GROUPS)
     groups = [

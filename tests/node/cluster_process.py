@@ -30,7 +30,7 @@ CLUSTER = CONFIG.model_copy(update={"lr_damping_nats": None, "evaluate_every": 0
 
 
 class FolderCoordinator(BatchCoordinator):
-    """Remembers in a folder what was published."""
+    """Coordinator that records in a folder what was published."""
 
     def __init__(self, folder: Path, *, max_steps: int) -> None:
         super().__init__(make_run(max_steps=max_steps))

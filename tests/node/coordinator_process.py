@@ -1,4 +1,4 @@
-"""The daemon as a process of its own, to be killed.
+"""The daemon as a separate process that tests can kill.
 
 python -m tests.node.coordinator_process FOLDER PORT CLOCK_AHEAD_S [SETTING=NUMBER ...]
 """
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class WrongClock(SystemClock):
-    """A machine whose wall clock is set ahead of the true time, or behind it."""
+    """Clock whose wall time differs from the true time by a fixed amount."""
 
     def __init__(self, ahead_s: float) -> None:
         self._ahead_ms = round(1_000 * ahead_s)
@@ -33,7 +33,7 @@ def crash_run() -> dict[str, object]:
 
 
 async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple[asyncio.subprocess.Process, int]:
-    """A daemon in another process, and its port; 0 takes a free one."""
+    """A daemon in another process, and its port; port 0 chooses a free one."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

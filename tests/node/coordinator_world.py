@@ -248,7 +248,7 @@ class World:
             await self.judge()
 
     async def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-        """Any bytes. Returns the status and the JSON of the answer."""
+        """Send any bytes. Return the status and the JSON of the answer."""
         async with self.session.post(self.url + path, data=body, headers=headers) as answer:
             text = await answer.read()
             return answer.status, json.loads(text) if text else {}
@@ -264,7 +264,7 @@ class World:
         return dict(json.loads((await self.get("/v1/status"))[1]))
 
     async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Poll until a condition holds that only time brings; fail after five seconds."""
+        """Poll until a condition holds that only time can cause; fail after five seconds."""
         for _ in range(500):
             if await condition():
                 return

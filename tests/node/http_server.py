@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers whatever a test wants."""
+"""A real HTTP server on loopback that answers as a test requires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """One handler for every path; a test sets it."""
+    """Server with one handler for all paths, set by a test."""
 
     def __init__(self) -> None:
         self.answer: Answer

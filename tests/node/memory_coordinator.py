@@ -46,7 +46,7 @@ from prime_protocol.weights import Weights
 
 
 class MemoryCoordinator(MemorySource):
-    """Implements ports.transport.WorkerPort for one worker, WORKER, and judges what it uploads at once."""
+    """Fake of ports.transport.WorkerPort for one worker, WORKER, which judges uploads at once."""
 
     def __init__(self, run: PinnedRun, clock: JumpClock) -> None:
         super().__init__(run)

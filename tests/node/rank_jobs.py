@@ -1,4 +1,4 @@
-"""What the tests of several ranks run on each of them."""
+"""Jobs that the tests of several ranks run on each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from prime_protocol.weights import Weights, root_of
 
 @dataclass(frozen=True)
 class Curve:
-    """What training gave."""
+    """Result of a training job."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -41,7 +41,7 @@ class Curve:
 
 
 def samples(count: int = 11, *, seed: int = 0, longest: int = 12) -> list[TrainSample]:
-    """Groups of up to three completions of one prompt; ragged; an odd number, so that shares are unequal."""
+    """Return groups of up to three completions of one prompt, of different lengths; an odd number, so that shares are unequal."""
     rng = random.Random(seed)
     made: list[TrainSample] = []
     while len(made) < count:
@@ -106,7 +106,7 @@ def logprobs(ranks: Ranks, *, model: Path) -> list[list[float]]:
 
 
 def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
-    """The steps after the save; what is written is what was copied before them."""
+    """Run the steps after the save; the save writes what was copied before them."""
     backend = _ready(model, ranks)
     curve(backend, [1, 2])
     write = backend.save(folder)
@@ -116,7 +116,7 @@ def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
 
 
 def take_rows(ranks: Ranks, *, model: Path) -> bool:
-    """Whether a policy that rank 0 hands out lies on this rank as one that was copied. HSDP's further copies get nothing."""
+    """Return whether a policy that rank 0 publishes was copied on this rank. Further replicas of HSDP get nothing."""
     backend, copies = _ready(model, ranks), ShardCopies(ranks, ranks.aside())
     backend.take_copy(0, copies)
     whole = backend.snapshot()

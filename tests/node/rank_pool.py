@@ -20,7 +20,7 @@ DEADLINE_S = 100.0
 
 
 class RankPool:
-    """Example: RankPool(folder).run(job, ranks=2, steps=3) gives what both ranks returned, in their order."""
+    """Pool of processes. Example: RankPool(folder).run(job, ranks=2, steps=3) returns both ranks' results, in order."""
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -36,7 +36,7 @@ class RankPool:
             self._processes.append(process)
 
     def run(self, job: Callable[..., Any], *, ranks: int, replicas: int = 1, **arguments: Any) -> list[Any]:
-        """Raises AssertionError with the traceback of whoever failed."""
+        """Return the results in order of ranks. Raises AssertionError with the traceback of the failed rank."""
         for pipe in self._pipes:
             pipe.send((job, ranks, replicas, arguments))
         answers = []

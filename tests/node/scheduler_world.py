@@ -90,7 +90,7 @@ class Run:
         return self.do(ev.VerdictGiven(bundle, reason, "", (), 0, "validator"))
 
     def train(self, worker: str, policy_version: int) -> None:
-        """Fill the lowest step, hand it to the trainer and publish the resulting policy."""
+        """Fill the lowest step, give it to the trainer and publish the resulting policy."""
         while not self.fix():
             self.accept(self.upload(self.granted(worker, policy_version)))
         self.publish()

@@ -180,7 +180,7 @@ async def swarm(
 
 
 async def linked(made: Swarm) -> None:
-    """Wait until every worker is linked to the seeder and all other workers that serve."""
+    """Wait until every worker is linked to the seeder and all other serving workers."""
     serving = sum(not peer.config.private for _, peer in made.workers) + 1
     for _, peer in made.workers:
         assert peer.neighbours is not None

@@ -23,7 +23,7 @@ STOP_TOKEN = 15
 
 
 def table_weights(seed: int) -> dict[str, WeightTensor]:
-    """A policy: logits in bf16."""
+    """Return a policy: logits in bf16."""
     table = np.random.default_rng(seed).normal(0.0, 1.5, VOCAB_SIZE * VOCAB_SIZE).astype(np.float32)
     bits = (table.view(np.uint32) >> 16).astype(np.uint16)
     return {"table": WeightTensor("bf16", (VOCAB_SIZE, VOCAB_SIZE), bits)}
@@ -35,7 +35,7 @@ def logits_of(weights: Weights) -> npt.NDArray[np.float32]:
 
 
 class TableEngine:
-    """Implements ports.engine.Engine."""
+    """Engine that implements ports.engine.Engine."""
 
     def __init__(self, *, loads_that_fail: int = 0) -> None:
         self.info = EngineInfo(name="table", version="1", dtype="fp32", device="cpu")
@@ -72,7 +72,7 @@ class TableEngine:
 
 
 def prefill(weights: Weights, lease: Lease, rollouts: Rollouts) -> Prefill:
-    """The trusted forward pass over a bundle."""
+    """Run the trusted forward pass over a bundle."""
     table = logits_of(weights) / lease.sampling.temperature
     prompts = [group.prompt_token_ids for group in lease.groups for _ in group.seeds]
     logprobs, margins = [], []

@@ -1,4 +1,4 @@
-"""A run whose policies are adapters: they are all that is published, and every engine computes with the base beside them."""
+"""A run whose policies are adapters publishes only the adapters, and every engine adds them to the base model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEMO = config_path("demo.toml")
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A pretrained model of somebody's."""
+    """Make a pretrained model."""
     folder = write_model(tmp_path / "base")
     write_safetensors(folder / "model.safetensors", initial_weights(folder, seed=4))
     return folder
@@ -51,7 +51,7 @@ def adapter_run(base: Path, *, max_steps: int = 3) -> PinnedRun:
 
 @pytest.fixture
 def trained(base: Path, tmp_path: Path) -> BatchCoordinator:
-    """Three steps of such a run, by the trainer that the command would build."""
+    """Train three steps of such a run with the trainer that the command builds."""
     coordinator = BatchCoordinator(adapter_run(base))
     optimizer = CONFIG.optimizer.model_copy(update={"lr": 1e-2})
     sft = CONFIG.sft.model_copy(update={"steps_max": 0})
@@ -76,7 +76,7 @@ def test_policies_are_adapters_and_deltas_between_them(trained: BatchCoordinator
 
 
 async def test_engines_compute_with_the_merged_model(base: Path, tmp_path: Path) -> None:
-    """The trainer's logprobs are those of an engine that got base and adapters by themselves."""
+    """The trainer's logprobs equal those of an engine that loaded base and adapters itself."""
     spec = adapter_run(base).spec
     adapters = spec.adapters
     assert adapters is not None

@@ -1,4 +1,4 @@
-"""A trainer remembers what it announced: a restored coordinator does not lead it into a fork of its own run."""
+"""A trainer remembers its announcements, so a restored coordinator cannot make it fork its own run."""
 
 from __future__ import annotations
 

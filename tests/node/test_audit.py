@@ -1,4 +1,4 @@
-"""Every tampering is caught by the check that is there for it."""
+"""Each kind of tampering is caught by the check that is meant for it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def published(*, policies: int = 4, deltas: bool = False) -> MemorySource:
 
 
 async def failure(source: MemorySource, *, chain: bool = True, run: str | None = RUN.digest) -> Check:
-    """The one check that does not hold."""
+    """Return the only failed check."""
     report = await audit(source, run, chain=chain)
     assert not report.passed
     found = report.failure
@@ -237,7 +237,7 @@ async def test_5_what_the_head_is_built_on_must_be_kept() -> None:
 
 
 def with_index(source: MemorySource, index: bytes, *, parts: bytes | None = None) -> None:
-    """Publish policy 0 with an index, and perhaps a part, of the trainer's own making."""
+    """Publish policy 0 with a custom index, and optionally a custom part."""
     honest = encode_checkpoint(table_weights(0))
     data = honest.parts[0] if parts is None else parts
     blobs = {digest_of(blob): blob for blob in (index, data)}

@@ -1,4 +1,4 @@
-"""Whose bundles are audited, and what a worker loses that is found out."""
+"""Selection of bundles for audits, and the loss of a worker that fails one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run() -> Run:
 
 
 def accept(run: Run, lease: LeaseRecord, *, audited: bool) -> Settled:
-    """The receipt of an accepted bundle of ten tokens."""
+    """Return the receipt of an accepted bundle of ten tokens."""
     effects = run.accept(run.upload(lease, audited=audited))
     return next(effect for effect in effects if isinstance(effect, Settled))
 

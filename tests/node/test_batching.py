@@ -1,4 +1,4 @@
-"""Which groups the next batch takes, where they are not taken in order."""
+"""Selection of groups for the next batch when they are not taken in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prime_protocol.schedule import Selection, StalePolicy
 
 
 def lease(run: Run, worker: str, policy_version: int, *slots: int) -> str:
-    """These slots, whatever the scheduler would choose."""
+    """Lease these slots, regardless of the scheduler's choice."""
     lease_id = f"lease {run.state.num_leases}"
     step, digest = slots[0] // run.state.rules.groups_per_step, run.state.published[policy_version].digest
     run.do(ev.LeaseGranted(lease_id, worker, step, policy_version, digest, slots, run.now_ms + 1_000))

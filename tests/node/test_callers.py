@@ -1,4 +1,4 @@
-"""Behind a reverse proxy a request counts against whoever the proxy was called by, and nobody can write another's address."""
+"""Behind a reverse proxy a request counts against the proxy's client, and no client can forge another's address."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_networks_without_limits_are_named_at_the_start(settings: dict[str, obje
 
 
 async def test_workers_behind_a_proxy_are_told_apart_by_what_it_says() -> None:
-    """All connections come from this machine, which is trusted; the limits hold for whom the proxy speaks for."""
+    """All connections come from this machine, which is trusted; the limits apply to the proxy's clients."""
     async with running(memory_parts(make_run(), proxies=("127.0.0.1",), workers_per_network_max=1)) as world:
 
         async def joined(key: SigningKey, address: str) -> str:

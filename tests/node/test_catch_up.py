@@ -1,4 +1,4 @@
-"""What a worker downloads that was away, on changes as sparse as those of real runs; and how it heals itself."""
+"""Downloads of a worker that was away, with changes as sparse as in real runs; and its recovery from damage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POLICIES = 65
 
 
 def to_bf16(values: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
-    """Rounded to nearest, ties to even."""
+    """Round to nearest, ties to even."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -49,7 +49,7 @@ def trained(num_policies: int, *, lr: float = 3e-6, elements: int = ELEMENTS) ->
 
 
 def publish_all(source: MemorySource, policies: list[Weights], rules: SpanRules | None = None) -> None:
-    """As the trainer's publisher does."""
+    """Publish as the trainer's publisher does."""
     encoder = SpanEncoder(rules or SpanRules())
     for version, weights in enumerate(policies):
         parts: dict[str, bytes] = {}
@@ -76,7 +76,7 @@ def long_run(policies: list[Weights]) -> MemorySource:
 
 @pytest.fixture
 def source(long_run: MemorySource) -> MemorySource:
-    """A copy that a test may spoil."""
+    """Return a copy that a test may damage."""
     copy = MemorySource(RUN)
     copy.manifests, copy.blobs = dict(long_run.manifests), dict(long_run.blobs)
     copy.shown_head = copy.manifests[POLICIES - 1]
@@ -88,7 +88,7 @@ def downloaded(source: MemorySource) -> int:
 
 
 async def taken(source: MemorySource, follower: Follower, head: int) -> int:
-    """Let a follower come to `head`; the bytes that it downloads."""
+    """Let a follower reach `head`; return the bytes that it downloads."""
     source.blobs_asked.clear()
     source.shown_head = source.manifests[head]
     policy = await follower.wait_newer(head - 1)
@@ -98,7 +98,7 @@ async def taken(source: MemorySource, follower: Follower, head: int) -> int:
 
 
 def single_deltas(source: MemorySource, first: int, last: int) -> int:
-    """What a chain of nothing but deltas from the policy before costs."""
+    """Return the cost of a chain of nothing but deltas from the previous policy."""
     deltas = [source.signed(version).manifest.encoding(version - 1) for version in range(first + 1, last + 1)]
     return sum(delta.sent_bytes for delta in deltas if delta is not None)
 
@@ -226,7 +226,7 @@ async def taken_whatever(source: MemorySource, follower: Follower, head: int) ->
 
 
 def spoilt(signed: SignedManifest, blobs: dict[str, bytes], base: int) -> tuple[tuple[object, ...], dict[str, bytes]]:
-    """The policy's encodings, the delta against `base` with another index than it should have."""
+    """Return the policy's encodings, with a different index for the delta against `base`."""
     encoding = signed.manifest.encoding(base)
     assert encoding is not None
     [part] = encoding.parts
@@ -261,7 +261,7 @@ def delta_base(source: MemorySource, version: int, policies: list[Weights]) -> t
 def test_whatever_happens_the_head_is_reached_with_its_own_weights(
     data: st.DataObject, long_run: MemorySource, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Random absences, flipped bytes in memory, damaged files, encodings that are gone, restarts."""
+    """Random absences, flipped bytes in memory, damaged files, missing encodings and restarts."""
     source = MemorySource(RUN)
     source.manifests, source.blobs = dict(long_run.manifests), dict(long_run.blobs)
     folder = tmp_path_factory.mktemp("follower")
@@ -295,7 +295,7 @@ def test_whatever_happens_the_head_is_reached_with_its_own_weights(
 
 
 async def staged(source: MemorySource, folder: Path) -> int | None:
-    """The policy that a newcomer has after a while; None where it takes none."""
+    """Return the policy of a newcomer after a while; None if it accepts none."""
     async with following(make_follower(folder, source)) as follower:
         await asyncio.sleep(0.08)
         policy = follower.latest()

@@ -1,4 +1,4 @@
-"""Serving slots: shared by what was given, never empty while somebody waits, and bounded."""
+"""Serving slots: shared by contribution, never empty while a peer waits, and bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MB = 2**20
 
 
 def serve(choker: Choker, peers: dict[str, bool], *, answers: int, first_s: float = 0.0) -> Counter[str]:
-    """Every peer always wants more; each answer is 1 MiB and takes 0.1 s. Peers -> are they members."""
+    """Simulate peers that always want more; each answer is 1 MiB and takes 0.1 s. `peers` maps each to whether it is a member."""
     served: Counter[str] = Counter()
     owner = {}
     serving = []
@@ -111,7 +111,7 @@ def test_many_members_of_one_network_have_a_share_of_the_slots_and_of_the_room_t
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=80))
 def test_what_is_counted_by_network_comes_back(events: list[tuple[int, int]]) -> None:
-    """Also where a peer's network changes while it is served."""
+    """This also holds if a peer's network changes while it is served."""
     choker = Choker(ChokerRules(slots=4, waiting_max=8))
     serving: list[str] = []
     waiting: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Log-probabilities in blocks are those of all logits at once, gradients and entropies too."""
+"""Log-probabilities computed in blocks equal those of all logits at once, including gradients and entropies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prime_node.adapters.training.chosen_logprobs import of_logits
 def test_blocks_change_nothing_but_rounding(
     monkeypatch: pytest.MonkeyPatch, block: int, with_bias: bool, temperature: float
 ) -> None:
-    """Against float64. Several predictions may be read from one row, and some rows from none."""
+    """Compare with float64. Several predictions may be read from one row, and none from some rows."""
     monkeypatch.setattr(chosen_logprobs, "BLOCK_LOGITS", block)
     monkeypatch.setattr(chosen_logprobs, "WHOLE_LOGITS", block)
     torch.manual_seed(1)

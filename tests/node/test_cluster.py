@@ -49,7 +49,7 @@ def pids(folder: Path) -> list[str]:
 def kill_one(
     folder: Path, rng: random.Random, *, after: int, process: subprocess.Popen[bytes], old: list[str]
 ) -> list[str]:
-    """kill -9 of a rank once so many policies are published and all ranks are others than `old`; returns who they were."""
+    """Kill a rank with SIGKILL once enough policies are published and all ranks differ from `old`; return their processes."""
     while published(folder) < after or len(pids(folder)) < 2 or set(pids(folder)) & {*old, ""}:
         assert process.poll() is None, (folder / "out").read_text()[-3_000:]
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""Commands import what they need and no more: nobody waits for what he did not ask for."""
+"""Commands import only what they need, so that they start quickly."""
 
 from __future__ import annotations
 

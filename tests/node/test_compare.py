@@ -1,4 +1,4 @@
-"""Two sets of weights are equal if their bits are; a safetensors file is read as what it is or refused."""
+"""Two sets of weights are equal if their bits are equal; a malformed safetensors file is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process of environments may open, and what it is told: nothing that is not its business. Escapes: tests/security."""
+"""Files and information that an environment process may access. Escapes: tests/security."""
 
 from __future__ import annotations
 

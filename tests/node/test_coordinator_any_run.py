@@ -1,4 +1,4 @@
-"""What must hold of the coordinator's state after any sequence of events, and that the run ends whatever happened."""
+"""Invariants of the coordinator's state after any sequence of events; and every run reaches its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 
 
 class AnyRun(RuleBasedStateMachine):
-    """Random joins, crashes, expiries, refusals, bans and restarts. What must hold is checked after each of them."""
+    """Apply random joins, crashes, expiries, refusals, bans and restarts. Check the invariants after each event."""
 
     @initialize(
         k=st.integers(0, 3),
@@ -122,7 +122,7 @@ class AnyRun(RuleBasedStateMachine):
             self.run_.upload(data.draw(st.sampled_from(leases)), audited=data.draw(st.booleans()))
 
     def note(self, effects: list[Effect]) -> None:
-        """A verdict is final, but that what was accepted may be taken back."""
+        """A verdict is final, except that an accepted bundle may be revoked."""
         for effect in effects:
             if isinstance(effect, Settled):
                 taken_back = effect.reason in (RejectReason.UNPROVEN, RejectReason.EQUIVOCATION)
@@ -217,7 +217,7 @@ class AnyRun(RuleBasedStateMachine):
                 assert self.verdicts.get(group.bundle, True), "a refused bundle is trained on"
 
     def teardown(self) -> None:
-        """Whatever happened, one honest worker and one validator bring the run to its end."""
+        """After any events, one honest worker and one validator can finish the run."""
         if not hasattr(self, "run_"):
             return
         run, rules = self.run_, self.state.rules

@@ -1,4 +1,4 @@
-"""Every refusal of a bundle or of a verdict by the real daemon: a message that is in order, and one change of it."""
+"""Each refusal of a bundle or a verdict by the real daemon: a valid message with one change."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ KILLS = 6
 
 
 async def persist(call: Callable[[], Awaitable[T]]) -> T:
-    """Until there is an answer: the daemon is away now and then."""
+    """Call until there is an answer: the daemon is unreachable now and then."""
     while True:
         try:
             return await call()
@@ -50,7 +50,7 @@ async def persist(call: Callable[[], Awaitable[T]]) -> T:
 
 
 class Crowd:
-    """Peers that work on whatever happens, and remember what they were promised."""
+    """Peers that keep working through failures and remember each acknowledgement."""
 
     def __init__(self, world: World, seed: int) -> None:
         self.world = world
@@ -150,7 +150,7 @@ async def test_a_killed_daemon_loses_nothing_that_it_acknowledged(tmp_path: Path
 
 
 async def check_promises(crowd: Crowd) -> None:
-    """Everything that was acknowledged is there, once."""
+    """Check that each acknowledged item exists exactly once."""
     world = crowd.world
     assert len(crowd.batches) > 5
     assert len(crowd.accepted) > 10

@@ -1,4 +1,4 @@
-"""The real daemon over loopback: the whole flow, and everything that can be read."""
+"""The real daemon over loopback: the whole flow, and all public reads."""
 
 from __future__ import annotations
 

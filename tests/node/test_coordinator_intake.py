@@ -1,4 +1,4 @@
-"""Durability before answers, restarts, and the small parts that requests pass through."""
+"""Durability before answers, restarts, and the small components that requests pass through."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from prime_protocol.verdict import Verdict
 
 
 class HeldStore(MemoryStore):
-    """A disk that can be made to wait, or to fail."""
+    """Store whose disk a test can block or break."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The coordinator serves key rings and timestamps, and obeys them: over HTTP, and after a restart."""
+"""The coordinator serves and obeys key rings and timestamps: over HTTP, and after a restart."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ NEW = SigningKey(b"\x50" * 32)
 
 
 def clients_run(run: PinnedRun) -> PinnedRun:
-    """What another machine makes of the same join link."""
+    """Open the same join link as another machine does."""
     return open_run_spec(run.envelope, pinned=run.digest)
 
 
 def ring(world: World, *signers: SigningKey, **keys: Any) -> Envelope:
-    """The next ring at the world's head."""
+    """Return the next ring at the world's head."""
     point = None if world.head is None else world.head.point
     return next_ring(world.run.keys, *(signers or (ROOT,)), published=point, **keys)
 
@@ -227,7 +227,7 @@ async def test_a_coordinator_whose_key_is_taken_away_ends_and_its_successor_goes
 
 
 async def _serve_until_revoked(parts: Parts, leases: list[Lease]) -> None:
-    """One bundle is taken in, another one is leased; then a ring takes the coordinator's key away."""
+    """After one upload and one more lease, a ring removes the coordinator's key."""
     async with running(parts) as world:
         await world.publish()
         await world.join(ANNA)

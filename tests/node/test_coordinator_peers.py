@@ -1,4 +1,4 @@
-"""The coordinator's list of peers: only who offers himself, where he was found, and for as long as he says so."""
+"""The coordinator's list of peers: only peers that register, at the address of their request, and until they expire."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOME = "192.0.2.1"
 
 
 class Dials:
-    """Implements ports.swarm.DialBack: answers as it is told."""
+    """Fake of ports.swarm.DialBack with preset answers."""
 
     def __init__(self) -> None:
         self.reachable = True
@@ -31,7 +31,7 @@ class Dials:
         return self.reachable
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 def record(key: SigningKey, port: int = 4000) -> PeerRecord:

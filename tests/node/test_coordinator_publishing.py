@@ -1,4 +1,4 @@
-"""Publishing is atomic, what lies is refused, and whatever is deleted, a way to the head stays."""
+"""Publishing is atomic, invalid publications are refused, and deletion always leaves an update path to the head."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RUN = make_run(async_level=0)
 
 
 def delta(version: int, base: SignedManifest) -> EncodedCheckpoint:
-    """The policy of make_manifest against an earlier one."""
+    """Return make_manifest's policy with an earlier one as its predecessor."""
     named = BasePolicy(policy_version=base.manifest.policy_version, state_root=base.manifest.state_root)
     return encode_checkpoint(make_policy(version), (named, make_policy(base.manifest.policy_version)))
 
@@ -163,7 +163,7 @@ async def test_a_failure_between_any_two_writes_leaves_the_old_head_or_the_new(
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[UpdateRoute, ...]]:
-    """What some trainer publishes: always a way from nothing, otherwise anything."""
+    """Generate the publications of an arbitrary trainer: always an update path from nothing, otherwise anything."""
     history: list[tuple[UpdateRoute, ...]] = [(UpdateRoute(None, 50),)]
     for version in range(1, draw(st.integers(2, 30))):
         bases = draw(
@@ -193,7 +193,7 @@ def test_whatever_is_forgotten_a_way_to_the_head_stays(
 
 
 async def test_bytes_that_a_kept_encoding_shares_are_not_deleted() -> None:
-    """A step without a gradient changes nothing, and its delta has the bytes of the one before."""
+    """A step without a gradient changes nothing, and its delta has the same bytes as the previous one."""
     parts = memory_parts(make_run(async_level=0), checkpoints_kept=1)
     async with running(parts) as world:
         published = [await offer(world, [encode_checkpoint(make_policy(0))])]

@@ -1,4 +1,4 @@
-"""Schedules through the real daemon: batches of a step, stale groups, failing environments, and who everything waits for."""
+"""Schedules through the real daemon: batches of a step, stale groups, failing environments, and what a run waits for."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_groups_that_became_too_old_are_dropped_and_leased_again() -> None
 
 
 class Moody(Letters):
-    """Fails while it is told to."""
+    """Environment that fails on demand."""
 
     fails = True
 

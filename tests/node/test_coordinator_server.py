@@ -41,7 +41,7 @@ async def port() -> AsyncIterator[int]:
 
 
 async def exchange(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
-    """Send pieces until the server closes, which it must do soon; return all that came."""
+    """Send pieces until the server closes, which it must do soon; return all received bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = asyncio.create_task(reader.read())
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""The coordinator's state machine: what it must do."""
+"""The required behaviour of the coordinator's state machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prime_protocol.verdict import RejectReason
 
 @pytest.fixture
 def run() -> Run:
-    """Two workers, policy 0."""
+    """A state with two workers and policy 0."""
     run = Run()
     run.join("anna", "ben")
     run.publish()

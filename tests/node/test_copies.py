@@ -72,7 +72,7 @@ def test_a_copy_that_was_judged_first_is_taken_back(run: Run) -> None:
 
 
 def test_the_same_slot_is_the_same_seed_and_no_copy(run: Run) -> None:
-    """A slot that was handed back or dropped is leased again, and an honest worker says the same again."""
+    """After a slot was handed back or dropped, an honest worker with the new lease repeats the same text."""
     bundle = uploaded(run, "anna")
     accept(run, bundle, MARK)
     run.state.originals[OTHER] = dataclasses.replace(run.state.originals[MARK], slot=1, bundle="another")
@@ -89,7 +89,7 @@ def test_refused_bundles_are_nobody_s_original(run: Run) -> None:
 
 
 def test_a_bundle_without_a_forward_pass_accuses_nobody(run: Run) -> None:
-    """It may hold the text that another slot's seeds give, filed where it was not sampled."""
+    """A bundle may contain the text of another slot's seeds, filed under the wrong slot."""
     forged, honest = uploaded(run, "anna", audited=False), uploaded(run, "ben")
     accept(run, forged, MARK)
     assert receipts(accept(run, honest, MARK)) == {honest: None}
@@ -101,7 +101,7 @@ def test_a_bundle_without_a_forward_pass_accuses_nobody(run: Run) -> None:
 
 
 def test_an_unseeded_bundle_accuses_no_seeded_one_and_is_the_copy_itself(run: Run) -> None:
-    """It may hold the text that another slot's seeds give: a forward pass alone cannot tell."""
+    """A bundle may contain the text of another slot's seeds: a forward pass alone cannot detect it."""
     framed, honest = uploaded(run, "anna", seeded=False), uploaded(run, "ben")
     accept(run, framed, MARK)
     assert receipts(accept(run, honest, MARK)) == {honest: None, framed: RejectReason.COPIED}

@@ -1,4 +1,4 @@
-"""Difficulty pools and online filtering against the real daemon: what is asked, what no more, what outlives a restart."""
+"""Difficulty pools and online filtering against the real daemon: leased problems, retired ones, and state after a restart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ POOLS = {"easy_threshold": 0.9, "hard_threshold": 0.1}
 
 
 class FewQuestions(Letters):
-    """A data set: indices beyond its end repeat it."""
+    """Data set in which indices beyond the end repeat it."""
 
     def prompt(self, index: int) -> str:
         return f"question {index % QUESTIONS}"
@@ -47,7 +47,7 @@ def question(problem: Problem) -> int:
 
 
 Judge = Callable[[Problem], tuple[float, float]]
-"""Rewards of a group's two rollouts."""
+"""Return the rewards of a group's two rollouts."""
 
 
 def mixed(problem: Problem) -> tuple[float, float]:
@@ -55,7 +55,7 @@ def mixed(problem: Problem) -> tuple[float, float]:
 
 
 def by_question(problem: Problem) -> tuple[float, float]:
-    """Question 0 is solved always, question 1 never."""
+    """Answer question 0 always correctly, question 1 never."""
     return {0: (1.0, 1.0), 1: (0.0, 0.0)}.get(question(problem), (1.0, 0.0))
 
 
@@ -64,7 +64,7 @@ def few(parts: Parts) -> Parts:
 
 
 async def train_step(world: World, step: int, judge: Judge) -> tuple[TrainBatch, list[Problem]]:
-    """One whole step. Returns its batch, and all problems that were asked for it."""
+    """Run one whole step. Return its batch and all problems leased for it."""
     asked: list[Problem] = []
     trainer, validator = world.client(TRAINER), world.client(VALIDATOR)
     while True:
@@ -85,7 +85,7 @@ async def train_step(world: World, step: int, judge: Judge) -> tuple[TrainBatch,
 
 
 async def figures(world: World) -> dict[str, float]:
-    """The curriculum's metrics by prime-rl's names."""
+    """Return the curriculum's metrics by prime-rl's names."""
     _, text, _ = await world.get("/metrics")
     lines = [line for line in text.decode().splitlines() if line.startswith("prime_curriculum{")]
     return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
@@ -100,7 +100,7 @@ async def test_solved_and_hopeless_problems_are_asked_no_more() -> None:
     rows: list[dict[str, Any]] = []
 
     class Kept:
-        """Implements observe.Recorder."""
+        """Recorder that implements observe.Recorder."""
 
         def record(self, **fields: Any) -> None:
             rows.append(fields)

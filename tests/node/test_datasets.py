@@ -1,4 +1,4 @@
-"""Datasets of question and answer: Parquet files, files of a hub, and answers that are compared as mathematics."""
+"""Datasets of question and answer: Parquet files, files of a hub, and answers compared as mathematics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 @pytest.fixture
 def halves(tmp_path: Path) -> Path:
-    """The shape of datasets on the hub: a worked answer, the result in a box."""
+    """Rows in the usual form of the hub: a worked answer with the result in a box."""
     path = tmp_path / "halves.parquet"
     rows = [
         {"problem": f"Half of {n}?", "solution": f"{n} / 2", "answer": rf"\frac{{{n}}}{{2}}"} for n in range(1, 100)

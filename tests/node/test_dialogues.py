@@ -1,4 +1,4 @@
-"""Rollouts of several turns, from the worker to the trainer: played, bundled, judged, played again, and trained on."""
+"""Rollouts of several turns, from the worker to the trainer: played, bundled, judged, replayed, and trained on."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ async def test_an_episode_whose_process_ends_is_played_again_by_itself(run: Pinn
     began: list[int] = []
 
     class Dying:
-        """The first four episodes go down together, and afterwards the one to blame alone."""
+        """Four concurrent episodes fail together; replayed one at a time, only the faulty one fails."""
 
         async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
             number = len(began)
@@ -326,7 +326,7 @@ async def test_a_held_out_episode_that_blocks_costs_the_others_nothing(run: Pinn
     began: list[int] = []
 
     class Dying:
-        """The first three episodes go down together, and afterwards the one to blame alone."""
+        """Three concurrent episodes fail together; replayed one at a time, only the faulty one fails."""
 
         prompt = "?"
 

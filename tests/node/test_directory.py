@@ -1,4 +1,4 @@
-"""When the coordinator is asked for peers: rarely while nothing changes, and soon when somebody new has come."""
+"""Requests for peers to the coordinator: rare without changes, and soon after a new peer joins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RUN = make_run()
 
 
 class Finder:
-    """Implements ports.swarm.PeerFinder: names the peers that it is told to, and numbers its tickets."""
+    """Fake of ports.swarm.PeerFinder that names given peers and numbers its tickets."""
 
     num_tickets = 0
     hosts = frozenset(["192.0.2.9"])
@@ -38,7 +38,7 @@ class Finder:
 
 
 class Pauses(SystemClock):
-    """A clock whose pauses end when the test says so."""
+    """Clock whose pauses end on the test's command."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[float] = asyncio.Queue()
@@ -50,7 +50,7 @@ class Pauses(SystemClock):
         self.over.clear()
 
     async def until_long(self) -> float:
-        """End one pause after the other until one is as long as they get."""
+        """End pauses one by one until one has the maximum length."""
         while (seconds := await self.asked.get()) < 0.8 * ASK_S_MAX:
             self.over.set()
         return seconds

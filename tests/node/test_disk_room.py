@@ -1,4 +1,4 @@
-"""Room on the disk for a policy: tensors that are written and read like any others, or an error where the disk is too small."""
+"""Disk space for a policy: tensors that are written and read like others, or an error if the disk is too small."""
 
 from __future__ import annotations
 

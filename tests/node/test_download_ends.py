@@ -1,4 +1,4 @@
-"""How a download ends: with what went wrong, also where that was the last thing it did, and with no work left behind."""
+"""A download ends with its error, even if that is its last event, and leaves no running task."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from prime_protocol.manifest import PartEntry
 
 
 class Origin:
-    """Gives the one part of a checkpoint."""
+    """Source of the only part of a checkpoint."""
 
     def __init__(self, part: bytes) -> None:
         self._part = part
@@ -92,7 +92,7 @@ async def test_a_download_that_is_cancelled_decodes_nothing_any_more(
 
 
 class Dripping(Origin):
-    """Announces everything, and does not give it."""
+    """Source that announces everything and delivers nothing."""
 
     async def blob(self, digest: str, *, start: int, end: int) -> bytes:
         await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""A role that still waits for its coordinator hears Ctrl-C and ends in order. Real processes, real signals."""
+"""A role that still waits for its coordinator handles Ctrl-C and ends in order. Real processes, real signals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from prime_node.keyfile import load_or_create
 
 ROLES = [("join", 0), ("validator", 0), ("trainer", 5)]
-"""Command, and its exit code where it was stopped before it began."""
+"""Command, and its exit code after an early stop."""
 STOP_SECONDS_MAX = 5.0
 
 
@@ -28,7 +28,7 @@ def start(role: str, coordinator: socket.socket, folder: Path) -> subprocess.Pop
 
 
 def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code, and what it said on its way out."""
+    """Return the exit code and the output."""
     began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""Environments in a process of their own: they answer as before, they cannot see keys, and they may die."""
+"""Environments in a separate process: same answers, no access to keys, and crashes that the role survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes by themselves: their bounds and seeds, and how what was recorded is played again."""
+"""Episodes: bounds, seeds, and replay from a recording."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_every_turn_has_its_seed_and_the_bounds_end_an_episode() -> None:
 
 
 async def asks_twice(ask: Ask) -> float:
-    """Two agents at once; the reward is what they say together."""
+    """Two agents at once; the reward depends on their joint output."""
     answers = await asyncio.gather(ask((1,)), ask((2,)))
     return float(sum(one.token_ids[0] for one in answers if one is not None))
 

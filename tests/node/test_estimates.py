@@ -1,4 +1,4 @@
-"""pass@k and confidence intervals against what they are defined as."""
+"""pass@k and confidence intervals compared with their definitions."""
 
 from __future__ import annotations
 

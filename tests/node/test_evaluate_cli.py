@@ -1,4 +1,4 @@
-"""`prime-node evaluate`: which policies it looks at, and how it marks what it found."""
+"""`prime-node evaluate`: the policies that it evaluates, and its scores."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from prime_node.cli.evaluate import each_policy, marks_of
 
 @dataclass
 class Numbered:
-    """As much of a follower's policy as is looked at."""
+    """Fake of a follower's policy, as far as the command reads it."""
 
     version: int
     weights: Any = None
 
 
 class Counting:
-    """Implements what is called of trainer.evaluate.Evaluator and of observe.Recorder."""
+    """Fake of trainer.evaluate.Evaluator and of observe.Recorder, as far as the command calls them."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Evaluations by workers, against the real daemon and the state machine: what is asked, what is told, what is not trained on."""
+"""Evaluations by workers, against the real daemon and the state machine: leases, results, and exclusion from training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS = {"every": 2, "problems": 3, "pass_at": [2]}
 
 @dataclass(frozen=True)
 class Asked:
-    """Implements ports.environment.HeldOutProblem."""
+    """Problem that implements ports.environment.HeldOutProblem."""
 
     prompt: str
 
@@ -53,7 +53,7 @@ class Asked:
 
 
 class Examined(Letters):
-    """With five held-out problems; the prompt of the second is too long."""
+    """Environment with five held-out problems; the second one's prompt is too long."""
 
     def held_out(self, count: int) -> list[HeldOutProblem]:
         return [Asked(self.prompt(HELD_OUT_START + number)) for number in range(min(count, 5))]
@@ -162,7 +162,7 @@ async def test_refused_answers_are_asked_again() -> None:
 
 
 async def test_another_problem_than_the_evaluations_is_refused_and_is_no_strike() -> None:
-    """Workers from before the evaluations play another one where environments answer, and cannot know it."""
+    """Older workers play another environment for an evaluation and cannot detect it."""
     async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
         await world.publish()
         await world.join(ANNA)
@@ -172,7 +172,7 @@ async def test_another_problem_than_the_evaluations_is_refused_and_is_no_strike(
 
 
 async def test_rewards_may_be_beyond_one() -> None:
-    """What an environment of verifiers gives is a sum of weighed rewards."""
+    """An environment of verifiers returns a weighted sum of rewards."""
     async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
         await world.publish()
         await world.join(ANNA)
@@ -218,7 +218,7 @@ END = RULES.max_steps * RULES.groups_per_step
 
 @pytest.fixture
 def run() -> Run:
-    """Two workers, and policy 0 under evaluation."""
+    """A state with two workers, and policy 0 under evaluation."""
     run = Run()
     run.join("anna", "ben")
     run.publish()

@@ -1,4 +1,4 @@
-"""An exported directory is an ordinary model, says where it comes from, and appears whole or not at all."""
+"""An exported directory is an ordinary model, names its origin, and appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate
 
 
 def changed(weights: Weights, seed: int) -> Weights:
-    """The next policy: some bits of every tensor are others."""
+    """Return the next policy: some bits of every tensor differ."""
     rng = np.random.default_rng(seed)
     return {
         name: WeightTensor(tensor.dtype, tensor.shape, tensor.data ^ (rng.random(tensor.data.size) < 0.02))
@@ -39,7 +39,7 @@ def changed(weights: Weights, seed: int) -> Weights:
 
 
 def tiny_run(tmp_path: Path, *, files: dict[str, bytes] = FILES) -> tuple[MemorySource, list[Weights]]:
-    """A run of the tiny model with an anchor and two deltas."""
+    """Publish a run of the tiny model with an anchor and two deltas."""
     (tmp_path / "model").mkdir()
     for name, data in files.items():
         (tmp_path / "model" / name).write_bytes(data)
@@ -66,7 +66,7 @@ def verified(source: MemorySource, policy_version: int | None = None) -> Verifie
 
 @pytest.fixture
 def exported(tmp_path: Path) -> tuple[Path, Verified, Weights]:
-    """The head of a tiny run as a directory."""
+    """Export the head of a tiny run as a directory."""
     source, weights = tiny_run(tmp_path)
     found = verified(source)
     export_checkpoint(found, tmp_path / "out", software="test 1", key=STRANGER)

@@ -1,4 +1,4 @@
-"""A problem whose environment fails whoever plays it is exchanged, and one stranger cannot have that done."""
+"""A problem whose environment fails for every worker is replaced, and one worker alone cannot cause that."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run() -> Run:
 
 
 def fail(run: Run, worker: str) -> tuple[int, ...]:
-    """A lease of a group is handed back, because its environment failed."""
+    """Hand a lease of a group back because its environment failed."""
     lease = run.granted(worker, 0, rollouts_max=2)
     run.do(ev.LeaseReturned(lease.lease_id))
     run.do(ev.EpisodesFailed(worker, lease.slots))

@@ -1,4 +1,4 @@
-"""The feed: verified once more, fetched ahead, and patient."""
+"""The feed verifies again, fetches ahead, and waits patiently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from prime_protocol.weights import WeightTensor
 
 @pytest.fixture
 async def coordinator() -> BatchCoordinator:
-    """With policies 0 to 3 published."""
+    """Return a coordinator with policies 0 to 3 published."""
     made = BatchCoordinator(make_run(max_steps=20))
     publisher = Publisher(made, made.run, TRAINER, clock=JumpClock(), pending_max=9)
     await publisher.start()
@@ -256,7 +256,7 @@ def test_other_bytes_than_the_batch_names_are_refused(coordinator: BatchCoordina
 def test_a_bundle_that_was_never_taken_in_is_an_error_that_names_it_and_its_worker(
     coordinator: BatchCoordinator, place: int
 ) -> None:
-    """A fault of the coordinator's: it names the digest of what it should have refused."""
+    """The coordinator is at fault: it names the digest of a bundle that it should have refused."""
     bundle, _ = parts(coordinator)
     damaged = bytearray(bundle)
     damaged[place] ^= 1

@@ -1,4 +1,4 @@
-"""The follower believes nothing that does not verify, and gets there in spite of bad sources."""
+"""The follower accepts only verified data, and reaches the head in spite of bad sources."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_folder_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
 
 
 class Dripping(MemorySource):
-    """Shows every head at once, and gives no bytes. Like the HTTP client it is given up when nothing has moved for a while."""
+    """Source that shows every head at once and gives no bytes. Like the HTTP client it gives up without progress."""
 
     clock: JumpClock
 

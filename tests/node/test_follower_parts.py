@@ -1,4 +1,4 @@
-"""What the follower has downloaded is kept: a cut, a restart or a damaged disk costs no more than what it spoilt."""
+"""Downloaded data is kept: after a cut, a restart or disk damage only the damaged data is fetched again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
 
 
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> dict[str, WeightTensor]:
-    """Weights of six chunks in one part, every chunk a piece of its own."""
+    """Weights of six chunks in one part, every chunk a separate piece."""
     monkeypatch.setattr("prime_protocol.pieces.PIECE_BYTES_MIN", 1)
     return {f"layer{number}": table_weights(number)["table"] for number in range(6)}
 

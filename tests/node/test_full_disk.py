@@ -1,4 +1,4 @@
-"""A checkpoint that does not fit on a real, small disk: an error that says so, and the one before it whole."""
+"""A checkpoint that does not fit on a real, small disk gives a clear error and leaves the previous one intact."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from prime_protocol.weights import root_of
 
 RUN = "ab" * 32
 DISK_BYTES = 2**20
-"""Of one checkpoint, 0.6 MB, and not of two."""
+"""Size with room for one checkpoint of 0.6 MB, and not for two."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The HTTP client against a server that lies, stalls, floods or is none: PeerError or Unreachable within its bounds."""
+"""The HTTP client against a server that lies, stalls, floods or is not HTTP: PeerError or Unreachable within its bounds."""
 
 from __future__ import annotations
 

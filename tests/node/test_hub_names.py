@@ -1,4 +1,4 @@
-"""Mixtures of experts are read and published under the hub's names, a matrix for each expert."""
+"""Mixtures of experts are read and published under the hub's names, with one matrix per expert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def saved_model(folder: Path, kind: str, **settings: int) -> Path:
-    """A model as transformers saves it, which is as the hub has it."""
+    """Save a model with transformers, in the hub's form."""
     transformers = pytest.importorskip("transformers")
     made = write_model(folder / kind)
     dense = json.loads(tiny_files()["config.json"])
@@ -74,7 +74,7 @@ def test_a_trained_mixture_loads_in_transformers_as_it_is(folder: Path, tmp_path
 
 
 async def test_an_engine_computes_with_the_hub_s_names(folder: Path) -> None:
-    """Its probe compares its own path with a plain forward pass of the same weights."""
+    """The engine's probe compares its own path with a plain forward pass of the same weights."""
     weights = TorchBackend(folder).snapshot()
     engine = TransformersEngine(folder, threads=1)
     await engine.load(weights, policy_version=0)
@@ -96,7 +96,7 @@ def test_an_expert_of_another_shape_is_refused(folder: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 async def test_vllm_computes_with_every_policy_of_a_mixture(tmp_path: Path) -> None:
-    """Its probe holds each load against a forward pass: experts are packed anew, not taken for packed."""
+    """The engine's probe compares each load with a forward pass, which shows that experts are packed again."""
     pytest.importorskip("vllm")
     from prime_node.adapters.engines.vllm_engine import VllmEngine
 

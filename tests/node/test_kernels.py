@@ -1,4 +1,4 @@
-"""The codec's kernels are compiled once per installation: by whom, and what everybody else finds then."""
+"""The codec's kernels are compiled once per installation, and all other processes then find them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`prime-node keys`: a run's keys are changed by its root, in one place or by a file that goes from key to key."""
+"""`prime-node keys`: the root changes a run's keys, in one place or with a file that passes from key to key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROLE_KEYS = {"root": ROOT, "coordinator": COORDINATOR, "trainer": TRAINER, "vali
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
-    """As `prime-node new` makes it, with policy 0 published and no coordinator at work."""
+    """A run as `prime-node new` makes it, with policy 0 published and no coordinator running."""
     run, place = make_run(), RunDir(tmp_path / "run")
     for role, key in ROLE_KEYS.items():
         write_key(place.key(role), key)
@@ -48,7 +48,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def keys(*arguments: object) -> str:
-    """The command's output. Raises what it raises."""
+    """Return the command's output. Raises what it raises."""
     result = CliRunner().invoke(app, ["keys", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -74,7 +74,7 @@ def test_a_trainers_key_is_replaced_in_three_commands(run_dir: RunDir) -> None:
 
 
 def test_roots_on_other_machines_sign_a_file(run_dir: RunDir, tmp_path: Path) -> None:
-    """The run's one root key gives way to three of which two must sign; then two of them, and no fewer, take a key away."""
+    """The run's one root key is replaced by three of which two must sign; then two of them, and no fewer, revoke a key."""
     files = [tmp_path / f"root-{number}.key" for number in range(3)]
     ids = [keys("make", file).strip() for file in files]
     request = tmp_path / "request.json"

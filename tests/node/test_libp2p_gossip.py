@@ -1,4 +1,4 @@
-"""What the gossip of one host survives."""
+"""Failures that one host's gossip survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""libp2p as an attacker, a bad line and a tired machine treat it. What every network promises is in conformance/test_peers.py."""
+"""libp2p under attack, on a bad line and on a slow machine. The promises of every network are in conformance/test_peers.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def echo(asker: KeyId, payload: bytes) -> bytes:
 
 @pytest.fixture
 async def peer() -> AsyncIterator[MakePeer]:
-    """Makes started peers that echo: `await peer(bootstrap=(address,))`."""
+    """Factory of started peers that echo: `await peer(bootstrap=(address,))`."""
     made: list[Libp2pNetwork] = []
 
     async def make(**changed: Any) -> Libp2pNetwork:
@@ -82,7 +82,7 @@ async def outsider(act: Callable[..., Awaitable[None]], **options: object) -> No
 
 
 async def test_nobody_gets_in_by_plaintext(peer: MakePeer) -> None:
-    """With the library's default whoever speaks plaintext is believed any peer id."""
+    """With the library's default a peer that speaks plaintext may claim any peer id."""
     victim = await peer()
     pair = create_new_key_pair(bytes([7]) * 32)
 
@@ -95,7 +95,7 @@ async def test_nobody_gets_in_by_plaintext(peer: MakePeer) -> None:
 
 
 async def test_a_peer_dials_nobody_whom_it_was_not_told_to_dial(peer: MakePeer) -> None:
-    """The library's default dials every address that it ever heard of."""
+    """The library's default dials every address that it has ever received."""
     anna, ben, carla = await peer(heartbeat_s=0.2), await peer(), await peer()
     await anna.connect(where(ben))
     await ben.connect(where(carla))
@@ -184,7 +184,7 @@ async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: Make
         await other.provide(RUN)
 
     def learned(of: Libp2pNetwork) -> tuple[int, bool]:
-        """What anna remembers: addresses that Identify told, and a place in her table of hints."""
+        """Return what a host has learned: addresses from Identify, and an entry in its table of hints."""
         assert anna._host is not None
         assert anna._hints is not None
         told, name = anna._host.get_peerstore(), ID.from_string(of.peer_id)

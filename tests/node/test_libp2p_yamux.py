@@ -1,4 +1,4 @@
-"""Our yamux speaks to the library's own, keeps its window, and ends a link that does not keep to the protocol."""
+"""Our yamux interoperates with the library's own, respects its window, and ends a link that violates the protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.adapters.peers.libp2p_yamux import Stream, Yamux
 
 SIZES = (1, 65_524, 1_000_000)
-"""The last one is four windows."""
+"""Payload sizes; the last one is four windows."""
 WINDOW = library.DEFAULT_WINDOW_SIZE
 
 Muxer = type[library.Yamux]
@@ -28,7 +28,7 @@ Muxer = type[library.Yamux]
 
 @asynccontextmanager
 async def links(dialler: Muxer, listener: Muxer) -> AsyncIterator[tuple[library.Yamux, library.Yamux]]:
-    """Two ends of one link."""
+    """The two ends of one link."""
     dialled, listened = await sessions(Noise, Noise)
     one = dialler(dialled, dialled.get_remote_peer(), is_initiator=True)
     other = listener(listened, listened.get_remote_peer(), is_initiator=False)

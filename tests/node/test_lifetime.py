@@ -1,4 +1,4 @@
-"""How a role's process ends: what its first signal says, and what ends it."""
+"""The end of a role's process: the message after its first signal, and its causes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ async def never(stop: asyncio.Event) -> int:
     os.kill(os.getpid(), signal.SIGINT)
     await asyncio.Event().wait()
     return 7
+
+
+async def terminated_twice(stop: asyncio.Event) -> int:
+    os.kill(os.getpid(), signal.SIGTERM)
+    await stop.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.1, ended.set)
+    await ended.wait()
+    return 7
+
+
+def test_a_sigterm_that_comes_twice_at_once_counts_once() -> None:
+    assert run_role(terminated_twice, stop_with_parent=False, grace_s=30.0) == 7
 
 
 def test_the_first_signal_says_what_a_second_one_does(caplog: pytest.LogCaptureFixture) -> None:

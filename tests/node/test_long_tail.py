@@ -21,7 +21,7 @@ TWICE = dataclasses.replace(RULES, async_level=0, groups_per_step=4, leases_per_
 
 
 def with_straggler() -> tuple[Run, LeaseRecord]:
-    """Anna sits on groups 0 and 1 of step 0; ben has done the others, 100 ms a rollout, and finds nothing open."""
+    """Anna holds groups 0 and 1 of step 0; Ben has done the others, 100 ms per rollout, and finds nothing open."""
     run = Run(TWICE)
     run.join("anna", "ben")
     run.publish()
@@ -154,7 +154,7 @@ def test_a_slow_worker_takes_what_is_urgent_where_nothing_else_is_open_or_nobody
 def test_long_rollouts_are_as_frequent_in_what_is_trained_as_in_what_was_asked_for(
     selection: Selection, stale: StalePolicy
 ) -> None:
-    """tinker-cookbook #822: taking whatever is ready starves the long ones. Here a slot waits, and is trained."""
+    """tinker-cookbook #822: batches of the first ready groups exclude the long ones. Here a slot waits and is trained."""
     rules = dataclasses.replace(
         RULES,
         async_level=1,

@@ -26,7 +26,7 @@ LENGTHS = (4, 1, 8)
 
 
 def inputs(log_ratios: tuple[float, ...] = LOG_RATIOS, *, prox: bool = False) -> LossInputs:
-    """Three sequences; where `prox`, the proximal policy lies between the sampler and the trainer."""
+    """Three sequences; with `prox`, the proximal policy is between the sampler and the trainer."""
     inference = torch.linspace(-0.1, -3.0, len(log_ratios))
     shift = torch.tensor(log_ratios)
     return LossInputs(
@@ -41,11 +41,11 @@ def inputs(log_ratios: tuple[float, ...] = LOG_RATIOS, *, prox: bool = False) ->
 
 
 Scalar = Any
-"""A torch float64 scalar or a float."""
+"""Torch float64 scalar or float."""
 
 
 def constant(value: Scalar) -> float:
-    """Without a gradient."""
+    """Return a value without its gradient."""
     return float(value.detach())
 
 
@@ -69,7 +69,7 @@ class Tokens:
         self.prox = pi.detach() if prox is None else prox
 
     def each(self, loss: Callable[[Scalar, Scalar, Scalar, float, Scalar], Scalar]) -> list[Scalar]:
-        """`loss` of log pi, log r, log mu, A, log teacher."""
+        """Return `loss` of log pi, log r, log mu, A, log teacher for each token."""
         return [
             loss(pi, clamped(pi - mu), mu, advantage, teacher)
             for pi, mu, advantage, teacher in zip(self.pi, self.mu, self.advantages, self.teacher, strict=True)
@@ -78,7 +78,7 @@ class Tokens:
     def corrected(
         self, weigh: Callable[[list[Scalar]], list[Scalar]], low: float = 0.2, high: float = 0.2
     ) -> list[Scalar]:
-        """w * the surrogate of rho."""
+        """Return w times the surrogate of rho."""
         weights = weigh([clamped(prox - mu) for prox, mu in zip(self.prox, self.mu, strict=True)])
         return [
             weight * surrogate(clamped(pi - prox).exp(), advantage, low, high)
@@ -148,7 +148,7 @@ REFERENCES: Mapping[tuple[str, tuple[tuple[str, Any], ...]], Callable[[Tokens], 
 def in_float64(
     reference: Callable[[Tokens], list[Scalar]], given: LossInputs, kind: AggregationKind
 ) -> tuple[float, Tensor]:
-    """The batch's loss before its division, and the gradient."""
+    """Return the batch's loss before its division, and the gradient."""
 
     def split(values: Tensor) -> tuple[Tensor, ...]:
         return torch.split(values.detach().double(), list(LENGTHS))
@@ -187,7 +187,7 @@ def test_every_loss_has_a_reference() -> None:
 def test_a_loss_is_its_formula_in_float64(
     name: str, settings: tuple[tuple[str, Any], ...], kind: AggregationKind, prox: bool
 ) -> None:
-    """Tolerance: a few roundings of float32 of the largest token; exp amplifies those of a log ratio twenty times."""
+    """Return the tolerance: a few roundings of float32 of the largest token; exp amplifies those of a log ratio twenty times."""
     given = inputs(prox=prox)
     outputs = found(name, kwargs=dict(settings), aggregation=kind)(given)
     total, slope = in_float64(REFERENCES[name, settings], given, kind)
@@ -227,7 +227,7 @@ def test_masked_tokens_contribute_exactly_nothing(
     name: str, trainer: float, inference: float, advantage: float
 ) -> None:
     def given(*also: float) -> LossInputs:
-        """One trained token, and perhaps a masked one behind it."""
+        """One trained token, and optionally a masked one after it."""
         beside = bool(also)
         return LossInputs(
             torch.tensor([-2.7, trainer][: 1 + beside], requires_grad=True),

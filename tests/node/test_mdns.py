@@ -24,7 +24,7 @@ LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 
 
 def fresh_run() -> str:
-    """Another test on this machine must not be found."""
+    """Return a run id that keeps this test apart from concurrent ones on this machine."""
     return os.urandom(32).hex()
 
 

@@ -1,4 +1,4 @@
-"""A run's config.json may be broken, hostile or too large: each way gives one sentence, and nothing of it is run."""
+"""A run's config.json may be broken, hostile or too large: each case gives a one-line error, and no code in it runs."""
 
 from __future__ import annotations
 

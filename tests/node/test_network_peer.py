@@ -1,4 +1,4 @@
-"""The swarm over the peer network: the same answers as over HTTP, from and to peers that HTTP does not reach."""
+"""The swarm over the peer network: the same answers as over HTTP, also for peers that HTTP does not reach."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_news_come_when_there_are_some(tmp_path: Path) -> None:
 
 
 class Hurried(SystemClock):
-    """Does not pause."""
+    """Clock that does not pause."""
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""A key costs nothing: a thousand of them gain no more than one."""
+"""A key costs nothing, so a thousand keys gain no more than one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ THOUSAND = [f"key {number}" for number in range(1_000)]
 
 
 def world_of(keys: list[str]) -> Run:
-    """An honest worker that is known, and some keys of one other network."""
+    """Return an honest worker that is known, and some keys of one other network."""
     run = Run(CROWDED)
     run.join("honest")
     run.publish()
@@ -55,7 +55,7 @@ def world_of(keys: list[str]) -> Run:
 
 
 def play(run: Run, keys: list[str], judge: Callable[[Run, str], object], rounds: int) -> tuple[int, int]:
-    """Each round every key takes what it is given, uploads, and is judged. The most groups held at once, and all that were."""
+    """Run rounds in which every key takes, uploads and gets verdicts. Return the most groups held at once, and the total."""
     most = judged = 0
     for _ in range(rounds):
         leases = []
@@ -250,7 +250,7 @@ def test_a_newcomer_that_sits_on_its_leases_does_not_hold_up_the_run() -> None:
 
 
 class Counted(dict[str, WorkerRecord]):
-    """Counts how many workers are looked at."""
+    """Dictionary that counts reads of workers."""
 
     looked_at = 0
 
@@ -268,7 +268,7 @@ class Counted(dict[str, WorkerRecord]):
 
 
 def workers_looked_at(num_keys: int) -> dict[str, int]:
-    """What each thing that a key can do costs, where so many keys of its network take part and as many are away."""
+    """Return the cost of each request that a key can make, with that many active and as many absent keys of its network."""
     run = Run(dataclasses.replace(CROWDED, workers_max=num_keys // 3))  # so that some are forgotten, too
     run.publish()
     for number in range(num_keys):

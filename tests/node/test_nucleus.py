@@ -1,4 +1,4 @@
-"""top-p, top-k and min-p inside the assigned randomness: the reference, the tensors' version, and what a validator sees."""
+"""top-p, top-k and min-p with assigned randomness: the reference, the tensor version, and the validator's view."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sampling_with(temperature: float = 1.0, **filters: Any) -> Sampling:
 
 
 def logits_of(num_rows: int, vocab_size: int, *, spread: float = 3.0, seed: int = 0) -> np.ndarray:
-    """With ties, as bf16 has them."""
+    """Return logits with ties, as bf16 has them."""
     return np.round(np.random.default_rng(seed).normal(0, spread, (num_rows, vocab_size)), 1).astype(np.float32)
 
 
@@ -76,7 +76,7 @@ def test_the_tail_of_a_large_vocabulary_is_not_sorted_and_comes_out_the_same() -
 
 @pytest.mark.parametrize("filters", FILTERS)
 def test_honest_noise_moves_the_edge_and_costs_no_more_than_the_noise(filters: dict[str, Any]) -> None:
-    """Worker and validator differ by 0.01 nats: choices that differ for it have margins of that size, not full ones."""
+    """Worker and validator differ by 0.01 nats: choices that differ for that reason have margins of that size, not full ones."""
     sampling, rows = sampling_with(**filters), 1_000
     logits = np.random.default_rng(0).normal(0, 2, (rows, 600))
     noise = gumbel_noise(list(range(rows)), [0] * rows, 600)
@@ -100,7 +100,7 @@ def test_honest_noise_moves_the_edge_and_costs_no_more_than_the_noise(filters: d
     ],
 )
 def test_other_filters_or_another_temperature_than_assigned_are_seen(worker: Any, run: Any) -> None:
-    """Within 300 tokens there are many whose margin no honest noise explains."""
+    """Among 300 tokens, many have a margin that no honest noise explains."""
     rows = 300
     logits = np.random.default_rng(0).normal(0, 2, (rows, 600))
     noise = gumbel_noise(list(range(rows)), [0] * rows, 600)

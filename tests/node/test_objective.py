@@ -1,4 +1,4 @@
-"""How losses become a step's objective: aggregation, training modes, losses of one's own; and that no split changes it."""
+"""The way from losses to a step's objective: aggregation, training modes, custom losses; and independence of the split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ppo_clip_loss(inputs: LossInputs, clip_eps: float = 0.2) -> LossOutputs:
         metrics={"clip_frac": (ratio != clipped_ratio)[inputs.loss_mask].float().mean()},
     )
 """
-"""The example of prime-rl's docs/bring-your-own-algorithms.md (Apache-2.0) but for its import line."""
+"""The example of prime-rl's docs/bring-your-own-algorithms.md (Apache-2.0), except for its import line."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def samples(count: int = 9, *, modes: tuple[TrainingMode, ...] = (TrainingMode.RL,)) -> list[TrainSample]:
-    """Of unequal lengths, with masked tokens in the middle; one is masked altogether."""
+    """Return samples of unequal lengths, with masked tokens in the middle; one is masked entirely."""
     rng = random.Random(5)
     result = []
     for index in range(count):
@@ -67,11 +67,11 @@ def samples(count: int = 9, *, modes: tuple[TrainingMode, ...] = (TrainingMode.R
 
 
 Result = tuple[float, dict[str, float], list[list[float]]]
-"""The batch's loss, its metrics, and each sample's gradient."""
+"""Return the batch's loss, its metrics, and each sample's gradient."""
 
 
 def descend(loss: Objective, batch: list[TrainSample], micro_batches: list[list[int]], *, padding: int = 0) -> Result:
-    """What a backend does, with logprobs that are each sample's own; samples are named by their index in the batch."""
+    """Act as a backend with given logprobs per sample; samples are named by their index in the batch."""
     rng = random.Random(7)
     values = [torch.tensor([rng.uniform(-3.0, -0.1) for _ in sample.completion_token_ids]) for sample in batch]
     logprobs = [value.requires_grad_() for value in values]
@@ -105,7 +105,7 @@ SPLITS = {
 def test_micro_batches_order_and_padding_change_nothing_but_rounding(
     name: str, kind: AggregationKind, example: str
 ) -> None:
-    """Tolerance: 1e-6 of the largest term, some roundings of a float32 sum in another order."""
+    """Return the tolerance: 1e-6 of the largest term, some roundings of a float32 sum in another order."""
     path = example if name not in LOSSES else None
     loss = find_loss(name, import_path=path, aggregation=kind, constant_length=8)
     batch = samples()

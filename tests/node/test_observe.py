@@ -1,4 +1,4 @@
-"""Metrics on disk, and who reads them while they grow."""
+"""Metrics on disk, and readers while the files grow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_full_disk_costs_the_metrics_and_not_the_role(caplog: pytest.LogCaptur
             raise OSError(28, "No space left on device")
 
         def close(self) -> None:
-            """Nothing is open."""
+            """Do nothing: nothing is open."""
 
     recorder = BestEffort(Full())
     recorder.record(step=1)

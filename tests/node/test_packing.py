@@ -16,7 +16,7 @@ def sample(prompt: str, completion: str) -> TrainSample:
 
 
 def contexts(packed: PackedRows) -> list[tuple[bytes, int]]:
-    """For each prediction, what it sees in the order of the positions, and the token that it predicts."""
+    """For each prediction, return the tokens that it sees in order of positions, and the token that it predicts."""
     trunk, width = packed.trunk_tokens, packed.subtree_end_RW.shape[1]
     found = []
     for source, target in zip(packed.sources_N.tolist(), packed.targets_N.tolist(), strict=True):

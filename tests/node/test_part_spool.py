@@ -1,4 +1,4 @@
-"""Parts of a publication lie on disk until they are uploaded."""
+"""Parts of a publication stay on disk until they are uploaded."""
 
 from __future__ import annotations
 

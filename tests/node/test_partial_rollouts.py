@@ -1,4 +1,4 @@
-"""Completions that span policies: the transformers engine swaps under way, and a validator judges each span by its own policy."""
+"""Completions that span policies: the transformers engine swaps weights meanwhile, and a validator judges each span alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policies(folder: Path) -> dict[int, Weights]:
-    """Three that differ a lot."""
+    """Return three policies that differ a lot."""
     return {version: initial_weights(folder, version) for version in range(3)}
 
 
@@ -58,7 +58,7 @@ async def engine(folder: Path, policies: dict[int, Weights]) -> AsyncIterator[Tr
 
 
 async def swapped(engine: TransformersEngine, policies: dict[int, Weights], swap: SwapPolicy) -> list[Completion]:
-    """Twelve completions, policy 1 arriving while they are sampled."""
+    """Sample twelve completions while policy 1 arrives."""
     generating = asyncio.create_task(engine.generate(REQUESTS, SAMPLING))
     await asyncio.sleep(0)
     await engine.update(policies[1], policy_version=1, swap=swap)
@@ -72,7 +72,7 @@ def spans_of(completion: Completion) -> Spans:
 async def judged(
     engine: TransformersEngine, policies: dict[int, Weights], completions: list[Completion], swap: SwapPolicy
 ) -> tuple[float, float]:
-    """The largest error of a logprob, and the share of tokens that the seeds do not choose."""
+    """Return the largest error of a logprob, and the share of tokens that the seeds do not choose."""
     requests = [
         ScoreRequest(asked.prompt_token_ids, completion.token_ids, asked.seed)
         for asked, completion in zip(REQUESTS, completions, strict=True)
@@ -147,7 +147,7 @@ async def test_a_swap_that_fails_ends_the_generation_too(
 
 
 class Lengths:
-    """Implements ports.environment.Environment: the reward is the number of characters."""
+    """Environment that implements ports.environment.Environment: the reward is the number of characters."""
 
     def __init__(self, fails_on: int | None = None) -> None:
         self.fails_on, self.scored = fails_on, 0
@@ -169,7 +169,7 @@ class Lengths:
 
 
 class Letters:
-    """Implements the decoding half of ports.environment.Tokenizer."""
+    """Tokenizer that implements the decoding half of ports.environment.Tokenizer."""
 
     vocab_size, stop_token_id = 264, 3
 
@@ -205,7 +205,7 @@ def lease_of(run: PinnedRun, environment: str) -> Lease:
 async def generated(
     engine: TransformersEngine, lease: Lease, policies: dict[int, Weights], swap: SwapPolicy
 ) -> Generated:
-    """What a worker makes of it: policy 1 is there at once, policy 2 never comes."""
+    """Return the worker's bundle: policy 1 is available at once, policy 2 never arrives."""
 
     async def newer(version: int) -> tuple[int, Weights]:
         if version >= 1:

@@ -1,4 +1,4 @@
-"""What answers the model in games that the settings describe: another try, and a calculator."""
+"""Partners of the model in games that the settings describe: another try, and a calculator."""
 
 from __future__ import annotations
 

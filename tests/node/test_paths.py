@@ -1,4 +1,4 @@
-"""Shortest ways: the same as trying every way, and no manifest is read for nothing."""
+"""Shortest update paths equal those of an exhaustive search, and no manifest is read needlessly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_node.broadcast.routes import Routes, UpdateRoute, search
 
 
 def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:
-    """Bytes of all ways, by trying them all."""
+    """Return the bytes of all paths, by exhaustive search."""
     if target in held:
         return [0]
     return [
@@ -23,7 +23,7 @@ def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:
 
 @st.composite
 def published(draw: st.DrawFn) -> dict[int, list[UpdateRoute]]:
-    """Up to nine policies with any encodings, as sparse or as dense as may be."""
+    """Return up to nine policies with arbitrary encodings."""
     routes = {}
     for version in range(draw(st.integers(1, 9))):
         bases = draw(st.sets(st.sampled_from([None, *range(version)]), max_size=4))

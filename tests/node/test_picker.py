@@ -1,4 +1,4 @@
-"""The piece picker: everything arrives, nothing is asked for twice without need, and what is rare comes first."""
+"""The piece picker: everything arrives, duplicates are rare, and rare pieces come first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def picker(num_pieces: int, *, seed: int = 0, size: int = 100, rules: PickerRule
 
 
 def picks(of: Picker, name: str, *, now_s: float = 0.0) -> list[int]:
-    """All that a source is asked for at once."""
+    """Return everything that one source is asked for at once."""
     found = []
     while (piece := of.pick(name, now_s)) is not None:
         found.append(piece)
@@ -28,7 +28,7 @@ def picks(of: Picker, name: str, *, now_s: float = 0.0) -> list[int]:
 
 
 def give(of: Picker, name: str, *, rate: float, until_s: float, now_s: float = 0.0) -> float:
-    """A source that answers one request after another at `rate` pieces a second."""
+    """Simulate a source that answers one request after another at `rate` pieces per second."""
     while now_s < until_s and (piece := of.pick(name, now_s)) is not None:
         now_s += 1 / rate
         of.arrived(name, piece, now_s)

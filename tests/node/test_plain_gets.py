@@ -1,4 +1,4 @@
-"""Plain GETs of a bulk route, over raw sockets: answered one after the other, and everything else left to the framework."""
+"""Plain GETs of a bulk route, over raw sockets: answered in order, with everything else left to the framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = bytes(2**24)
 
 
 class Blobs:
-    """A bulk route: what it was asked, and how its answers ended."""
+    """A bulk route that records its requests and the end of each answer."""
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
@@ -75,7 +75,7 @@ class Line:
         self.reader, self.writer = reader, writer
 
     async def answer(self) -> tuple[bytes, bytes]:
-        """The header, and a body of the length that it says."""
+        """Read the header and a body of the declared length."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
         return head, await self.reader.readexactly(int(length.split(b":")[1]))

@@ -1,4 +1,4 @@
-"""The planner's closed form against numbers worked out by hand, and what must follow from it."""
+"""The planner's closed form compared with manual calculations, and its consequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hidden-state proofs from engine to verdict, and each way to go without the right ones."""
+"""Hidden-state proofs from engine to verdict, and each wrong proof."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_an_honest_bundle_with_its_proofs_is_accepted(engine: Transformers
 
 
 def _of_nothing(proofs: Proofs) -> Proofs:
-    """A polynomial that is 0 everywhere."""
+    """Return a polynomial that is 0 everywhere."""
     zeros = np.zeros_like(proofs)
     zeros[:, :2] = proofs[:, :2]
     return zeros

@@ -32,7 +32,7 @@ ADAMW = OptimizerSettings(eps=1e-6, grad_norm_max=0.5)
 FP32 = 2e-6
 """Largest difference of a weight after three steps of 1e-3."""
 BF16 = 4e-3
-"""The same where the arithmetic is bf16's: where a gradient is next to nothing, Adam's steps may go either way."""
+"""The same for bf16 arithmetic: for a tiny gradient, Adam's steps may go either way."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Qwen3's mixture of experts, small."""
+    """Return a small mixture of experts of Qwen3."""
     folder = write_model(tmp_path_factory.mktemp("moe"))
     dense = json.loads(tiny_files()["config.json"])
     experts = {
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_one_process_is_resumed_on_many(pool: RankPool, model: P
 
 
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: the kernel refuses the write in the same place."""
+    """A limit on the size of files stands for the disk: the kernel refuses the write at the same place."""
     for reason in pool.run(rank_jobs.save_on_a_full_disk, ranks=4, model=model, folder=tmp_path):
         assert "rank 3" in reason
         assert "could not be written whole; is the disk full?" in reason

@@ -1,4 +1,4 @@
-"""What a worker reads in its receipts."""
+"""The worker's summary of its receipts."""
 
 from __future__ import annotations
 

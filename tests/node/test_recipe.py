@@ -1,4 +1,4 @@
-"""From rewards to what is trained: advantages, length penalties, filters, and the learning rate's schedule."""
+"""From rewards to training data: advantages, length penalties, filters, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normalized_advantage(inputs: AdvantageInputs, eps: float = 1e-8) -> Advantag
     std = statistics.pstdev(rewards) if len(rewards) > 1 else 0.0
     return AdvantageOutputs(advantages=[(r - mean) / (std + eps) for r in rewards])
 """
-"""The example of prime-rl's docs/algorithms.md (Apache-2.0) but for its import line."""
+"""The example of prime-rl's docs/algorithms.md (Apache-2.0), except for its import line."""
 
 
 def rewarded(*rewards: float, lengths: tuple[int, ...] = (), turns: tuple[int, ...] = ()) -> AdvantageInputs:
@@ -96,7 +96,7 @@ def test_a_rollout_answers_by_name_and_by_attribute() -> None:
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_length_penalties_shape_the_rewards_before_any_advantage(name: str) -> None:
-    """Costs of the two best: 2 and 6, mean 4. The cheap one gets half as much again, the dear one and the wrong ones nothing."""
+    """The two best cost 2 and 6, mean 4. The cheap one gets half as much again, the expensive one and the wrong ones nothing."""
     shaped = rewarded(1.0 * 1.5, 1.0, 0.5, 0.0)
     plain = find_advantage(name)
     tokens = find_advantage(name, length_cost=LengthCost.TOKENS)

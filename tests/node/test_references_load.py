@@ -1,4 +1,4 @@
-"""Comparing unseeded rewards must not cost other bundles their verdicts, however slowly a validator samples."""
+"""Comparing unseeded rewards must not delay other bundles' verdicts too long, however slowly a validator samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORWARD_PASS_S = 0.5
 
 
 class VirtualClock:
-    """Implements ports.clock.Clock. Time moves to whoever wakes up next, once nobody has anything else to do."""
+    """Clock that implements ports.clock.Clock. Time moves to the next waiter once no task can run."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -61,7 +61,7 @@ class VirtualClock:
 
 
 class SlowScorer(TableScorer):
-    """Sampling as many completions as a bundle has, to the last token, takes it so long."""
+    """Scorer that needs this long to sample as many completions as a bundle has, to the last token."""
 
     def __init__(self, clock: VirtualClock, bundle_s: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class SlowScorer(TableScorer):
 
 
 class QueuePort:
-    """Implements ports.transport.ValidatorPort over the coordinator's own queue."""
+    """Fake of ports.transport.ValidatorPort over the coordinator's own queue."""
 
     def __init__(self, parcels: Sequence[bytes], clock: VirtualClock, check_s: float) -> None:
         self.stop = asyncio.Event()

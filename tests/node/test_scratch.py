@@ -1,4 +1,4 @@
-"""Folders of dead processes are removed by the next one; those of living ones are not."""
+"""Folders of dead processes are removed by the next process; those of living ones are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who assigned what can be worked out again by anybody: a coordinator that picks seeds, or hides its secrets, is caught."""
+"""Anyone can recompute the assignments: a coordinator that picks seeds or hides its secrets is detected."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from prime_protocol.verdict import Receipt, RejectReason
 
 
 def chained(**changes: object) -> PinnedRun:
-    """A run as `prime-node new` makes it: the coordinator is bound to the secrets of its steps."""
+    """Make a run as `prime-node new` does: it binds the coordinator to the secrets of its steps."""
     return make_run(seed_chain=committed(chain_of(secret_of(COORDINATOR), 20)), **changes)
 
 
 @asynccontextmanager
 async def two_steps_over(parts: Parts) -> AsyncIterator[World]:
-    """Steps 0 and 1 are trained, by Anna's bundles; one of step 2 is accepted."""
+    """Train steps 0 and 1 on Anna's bundles; accept one of step 2."""
     async with running(parts) as world:
         await world.join(ANNA)
         await world.publish()
@@ -73,7 +73,7 @@ def said_in(line: bytes) -> Receipt:
 
 
 async def audited(world: World, receipts: list[Receipt], secret: OpenSecret | None) -> LedgerReport:
-    """What is found where the coordinator signs these receipts and tells that secret."""
+    """Return the findings for a coordinator that signs these receipts and publishes that secret."""
     other = rewritten(world.run, [receipt.model_dump_json().encode() for receipt in receipts])
     head = parse_json(other.head.payload, LedgerHead).model_copy(update={"secret": secret})
     return await audit_ledger(Shown(other.lines, seal(head, PayloadType.LEDGER_HEAD, COORDINATOR)), world.run)
@@ -176,7 +176,7 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
 
 
 async def test_a_receipt_is_no_evaluations_because_its_slots_say_so() -> None:
-    """Else whoever wants to choose seeds calls every bundle one, whose seeds nobody can work out."""
+    """Otherwise a coordinator could declare every bundle an evaluation, whose seeds cannot be recomputed."""
     async with two_steps_over(memory_parts(chained())) as world:
         shown = await shown_by(world)
     good = [said_in(line) for line in shown.lines]
@@ -210,7 +210,7 @@ async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> 
     rule, of_step_0 = SeedRule(world.run.digest, world.run.spec), opened_secrets(chain_end, secret)[0]
 
     def drawn(draw: int) -> Receipt:
-        """The first receipt, honest about the draw of each slot."""
+        """Return the first receipt, honest about the draw of each slot."""
         assert said is not None
         groups = []
         for slot, _ in said.places():
@@ -309,7 +309,7 @@ async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_
 
 
 def swapped(line: Envelope) -> Envelope:
-    """A lease with another seed, signed by the coordinator; anything else as it is."""
+    """Return a lease with another seed, signed by the coordinator, and otherwise unchanged."""
     if line.payload_type != PayloadType.LEASE:
         return line
     fields = json.loads(line.payload)

@@ -1,4 +1,4 @@
-"""`seed` keeps and serves without decoding; `fetch` downloads from whoever has it, verifies and exports."""
+"""`seed` keeps and serves without decoding; `fetch` downloads from any peer that has the policy, verifies and exports."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ SETTINGS = WorkerConfig(swarm=LOCAL, poll_seconds=0.05)
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers look for each other all the time."""
+    """Make peers look for each other continuously."""
     monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MIN", 0.05)
     monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MAX", 0.2)
     monkeypatch.setattr("prime_node.cli.fetch.PEERS_S", 0.3)
 
 
 async def seeder(made: Swarm, folder: Path) -> tuple[Mirror, Peer]:
-    """What `prime-node seed` runs."""
+    """Run what `prime-node seed` runs."""
     run = made.world.run
     client = await made.stack.enter_async_context(
         HttpClient(made.world.url, run=run.digest, clock=SystemClock(), key=CORA, bounds=run.spec.limits)
@@ -127,7 +127,7 @@ async def test_fetch_begins_at_a_peer_while_the_coordinator_is_away(tmp_path: Pa
 
 
 async def test_a_bucket_of_files_is_a_mirror(tmp_path: Path) -> None:
-    """Whatever serves a folder with ranges: nothing of ours runs there."""
+    """A plain server of a folder with ranges: none of our code runs there."""
     blobs = tmp_path / "bucket" / "v1" / "blobs"
     blobs.mkdir(parents=True)
     app = web.Application()

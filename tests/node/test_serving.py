@@ -1,4 +1,4 @@
-"""What a peer holds in memory while it serves: a little of each answer, however long the range and slow the reader."""
+"""Memory of a serving peer: a little of each answer, however long the range and slow the reader."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RUN, CLOCK = make_run(), SystemClock()
 
 
 class SetClock(SystemClock):
-    """Shows the time that a test sets."""
+    """Clock that shows the time that a test sets."""
 
     def __init__(self, time_ms: int) -> None:
         self.time_ms = time_ms
@@ -47,7 +47,7 @@ DIGEST = digest_of(BLOB)
 
 @dataclass
 class Serving:
-    """One service, and the port on which it answers."""
+    """One service, and its port."""
 
     service: PeerService
     parts: PartStore

@@ -1,4 +1,4 @@
-"""Balancing and packing of a batch: every sample once, equal work, and long sequences refused in words."""
+"""Balancing and packing of a batch: every sample once, equal work, and a clear error for long sequences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_sample_is_in_one_rank_s_share_once(lengths: list[tuple[int, int]]
 
 @given(st.lists(st.integers(1, 2_000), min_size=1, max_size=60), st.integers(1, 8))
 def test_no_rank_has_more_than_four_thirds_of_the_least_that_any_split_needs(lengths: list[int], ranks: int) -> None:
-    """Graham 1969; the bound on the best split is the mean or the dearest sequence."""
+    """Graham 1969; the bound on the best split is the mean or the most expensive sequence."""
     batch = [sample(number, length) for number, length in enumerate(lengths)]
     costs = [sequence_cost(5 + length, quadratic_tokens=500) for length in lengths]
     loads = [sum(costs[index] for index in share) for share in balance(batch, ranks, quadratic_tokens=500)]

@@ -1,4 +1,4 @@
-"""A seeder keeps the newest policies and the ways that lead to them from nothing; the rest is withdrawn and deleted."""
+"""A seeder keeps the newest policies and their update paths from nothing; it withdraws and deletes the rest."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SIGNED, _ = make_manifest(make_run(), None)
 
 @dataclass
 class Library:
-    """A shelf, and blobs that are as long as they cost."""
+    """A seed store, and blobs whose length equals their cost."""
 
     parts: PartStore
     shelf: Shelf
 
     def encoding(self, version: int, base: int | None, size: int) -> Encoding:
-        """Its one part lies on the disk."""
+        """Return an encoding whose one part is on the disk."""
         data = f"{version} from {base} ".encode().ljust(size, b".")
         self.parts.write(digest_of(data), data)
         part = PartEntry(digest=digest_of(data), size=size)
@@ -41,7 +41,7 @@ class Library:
         return signed
 
     def kept(self, signed: SignedManifest) -> list[int | None]:
-        """Bases of the encodings that are still here."""
+        """Return the bases of the encodings that are still stored."""
         return [one.base_version for one in signed.manifest.encodings if self.parts.has(one.parts[0].digest)]
 
 
@@ -59,7 +59,7 @@ def test_the_newest_policies_are_kept_with_all_their_encodings(library: Library)
 
 
 def test_what_a_newcomer_needs_to_reach_them_outlives_their_number(library: Library) -> None:
-    """One anchor, a delta of every policy on the one before, and a short cut now and then."""
+    """The history has one anchor, a delta from every policy to the next, and some longer deltas."""
     put = [library.put(0, (None, 9_000))]
     for version in range(1, 30):
         shortcut = ((version - 4, 150),) if version % 4 == 0 else ()

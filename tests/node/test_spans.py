@@ -1,4 +1,4 @@
-"""The cost model: which encodings are made, which of them are worth sending, and what that takes in memory."""
+"""The cost model: encodings that are made, those that are worth sending, and their memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ANCHOR = 1_000
 
 
 def delta_bytes(distance: int, single: int) -> int:
-    """Changes add up slower than steps: the size grows as d^0.62."""
+    """Changes add up more slowly than steps: the size grows as d^0.62."""
     return round(float(single * distance**0.62))
 
 
 def publish(num_policies: int, rules: SpanRules, single: int) -> dict[int, tuple[UpdateRoute, ...]]:
-    """The encodings of a whole run, made as the encoder makes them."""
+    """Return the encodings of a whole run, as the encoder makes them."""
     routes: dict[int, tuple[UpdateRoute, ...]] = {}
     remembered: dict[int, tuple[UpdateRoute, ...]] = {}
     for version in range(num_policies):

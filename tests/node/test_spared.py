@@ -1,4 +1,4 @@
-"""What anybody may ask for takes a share of the coordinator's time at most, however often it is asked for."""
+"""Expensive answers take a bounded share of the coordinator's time, however often they are requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_node.coordinator.api.spared import Spared
 
 
 def made_in(clock: JumpClock, *, make_s: float, asked_every_s: float, times: int) -> int:
-    """How often the answer was made."""
+    """Return how often the answer was computed."""
     made = 0
 
     def make() -> int:

@@ -1,4 +1,4 @@
-"""What a newcomer claims of its speed: the first lease fits it, and a lie holds up little."""
+"""A newcomer's claimed speed: the first lease fits it, and a false claim delays little."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_node.coordinator.state.scheduler import NothingToLease
 
 
 def slow_first_lease(claim: Claim | None, *, network: str = "") -> tuple[Run, LeaseRecord]:
-    """A newcomer holds a group while everybody else has brought everything; a rollout usually takes 10 ms."""
+    """A newcomer holds a group while all others have delivered theirs; a rollout usually takes 10 ms."""
     run = Run(dataclasses.replace(RULES, lease_ms=1_000_000))
     run.join("honest")
     run.publish()
@@ -31,7 +31,7 @@ def slow_first_lease(claim: Claim | None, *, network: str = "") -> tuple[Run, Le
 
 
 def lost_after_ms(run: Run) -> int:
-    """How long until another worker is leased the same."""
+    """Return the time until another worker is leased the same group."""
     for waited_s in range(1_000):
         if isinstance(lease := run.lease("honest", run.state.head), LeaseRecord):
             run.accept(run.upload(lease))

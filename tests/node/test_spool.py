@@ -1,4 +1,4 @@
-"""Finished work survives everything until the coordinator has it."""
+"""Finished work survives every failure until the coordinator has it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def flush_all(spool: Spool, upload: Callable[[bytes], Awaitable[UploadRepl
 
 
 class Receiver:
-    """Takes uploads. `faults` are raised first, one for each call."""
+    """Uploader whose `faults` are raised first, one per call."""
 
     def __init__(self, *faults: Exception) -> None:
         self.faults = list(faults)

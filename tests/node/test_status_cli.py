@@ -1,4 +1,4 @@
-"""`prime-node status`: what operators and contributors look at first."""
+"""`prime-node status`: the first screen of operators and contributors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prime_protocol.messages import WorkerState
 
 
 def shown(*arguments: object) -> Result:
-    """The command's output on a wide terminal. Raises what it raises."""
+    """Return the command's output on a wide terminal. Raises what it raises."""
     words = ["status", *map(str, arguments)]
     return CliRunner().invoke(app, words, catch_exceptions=False, env={"COLUMNS": "240"})
 
@@ -95,7 +95,7 @@ def server_that_answers(body: bytes, *, is_http: bool = True, code: int = 200, d
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
-            """Nothing is logged."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""Turns that go on where the one before ended are judged by one forward pass, with the numbers that each has by itself."""
+"""Turns that continue the previous one are judged by one forward pass, with the same numbers as separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLING = Sampling(temperature=0.8, completion_tokens_max=16, stop_token_ids=(5
 
 
 def rollout(rng: np.random.Generator, turns: int, *, seed: int) -> list[ScoreRequest]:
-    """Each turn's prompt is the one before, its answer, and some words of the environment."""
+    """Make turns in which each prompt is the previous one, its answer, and some words of the environment."""
     said, made = tuple(rng.integers(0, 264, rng.integers(1, 9)).tolist()), []
     for turn in range(turns):
         answer = tuple(rng.integers(0, 264, rng.integers(1, 12)).tolist())

@@ -77,7 +77,7 @@ async def test_a_child_that_does_not_listen_is_killed_after_its_grace(tmp_path: 
 
 
 async def test_a_child_notices_that_its_supervisor_was_killed(tmp_path: Path) -> None:
-    """A supervisor in a process of its own is killed with SIGKILL; its child sees the end of its standard input."""
+    """A supervisor in a separate process is killed with SIGKILL; its child sees the end of its standard input."""
     log_file = tmp_path / "child.log"
     code = f"""
 import asyncio, pathlib

@@ -1,4 +1,4 @@
-"""Evidence adds up in the coordinator's state: slow cheats are banned by all their bundles together. Logs replay to the same."""
+"""Evidence accumulates in the coordinator's state: slow cheats are banned by all their bundles together. Logs replay equally."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WEIGHING = dataclasses.replace(RULES, statistics=("logprob", "margin"), max_step
 
 
 def saying(nats: float) -> BundleEvidence:
-    """A bundle whose margins speak so loudly, at each lambda."""
+    """Return a bundle's evidence with the given sums at each lambda."""
     sums = {"margin": Sums(num_tokens=64, log_e=(nats, nats)), "logprob": Sums(num_tokens=64, log_e=(-0.1, -0.5))}
     return BundleEvidence(worker=CLASS, validator=CLASS, sums=sums)
 
@@ -50,7 +50,7 @@ def run() -> Run:
 
 
 def judged(run: Run, worker: str, evidence: BundleEvidence | None, reason: RejectReason | None = None) -> list[Effect]:
-    """One more bundle of a worker gets its verdict."""
+    """Settle one more bundle of a worker."""
     if not any(step.open for step in run.state.steps.values()):
         run.fix()
         run.publish()
@@ -175,7 +175,7 @@ def test_a_verdict_of_an_older_log_says_nothing() -> None:
 
 
 async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evidence() -> None:
-    """Through the daemon: verdicts with sums in, receipts with sums out, and the ban is where the sums say."""
+    """Through the daemon: verdicts with sums in, receipts with sums out, and the ban occurs where the sums imply it."""
     async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
         await world.join(ANNA, BEN)
         await world.publish()
@@ -224,7 +224,7 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
 
 
 async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes_on() -> None:
-    """A number of lambdas that is not the calibration's would otherwise end the journal, and with it the run."""
+    """A number of lambdas other than the calibration's would otherwise end the journal, and with it the run."""
     async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
         await world.join(ANNA)
         await world.publish()
@@ -258,7 +258,7 @@ async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes
 
 @pytest.mark.parametrize("reason", [RejectReason.EQUIVOCATION, RejectReason.COPIED])
 def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run, reason: RejectReason) -> None:
-    """Who signs twice, or is found to have copied, does not begin anew; his receipts stay numbered without a gap."""
+    """A worker that signs twice, or is found to have copied, keeps its evidence; its receipts stay numbered without a gap."""
     mark = "a" * 24
     bundles = {name: run.upload(run.granted(name, 0, rollouts_max=2)) for name in ("ben", "anna")}
     run.state.bundles[bundles["anna"]].arrived_at_ms += 1

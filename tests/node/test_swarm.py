@@ -23,7 +23,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers look for each other all the time."""
+    """Make peers look for each other continuously."""
     monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MIN", 0.05)
     monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MAX", 0.2)
 

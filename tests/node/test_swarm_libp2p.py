@@ -1,4 +1,4 @@
-"""Workers that no HTTP reaches exchange policies over libp2p, and hear of new heads from each other."""
+"""Workers without HTTP access exchange policies over libp2p, and learn of new heads from each other."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ OVER_LIBP2P = LOCAL.model_copy(update={"p2p": "on", "p2p_listen": LISTEN})
 
 
 class NobodyAnswers:
-    """A dial-back that fails, as it does for everybody at home behind a router."""
+    """Dial-back that fails, as for every host behind a home router."""
 
     async def answers(self, address: str, peer: KeyId) -> bool:
         return False
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: 
 
 
 async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) -> None:
-    """Announced by the trainer's own peer along links that lead past the coordinator, fetched from peers, over libp2p alone."""
+    """The trainer's own peer announces along links that bypass the coordinator; peers serve the data, over libp2p alone."""
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
     async with swarm(
@@ -104,7 +104,7 @@ async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) 
 
 
 async def test_a_newcomer_who_knows_one_peer_joins_after_the_coordinator_is_gone(tmp_path: Path) -> None:
-    """He has no ticket, and no list: one bootstrap peer leads him to a policy that a second one has, too."""
+    """It has no ticket and no list: one bootstrap peer leads it to a policy that a second one has, too."""
     host = Libp2pNetwork(COORDINATOR, run=make_run().digest, settings=PeerSettings(listen=LISTEN, relay=True))
     async with swarm(
         tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host

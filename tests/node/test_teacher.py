@@ -1,4 +1,4 @@
-"""On-policy distillation: the step waits for a teacher's logprobs, and the student comes nearer to it."""
+"""On-policy distillation: the step waits for a teacher's logprobs, and the student approaches the teacher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPD = CONFIG.model_copy(update={"mode": TrainingMode.OPD, "teacher": TeacherConf
 
 
 class BackendTeacher:
-    """Implements ports.teacher.Teacher in this process. It is away for the first questions, if told so."""
+    """Teacher that implements ports.teacher.Teacher in this process. It can be unreachable for the first requests."""
 
     def __init__(self, folder: Path, *, seed: int, away: int = 0) -> None:
         self._backend = TorchBackend(folder, seed=seed, threads=1)
@@ -85,7 +85,7 @@ async def test_distillation_without_a_teacher_is_refused_before_anything_is_trai
 
 @pytest_asyncio.fixture
 async def broken_server() -> AsyncIterator[str]:
-    """Answers as servers do that are no teachers: by the model's name."""
+    """Answer as a server that is not a teacher, chosen by the model's name."""
 
     async def answer(request: web.Request) -> web.Response:
         asked = await request.json()
@@ -140,7 +140,7 @@ async def test_a_server_that_is_away_may_be_asked_again() -> None:
 
 @pytest.fixture
 def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """What `vllm serve` starts, on a tiny model's folder."""
+    """Start what `vllm serve` starts, on a tiny model's folder."""
     folder = tmp_path / "teacher"
     folder.mkdir()
     for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():

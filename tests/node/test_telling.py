@@ -1,4 +1,4 @@
-"""News in one beat for all who listen."""
+"""Notifications in one beat for all subscribers."""
 
 from __future__ import annotations
 

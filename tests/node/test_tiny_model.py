@@ -1,4 +1,4 @@
-"""The small model's files and initial weights, held against what reads them."""
+"""The small model's files and initial weights, compared with the software that reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A coordinator behind TLS: what is said where its certificate is not valid."""
+"""A coordinator behind TLS: the error for an invalid certificate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DAY = dt.timedelta(days=1)
 
 @contextlib.asynccontextmanager
 async def server_whose_certificate_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[str]:
-    """Its URL. This machine trusts who signed the certificate, the certificate itself."""
+    """Return its URL. This machine trusts the certificate itself."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "127.0.0.1")])
     now = dt.datetime.now(dt.UTC)

@@ -1,4 +1,4 @@
-"""Trees and meshes: everybody is reached, and everyone computes the same."""
+"""Trees and meshes: every node is reached, and every node computes the same."""
 
 from __future__ import annotations
 

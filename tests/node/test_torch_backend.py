@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def samples(count: int = 12, seed: int = 0) -> list[TrainSample]:
-    """Prompts that share a template, completions that share beginnings, of unequal lengths."""
+    """Return prompts that share a template, and completions that share beginnings, of unequal lengths."""
     rng = random.Random(seed)
     result = []
     for _ in range(count):
@@ -44,7 +44,7 @@ def samples(count: int = 12, seed: int = 0) -> list[TrainSample]:
 
 
 def plain_model(folder: Path, backend: TorchBackend) -> Any:
-    """The same weights in transformers' own attention, in the dtype that the snapshot has exactly."""
+    """Return the same weights in transformers' own attention, in exactly the snapshot's dtype."""
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="sdpa")
     model.load_state_dict({name: to_torch(tensor) for name, tensor in backend.snapshot().items()})
@@ -60,7 +60,7 @@ def plain_logprobs(model: Any, sample: TrainSample, temperature: float = 1.0) ->
 
 
 def exact(folder: Path, **settings: Any) -> TorchBackend:
-    """A backend whose snapshot loses nothing."""
+    """Return a backend with a lossless snapshot."""
     return TorchBackend(folder, published_dtype="fp32", **settings)
 
 

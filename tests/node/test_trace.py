@@ -24,7 +24,7 @@ def span(kind: str, begin_ms: int, end_ms: int, **fields: Any) -> dict[str, Any]
 
 
 def step_row(step: int, ended_s: float) -> dict[str, Any]:
-    """Waits 1 s, trains 2 s, saves half a second, waits for the publisher another half."""
+    """Return a trainer's row: waits 1 s, trains 2 s, saves 0.5 s, waits for the publisher 0.5 s."""
     phases = {"idle_seconds": 1.0, "train_seconds": 2.0, "save_seconds": 0.5, "submit_seconds": 0.5}
     return {"time": ended_s, "step": step, "step_seconds": 4.0, **phases}
 

@@ -1,4 +1,4 @@
-"""What the coordinator tells about overlap: the tracker's numbers against a run whose times are known."""
+"""The coordinator's report on overlap: the tracker's numbers for a run with known times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prime_protocol.verdict import RejectReason
 
 
 class Observed(Run):
-    """A run whose tracker is told of everything."""
+    """A run that reports all events to its tracker."""
 
     def __init__(self, rules: SchedulerRules = RULES) -> None:
         super().__init__(rules)
@@ -161,7 +161,7 @@ def test_a_restart_in_the_middle_of_everything_goes_on_counting() -> None:
 
 
 class Kept:
-    """Implements observe.Recorder."""
+    """Recorder that implements observe.Recorder."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ class Kept:
         self.rows.append(fields)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class Told(Run):
@@ -250,7 +250,7 @@ def test_groups_that_are_taken_back_from_a_cheat_are_told_as_dropped() -> None:
 
 
 def test_a_ban_ends_what_waited_and_costs_by_what_it_ends() -> None:
-    """Leases are not looked through: a state whose other leases cannot be listed is told of just as well."""
+    """The tracker does not search leases: it works with a state whose other leases cannot be listed."""
 
     class Unlisted(dict[str, Any]):
         def __iter__(self) -> Any:

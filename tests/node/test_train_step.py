@@ -1,4 +1,4 @@
-"""A step of several batches: optimizer steps, the proximal policy, what is published, and what a kill between two costs."""
+"""A step of several batches: optimizer steps, the proximal policy, publication, and the cost of a kill between two batches."""
 
 from __future__ import annotations
 

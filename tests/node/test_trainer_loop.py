@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> BatchCoordinator:
-    """The coordinator after a run that nothing disturbed."""
+    """The coordinator after an undisturbed run."""
 
     async def undisturbed() -> BatchCoordinator:
         coordinator = BatchCoordinator(make_run(max_steps=STEPS))
@@ -122,7 +122,7 @@ async def test_stopping_wakes_a_wait_for_a_batch(tmp_path: Path) -> None:
 async def test_stopped_while_the_coordinator_is_away_it_leaves_and_loses_nothing(
     tmp_path: Path, whole: BatchCoordinator, taken_in: int
 ) -> None:
-    """`taken_in`: how many policies the coordinator takes in before it is gone."""
+    """`taken_in`: number of policies that the coordinator accepts before it becomes unreachable."""
     coordinator, stop = BatchCoordinator(make_run(max_steps=STEPS)), asyncio.Event()
     config = CONFIG.model_copy(update={"leave_seconds": 0.01})
     training = asyncio.create_task(run_trainer(make_trainer(tmp_path, coordinator, config=config), stop))

@@ -1,4 +1,4 @@
-"""What the trainer's loop is made of: the step's samples and numbers, the lessons, the held-out evaluation."""
+"""Components of the trainer's loop: the step's samples and numbers, the lessons, the held-out evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rows of the trainer and of the coordinator go: gauges for Prometheus, TensorBoard, W&B, utilisation."""
+"""Destinations of the trainer's and the coordinator's rows: gauges for Prometheus, TensorBoard, W&B, utilisation."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_rows_are_tensorboard_s_scalars(tmp_path: Path) -> None:
 
 
 def wandb_records(file: bytes) -> Iterator[bytes]:
-    """Of W&B's file: LevelDB's log format behind 7 bytes. Blocks of 32 KiB; a record is checksum, length, kind and bytes."""
+    """Yield the records of W&B's file: LevelDB's log format after 7 bytes. Blocks of 32 KiB; checksum, length, kind, bytes."""
     place, whole = 7, b""
     while place < len(file):
         if 2**15 - place % 2**15 < 7:
@@ -122,7 +122,7 @@ def wandb_history(folder: Path) -> list[dict[str, float]]:
 
 
 async def test_rows_are_weights_and_biases_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real library, offline: it keeps in its folder what `wandb sync` would send."""
+    """The real library, offline: its folder holds what `wandb sync` would send."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""How a model is trained beside AdamW on all weights: adapters, other optimizers, compiled layers."""
+"""Training modes other than AdamW on all weights: adapters, other optimizers, compiled layers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_target_that_the_model_lacks_is_said(folder: Path) -> None:
 
 
 def test_another_optimizer_comes_by_its_import_path(folder: Path, tmp_path: Path) -> None:
-    """Adafactor's states have other shapes than the parameters; they are saved and found again."""
+    """Adafactor's states have other shapes than the parameters; they are saved and restored."""
     settings = OptimizerSettings(import_path="torch.optim.Adafactor", kwargs={"weight_decay": 0.1})
     saved = tmp_path / "saved"
     saved.mkdir()

@@ -16,7 +16,7 @@ def turn(prompt: str, answer: str) -> Turn:
 
 
 def text(sample: Interleaved) -> str:
-    """The prompt, then what was sampled in upper case and what was not in lower case."""
+    """Return the prompt, then sampled tokens in upper case and others in lower case."""
     marked = zip(sample.completion_token_ids, sample.loss_mask, strict=True)
     answers = "".join(chr(token).upper() if trained else chr(token).lower() for token, trained in marked)
     return "".join(map(chr, sample.prompt_token_ids)) + "|" + answers

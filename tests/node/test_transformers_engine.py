@@ -1,4 +1,4 @@
-"""What only the transformers engine promises: bounded memory, other architectures, and its work as a Scorer."""
+"""Properties of the transformers engine alone: bounded memory, other architectures, and its work as a Scorer."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_bf16_arithmetic_is_close_to_fp32(engine: TransformersEngine, fold
 
 
 def variant(folder: Path, **changes: object) -> Weights:
-    """Change config.json; random fp32 weights for what it now says."""
+    """Change config.json, and write random fp32 weights that match it."""
     config = json.loads((folder / "config.json").read_bytes()) | changes
     (folder / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What crosses between the two loops is lost on neither side."""
+"""Calls between the two event loops lose nothing on either side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine knows of its run's keys and newest policy only grows, whoever it asks and however often it starts again."""
+"""A machine's knowledge of its run's keys and newest policy only grows, across sources and restarts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_source(clock: JumpClock, *, policies: int = 1) -> MemorySource:
 
 
 def make_trust(folder: Path, clock: JumpClock, *sources: MemorySource) -> Trust:
-    """A machine of its own: it shares nothing with the sources but the join link."""
+    """Make a new machine: it shares nothing with the sources but the join link."""
     run = make_run()
     assert run.digest == sources[0].run.digest
     return Trust(
@@ -54,7 +54,7 @@ def make_trust(folder: Path, clock: JumpClock, *sources: MemorySource) -> Trust:
 
 
 def rotate(source: MemorySource, *signers: SigningKey, **keys: Any) -> Envelope:
-    """The source's next ring, at its head."""
+    """Add the source's next ring, at its head, and return it."""
     head = source.signed(max(source.manifests))
     ring = next_ring(source.run.keys, *(signers or (ROOT,)), published=head.point, **keys)
     source.run.keys.add(ring)

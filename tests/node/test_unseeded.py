@@ -1,4 +1,4 @@
-"""Engines without the assigned randomness: whether a run takes them, and what can still be seen of what they send."""
+"""Engines without the assigned randomness: whether a run accepts them, and what remains verifiable."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[TransformersEngine]:
 async def sampled(
     engine: TransformersEngine, sampling: Sampling = LEASE.sampling, *, rescored: bool = True
 ) -> Rollouts:
-    """By seeds that nobody assigned; with the logprobs that the run's own sampling has."""
+    """Sample with unassigned seeds; the logprobs are those of the run's own sampling."""
     prompts = [group.prompt_token_ids for group in LEASE.groups for _ in group.seeds]
     asked = [GenerateRequest(prompt, seed=7_000 + n) for n, prompt in enumerate(prompts)]
     rollouts = rollouts_for(LEASE, await engine.generate(asked, sampling))

@@ -1,4 +1,4 @@
-"""What adds up against unseeded engines: honest choices stay far from a ban, other temperatures and other models do not."""
+"""Evidence against unseeded engines: honest choices stay far from a ban, other temperatures and other models do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ folder, judged = calibrating_world.folder, calibrating_world.judged
 
 
 async def choices(judged: Judged, sampled: list[Rollouts], judge: TransformersEngine | None = None) -> Errors:
-    """What a validator finds where the tokens are said to be chosen by randomness that nobody assigned."""
+    """Return a validator's findings for tokens that are declared to come from unassigned randomness."""
     errors = Errors()
     for lease, rollouts in zip(judged.leases, sampled, strict=True):
         prompts = [group.prompt_token_ids for group in lease.groups for _ in group.seeds]

@@ -1,4 +1,4 @@
-"""The parts of `prime-node up` that need no processes of its own."""
+"""The parts of `prime-node up` that need no separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The owner's limits on what his machine gives: slots, rate, cap, and not at all."""
+"""The owner's limits on uploads: slots, rate, cap, and none at all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DAY_MS = 86_400_000
 
 
 class StillClock(JumpClock):
-    """Time that passes only when it is told to, or while somebody sleeps."""
+    """Clock whose time moves on command, or while a task sleeps."""
 
     async def sleep(self, seconds: float) -> None:
         self.seconds += seconds
 
 
 class StandingClock(StillClock):
-    """Who sleeps is not woken."""
+    """Clock that wakes no sleeper."""
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""When a policy can be used: measured at the worker, told in the heartbeat, shown by the coordinator."""
+"""Time to available of a policy: measured at the worker, sent in the heartbeat, shown by the coordinator."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ Worlds = dict[str, ProcessTurnEnvironment]
 
 @pytest.fixture(autouse=True, scope="module")
 def tasksets() -> Iterator[None]:
-    """Where the taskset of these tests is installed."""
+    """Install the taskset of these tests."""
     folder = str(Path(__file__).parent / "tasksets")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), folder]))
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path, tasksets: None) -> Iterator[Worlds]:
-    """One looks for a secret; one has two agents. In one process, whose imports take seconds."""
+    """Start two environments in one process, whose imports take seconds: one looks for a secret, one has two agents."""
     key = tmp_path_factory.mktemp("run") / "keys" / "worker.key"
     key.parent.mkdir()
     key.write_text("secret")
@@ -75,7 +75,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path, tasksets: None
 async def recorded(
     world: TurnEnvironment, model: Path, say: Say, special: dict[str, int] | None = None
 ) -> tuple[float, list[Turn]]:
-    """Problem 0, played by a model that answers a prompt's text so."""
+    """Play problem 0 with a model that answers a prompt's text as given."""
     tokenizer = HfTokenizer(model)
 
     async def sample(request: GenerateRequest) -> Completion:

@@ -1,4 +1,4 @@
-"""The attacks on checkpoints that SECURITY.md lists, in TUF's words, each against a published folder that is verified offline."""
+"""The attacks on checkpoints that SECURITY.md lists in TUF's terms, each against a published folder that is verified offline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RUN = make_run()
 
 
 def published() -> MemorySource:
-    """An anchor and two deltas."""
+    """Publish an anchor and two deltas."""
     source = MemorySource(RUN)
     last = source.publish(table_weights(0))
     for version in (1, 2):
@@ -47,7 +47,7 @@ def published() -> MemorySource:
 
 
 async def found(source: MemorySource, tmp_path: Path, *, run: str = RUN.digest) -> Check:
-    """The check that does not hold."""
+    """Return the failed check."""
     source.save(tmp_path / "public")
     report = await audit(FolderSource(tmp_path / "public"), run, chain=True)
     assert report.failure is not None
@@ -81,7 +81,7 @@ async def test_rollback_to_an_older_head_beside_the_timestamp_of_the_newest(tmp_
 
 
 async def test_rollback_of_a_copy_without_a_timestamp_is_shown_by_the_heads_number(tmp_path: Path) -> None:
-    """An old head is a valid head: the report says which one it is, and --policy N says that N is not there."""
+    """An old head is a valid head: the report names it, and --policy N reports that N is missing."""
     source = published()
     source.shown_head = source.manifests[1]
     source.save(tmp_path / "public")
@@ -95,7 +95,7 @@ async def test_rollback_of_a_copy_without_a_timestamp_is_shown_by_the_heads_numb
 
 
 class Slow(MemorySource):
-    """Answers everything truthfully, and each question a little too late."""
+    """Source that answers truthfully, and each time a little too late."""
 
     clock: JumpClock
     seconds: float
@@ -111,7 +111,7 @@ class Slow(MemorySource):
 
 @pytest.mark.parametrize(("seconds", "holds"), [(0.0, True), (0.4, True), (20.0, False), (1e9, False)])
 async def test_slow_retrieval(seconds: float, *, holds: bool) -> None:
-    """No single answer stalls for long, or one stalls for ever: the audit ends either way, and says why."""
+    """Whether no answer stalls for long or one stalls without end, the audit ends and reports why."""
     source = Slow(RUN)
     source.clock, source.seconds = JumpClock(), seconds
     for version in range(8):
@@ -129,7 +129,7 @@ async def test_slow_retrieval(seconds: float, *, holds: bool) -> None:
     [(700.0, None), (721.0, "has expired"), (-100.0, None), (-121.0, "ahead of this machine's clock")],
 )
 async def test_freeze(age_s: float, code: str | None) -> None:
-    """A source that shows what was newest once. Two minutes of difference between the clocks are allowed."""
+    """A source that shows a former newest policy. A clock difference of two minutes is allowed."""
     source = published()
     source.shown_timestamp = source.timestamp_of(source.shown_head, age_s=age_s)
     report = await audit(source, RUN.digest, now_ms=source.now_ms())
@@ -205,7 +205,7 @@ async def test_wrong_base(tmp_path: Path) -> None:
 
 
 async def test_endless_data(tmp_path: Path) -> None:
-    """A blob that goes on after its signed size is read no further than that, and its size is then the right one."""
+    """A blob that continues after its signed size is read no further than that, and its size is then correct."""
     source = published()
     digest = source.signed(2).manifest.encodings[0].parts[0].digest
     source.blobs[digest] += b"\0" * 2**20
@@ -251,7 +251,7 @@ async def test_truncated_extra_and_reordered_chunks(tmp_path: Path, change: Call
 
 
 async def test_decompression_bomb(tmp_path: Path) -> None:
-    """A signed chunk whose zstd frame declares a tebibyte: the decoder knows what may come out, and asks for no more."""
+    """A signed chunk whose zstd frame declares a tebibyte: the decoder knows the expected size, and requests no more."""
     source, weights = MemorySource(RUN), table_weights(0)
     (chunk,) = encode_tensor(weights["table"].data, None, dtype="bf16")
     bomb = chunk.data[: HEAD_BYTES + 1] + b"\x28\xb5\x2f\xfd\xe0" + (2**40).to_bytes(8, "little")
@@ -280,7 +280,7 @@ async def test_key_compromise_below_the_threshold(tmp_path: Path) -> None:
 
 
 async def test_key_compromise_of_a_trainer_that_the_root_has_revoked(tmp_path: Path) -> None:
-    """The thief of the old trainer's key goes on, rewrites what was, and hides the ring: none of it holds."""
+    """The thief of the old trainer's key continues, rewrites the past, and hides the ring: all of it is refused."""
     new, source = SigningKey(b"\x50" * 32), MemorySource(make_run())
     for version in range(3):
         source.publish(table_weights(version))

@@ -1,4 +1,4 @@
-"""`prime-node verify` on real published folders: what it says, and its exit codes."""
+"""`prime-node verify` on real published folders: its output and its exit codes."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ RUN = make_run()
 
 
 def weights_of(seed: int) -> Weights:
-    """Two tensors: a large one of several chunks, and a small one."""
+    """Return two tensors: a large one of several chunks, and a small one."""
     bits = np.random.default_rng(0).integers(0x3C00, 0x3E00, 600_000).astype(np.uint16)
     bits[seed::1000] += 1
     return {"large": WeightTensor("bf16", (600, 1000), bits), **table_weights(seed)}
 
 
 def published(*, policies: int = 4) -> MemorySource:
-    """An anchor, two deltas on it one after another, an anchor, ..."""
+    """Publish an anchor, two deltas one after another, an anchor, ..."""
     source = MemorySource(RUN)
     last: SignedManifest | None = None
     for version in range(policies):
@@ -82,7 +82,7 @@ def test_every_check_is_printed_with_what_it_established(world: World) -> None:
     said = world.verify()
     assert [line[:8] for line in said.splitlines()[:9]] == [f"ok   ({number})" for number in range(1, 10)]
     assert "verified: policy 3 of 1970-01-01 00:00 UTC, 1 policies" in said
-    assert "GB/s" in said
+    assert "MB/s" in said
 
 
 def test_json_is_complete_and_its_fields_are_the_documented_ones(world: World) -> None:
@@ -283,7 +283,7 @@ def test_the_help_documents_every_exit_code() -> None:
 
 
 class Mirror(BaseHTTPRequestHandler):
-    """The published folder `folder` under a coordinator's addresses, byte ranges included."""
+    """Server of the published folder `folder` under a coordinator's addresses, byte ranges included."""
 
     folder: Path
 
@@ -331,7 +331,7 @@ def test_a_join_link_is_verified_over_the_network(world: World, arguments: list[
 
 
 def over_the_network(world: World, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What --json says under the run's link, and under another run's."""
+    """Return the output of --json under the run's link, and under another run's."""
     handler = type("Handler", (Mirror,), {"folder": world.folder})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

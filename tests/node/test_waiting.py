@@ -1,4 +1,4 @@
-"""Who waits for work is woken in turn, as many as there is work for, and no piece of news is lost."""
+"""Tasks that wait for work are woken in turn, as many as there is work for, and no notification is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prime_node.coordinator.waiting import Notifications
 
 
 class Office:
-    """Work that is offered to numbered workers; those in `picky` want none of it."""
+    """Work that is offered to numbered workers; those in `picky` reject it."""
 
     def __init__(self) -> None:
         self.news = Notifications(SystemClock())

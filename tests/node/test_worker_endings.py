@@ -1,4 +1,4 @@
-"""How a worker ends, and what outlives it: stopped, drained, killed or banned; and coordinators that go away or forget it."""
+"""The end of a worker: stopped, drained, killed or banned; and coordinators that disappear or lose the worker."""
 
 from __future__ import annotations
 

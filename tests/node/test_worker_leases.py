@@ -1,4 +1,4 @@
-"""Leases: what of an offered one the worker believes, and how many it asks for."""
+"""Leases: the worker's checks of an offered one, and the number that it requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = make_run()
 
 
 def offer(**changes: object) -> tuple[Envelope, LeaseRequest, PinnedRun]:
-    """A lease as the coordinator gives it, with some fields changed before it was signed."""
+    """Return a lease as the coordinator gives it, with some fields changed before signing."""
     asked = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
     signer = changes.pop("signer", COORDINATOR)
     coordinator = MemoryCoordinator(RUN, JumpClock())

@@ -63,7 +63,7 @@ async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp
 
 
 class SlowToStart(TableEngine):
-    """Its first load lasts until it is let go, as that of vLLM lasts for tens of seconds."""
+    """Engine whose first load lasts until it is released, as vLLM's lasts for tens of seconds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ async def test_the_coordinator_is_told_when_a_policy_could_be_used_and_what_the_
 
 
 class SwapsUnderWay(TableEngine):
-    """Ends its completions once it was given the next policy."""
+    """Engine that ends its completions when it gets the next policy."""
 
     swaps = frozenset({SwapPolicy.KEEP_KV})
 

@@ -1,4 +1,4 @@
-"""The yardstick against cases that are worked out by hand, and against the formula for the time of a step."""
+"""The overlap metric compared with manual calculations, and with the formula for the time of a step."""
 
 from __future__ import annotations
 

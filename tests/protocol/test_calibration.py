@@ -1,4 +1,4 @@
-"""Calibrations: which moments hold for which two engines, and what a bundle says under them."""
+"""Calibrations: the moments for two engine classes, and a bundle's evidence under them."""
 
 from __future__ import annotations
 

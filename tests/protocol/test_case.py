@@ -1,4 +1,4 @@
-"""Cases: a ban follows from its receipts, or the first thing that does not hold is named."""
+"""Ban dossiers: a ban follows from its receipts, or the first fault is named."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def receipt(number: int, *, reason: RejectReason | None = None, evidence: Weighe
 
 
 def weighed(*nats: float) -> list[Receipt]:
-    """Receipts as a coordinator writes them, for bundles of 64 tokens that say so much."""
+    """Return receipts as a coordinator writes them, for bundles of 64 tokens with this evidence."""
     wealth: dict[str, Wealth] = {}
     found = []
     for number, log_e in enumerate(nats, 1):

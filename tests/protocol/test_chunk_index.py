@@ -1,4 +1,4 @@
-"""The index blob: what it says is derived and checked, and it cannot lie about anything else."""
+"""The index blob: its content is derived and checked, and it cannot be wrong about anything else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = list[tuple[int, int, str]]
 
 
 def signed_over(encoded: EncodedCheckpoint, index: bytes) -> Encoding:
-    """As a trainer does who signs whatever index."""
+    """Act as a trainer that signs an arbitrary index."""
     return encoded.encoding.model_copy(update={"index": PartEntry(digest=digest_of(index), size=len(index))})
 
 

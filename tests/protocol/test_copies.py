@@ -1,4 +1,4 @@
-"""Fingerprints: copies and near-copies share them, what may be said twice by chance has none."""
+"""Fingerprints: copies and near-copies share them, and texts that may repeat by chance have none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SAMPLING = Sampling(completion_tokens_max=1_024, stop_token_ids=())
 
 
 def rollouts(*completions: np.ndarray, nats: float = 1.5) -> Rollouts:
-    """Completions whose every token is so surprising."""
+    """Return completions in which every token is this surprising."""
     lengths = np.array([len(completion) for completion in completions], np.int32)
     tokens = np.concatenate(completions).astype(np.int32)
     none = np.zeros(0, np.int64)

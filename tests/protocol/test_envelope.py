@@ -108,7 +108,7 @@ def test_an_envelope_is_an_object(raises: Raises) -> None:
 
 @pytest.mark.parametrize("text", ["QUJ=", "QUI", "QUI==", "QU I=", "QUI=\n", "QQ==QQ==", "_-8=", "QUI=é", "=", "===="])
 def test_base64_has_one_spelling(text: str, raises: Raises) -> None:
-    """`QUJ=` differs from `QUI=` (AB) only in bits that stand for nothing."""
+    """`QUJ=` differs from `QUI=` (AB) only in bits that encode nothing."""
     fields = sealed() | {"payload": text}
     raises(ErrorCode.MALFORMED, open_envelope, json.dumps(fields).encode())
 
@@ -308,7 +308,7 @@ VALID = seal(Message(number=3, text="héllo", options={"a": 1}), LEASE, KEY).to_
 
 
 def outcome(data: bytes) -> Message | None:
-    """What a receiver makes of some bytes: the message, or a PeerError (None). Anything else is a bug."""
+    """Return what a receiver makes of some bytes: the message, or None for a PeerError. Any other error is a bug."""
     try:
         return parse_json(open_envelope(data).verify(LEASE, trusted=[KEY.key_id]), Message)
     except PeerError:

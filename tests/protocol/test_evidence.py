@@ -1,4 +1,4 @@
-"""Evidence: honest workers keep theirs low for ever, cheaters do not, and a late change is seen."""
+"""Evidence: honest workers keep theirs low permanently, cheaters do not, and a late change is detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = 64
 
 
 def honest(rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-    """A statistic as engines make it: mostly exact, now and then a flip with a margin that is roughly exponential."""
+    """Return a statistic as engines produce it: mostly exact, sometimes a flip with a roughly exponential margin."""
     return np.where(rng.random(num_tokens) < 0.01, rng.exponential(0.03, num_tokens), 0.0)
 
 
@@ -44,7 +44,7 @@ def test_honest_workers_are_rarely_suspected_however_long_and_often_one_looks() 
 
 
 def test_with_exact_moments_the_mean_of_the_evidence_stays_at_most_one() -> None:
-    """The defining property, tight: moments without any safety margin, one token a bundle, a heavy mixture."""
+    """The defining property without slack: moments without a safety margin, one token per bundle, a heavy mixture."""
     share, rate = 0.1, 2.0
     exact = Moments(cap=1.0, lambdas=(rate,), log_moments=(math.log(1 - share + share * math.exp(rate)),), num_tokens=1)
     rng = np.random.default_rng(3)
@@ -101,7 +101,7 @@ def test_evidence_stays_finite_whatever_is_seen(steps: list[list[float]]) -> Non
 
 
 def test_errors_that_go_together_within_a_completion_are_allowed_for() -> None:
-    """A hard prompt makes all its tokens noisy. Moments of single tokens would ban whoever is given such prompts."""
+    """A hard prompt makes all its tokens noisy. Moments of single tokens would ban every worker with such prompts."""
     rng, length, num = np.random.default_rng(5), 32, 4_000
 
     def correlated(count: int) -> np.ndarray:

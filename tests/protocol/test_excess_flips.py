@@ -1,4 +1,4 @@
-"""Flips beside what claimed logprobs explain: fair to every honest engine, and not to who chooses among near ties."""
+"""Flips beyond those that claimed logprobs explain: fair to every honest engine, and not to a chooser among near ties."""
 
 from __future__ import annotations
 
@@ -74,5 +74,5 @@ def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
     with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {EXCESS_FLIPS: louder}}), known)
-    with pytest.raises(PeerError, match="does not know"):
+    with pytest.raises(PeerError, match="in the run's calibration"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))

@@ -26,7 +26,7 @@ SPEC_PUBLIC = bytes.fromhex("080112201ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3ca
 
 
 def add(a: Point, b: Point) -> Point:
-    """Addition on the twisted Edwards curve, written out as RFC 8032 does."""
+    """Add points on the twisted Edwards curve, written out as in RFC 8032."""
     (x1, y1), (x2, y2) = a, b
     k = D * x1 * x2 * y1 * y2 % P
     x = (x1 * y2 + x2 * y1) * pow(1 + k, -1, P) % P
@@ -42,7 +42,7 @@ def times(scalar: int, point: Point) -> Point:
 
 
 def some_point(y: int) -> Point | None:
-    """A point with this y, by the square root of x squared."""
+    """Return a point with this y, by the square root of x squared."""
     square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
     root = pow(square, (P + 3) // 8, P)
     for x in (root, root * pow(2, (P - 1) // 4, P) % P):
@@ -52,7 +52,7 @@ def some_point(y: int) -> Point | None:
 
 
 def low_order_points() -> set[Point]:
-    """All eight: the multiples of any point of order 8, and L times a point is of order 8 half of the time."""
+    """Return all eight: the multiples of any point of order 8. L times a point is of order 8 half of the time."""
     for y in range(2, 100):
         point = some_point(y)
         torsion = times(L, point) if point else (0, 1)
@@ -63,7 +63,7 @@ def low_order_points() -> set[Point]:
 
 
 def encodings(point: Point) -> set[bytes]:
-    """Every 32 bytes that some decoder takes for the point: y or y + p, and either sign where x is 0."""
+    """Return all 32-byte strings that some decoder accepts for the point: y or y + p, and either sign if x is 0."""
     x, y = point
     signs = (0, 1) if x == 0 else (x & 1,)
     return {(value | sign << 255).to_bytes(32, "little") for value in (y, y + P) for sign in signs if value < 2**255}

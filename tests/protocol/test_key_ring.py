@@ -1,4 +1,4 @@
-"""Key rings: what adds a version, and what a key may still sign when its time is over."""
+"""Key rings: the rules for a new version, and what a replaced key may still sign."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NEW_TRAINER, NEW_COORDINATOR = SigningKey(b"\x50" * 32), SigningKey(b"\x51" * 32
 
 @pytest.fixture
 def run(sample: Any) -> PinnedRun:
-    """A run of its own: rings are added to it."""
+    """A fresh run, since rings are added to it."""
     return open_run_spec(sample.run.envelope, pinned=sample.run.digest)
 
 
 def ring(chain: KeyChain, *signers: SigningKey, keys: dict[str, object] | None = None, **changes: object) -> Envelope:
-    """The next ring of a chain, but for `changes`."""
+    """Return the next ring of a chain, with `changes`."""
     fields: dict[str, Any] = {
         "run": chain.run,
         "version": chain.version + 1,
@@ -45,7 +45,7 @@ def ids(*keys: SigningKey) -> tuple[str, ...]:
 
 
 def two_of_three(run: PinnedRun, root: SigningKey) -> KeyChain:
-    """The run, after its one root key has given way to three, of which two must sign."""
+    """The run after its one root key was replaced by three, of which two must sign."""
     run.keys.add(ring(run.keys, root, *ROOTS[:2], keys={"root": ids(*ROOTS), "root_threshold": 2}))
     return run.keys
 
@@ -166,7 +166,7 @@ def test_the_former_keys_of_a_role_are_refused_by_a_code_of_their_own(
 
 
 def after_policy_0(run: PinnedRun, sample: Any) -> SignedManifest:
-    """The run, after its trainer key was replaced at policy 0."""
+    """The run after its trainer key was replaced at policy 0."""
     first: SignedManifest = sample.manifests[0]
     run.keys.add(ring(run.keys, sample.root, keys={"trainer": ids(NEW_TRAINER)}, published=first.point))
     return first

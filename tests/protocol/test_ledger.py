@@ -1,4 +1,4 @@
-"""The ledger's chain: what follows, what does not, and what a head binds its signer to."""
+"""The ledger's chain: valid and invalid entries, and the binding of a signed head."""
 
 from __future__ import annotations
 

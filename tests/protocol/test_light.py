@@ -1,4 +1,4 @@
-"""A verifier and anyone else's client get the protocol without the heavy parts."""
+"""A verifier or a third party's client gets the protocol without its heavy dependencies."""
 
 from __future__ import annotations
 

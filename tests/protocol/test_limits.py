@@ -1,4 +1,4 @@
-"""Everything that a peer may send has a bound: this walks all wire models and looks for fields without one."""
+"""Everything that a peer may send has a bound: this test searches all wire models for fields without one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wire_models() -> dict[str, type[BaseModel]]:
 
 
 def unbounded(schema: Any, place: str) -> Iterator[str]:
-    """Places in a pydantic core schema where a peer could put something of any size."""
+    """Yield places in a pydantic core schema where a peer could send something of any size."""
     if isinstance(schema, list | tuple):
         for item in schema:
             yield from unbounded(item, place)

@@ -111,7 +111,7 @@ def table(manifest: Manifest) -> str:
 
 
 def with_tensors(manifest: Manifest, change: Callable[[Any], list[Any]]) -> dict[str, Any]:
-    """Another tensor table, with the root that fits it."""
+    """Return another tensor table with its matching root."""
     tensors = tuple(change([*manifest.tensors]))
     return {"tensors": tensors, "state_root": table(manifest.model_copy(update={"tensors": tensors}))}
 
@@ -345,7 +345,7 @@ def test_a_delta_between_different_models_is_refused(sample: Any, raises: Raises
 
 
 def test_a_tensor_that_does_not_have_its_digest_is_refused(sample: Any, raises: Raises, changed: Changed) -> None:
-    """As after a faulty decoder: every chunk is right, the result is not."""
+    """As after a faulty decoder: every chunk is correct, the result is not."""
     manifest = sample.manifests[0].manifest
     for index in range(len(manifest.tensors)):
         lied = changed(manifest, tensors=edit(manifest.tensors, index, digest=digest_of(b"other")))

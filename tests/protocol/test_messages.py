@@ -49,7 +49,7 @@ def test_a_request_is_told_by_its_action_and_closed(action: str, raises: Raises)
 @pytest.mark.parametrize(("action", "field"), [(action, field) for action in VALID for field in VALID[action]])
 @pytest.mark.parametrize("value", [None, [], {"x": 1}, -2, 1e300, "x" * 5_000, 2**60, [None], True])
 def test_a_field_of_the_wrong_kind_is_refused(action: str, field: str, value: object) -> None:
-    """Every field takes at most the few of these values that its own schema allows."""
+    """For every field, hypothesis generates only the few of these values that the field's own schema allows."""
     body = request(action) | {field: value}
     if (field, value) not in [("policy_versions", []), ("measured", {"x": 1})]:
         with pytest.raises(PeerError) as caught:

@@ -16,7 +16,7 @@ POSITIONS = st.integers(0, 2**20)
 
 
 def murmur3(data: bytes, seed: int) -> int:
-    """murmur3_x86_32 by the book: whole little-endian words, then what is left, then the finish."""
+    """Compute murmur3_x86_32 from its definition: whole little-endian words, then the rest, then the finalizer."""
 
     def scramble(word: int) -> int:
         word = word * 0xCC9E2D51 & MASK

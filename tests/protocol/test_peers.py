@@ -1,4 +1,4 @@
-"""Tickets, tokens, lists and answers between peers: what holds is taken, and one change to it is not."""
+"""Tickets, tokens, lists and answers between peers: valid ones are accepted, and any one change is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ticket(
 
 
 def header(**changes: object) -> str:
-    """What ANNA shows BEN, but for `changes`."""
+    """Return what ANNA presents to BEN, with `changes`."""
     shown: dict[str, object] = {
         "ticket": ticket(),
         "audience": BEN.key_id,

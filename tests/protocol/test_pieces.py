@@ -1,4 +1,4 @@
-"""Pieces: runs of whole chunks that cover an encoding once, the same ones for everybody."""
+"""Pieces: runs of whole chunks that cover an encoding once, the same for all peers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, check_piece,
 
 
 def encoding_of(parts: list[list[bytes]]) -> tuple[Encoding, ChunkIndex]:
-    """One encoding of these chunks, each of one element."""
+    """Return one encoding of these chunks, each of one element."""
     chunks = [chunk for part in parts for chunk in part]
     packed = pack_index((len(chunk), 1, digest_of(chunk)) for chunk in chunks)
     blobs = [b"".join(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Hidden-state proofs: the published polynomial and bytes, what noise and other weights do to them, and that none can crash."""
+"""Hidden-state proofs: the published polynomial and bytes, the effects of noise and other weights, and no crash on any input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards beside trusted ones: an e-value whatever the rewards are, that sees who uploads the best of several."""
+"""Rewards compared with trusted ones: an e-value for any rewards, which detects a worker that uploads the best of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from prime_protocol.reward_ranks import MOMENTS, RATES, REWARD_RANKS, rank_sums
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 
 SIZE = 8
-"""Of a group, and of its references."""
+"""Number of rewards of a group, and of its references."""
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_more_than_ranks_can_say_and_ranks_where_the_run_compares_none_are_refus
     honest = evidence.model_copy(update={"sums": rank_sums([([1.0], [0.0])])})
     for other in (CheckPolicy(unseeded=True), CheckPolicy(reference_share=0.5)):
         assert other.statistics == ()
-        with pytest.raises(PeerError, match="does not know"):
+        with pytest.raises(PeerError, match="in the run's calibration"):
             require_possible(honest, other.moments_of(worker="a", validator="b"))
 
 
 BY_SUCCESSES = [[rank_sums([([1.0] * a + [0.0] * (SIZE - a), [1.0] * b + [0.0] * (SIZE - b))])
                  for b in range(SIZE + 1)] for a in range(SIZE + 1)]  # fmt: skip
-"""What a group of 0 and 1 says, by how many of the worker's and of the trusted are 1: there are no others."""
+"""Return the evidence of a group of 0 and 1, by the number of ones of the worker and of the trusted side."""
 
 
 def evidence_over(groups: int, seed: int, success: Callable[[float], float]) -> list[float]:
-    """Nats after each group of a worker whose answers are right so often, where trusted ones are right with p."""
+    """Return the nats after each group of a worker with this share of right answers, where trusted ones are right with p."""
     rng, wealth, logs = np.random.default_rng(seed), folded({}, {}, statistics=REWARD_RANKS), []
     for p in rng.beta(0.8, 1.2, groups):
         mine, trusted = int(rng.binomial(SIZE, success(p))), int(rng.binomial(SIZE, p))

@@ -27,7 +27,7 @@ INT32_MAX = 2**31 - 1
 
 
 def reheaded(sample: Any, rollouts: Rollouts, **fields: object) -> tuple[RolloutHeader, bytes]:
-    """A body for some tensors, with a header that fits it."""
+    """Return a body for some tensors, with a matching header."""
     body, size = pack_body(rollouts)
     told = {"body_digest": digest_of(body), "body_bytes": len(body), "decompressed_bytes": size} | fields
     return sample.header.model_copy(update=told), body

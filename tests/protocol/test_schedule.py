@@ -1,4 +1,4 @@
-"""Schedules: presets, the names of other frameworks, and what does not fit together."""
+"""Schedules: presets, the names of other frameworks, and contradictory settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_names_of_other_frameworks_are_understood(settings: dict[str, Any], 
     ("settings", "what"),
     [
         ({"preset": "verl"}, "unknown; known are prime_rl"),
-        ({"max_trajectory_age_steps": 1, "staleness_threshold": 1.0}, "both say staleness_threshold"),
+        ({"max_trajectory_age_steps": 1, "staleness_threshold": 1.0}, "both set staleness_threshold"),
         ({"max_trajectory_age_steps": "2"}, "must be a number"),
         ({"partial_rollout": True, "swap": "drain"}, "set the same"),
         ({"partial_rollout": "yes"}, "true or false"),

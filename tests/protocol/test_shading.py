@@ -1,4 +1,4 @@
-"""Shaded logprobs: e-values that are fair to every honest engine, and add up against claims that are moved."""
+"""Shaded logprobs: e-values that are fair to every honest engine, and add up against shifted claims."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHECKS = CheckPolicy(shading_seen=True)
 
 
 def distributions(error: float, seed: int, size: int = 12) -> tuple[np.ndarray, np.ndarray]:
-    """What a worker samples by and what a validator computes, this far apart."""
+    """Return a worker's sampling probabilities and a validator's, this far apart."""
     rng = np.random.default_rng(seed)
     logits = 2 * rng.standard_normal(size)
     both = np.stack([logits + error * rng.standard_normal(size) for _ in range(2)])
@@ -41,7 +41,7 @@ def distributions(error: float, seed: int, size: int = 12) -> tuple[np.ndarray, 
 
 @pytest.mark.parametrize("error", [1e-6, 1e-3, 0.02, 0.05, 0.08, 0.12, 0.2])
 def test_the_e_value_of_an_honest_token_has_a_mean_of_at_most_one_however_large_errors_are(error: float) -> None:
-    """Exact over tokens, and the mean over contexts, whose errors are as likely in both directions."""
+    """Exact over tokens, and the mean over contexts, whose errors are equally likely in both directions."""
     means = [mean_of_e(*distributions(error, seed)) for seed in range(400)]
     assert np.mean(means, axis=0).max() <= 1.0
 
@@ -61,13 +61,13 @@ def test_engines_that_differ_like_a_temperature_of_two_percent_have_a_mean_of_at
 
 
 def mean_of_e(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """The mean of each e-value of `shading` over one token, exact."""
+    """Return the mean of each e-value of `shading` over one token, exact."""
     against = theirs / mine - 1
     return np.array([mine @ np.exp(bets(sign * against, stake)) for sign in (1.0, -1.0) for stake in STAKES])
 
 
 def test_an_engine_that_is_flatter_than_the_validator_s_is_not_against_the_null() -> None:
-    """Its likely tokens are claimed lower and its unlikely ones higher, far from symmetric: only the mean must be 0."""
+    """Claims lower its likely tokens and raise its unlikely ones, far from symmetrically: only the mean must be 0."""
     mine, theirs = np.array([0.896, 0.104]), np.array([0.9, 0.1])
     logs = np.array([shading_sums(rises(np.log(mine[[token]]), np.log(theirs[[token]]))).log_e for token in (0, 1)])
     assert (mine @ np.exp(logs)).max() <= 1.0
@@ -77,7 +77,7 @@ def test_an_engine_that_is_flatter_than_the_validator_s_is_not_against_the_null(
 def test_by_reward_an_honest_group_has_a_mean_of_at_most_one_where_chances_differ_by_the_slack(
     chance_differs: float,
 ) -> None:
-    """All groups of three completions of one token each; token 0 is rewarded. Exact. Three of four completions are in a class."""
+    """All groups of three one-token completions; token 0 is rewarded. Exact. Three of four completions are in a class."""
     mine = np.array([0.5 - chance_differs, 0.5 + chance_differs])
     theirs = np.array([0.5, 0.5])
     mean = np.zeros(4 * len(STAKES))
@@ -93,7 +93,7 @@ def test_by_reward_an_honest_group_has_a_mean_of_at_most_one_where_chances_diffe
 
 
 def nats_after(bundles: int, moved: dict[int, float], *, tokens: int, noise: float = 0.005) -> float:
-    """Evidence after so many bundles of 8 completions, of which 3 are rewarded, their claims moved by class."""
+    """Return the evidence after this many bundles of 8 completions, 3 of them rewarded, with claims shifted by class."""
     rng = np.random.default_rng(7)
     wealth = folded({}, {}, statistics=(*CHECKS.statistics, *(f"of tokens {number}" for number in range(7))))
     for _ in range(bundles):
@@ -160,7 +160,7 @@ def test_the_sums_are_taken_from_any_engine_are_bounded_and_speak_for_none() -> 
         louder = Sums(num_tokens=8, log_e=tuple(8 * rate * moments.cap + 0.01 for rate in moments.lambdas))
         with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
             require_possible(evidence.model_copy(update={"sums": {name: louder}}), known)
-    with pytest.raises(PeerError, match="does not know"):
+    with pytest.raises(PeerError, match="in the run's calibration"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))
 
 

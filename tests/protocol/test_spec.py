@@ -1,4 +1,4 @@
-"""SPEC.md and the code say the same: its tables are read and compared."""
+"""SPEC.md and the code agree: its tables are read and compared."""
 
 from __future__ import annotations
 

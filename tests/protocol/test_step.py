@@ -7,7 +7,7 @@ from prime_protocol.step import Admission, StepFault
 
 
 def admits(number: int, version: int, k: int) -> bool:
-    """The definition."""
+    """Return the rule's definition."""
     return version >= 0 and 0 <= number - version <= k
 
 
@@ -26,7 +26,7 @@ def test_the_newest_step_is_the_edge_of_the_rule() -> None:
 
 
 def test_check_agrees_with_the_definition_on_every_small_case() -> None:
-    """An admissible rollout is one that the rule admits, of a policy that exists, for a step not trained yet."""
+    """A rollout is admissible if the rule admits it, its policy exists, and its step is not trained yet."""
     for number, version, k, now in product(range(9), range(-2, 10), range(4), range(7)):
         fault = step.check_step(number, version, async_level=k, current_step=now)
         admissible = admits(number, version, k) and number >= now and version <= now

@@ -1,4 +1,4 @@
-"""Timestamps: who may sign them, how long they hold, and what they may not take back."""
+"""Timestamps: valid signers, lifetime, and rollbacks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_later_one_that_takes_something_back_is_a_rollback_or_a_fork(sample: A
 
 
 def test_what_was_said_before_and_comes_later_contradicts_as_well(sample: Any, raises: Raises) -> None:
-    """Another source may have kept the word that the coordinator has taken back since."""
+    """Another source may have kept a statement that the coordinator has since replaced."""
     known = stamp(sample, key_ring=1)
     earlier: dict[str, Any] = {"issued_at_ms": NOW_MS - 1}
     raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=1, **earlier), known)

@@ -1,4 +1,4 @@
-"""Rollouts of several turns: their encoding, their seeds, and what is refused."""
+"""Rollouts of several turns: their encoding, their seeds, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answer(*tokens: int) -> Completion:
 
 
 def game(sample: Sample) -> Episodes:
-    """Of each rollout as many turns as its number, and one more; the last begins anew."""
+    """Return as many turns for each rollout as its number, and one more; the last starts over."""
     prompts = [group.prompt_token_ids for group in sample.lease.groups for _ in group.seeds]
     episodes = []
     for number, prompt in enumerate(prompts):
@@ -45,7 +45,7 @@ def spec_of(sample: Sample, **changes: object) -> RunSpec:
 
 
 def bundled(sample: Sample, episodes: Episodes) -> Rollouts:
-    """As it comes out of the wire."""
+    """Return the rollouts after encoding and parsing."""
     body, size = pack_body(rollouts_of_turns(sample.lease, episodes))
     header = sample.header.model_copy(update={"decompressed_bytes": size})
     return parse_body(header, body, sample.run.spec.limits)

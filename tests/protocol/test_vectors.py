@@ -1,4 +1,4 @@
-"""Every golden vector means what it meant (vector_kinds.py), and frozen ones do not change."""
+"""Every golden vector keeps its meaning (vector_kinds.py), and frozen ones do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prime_protocol.errors import ErrorCode, PeerError
 
 
 def assert_holds(expected: Any, found: Any) -> None:
-    """Equal, but that an object may have fields which were added since: they have their defaults."""
+    """Check that two values are equal, except that an object may have fields added since, which have their defaults."""
     if isinstance(expected, dict) and isinstance(found, dict):
         assert expected.keys() <= found.keys()
         for name, value in expected.items():

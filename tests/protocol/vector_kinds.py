@@ -1,4 +1,4 @@
-"""What golden vectors mean: one function per kind, bytes and parameters in, what they mean out. See test_vectors.py."""
+"""Meaning of the golden vectors: one function per kind, from bytes and parameters to their meaning. See test_vectors.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More of the hostile package (probes.py): bombs, what it leaves behind, and what it tells its host."""
+"""More of the hostile package (probes.py): bombs, remnants on the machine, and messages to its host."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def open_bomb(_: str) -> str:
 
 
 def print_bomb(size: str) -> str:
-    """To the log: stdout and stderr are not the pipe to the host."""
+    """Write to the log: stdout and stderr are not the pipe to the host."""
     for _ in range(int(size) // 2**16):
         sys.stdout.buffer.write(b"x" * 2**16)
         sys.stderr.buffer.write(b"\x1b]0;owned\x07\xe2\x80\xae" + b"y" * 100 + b"\n")
@@ -93,7 +93,7 @@ def print_bomb(size: str) -> str:
 
 
 def plant(_: str) -> str:
-    """Something that the next Python process would load: in site-packages, beside our sources, among compiled code."""
+    """Leave a file that the next Python process would load: in site-packages, beside our sources, among compiled code."""
     import prime_node
     import prime_protocol
 
@@ -117,7 +117,7 @@ def plant(_: str) -> str:
 
 
 def survive(seconds: str) -> str:
-    """A process that leaves every group and session, and beats on a shared pipe while it lives."""
+    """Start a process that leaves every group and session, and writes to a shared pipe while it lives."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -168,7 +168,7 @@ def endless_line(size: str) -> str:
 
 
 def say(what: str) -> str:
-    """An exception with a message as long as that."""
+    """Raise an exception with a message of this length."""
     raise RuntimeError("m" * int(what))
 
 

@@ -1,4 +1,4 @@
-"""Every address that this process connects or sends to, noted at the socket itself, whichever library does it."""
+"""Records every address that this process connects or sends to, at the socket itself, for every library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.addaudithook(_hook)  # stays until the process ends, and does nothing outsid
 
 @contextlib.contextmanager
 def noted_dials() -> Iterator[list[Dial]]:
-    """The dials of all threads, while it is open."""
+    """Record the dials of all threads while it is open."""
     noted: list[Dial] = []
     _noting.append(noted)
     try:

@@ -31,7 +31,7 @@ ATTACKED = Path(os.environ["PRIME_TEST_ATTACKED"])
 
 
 def tried(action: Callable[[], Any]) -> str:
-    """What came of it, in a word."""
+    """Return the outcome in a word."""
     try:
         return f"done: {str(action())[:200]}"
     except OSError as error:
@@ -39,14 +39,14 @@ def tried(action: Callable[[], Any]) -> str:
 
 
 def found(value: object) -> object:
-    """Raises OSError where there is nothing."""
+    """Return a value that exists. Raises OSError if there is nothing."""
     if not value:
         raise FileNotFoundError
     return value
 
 
 def attacks() -> dict[str, str]:
-    """What none of which may succeed."""
+    """Return the attempts, none of which may succeed."""
     home, outside = ATTACKED / "home", ATTACKED / "outside"
 
     def reach(path: Path) -> None:
@@ -76,7 +76,7 @@ def attacks() -> dict[str, str]:
 
 
 def write_anywhere(folder: Path, name: str, data: bytes) -> None:
-    """As before the check: a name is a path. A refusal is no end of the attack."""
+    """Treat a name as a path, as before the check. A refusal does not end the attack."""
 
     def write() -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def write_anywhere(folder: Path, name: str, data: bytes) -> None:
 
 
 def leave_out(wall: str) -> None:
-    """Another mistake beside the first: this wall does not stand."""
+    """Remove this wall, to simulate another mistake in addition to the first."""
     from prime_node.adapters.sandbox import landlock, namespaces
     from prime_node.adapters.sandbox.rules import Wall
 

@@ -1,4 +1,4 @@
-"""A hostile package: it stands in for `reasoning_gym` inside a real process of environments, and tries what it is told to try.
+"""A hostile package: it replaces `reasoning_gym` inside a real environment process, and tries what a test orders.
 
 `score` gets "NAME ARGUMENT" as an answer; what the probe returns or raises comes back as an error, "did: ..." or "refused: ...".
 """
@@ -29,7 +29,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def call(number: int, *arguments: Any) -> str:
-    """A system call of x86-64."""
+    """Make a system call of x86-64."""
     ctypes.set_errno(0)
     found = LIBC.syscall(number, *arguments)
     if found < 0:
@@ -82,7 +82,7 @@ def symbolic_link(path: str) -> str:
 
 
 def fd_paths(path: str) -> str:
-    """By way of /proc/self: root, cwd, and every descriptor that is a folder."""
+    """Use /proc/self: root, cwd, and every descriptor that is a folder."""
     found = []
     for name in ("root", "cwd", *(f"fd/{number}" for number in os.listdir("/proc/self/fd"))):
         try:
@@ -95,7 +95,7 @@ def fd_paths(path: str) -> str:
 
 
 def others(_: str) -> str:
-    """Processes that are none of ours: name and environment variables."""
+    """List foreign processes: name and environment variables."""
     seen = []
     for each in filter(str.isdigit, os.listdir("/proc")):
         for name in ("environ", "mem", "root/etc/passwd", "cwd/x", "maps", "stack"):
@@ -124,7 +124,7 @@ def kill(pid: str) -> str:
 
 
 def kill_all(_: str) -> str:
-    """What is sent to every process that may be signalled."""
+    """Send signals to every process that may be signalled."""
     os.kill(-1, signal.SIGCONT)
     return "signalled"
 
@@ -252,7 +252,7 @@ def type_into_terminal(_: str) -> str:
 
 
 def inherited(_: str) -> str:
-    """Descriptors that lead anywhere but to pipes, our own selectors and /dev/null."""
+    """List descriptors that lead to anything but pipes, our own selectors and /dev/null."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -269,7 +269,7 @@ def dump_core(_: str) -> str:
 
 
 def set_user_id(_: str) -> str:
-    """Whether a set-user-ID program gives what we do not have."""
+    """Test whether a set-user-ID program gives rights that we do not have."""
     program = next(path for path in ("/usr/bin/su", "/bin/su", "/usr/bin/mount", "/bin/mount") if os.path.exists(path))
     before = Path("/proc/self/status").read_text()
     has, capabilities = "NoNewPrivs:\t1" in before, before.partition("CapEff:")[2].split()[0]

@@ -1,4 +1,4 @@
-"""Raw sockets against a real coordinator: what no well-behaved client would send."""
+"""Raw sockets to a real coordinator, for requests that no well-behaved client would send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prime_protocol.messages import ErrorBody
 
 @dataclass
 class Answer:
-    """One answer, read by its Content-Length."""
+    """Answer of the server, read by its Content-Length."""
 
     status: int
     headers: dict[str, str]
@@ -29,7 +29,7 @@ class Answer:
 
     @property
     def code(self) -> str:
-        """The code of an ErrorBody; fails where the answer is none."""
+        """Return the code of an ErrorBody; fail if the answer is not one."""
         fault = parse_json(self.body, ErrorBody)
         assert HTTP_STATUS[fault.code] == self.status
         assert self.headers["content-type"].startswith("application/json")
@@ -53,7 +53,7 @@ class Raw:
         await self._writer.drain()
 
     async def answer(self) -> Answer:
-        """The next one. Raises IncompleteReadError or ConnectionError where the connection ends first."""
+        """Return the next answer. Raises IncompleteReadError or ConnectionError if the connection ends first."""
         async with asyncio.timeout(10.0):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:-2])}
@@ -65,7 +65,7 @@ class Raw:
             return await self._reader.readline()
 
     async def is_cut(self) -> bool:
-        """Waits until the server ends the connection without another byte."""
+        """Wait until the server ends the connection without another byte."""
         try:
             async with asyncio.timeout(10.0):
                 return await self._reader.read(1) == b""
@@ -84,7 +84,7 @@ class Raw:
 
 
 async def ask(url: str, data: bytes) -> Answer:
-    """One answer over a connection of its own."""
+    """Return one answer over a separate connection."""
     raw = await Raw.to(url)
     try:
         await raw.send(data)
@@ -98,13 +98,13 @@ def get(path: str, *lines: str, host: str = "127.0.0.1") -> bytes:
 
 
 def post(path: str, num_bytes: int, *lines: str) -> bytes:
-    """The header alone."""
+    """Return the header alone."""
     said = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {num_bytes}", *lines, "\r\n"]
     return "\r\n".join(said).encode()
 
 
 async def claim(world: World, key: SigningKey, body: bytes, /, *, action: str = "rollouts", **changes: Any) -> str:
-    """A header line that announces a body, but for `changes`."""
+    """Return a header line that announces a body, with `changes`."""
     epoch = json.loads((await ask(world.url, get("/healthz"))).body)["epoch"]
     fields: dict[str, Any] = {
         "run": world.run.digest,
@@ -120,5 +120,5 @@ async def claim(world: World, key: SigningKey, body: bytes, /, *, action: str = 
 
 
 async def barrier(url: str) -> None:
-    """Returns when the server has seen what was sent to it before."""
+    """Return once the server has read everything sent before."""
     assert (await ask(url, get("/healthz"))).status == 200

@@ -1,4 +1,4 @@
-"""Whatever a list says, signed or not: which addresses are told to whom, dialled on whose word, and passed on."""
+"""Addresses from signed and unsigned lists: which ones are listed, dialled and forwarded, and to whom."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_what_is_no_tcp_port_at_an_ip_address_is_no_address(address: str) -> Non
 
 
 class Finder:
-    """Implements ports.swarm.PeerFinder."""
+    """Fake of ports.swarm.PeerFinder."""
 
     def __init__(self, *hosts: str) -> None:
         self.hosts = frozenset(hosts)
@@ -167,7 +167,7 @@ NEIGHBOURS = (
 
 @pytest.mark.parametrize("hosts", [("8.8.8.8",), (), ("8.8.8.8", "192.168.1.50"), ("192.168.1.50", "")])
 def test_a_hostile_coordinator_cannot_send_its_members_to_their_own_networks(hosts: tuple[str, ...]) -> None:
-    """Its list is signed as it must be. Nor does it help that its name leads to a private address from time to time."""
+    """The list is correctly signed. A name that resolves to a private address from time to time is refused, too."""
     mine = directory(*hosts)
     mine.take_in(
         signed(PeerRecord(peer=BEN.key_id, urls=NEIGHBOURS, addresses=("/ip4/192.168.1.1/tcp/80", "/dns4/x/tcp/80")))

@@ -92,7 +92,7 @@ async def test_an_announcement_counts_once(world: World) -> None:
 
 @pytest.mark.parametrize("num_announced", [1, 2])
 async def test_an_announced_body_is_charged_to_its_sender_once(num_announced: int) -> None:
-    """A rate of so few requests that each counts: join, lease, and one upload, which is sent once or twice."""
+    """The rate allows so few requests that each counts: join, lease, and one upload, which is sent once or twice."""
     tokens = 2 + num_announced
     async with running(memory_parts(make_run(), requests_per_second=tokens / 10)) as world:
         await world.publish()
@@ -155,7 +155,7 @@ async def test_nobody_is_asked_for_a_body_before_he_is_admitted(world: World) ->
 
 
 async def held(world: World, *lines: str, path: str = "/v1/join", num_bytes: int = 1_000) -> Raw:
-    """A body that has begun and does not end."""
+    """Begin a body and do not end it."""
     raw = await Raw.to(world.url)
     await raw.send(post(path, num_bytes, *lines) + b"x")
     return raw

@@ -1,4 +1,4 @@
-"""A broken grader is not a wrong answer: what cannot be marked is counted apart, and where nothing can be marked, it is said."""
+"""A broken grader is not a wrong answer: unscored answers count separately, and an evaluation without scores reports an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLING = Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,))
 
 
 class Grader:
-    """Implements ports.environment.HeldOutProblem: every answer is right, unless the grader is broken."""
+    """Problem that implements ports.environment.HeldOutProblem: every answer is right, unless the grader is broken."""
 
     def __init__(self, fault: str = "") -> None:
         self.fault = fault
@@ -40,7 +40,7 @@ class Grader:
 
 
 class CoolEngine(TableEngine):
-    """Samples at 0.5 where greedy answers are asked for."""
+    """Engine that samples at 0.5 where greedy answers are requested."""
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         cool = sampling.model_copy(update={"temperature": max(0.5, sampling.temperature)})
@@ -48,7 +48,7 @@ class CoolEngine(TableEngine):
 
 
 class Texts:
-    """Implements ports.environment.Tokenizer."""
+    """Tokenizer that implements ports.environment.Tokenizer."""
 
     vocab_size = VOCAB_SIZE
     stop_token_id = STOP_TOKEN
@@ -63,7 +63,7 @@ class Texts:
 
 
 def evaluator(*faults: str) -> Evaluator:
-    """Asks one question for each fault; the empty one is a grader that works."""
+    """Return an evaluator with one question for each fault; the empty one is a grader that works."""
     problems: list[HeldOutProblem] = [Grader(fault) for fault in faults]
     questions = tuple(HeldOutPrompt("toy", (1,), problem) for problem in problems)
     return Evaluator(

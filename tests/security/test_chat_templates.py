@@ -1,4 +1,4 @@
-"""A run's chat template is a stranger's program: whatever it tries ends with a refusal, in bounded time and memory."""
+"""A run's chat template is a stranger's program: it ends with a refusal, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_no_template_reaches_pythons_inside_or_changes_what_it_is_given(template
 
 
 def test_templates_of_the_usual_kind_render_as_they_do_in_plain_jinja() -> None:
-    """What published templates use, compared with jinja itself."""
+    """Features that published templates use, compared with jinja itself."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     template = (

@@ -1,4 +1,4 @@
-"""Every number that a worker claims has a bound, a known end, and no power over what is shown about others."""
+"""Every number that a worker claims has a bound, a known destination, and no effect on what is shown about others."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ CLAIMS: dict[str, tuple[float, float, str]] = {
     "BodyClaim.issued_at_ms": (0, limits.COUNT_MAX, "compared with the coordinator's clock"),
     "RolloutHeader.created_at_ms": (0, limits.COUNT_MAX, "stays in the bundle; nothing reads it"),
 }
-"""Lowest and highest value that is read, and where it ends."""
+"""Lowest and highest accepted value, and its destination."""
 
 
 def numbers(model: type[BaseModel]) -> Iterator[tuple[str, float | None, float | None]]:
-    """Path, lowest and highest value of every number in a message, however deep it lies."""
+    """Yield path, lowest and highest value of every number in a message, at any depth."""
     schema = model.model_json_schema()
 
     def walk(node: dict[str, Any], path: str) -> Iterator[tuple[str, float | None, float | None]]:

@@ -37,7 +37,7 @@ OURS = "written by the run"
 
 
 class Contributor:
-    """A machine with a home that holds secrets, and a run that wants them."""
+    """A machine with a home that holds secrets, and a run that tries to read them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +51,7 @@ class Contributor:
         self.place = folder / "home" / ".prime-node" / "runs" / "hostile"
 
     def everything(self) -> dict[str, tuple[int, float, bytes]]:
-        """Mode, time and bytes of all files outside the worker's own folder."""
+        """Return mode, time and bytes of all files outside the worker's own folder."""
         return {
             str(path): (path.stat().st_mode, path.stat().st_mtime, path.read_bytes())
             for path in self.folder.rglob("*")
@@ -61,7 +61,7 @@ class Contributor:
 
 @pytest.fixture
 def contributor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Contributor]:
-    """Not below /tmp, which is another and empty one inside: what is written there would vanish anyway."""
+    """The home is outside /tmp, which is another and empty one inside: files written there would vanish anyway."""
     folder = Path(tempfile.mkdtemp(prefix="prime-test-", dir="/var/tmp"))
     made = Contributor(folder)
     shared = Path("/dev/shm") / SHARED
@@ -79,7 +79,7 @@ def contributor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Contributor]:
 
 @pytest.fixture
 def hostile_run(contributor: Contributor) -> Iterator[str]:
-    """Its join link. Its model files are called like paths to other places."""
+    """Return its join link. Its model files have names like paths to other places."""
     key = SigningKey(bytes(32))
     names = [
         *("config.json", "../../../../.bashrc", "../../identity.key", "../../../../.ssh/authorized_keys"),
@@ -107,7 +107,7 @@ def hostile_run(contributor: Contributor) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Log nothing: this server is the attacker's."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -119,7 +119,7 @@ def hostile_run(contributor: Contributor) -> Iterator[str]:
 
 
 def joined(contributor: Contributor, link: str, *settings: str, left_out: str = "none") -> dict[str, Any]:
-    """What the hostile run's code found that it could do in a real `prime-node join`."""
+    """Return what the hostile run's code could do in a real `prime-node join`."""
     command = [sys.executable, str(Path(__file__).with_name("hostile_join.py")), left_out, "join", link]
     for setting in settings:
         command += ["--set", setting]
@@ -165,7 +165,7 @@ def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is
 
 
 def test_libp2p_and_multicast_dns_work_in_a_confined_process(tmp_path: Path) -> None:
-    """By their own tests, run inside."""
+    """The two have their own tests, which run inside."""
     pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
     tests = Path(__file__).resolve().parents[2]
     program = """
@@ -213,7 +213,7 @@ print(child.wait(), subprocess.run(["touch", "made"], user=65534, group=65534, e
 
 
 def test_without_walls_the_same_run_does_all_of_it(contributor: Contributor, hostile_run: str) -> None:
-    """So the test above does not pass for another reason."""
+    """This shows that the test above passes because of the wall."""
     report = joined(contributor, hostile_run, "worker.sandbox.unsafe_off=true")
     assert (contributor.outside / "absolute.sh").read_text() == OURS
     assert (contributor.home / ".bashrc").read_text().startswith(OURS)

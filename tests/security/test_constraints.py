@@ -41,13 +41,13 @@ ERRORS = {
 }
 LENGTHS = {"min_length": {"too_short", "string_too_short"}, "max_length": {"too_long", "string_too_long"}}
 STRICTER = {("Schedule", "preset", "max_length")}
-"""Where a validator of the model's own refuses first: a preset must be a known one."""
+"""Fields whose model refuses the value first: a preset must be a known one."""
 PROBES = ("\x00", "../x.json", "-x.json", "~", "Z" * 52, "Z" * 24, "\u202e", "!", "x.py")
-"""Texts of which one breaks any pattern that is declared."""
+"""Texts; each declared pattern refuses at least one of them."""
 
 
 def models() -> list[type[BaseModel]]:
-    """Every model of both packages. Modules that define none are not imported: some would load an engine."""
+    """Yield every model of both packages. Modules that define none are not imported: some would load an engine."""
     for package in (prime_protocol, prime_node):
         root = Path(str(package.__file__)).parent
         for path in sorted(root.rglob("*.py")):
@@ -70,16 +70,16 @@ MODELS = models()
 
 
 class Constraint(NamedTuple):
-    """One declared constraint, and the way from the field to the value that it is about."""
+    """One declared constraint, and the path from the field to the constrained value."""
 
     path: tuple[str, ...]
-    """`item0`, `key` and `value` of containers; `item1` where items of one have several types."""
+    """Place of the value: `item0`, `key` and `value` of containers; `item1` if items of one have several types."""
     of: Any
-    """The type that it constrains, without its own constraints."""
+    """Type that the constraint applies to, without its own constraints."""
     kind: str
     bound: Any
     siblings: dict[str, Any]
-    """The other constraints of the same value, by kind."""
+    """Other constraints of the same value, by kind."""
 
 
 def constraints_of(annotation: Any, own: list[Any], path: tuple[str, ...] = ()) -> Iterator[Constraint]:
@@ -115,7 +115,7 @@ def _bounds(item: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def in_source(model: type[BaseModel]) -> dict[str, list[tuple[str, Any]]]:
-    """Field -> constraints in the `Field(...)` that stands behind its `=`, as the source text has them."""
+    """Return field -> constraints in the `Field(...)` after its `=`, from the source text."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
     found: dict[str, list[tuple[str, Any]]] = {}
     for node in ast.walk(tree):
@@ -147,7 +147,7 @@ CASES = list(cases())
 
 
 def good(annotation: Any) -> Any:
-    """Some value of the type, with nothing wrong that counts here: models are made without validation."""
+    """Return a value of the type with no relevant fault: models are made without validation."""
     siblings: dict[str, Any] = {}
     if annotation == KeyId:
         return SigningKey(b"\1" * 32).key_id
@@ -183,7 +183,7 @@ def _text(siblings: dict[str, Any]) -> str:
 
 
 def bad(one: Constraint) -> Any:
-    """A value of the right type that breaks this constraint and, where it can, no other."""
+    """Return a value of the right type that violates this constraint and, if possible, no other."""
     low = one.siblings.get("min_length", 0)
     high = one.siblings.get("max_length", 10**6)
     match one.kind:
@@ -211,7 +211,7 @@ def bad(one: Constraint) -> Any:
 
 
 def placed(model: type[BaseModel], name: str, one: Constraint) -> Any:
-    """The bad value inside the containers that lead to it."""
+    """Put the bad value into the containers that lead to it."""
     value, annotation = bad(one), typing.get_type_hints(model, include_extras=True)[name]
     containers = []
     for step in one.path:
@@ -247,7 +247,7 @@ def _container(annotation: Any) -> Any:
 
 
 def faults(model: type[BaseModel], fields: dict[str, Any]) -> list[Any]:
-    """What the class's own validator says of these fields."""
+    """Return the class's own validator's errors for these fields."""
     try:
         model.__pydantic_validator__.validate_python(fields)
     except ValidationError as error:
@@ -283,7 +283,7 @@ def test_the_validator_of_a_model_has_all_that_its_fields_declare(model: type[Ba
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_the_annotations_and_the_source_declare_the_same(model: type[BaseModel]) -> None:
-    """So neither reading overlooks a constraint."""
+    """So neither reading misses a constraint."""
     hints = typing.get_type_hints(model, include_extras=True)
     for name, field in model.model_fields.items():
         owner = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", {}))

@@ -1,4 +1,4 @@
-"""What a request costs its receiver stays in proportion to the request."""
+"""A request's cost to its receiver stays in proportion to the request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def processor_s(action: object) -> float:
 
 @pytest.mark.parametrize("space", [b" ", b"\t", b" \t"])
 def test_spaces_before_a_bad_byte_of_a_header_are_read_once(space: bytes) -> None:
-    """All ways to divide them would take seconds: a hundred headers must take less than one such header did."""
+    """Trying all ways to divide them would take seconds: a hundred headers must take less than one such header did."""
     line = b"X:" + space * (limits.HTTP_HEADER_BYTES_MAX // len(space) - 40) + b"\x01"
     head = b"GET / HTTP/1.1\r\nHost: x\r\n" + line + b"\r\n\r\n"
 

@@ -1,4 +1,4 @@
-"""What lies in the current folder is not imported by a Python process that we start."""
+"""Python processes that we start do not import modules from the current folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLANTED = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
 
 @pytest.fixture
 def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with modules that are named like imported ones. Returns the file that proves that one ran."""
+    """Make a current folder with modules named like imported ones. Return the file that proves that one ran."""
     for name in ("json", "numba", "typing", "prime_node", "torch"):
         (tmp_path / f"{name}.py").write_text(PLANTED)
     monkeypatch.chdir(tmp_path)
@@ -49,7 +49,7 @@ async def test_the_compiler_of_kernels_imports_nothing_from_the_current_folder(
 
 
 async def test_ranks_of_the_trainer_import_nothing_from_the_current_folder(planted: Path) -> None:
-    """By -P for torchrun and by PYTHONSAFEPATH for what it starts."""
+    """This holds by -P for torchrun and by PYTHONSAFEPATH for the processes that it starts."""
     command = launch.torchrun_command(1, restarts_max=0, arguments=[])
     assert command[:2] == [sys.executable, "-P"]
     program = "import os, subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import json']))"
@@ -73,7 +73,7 @@ def test_every_python_that_we_start_leaves_the_current_folder_out() -> None:
 
 
 def test_relative_folders_of_modules_do_not_reach_environments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They would name the folder that environments' code writes."""
+    """Such entries would name the folder that environment code writes."""
     from prime_node.adapters.environments.variables import module_folders, passed_on
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", str(tmp_path), "", "modules")))

@@ -1,4 +1,4 @@
-"""What environments may open follows from the machine's own settings: nothing in a RunSpec widens it (finding E2)."""
+"""The files that environments may open follow from the machine's own settings: nothing in a RunSpec adds to them (finding E2)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = "".join(f'{{"question": "{n} + {n}?", "answer": "{2 * n}"}}\n' for n in r
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """A data folder with one dataset; a key lies beside it."""
+    """A data folder with one dataset, next to a key."""
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "sums.jsonl").write_text(ROWS)

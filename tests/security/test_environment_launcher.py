@@ -136,7 +136,7 @@ print("forgotten" if forgotten else "kept")
 def test_a_confined_role_forgets_the_keys_of_judges_and_its_environments_still_get_them(
     tmp_path: Path, launcher: str
 ) -> None:
-    """Without a launcher the role has to keep them, as it starts the processes itself."""
+    """Without a launcher the role must keep them, because it starts the processes itself."""
     model(tmp_path / "model")
     tmp_path.chmod(0o755)  # without a launcher they run as another user in the role's view of files
     variables = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
@@ -170,7 +170,7 @@ def walls(**changes: Any) -> Walls:
 
 @contextlib.contextmanager
 def launching(script: str, plan: Plan) -> Iterator[Launcher]:
-    """Start a launcher whose processes run a script of the shell. Only bubblewrap confines them."""
+    """Start a launcher whose processes run a shell script. Only bubblewrap confines them."""
     if why := bubblewrap.find_bubblewrap()[1]:
         pytest.skip(why)
     launcher = Launcher({False: plan}, ["/bin/sh", "-c", script])
@@ -181,7 +181,7 @@ def launching(script: str, plan: Plan) -> Iterator[Launcher]:
 
 
 def said(made: Launched | subprocess.Popen[bytes]) -> str:
-    """All that a process prints until it ends."""
+    """Return everything that a process prints until it ends."""
     assert made.stdin is not None
     assert made.stdout is not None
     assert made.stderr is not None
@@ -280,7 +280,7 @@ def test_an_order_opens_nothing_outside_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says wider ones to a process, as it could before the launcher wrote them into the command line."""
+    """The role sends a process wider walls, which worked before the launcher wrote them into the command line."""
     monkeypatch.setenv("PYTHONPATH", str(package(tmp_path / "package")))
     monkeypatch.setenv("PRIME_ENVIRONMENT_KEY_OF_A_JUDGE", "secret")
     launcher = open_launcher(BOUNDS, hidden=[tmp_path / "run"])

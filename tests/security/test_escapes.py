@@ -1,4 +1,4 @@
-"""Escapes: what a hostile environment tries from inside a real process of environments. Each is refused, or bounded.
+"""Escapes: attempts of a hostile environment from inside a real environment process. Each is refused, or bounded.
 
 Each is tried with bubblewrap and without it, as where it is not installed, by root here, whom less holds back than others.
 """

@@ -1,4 +1,4 @@
-"""Every parser of the protocol has a fuzzer, what was found stays found, and some minutes of fuzzing find nothing more."""
+"""Every parser of the protocol has a fuzzer, every finding stays fixed, and some minutes of fuzzing find nothing more."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ NOT_PARSERS = {
     "seed_chain.committed": "hashes",
     "seed_chain.link": "hashes",
 }
-"""By the beginnings of names: functions that take bytes and parse none of a stranger's, or only behind one that is fuzzed."""
+"""Prefixes of names of functions that take bytes and parse none of a stranger's, or only after one that is fuzzed."""
 
 
 def functions() -> Iterator[tuple[str, object]]:
-    """Every public function and method of the protocol, with its module and name."""
+    """Yield every public function and method of the protocol, with its module and name."""
     for found in pkgutil.walk_packages(prime_protocol.__path__, "prime_protocol."):
         if ".kernels" in found.name:
             continue
@@ -77,7 +77,7 @@ def functions() -> Iterator[tuple[str, object]]:
 
 
 def parses(place: str, function: object) -> bool:
-    """By its arguments, or by its name where it takes text."""
+    """Return whether it is a parser, by its arguments, or by its name if it takes text."""
     name = place.rpartition(".")[2]
     types = [str(parameter.annotation) for parameter in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
     return any(map(_FOREIGN.search, types)) or (_PARSES.match(name) is not None and "str" in types)
@@ -85,7 +85,7 @@ def parses(place: str, function: object) -> bool:
 
 @pytest.fixture(scope="module")
 def registry() -> tuple[set[str], set[str]]:
-    """(names of all parsers, functions that they drive)."""
+    """Return (names of all parsers, functions that they drive)."""
     sys.path[:0] = [str(FUZZ), str(ROOT)]
     try:
         parsers = importlib.import_module("registry").protocol_parsers()
@@ -116,7 +116,7 @@ def test_every_message_of_the_protocol_is_fuzzed(registry: tuple[set[str], set[s
 
 
 def below(model: type[WireModel]) -> Iterator[type[WireModel]]:
-    """All models that inherit from it."""
+    """Return all models that inherit from it."""
     for child in model.__subclasses__():
         yield child
         yield from below(child)
@@ -152,7 +152,7 @@ def test_the_corpus_is_small_and_has_no_input_twice() -> None:
 
 
 def test_a_finding_is_kept_and_replayed_by_its_name(tmp_path: Path) -> None:
-    """An input of the corpus has a name too: the parser's and its digest's."""
+    """An input of the corpus has the name of its parser and its digest."""
     program = (
         f"import sys; sys.path[:0] = [{str(FUZZ)!r}, {str(ROOT)!r}]; import run; data = run.kept('envelope')[0]; "
         "print(run.name_of('envelope', data))"
@@ -166,13 +166,13 @@ def test_a_finding_is_kept_and_replayed_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_five_minutes_of_fuzzing_find_nothing() -> None:
-    """Of processor time, on two processors. The seed is in the output."""
+    """Processor time, on two processors. The seed is in the output."""
     done = subprocess.run([FUZZ / "all", "--minutes", "5", "--jobs", "2"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6_000:] + done.stderr[-2_000:]
 
 
 def test_the_driver_of_the_http_interface_knows_every_route() -> None:
-    """By the table of routes as it is written: a route that is added there must be driven."""
+    """The table of routes in the source is the reference: an added route must be driven."""
     driver = _driver()
     text = (ROOT / "node/prime_node/coordinator/api/routes.py").read_text(encoding="utf-8")
     gets = {re.sub(r"\{\w+\}", "{}", path) for path in re.findall(r'\("(/[a-z0-9_/{}]+)", \w+\)', text)}
@@ -193,7 +193,7 @@ def _driver() -> Any:
 
 @pytest.mark.timeout(300)
 def test_broken_requests_of_every_role_get_error_bodies_and_leave_the_coordinator_well() -> None:
-    """A real daemon: no 5xx but a declared 503, no traceback, and it starts again from what it kept. The five minutes do more."""
+    """A real daemon: no 5xx but a declared 503, no traceback, and a restart from its state. The five minutes do more."""
     done = subprocess.run(
         [sys.executable, FUZZ / "http_api.py", "--seconds", "10", "--seed", "1"], capture_output=True, text=True
     )

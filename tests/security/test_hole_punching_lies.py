@@ -1,4 +1,4 @@
-"""A peer that asks for a hole to be punched cannot have others dial, or send packets to, a machine that is not its own."""
+"""A peer that requests hole punching cannot make others dial, or send packets to, a machine that is not its own."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_the_relay_tells_nobody_where_a_peer_is_that_has_not_asked_about_h
 
 
 async def test_a_flood_of_dial_backs_to_one_address_is_refused(peer: MakePeer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh keys do not help: dials count by the address that they go to."""
+    """Fresh keys do not help: dials count by their destination address."""
     monkeypatch.setattr("prime_protocol.limits.PEER_DIAL_BACKS_PER_MINUTE_MAX", 4)
     helper = await peer(KEYS[1])
     wanted = "\n".join(f"/ip4/127.0.0.1/tcp/{port}" for port in range(1, 5)).encode()

@@ -1,4 +1,4 @@
-"""No honest worker is hurt by all statistics and thresholds together. The bench runs the full size."""
+"""All statistics and thresholds together hurt no honest worker. The bench runs the full size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_honest_worker_is_hurt_by_all_statistics_together(bench: ModuleType, 
 
 
 def test_the_simulation_finds_claims_that_are_moved(bench: ModuleType, kinds: list[Any]) -> None:
-    """One nat a completion in the two statistics of shading bans every worker."""
+    """A shift of one nat per completion in the two statistics of shading bans every worker."""
     kind = kinds[2]
     pool = bench.pool_of(kind, 3_000, 1)
     for sums in (pool.log_e[bench.SHADING], pool.of_class):

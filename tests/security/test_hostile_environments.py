@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def alive(argument: str) -> list[int]:
-    """Processes of this machine with that argument."""
+    """Return this machine's processes with that argument."""
     found = []
     for each in Path("/proc").glob("[0-9]*"):
         try:

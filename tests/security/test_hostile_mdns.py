@@ -1,4 +1,4 @@
-"""A local network that lies by multicast DNS: floods, huge names, loops of pointers, foreign addresses, other peoples' keys.
+"""A hostile local network with multicast DNS: floods, huge names, loops of pointers, foreign addresses, other peers' keys.
 
 The packets are real ones, on loopback: the multicast group of this machine alone.
 """
@@ -83,7 +83,7 @@ def service(run: str) -> tuple[str, ...]:
 
 
 def announcement(run: str, key_id: str, *addresses: str, instance: str = "") -> bytes:
-    """What a peer of the run would send."""
+    """Return what a peer of the run would send."""
     owner = name(instance or key_id, *service(run))
     texts = [f"dnsaddr{number or ''}={address}/p2p/{key_id}".encode() for number, address in enumerate(addresses)]
     texts = [text for text in texts if len(text) < 256]
@@ -100,7 +100,7 @@ def stranger(number: int) -> str:
 
 
 def broken(run: str) -> Iterator[bytes]:
-    """What no parser should stumble over."""
+    """Return packets that must not break the parser."""
     rng = random.Random(1)
     owner = name(*service(run))
     loop = struct.pack("!HHHHHH", 0, 0x8400, 0, 1, 0, 0)
@@ -193,7 +193,7 @@ async def test_a_flood_of_names_leaves_few_behind_and_ends_the_search_not_the_ma
 
 
 async def test_names_that_lead_nowhere_hold_up_no_peer_that_says_where_it_is(sender: socket.socket) -> None:
-    """A looking-up takes seconds, and only so many are under way."""
+    """A look-up takes seconds, and the number of concurrent ones is bounded."""
     run = os.urandom(32).hex()
     async with network(ANNA, run) as anna:
         for number in range(4 * limits.PEER_HINTS_MAX):
@@ -205,7 +205,7 @@ async def test_names_that_lead_nowhere_hold_up_no_peer_that_says_where_it_is(sen
 
 
 async def test_names_that_come_while_the_search_ends_leave_no_task_behind(sender: socket.socket) -> None:
-    """Each name that leads nowhere starts a look-up, also in the middle of the goodbye."""
+    """Each name that leads nowhere starts a look-up, also during shutdown."""
     run = os.urandom(32).hex()
     before = asyncio.all_tasks()
     local = LocalPeers(ANNA.key_id, run, found=lambda told: None)

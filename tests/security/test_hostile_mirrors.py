@@ -1,4 +1,4 @@
-"""Mirrors that lie, cut short, never end, or never move on: each over real sockets, beside the honest coordinator and alone."""
+"""Mirrors that lie, truncate, never end, or never move on: over real sockets, with and without the honest coordinator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from prime_node.broadcast.follow.trust import Trust
 from prime_protocol.weights import root_of
 
 Answer = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
-"""(path, where the answer goes)."""
+"""Handler: (path, writer of the answer)."""
 
 
 class Mirror:
-    """A raw HTTP server that answers as an attacker likes."""
+    """A raw HTTP server with an attacker's answers."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -62,7 +62,7 @@ async def reply(writer: asyncio.StreamWriter, body: bytes, status: int = 200, le
 
 
 def copy_of(made: Swarm) -> Answer:
-    """What the coordinator says when asked, frozen from the first answer on: an old copy that is served for ever."""
+    """A mirror that repeats the coordinator's first answers without end: an old copy."""
     kept: dict[str, tuple[int, bytes]] = {}
 
     async def answer(path: str, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +129,7 @@ async def test_a_mirror_that_lies_costs_time_and_nothing_else(tmp_path: Path, an
 
 
 class Later(SystemClock):
-    """The clock of a machine that goes on for hours while the mirror shows what it has always shown."""
+    """The clock of a machine that runs for hours while the mirror shows the same old state."""
 
     ahead_ms = 0
 
@@ -174,7 +174,7 @@ async def test_a_mirror_with_old_heads_holds_up_nobody_who_has_another_source(tm
 
 
 async def test_linked_peers_show_a_fresher_timestamp_than_a_frozen_mirror(tmp_path: Path) -> None:
-    """The freeze ends as soon as one peer is linked that has seen more."""
+    """The freeze ends once one peer is linked that has seen a newer policy."""
     async with swarm(tmp_path) as made:
         await made.publish()
         mirror = Mirror(copy_of(made))

@@ -1,4 +1,4 @@
-"""What one joined key, or the keys of one network, can take from the coordinator's HTTP server."""
+"""Limits on what one joined key, or the keys of one network, can take from the coordinator's HTTP server."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def large(request: Request) -> Response:
 
 @pytest.fixture
 async def peer() -> AsyncIterator[str]:
-    """A server as peers have it: each connection begins with plain_gets.py."""
+    """A server as peers run it: each connection begins with plain_gets.py."""
     server = AiohttpServer()
     routes = [Route("GET", "/v1/blobs/{digest}", large, is_bulk=True), Route("GET", "/v1/run", large)]
     yield f"http://127.0.0.1:{await server.start(routes, host='127.0.0.1', port=0)}"
@@ -117,7 +117,7 @@ async def test_a_header_that_drips_is_cut(world: World, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("begun", [b"", post("/v1/join", 1_000)], ids=["header", "body"])
 async def test_what_comes_in_single_bytes_is_cut(world: World, begun: bytes) -> None:
-    """A byte that is read alone costs the server as much as a kilobyte."""
+    """A separate read of one byte costs the server as much as a kilobyte."""
     raw = await Raw.to(world.url)
     await raw.send(begun)
 
@@ -140,7 +140,7 @@ async def test_pipelined_requests_are_read_one_after_the_other(world: World) -> 
 
 
 async def test_what_is_sent_ahead_stays_in_the_network(world: World) -> None:
-    """While one request is under way nothing is buffered for the next ones: the sender is stopped by TCP."""
+    """While one request is in progress nothing is buffered for the next ones: TCP stops the sender."""
     tag = (await ask(world.url, get("/v1/head"))).headers["etag"]
     raw = await Raw.to(world.url)
     await raw.send(get("/v1/head", f"If-None-Match: {tag}", "Prefer: wait=30"))
@@ -223,7 +223,7 @@ async def test_connections_beyond_the_rate_are_reset_and_those_that_are_there_st
 
 
 async def opened(url: str) -> Raw | None:
-    """A connection on which something is answered; None for one that is reset."""
+    """Return a connection that gets an answer; None if it is reset."""
     try:
         raw = await Raw.to(url)
         await raw.send(get("/healthz"))

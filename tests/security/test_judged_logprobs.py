@@ -1,4 +1,4 @@
-"""The trainer uses the validator's own logprobs of what was audited, and never those that a worker claims."""
+"""The trainer uses the validator's own logprobs of audited bundles, and never a worker's claims."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ RUN = make_run(groups_per_step=1, checks=CheckPolicy(logprobs_judged=True))
 
 
 def shaded_parcel(lease: Lease, key: SigningKey = ANNA) -> bytes:
-    """A bundle whose logprobs are claimed 0.1 nats too low."""
+    """Return a bundle whose logprobs are claimed 0.1 nats too low."""
     completion = Completion((7, 7, STOP_TOKEN), SHADED, FinishReason.STOP)
     packed, size = pack_body(rollouts_for(lease, [completion] * lease.num_rollouts))
     return make_parcel(lease, key, body=packed, decompressed_bytes=size)
 
 
 async def trained(world: World, run: PinnedRun = RUN) -> Group:
-    """What the trainer gets for step 0."""
+    """Return the trainer's data for step 0."""
     feed = Feed(world.client(TRAINER), run, clock=world.parts.clock)
     batch = await feed.take(0)
     await feed.close()
@@ -83,7 +83,7 @@ async def test_a_real_validator_s_logprobs_take_the_place_of_shaded_ones_and_the
 
 @dataclass
 class Judging:
-    """A bundle that waits for its verdict."""
+    """Bundle that waits for its verdict."""
 
     world: World
     task: CheckTask
@@ -164,7 +164,7 @@ def test_a_trainer_takes_only_what_a_validator_signed_for_this_bundle() -> None:
 
 
 async def test_an_unaudited_bundle_keeps_its_claims() -> None:
-    """What a worker claims there stands until an audit finds it out: three bundles of four at the floor."""
+    """A worker's claim there stands until an audit detects it: three bundles of four at the floor."""
     never = AuditPolicy.model_construct(share_min=0.0, newcomer_bundles=0, surety_bundles=8)
     checks = RUN.spec.checks.model_copy(update={"audits": never})
     run = PinnedRun(RUN.digest, RUN.spec.model_copy(update={"checks": checks}), RUN.envelope)

@@ -31,7 +31,7 @@ NAME = "ab" * 32
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """A file of the owner's, outside of the folder that he was given."""
+    """A file of the owner's, outside the folder that the tool was given."""
     path = tmp_path / "id_ed25519"
     path.write_bytes(SECRET)
     return path

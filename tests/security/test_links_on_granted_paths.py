@@ -1,4 +1,4 @@
-"""Symbolic links on granted paths, nested in any way, cost no wall, and lead to what they lead to outside."""
+"""Symbolic links on granted paths, nested in any way, weaken no wall, and have the same targets as outside."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WAYS = {
 
 @pytest.fixture
 def linked(tmp_path: Path) -> Path:
-    """A folder in which all ways lead to the file data/rows or its copy."""
+    """Make a folder in which all links lead to the file data/rows or its copy."""
     (tmp_path / "data" / "deep").mkdir(parents=True)
     (tmp_path / "mine").mkdir()
     for name in ("data/rows", "data/deep/rows"):

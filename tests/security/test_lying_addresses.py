@@ -1,4 +1,4 @@
-"""A hundred liars announce addresses of every kind to a real swarm: nobody is sent anywhere that the liar does not answer at."""
+"""A hundred liars announce addresses of every kind to a real swarm: no peer dials an address that the liar does not answer at."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ELSEWHERE_6 = (
 
 @dataclass
 class Victim:
-    """Machines of strangers, that would notice a visit."""
+    """Strangers' machines that detect a visit."""
 
     port: int
     visits: int = 0
@@ -85,7 +85,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lies(victim: Victim, host_of: str, relay: str) -> Iterator[tuple[str, ...]]:
-    """Announcements, one after the other, without end."""
+    """Yield announcements, one after the other, without end."""
     port = victim.port
     each = [
         *(f"/ip4/{host}/tcp/{port}" for host in (VICTIMS_HOST, *ELSEWHERE)),
@@ -106,7 +106,7 @@ def lies(victim: Victim, host_of: str, relay: str) -> Iterator[tuple[str, ...]]:
 
 
 class Liar(HttpClient):
-    """Asks from an address of its own, so that what it announces is not where it comes from."""
+    """Client that sends from a separate address, so that the announced one is not the source."""
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -138,7 +138,7 @@ async def attacked_swarm(folder: Path) -> AsyncIterator[Swarm]:
 
 
 def listening(made: Swarm) -> set[Dial]:
-    """Where honest ones answer."""
+    """Return the addresses of honest peers."""
     peers = [made.seeder, *(peer for _, peer in made.workers)]
     found = {("127.0.0.1", int(made.world.url.rpartition(":")[2]))}
     found |= {("127.0.0.1", peer.port) for peer in peers if peer.port is not None}
@@ -180,7 +180,7 @@ async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Vict
 
 @pytest.mark.timeout(120)
 async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, victim: Victim) -> None:
-    """Identify, provider records and the table of hints name victims, before and after the coordinator is lost."""
+    """Identify, provider records and the routing table name victims, before and after the coordinator is lost."""
 
     class Lying(Libp2pNetwork):
         def addresses(self) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, 
 
 
 async def test_a_peer_that_answers_at_its_own_address_is_told_of(tmp_path: Path) -> None:
-    """The other side of the above: the same wall lets an honest newcomer through, over libp2p alone."""
+    """The counterpart of the above: the same wall lets an honest newcomer through, over libp2p alone."""
     async with attacked_swarm(tmp_path) as made:
         run = made.world.run
         network = Libp2pNetwork(ANNA, run=run.digest, settings=PeerSettings(listen=LISTEN))
@@ -258,7 +258,7 @@ async def test_one_network_neither_fills_the_list_nor_has_the_coordinator_dial_w
             return True
 
         async def close(self) -> None:
-            """Nothing is held."""
+            """Do nothing: there is nothing to close."""
 
     peers = Peers(Dials())
     for number in range(2 * limits.PEER_OFFERS_PER_NETWORK_MAX):

@@ -1,4 +1,4 @@
-"""A run's config.json and tokenizer files are a stranger's: whatever is in them is refused by file and field, before it costs."""
+"""A run's config.json and tokenizer files are a stranger's: faults are refused with file and field, before they cost anything."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_expressions_that_try_all_ways_are_refused(pattern: str) -> None:
 
 
 def test_a_panic_of_the_tokenizers_library_is_a_value_error() -> None:
-    """It panics in Rust where an expression is too much for it. That is no Exception: it would end a whole role."""
+    """It panics in Rust for too complex an expression. A panic is not an Exception: it would end a whole role."""
     tokenizer = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     with pytest.raises(ValueError, match="tokenizer library failed"), panics_raised():

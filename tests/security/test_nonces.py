@@ -1,4 +1,4 @@
-"""The memory of nonces is bounded, and no kind of sender and no key can use up what others need of it."""
+"""The memory of nonces is bounded, and no kind of sender and no key can use up the share of others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def refusal(nonces: Nonces, signer: str, nonce: str, now_s: float, room: Room, n
 
 
 def fill(nonces: Nonces, signer: str, room: Room, now_s: float = 1.0, network: str = "") -> int:
-    """How many this signer spends until it is refused."""
+    """Return the number of requests until this signer is refused."""
     number = 0
     while refusal(nonces, signer, f"{number}", now_s, room, network) is None:
         number += 1
@@ -31,7 +31,7 @@ def fill(nonces: Nonces, signer: str, room: Room, now_s: float = 1.0, network: s
 
 
 def test_a_key_that_spends_as_fast_as_its_rate_allows_is_refused_by_its_rate_alone() -> None:
-    """Over twice the time that a nonce is remembered, with the default settings."""
+    """The test covers twice the time that a nonce is remembered, with the default settings."""
     nonces, buckets = Nonces(nonces_max=SETTINGS.nonces_max), Buckets(per_second=RATE, burst=10 * RATE)
     spent, now_s = 0, 1.0
     while now_s < 1.0 + 2 * MEMORY_S:

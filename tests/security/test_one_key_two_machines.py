@@ -1,4 +1,4 @@
-"""One identity on two machines: one of them works, the other one is told why it may not, and no work is lost."""
+"""One identity on two machines: one of them works, the other one gets the reason of its refusal, and no work is lost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ONE, TWO = "1" * 32, "2" * 32
 
 
 def machine(run_: PinnedRun, client: HttpClient, folder: Path) -> Worker:
-    """A worker with the key WORKER and a folder of its own, as another machine has it."""
+    """Return a worker with the key WORKER and a separate folder, as on another machine."""
     clock, rng = SystemClock(), random.Random(1)
     pool = SourcePool([("http", client)], clock=clock, rng=rng)
     return Worker(
@@ -174,7 +174,7 @@ async def test_a_machine_that_the_coordinator_refuses_opens_no_swarm_host(tmp_pa
 
 
 async def never_opens(host: Libp2pNetwork, *, seconds: float) -> bool:
-    """Whether a host stays closed for so long."""
+    """Return whether a host stays closed for this long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while not host.addresses():  # noqa: ASYNC110 - a host that opens tells nobody
@@ -183,7 +183,7 @@ async def never_opens(host: Libp2pNetwork, *, seconds: float) -> bool:
 
 
 async def client_leaves(client: HttpClient, worker: Worker) -> None:
-    """Ends a session without its worker's knowledge, as four missed heartbeats do."""
+    """End a session without its worker's knowledge, as four missed heartbeats do."""
     await client.leave(LeaveRequest(session=worker.session.name))
 
 

@@ -1,4 +1,4 @@
-"""Where a path is made with something that is no constant, it is made by the one function, or stands in a list with a reason."""
+"""Code builds a path from anything but constants only with the one checked function, or is listed with a reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ALLOWED = {
 
 
 def made_of_more_than_constants(path: Path) -> Iterator[int]:
-    """Lines where a path is put together with anything but constants."""
+    """Return the lines that build a path from anything but constants."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.BinOp(left=left, op=ast.Div(), right=part):

@@ -1,4 +1,4 @@
-"""What keys that never joined get of the swarm, and how much of one peer the keys of one network can hold."""
+"""Limits on what keys that never joined get of the swarm, and on what one network's keys can hold of one peer."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ async def test_in_an_open_run_a_key_that_never_joined_gets_a_list_and_no_ticket(
 
 
 class Answers:
-    """Implements ports.swarm.DialBack: everybody answers."""
+    """Fake of ports.swarm.DialBack: every peer answers."""
 
     async def answers(self, address: str, peer: KeyId) -> bool:
         return True
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to close."""
 
 
 async def test_offers_of_keys_that_never_joined_crowd_out_no_member() -> None:
@@ -155,7 +155,7 @@ async def test_dial_backs_to_strangers_leave_room_for_those_to_members() -> None
 
 
 async def run_seed(world: World, folder: Path, stop: asyncio.Event) -> int:
-    """What `prime-node seed` runs, with the key CORA."""
+    """Run what `prime-node seed` runs, with the key CORA."""
     return await _seed(JoinLink(world.url, RUN.digest), WorkerConfig(swarm=LOCAL), folder, CORA, stop)
 
 
@@ -241,7 +241,7 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
 async def test_sixteen_keys_of_one_network_that_read_nothing_keep_no_bytes_from_a_member(
     are_members: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is a libp2p host of its own on 127.0.0.1; the member comes from another network, ::1."""
+    """Each is a separate libp2p host on 127.0.0.1; the member comes from another network, ::1."""
     pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
     from prime_node.adapters.peers.libp2p_host import PeerSettings
     from prime_node.adapters.peers.libp2p_network import Libp2pNetwork

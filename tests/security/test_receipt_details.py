@@ -1,4 +1,4 @@
-"""What a refusal tells: enough to mend a machine, and nothing that says how near a bundle came to a threshold."""
+"""A refusal's detail: enough to fix a machine, and nothing about a bundle's distance from a threshold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No signed request is taken twice, whatever happens to the coordinator in between. Real coordinator processes, really killed."""
+"""No signed request is accepted twice, whatever happens to the coordinator in between. Real coordinator processes, killed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ EVERY_REQUEST: tuple[tuple[Request, SigningKey], ...] = (
     (UNBAN, COORDINATOR),
     (AdminRequest(action="drain"), COORDINATOR),
 )
-"""Of every role. `drain` is the last one: the run ends with it."""
+"""Requests of every role. `drain` is the last one: the run ends with it."""
 
 
 @dataclass
@@ -100,12 +100,12 @@ class Site:
         await self.process.wait()
 
     async def again(self, *, clock_ahead_s: float = 0.0, folder: Path | None = None) -> None:
-        """kill -9, then another process from the folder, or from another one."""
+        """Kill with SIGKILL, then start another process from the same folder, or from another one."""
         await self.kill()
         self.process, self.port = await start(folder or self.folder, self.port, clock_ahead_s=clock_ahead_s)
 
     async def ask(self, request: Request, key: SigningKey, /, **changes: object) -> tuple[int, bytes, str]:
-        """Sign in the present epoch and send: status, what was sent, and where."""
+        """Sign in the present epoch and send; return the status, the bytes, and the path."""
         await self.world.learn_epoch()
         body = self.world.signed(request, key, **changes)
         path = path_of(request)
@@ -139,7 +139,7 @@ async def site_in(folder: Path) -> AsyncIterator[Site]:
 
 
 async def ban_and_forgive(site: Site) -> bytes:
-    """The bytes of a ban that is stamped ahead of the clock, was taken, and is lifted."""
+    """Return the bytes of an accepted ban that is stamped ahead of the clock and then lifted."""
     await site.world.join(ANNA)
     ahead_ms = site.world.parts.clock.now_ms() + 100_000
     status, ban, _ = await site.ask(BAN, COORDINATOR, issued_at_ms=ahead_ms)
@@ -251,7 +251,7 @@ async def test_kill_9_at_any_moment_lets_no_request_be_taken_twice(site: Site) -
 
 
 async def outcomes(world: World, endpoint: str) -> dict[str, int]:
-    """Answers so far, by outcome."""
+    """Return the answers so far, by outcome."""
     text = (await world.get("/metrics"))[1].decode()
     found = re.findall(rf'^prime_requests_total{{endpoint="{endpoint}",outcome="(\w+)"}} (\S+)$', text, re.MULTILINE)
     return {outcome: round(float(count)) for outcome, count in found}
@@ -300,7 +300,7 @@ async def test_a_client_is_not_led_round_in_circles_by_a_server_that_names_ever_
 
 
 class SetClock(SystemClock):
-    """A wall clock that somebody sets while the process runs."""
+    """A wall clock that changes while the process runs."""
 
     ahead_ms = 0
 
@@ -333,7 +333,7 @@ def test_an_epoch_ends_when_the_clock_falls_behind_and_not_when_it_goes_ahead() 
 
 
 def test_drift_that_begins_no_epoch_outlives_no_nonce() -> None:
-    """A request stamped as far ahead as may be, sent again by a clock that drifts as far back as may be."""
+    """A request stamped as far ahead as allowed, sent again by a clock that drifts as far back as allowed."""
     nonces = Nonces(nonces_max=10)
     nonces.spend("anna", "0" * 32, 0.0)
     nonces.spend("ben", "1" * 32, MEMORY_S - 0.001)

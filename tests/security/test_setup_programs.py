@@ -1,4 +1,4 @@
-"""The set-up installs the programs that walls and their tests need, or says what is missing."""
+"""The set-up installs the programs that walls and their tests need, or reports what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAMS = [("install_bubblewrap", "bwrap", "bubblewrap"), ("install_nftables", 
 
 
 def installed(function: str, path: Path) -> str:
-    """What the function says where `path` is the only folder of programs."""
+    """Return the function's message if `path` is the only folder of programs."""
     ran = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM, str(SCRIPTS), function],
         env={**os.environ, "PATH": str(path)},

@@ -1,4 +1,4 @@
-"""Claims that are moved by reward are found within 64 audited rollouts of any engine, and no honest worker is."""
+"""Claims that are shifted by reward are detected within 64 audited rollouts of any engine, and no honest worker is hurt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers claim as text is bounded where it arrives, and never reaches a terminal, a log, a label or a page as it came."""
+"""Strangers' texts are bounded on arrival, and never reach a terminal, a log, a label or a page unescaped."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ NOT_SHOWN = {
     "options": "are data of environments; where an error quotes them, PeerError makes them printable",
     "detail": "of an error answer becomes a PeerError, which makes it printable; a verdict's and a receipt's are texts",
 }
-"""Text fields without a pattern, and why nobody sees them as they came."""
+"""Text fields without a pattern, and why none of them is displayed unescaped."""
 
 
 def is_clean(text: str) -> bool:
-    """Nothing but what can be seen, and line ends that we have made ourselves; colours of rich are left out."""
+    """Return whether only visible characters and our own line ends remain; colours of rich are left out."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return all(printable(line, len(line)) == line for line in plain.split("\n"))
 
 
 def texts(annotation: Any, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The constraints of each string inside of a type."""
+    """Yield the constraints of each string inside a type."""
     if annotation == KeyId:
         yield {"max_length": 52, "pattern": "key"}
         return
@@ -123,7 +123,7 @@ def test_every_text_on_the_wire_has_a_bound_and_a_pattern_or_a_reason(name: str,
 
 
 def _takes(pattern: str, text: str) -> bool:
-    """By the engine that applies it."""
+    """Return whether the engine that applies it accepts a text."""
     from pydantic import Field
 
     try:
@@ -181,7 +181,7 @@ def test_a_name_with_any_of_them_is_refused_when_a_worker_joins() -> None:
 
 
 def hostile_status() -> dict[str, Any]:
-    """What a coordinator, or whoever answers in its place, may tell: hostile wherever a text is taken."""
+    """Return a hostile coordinator's status: hostile text in every text field."""
     worker = {
         "worker": HOSTILE, "name": HOSTILE, "state": HOSTILE, "active": True, "waiting_for": HOSTILE, "silent_s": 99.0,
         "refused": {HOSTILE: 3}, "banned": None, "strikes": 1,
@@ -353,12 +353,12 @@ def test_a_command_shows_nothing_of_what_a_liar_tells(command: list[str], liar: 
 
 CLI = Path(str(prime_node.__file__)).parent / "cli"
 PRINT_THEMSELVES = {"say.py", "main.py", "kernels.py"}
-"""The one that does it, the version, and a process whose words are our own."""
+"""Modules that may print: the printing function's own, the version's, and that of a process with our own texts."""
 
 
 @pytest.mark.parametrize("path", sorted(CLI.glob("*.py")), ids=lambda path: path.name)
 def test_commands_print_by_the_one_function(path: Path) -> None:
-    """Other words on a terminal are JSON, which escapes, or drawings, whose texts the tests above look at."""
+    """Other output to a terminal is JSON, which escapes, or drawings, whose texts the tests above check."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or path.name in PRINT_THEMSELVES:
             continue

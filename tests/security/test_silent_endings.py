@@ -1,4 +1,4 @@
-"""A bug in the swarm is loud, is told to the owner, and does not end the swarm."""
+"""A bug in the swarm is logged and reported to the owner, and does not end the swarm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a task is expected or loud: what fails beside the work reaches somebody."""
+"""The end of a task is expected or loud: each failure of a background task is reported."""
 
 from __future__ import annotations
 

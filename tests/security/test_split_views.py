@@ -1,4 +1,4 @@
-"""A coordinator that shows two heads, a trainer key that signs two manifests of one version: who notices, and what is kept."""
+"""A coordinator that shows two heads, a trainer key that signs two manifests of one version: detection and kept evidence."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RUN = make_run()
 
 
 class OtherFace:
-    """The same coordinator as it shows itself to somebody else: it forwards all but what it says of the newest policy."""
+    """The same coordinator as another client sees it: it forwards everything but its statement on the newest policy."""
 
     def __init__(self, made: Swarm, head: SignedManifest, encoded: EncodedCheckpoint) -> None:
         self.made = made
@@ -98,7 +98,7 @@ def forked(made: Swarm) -> tuple[SignedManifest, EncodedCheckpoint]:
 
 @contextlib.asynccontextmanager
 async def member(made: Swarm, key: SigningKey, url: str) -> AsyncIterator[tuple[Follower, Trust, Path]]:
-    """One that reaches the coordinator at this URL."""
+    """Return a client of the coordinator at this URL."""
     run, folder = made.world.run, made.folder / key.key_id[-8:]
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
@@ -116,7 +116,7 @@ async def member(made: Swarm, key: SigningKey, url: str) -> AsyncIterator[tuple[
 
 
 def statements(folder: Path) -> list[Path]:
-    """What was kept of the coordinator's."""
+    """Return the kept statements of the coordinator."""
     return list(folder.glob("trust/evidence/*"))
 
 

@@ -1,4 +1,4 @@
-"""Validators that contradict each other are noticed and named, and nobody is banned by a word that another one denies."""
+"""Validators that contradict each other are detected and named, and a verdict that another validator denies bans no worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FORGED = RejectReason.LOGPROB_MISMATCH
 
 
 async def at_work(world: World, *validators: SigningKey) -> None:
-    """They have asked for work, and found none."""
+    """Two validators that have asked for work and found none."""
     for key in validators:
         assert isinstance(await world.client(key).check(CheckRequest(policy_versions=())), NotYet)
 
@@ -59,7 +59,7 @@ async def upload(world: World, key: SigningKey = ANNA) -> None:
 
 
 async def say(world: World, key: SigningKey, task: CheckTask, reason: RejectReason | None = None) -> None:
-    """This validator's verdict on a bundle."""
+    """Return this validator's verdict on a bundle."""
     verdict = Verdict.refuse(reason) if reason else Verdict.accept()
     rewards = () if reason else (1.0, 0.0)
     result = CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=len(rewards))
@@ -67,7 +67,7 @@ async def say(world: World, key: SigningKey, task: CheckTask, reason: RejectReas
 
 
 async def outcome_of(world: World) -> tuple[str, bool]:
-    """What became of Anna's one bundle (its receipt), and whether she is banned. Never of a moment before: status may be."""
+    """Return the receipt of Anna's one bundle, and whether she is banned. Both are current, while the status may lag."""
     (one,) = (await world.client(ANNA).receipts(ReceiptsRequest(after=0))).receipts
     receipt = parse_json(open_envelope(one.encode()).payload, Receipt)
     is_banned = False
@@ -79,7 +79,7 @@ async def outcome_of(world: World) -> tuple[str, bool]:
 
 
 async def told(world: World, num_contradictions: int) -> Any:
-    """What the status says of validators, once it says so many."""
+    """Return the status of validators once it has this many entries."""
     found: dict[str, Any] = {}
 
     async def is_told() -> bool:
@@ -275,7 +275,7 @@ async def test_status_names_both_on_the_operator_s_screen() -> None:
 
 
 def left_unanswered(agreement: Agreement, bundle: int, now_s: float) -> bool:
-    """The first validator convicts, and the second is at work and says nothing. Whether the conviction stands."""
+    """The first validator convicts, and the second is active and silent. Return whether the conviction stands."""
     mine = opinion("first", convicts=True, bundle=bundle)
     agreement.heard("first", now_s)
     agreement.heard("second", now_s)

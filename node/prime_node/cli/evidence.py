@@ -89,6 +89,7 @@ def evidence_verify(
     """Check the evidence for a ban.
 
     It checks signatures, receipts, sums, and the deciding bundle if it is in the same folder.
+    Evidence is in nats: an honest worker reaches n nats with a probability of at most e^-n.
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault.

@@ -44,8 +44,10 @@ def join(
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
-    unsafe_cheat: Annotated[str | None, typer.Option(help=UNSAFE, show_default=False)] = None,
-    unsafe_cheat_after: Annotated[int, typer.Option(help="Policies to serve honestly before cheating.")] = 0,
+    unsafe_cheat: Annotated[str | None, typer.Option(help=UNSAFE, hidden=True)] = None,
+    unsafe_cheat_after: Annotated[
+        int, typer.Option(help="Policies to serve honestly before cheating.", hidden=True)
+    ] = 0,
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly.

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after a second signal, or if the grace period was too short."""
+REPEATED_S = 0.5
+"""Time after a SIGTERM in which further ones count as the same: `timeout` sends it to a process and again to its group."""
 SETTLED_S = 60.0
 """Delay before objects made by imports are frozen. A garbage collection that scans all of them would stop the loop for 0.2 s."""
 
@@ -40,16 +42,21 @@ def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_paren
 async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
     stop, cut = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
+    stopped_s = 0.0
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal stopped_s
         if stop.is_set():
-            cut.set()
+            if number is signal.SIGINT or loop.time() > stopped_s + REPEATED_S:
+                cut.set()
             return
+        stopped_s = loop.time()
         log.info("stopping in order, within %.0f s; the same signal again (Ctrl-C) stops at once", grace_s)
         stop.set()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     loop.call_later(SETTLED_S, gc.freeze)
     if stop_with_parent:
         threading.Thread(target=_watch_parent, args=(loop, stop), daemon=True).start()

@@ -54,7 +54,7 @@ def of_run(run: RunStatus) -> RenderableType:
         facts.add_row("validators", Text(printable(line), style="red"))
     for wait in run.waiting_for:
         facts.add_row("waits for", Text(printable(wait), style="yellow"))
-    part = Text(f"{run.num_workers:,} workers take part")
+    part = Text("1 worker takes part" if run.num_workers == 1 else f"{run.num_workers:,} workers take part")
     return Group(head, facts, Text(), _steps(run), Text(), part, _workers(run))
 
 
@@ -76,7 +76,7 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
             "accepted", f"{status.tokens_accepted:,} tokens; {status.rollouts_pending:,} rollouts have no verdict yet"
         )
         if status.bundles_spooled:
-            facts.add_row("spool", f"{status.bundles_spooled} bundles wait to be uploaded")
+            facts.add_row("uploads", f"{status.bundles_spooled} bundles wait to be uploaded")
         if status.swarm:
             facts.add_row("peers", Text(printable(status.swarm)))
         if status.notice:
@@ -121,7 +121,7 @@ def _workers(run: RunStatus) -> RenderableType:
         if note := _note(worker):
             notes.append(Text(printable(f"{worker.name} ({worker.worker[-8:]}) {note}"), style=style))
     if len(run.workers) > len(shown):
-        notes.append(Text(f"and {len(run.workers) - len(shown):,} workers more: --json has them", style="dim"))
+        notes.append(Text(f"and {len(run.workers) - len(shown):,} more workers: --json lists all", style="dim"))
     return Group(table, *notes)
 
 

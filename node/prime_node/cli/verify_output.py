@@ -122,11 +122,11 @@ def as_lines(found: Verification) -> Iterator[str]:
         )
         return
     assert found.policy is not None
-    rate = report.num_bytes / 1e9 / max(found.seconds, 1e-9)
+    rate = report.num_bytes / 1e6 / max(found.seconds, 1e-9)
     version, date = found.policy["policy_version"], date_of(found.policy["created_at_ms"])
     yield (
         f"verified: policy {version} of {date}, {report.num_policies} policies, "
-        f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:.2f} GB/s)"
+        f"{report.num_bytes:,} bytes in {found.seconds:.1f} s ({rate:,.1f} MB/s)"
     )
     if comparison is not None and comparison.equal:
         yield f"equal: {found.against} holds these {comparison.num_tensors} tensors, bit for bit"

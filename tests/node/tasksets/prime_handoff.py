@@ -1,4 +1,4 @@
-"""An environment of two agents, as somebody else would publish it: a planner hands a word to a speller and says what it heard."""
+"""An environment of two agents as a third party would publish it: a planner passes a word to a speller and repeats its answer."""
 
 from __future__ import annotations
 

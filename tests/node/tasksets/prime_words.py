@@ -1,4 +1,4 @@
-"""A taskset as somebody else would publish it: words to spell backward, a tool for it, and a look at a file that is secret."""
+"""A taskset as a third party would publish it: words to spell backward, a tool for it, and an attempt to read a secret file."""
 
 from __future__ import annotations
 

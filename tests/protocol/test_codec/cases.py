@@ -1,4 +1,4 @@
-"""Weights to code, ways to change them, and every decoder beside the others."""
+"""Weights to encode, ways to change them, and comparisons of all decoders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPECIALS = {
 
 
 def weights(count: int, dtype: str, seed: int) -> Array:
-    """Bit patterns spread like weights: mostly a few binades, and every special value somewhere."""
+    """Return bit patterns distributed like weights: mostly a few binades, and every special value somewhere."""
     element, rng = TYPES[dtype], np.random.default_rng(seed)
     bits = rng.integers(0, 256, count * element.itemsize, np.uint8).view(element.storage)
     if element.has_classes:
@@ -49,7 +49,7 @@ def weights(count: int, dtype: str, seed: int) -> Array:
 
 
 def changed(bits: Array, density: float, spread: float, seed: int) -> Array:
-    """A copy in which a share of the elements moved by steps of about `spread`; now and then by anything."""
+    """Return a copy in which a share of the elements moved by steps of about `spread`, and a few by any amount."""
     rng, new = np.random.default_rng(seed), bits.copy()
     where = np.flatnonzero(rng.random(bits.size) < density)
     steps = np.rint(rng.laplace(0, spread, where.size)).astype(np.int64)
@@ -60,7 +60,7 @@ def changed(bits: Array, density: float, spread: float, seed: int) -> Array:
 
 
 def round_trip(new: Array, base: Array | None, dtype: str) -> list[Mode]:
-    """Encode, decode in another order and in place, compare; returns the modes that were used."""
+    """Encode, decode in another order and in place, compare; return the used modes."""
     chunks = list(encode_tensor(new, base, dtype=dtype))
     assert sum(chunk.count for chunk in chunks) == new.size
     out = np.full_like(new, 7)
@@ -99,7 +99,7 @@ ALL_DECODERS: list[Decoder] = [
 def decode_all_ways(
     data: bytes, base: Array, dtype: str, decoders: Sequence[Decoder] = ALL_DECODERS
 ) -> list[list[int] | None]:
-    """What each implementation of the CLASS decoder makes of a chunk; None where it is refused.
+    """Return the result of each implementation of the CLASS decoder for a chunk; None if it refuses the chunk.
 
     The head, which bounds the chunk's length, is checked before all of them, as `decode_chunk` does: they read only the body.
     """

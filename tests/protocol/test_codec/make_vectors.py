@@ -36,7 +36,7 @@ def case(name: str, dtype: str, new: np.ndarray, base: np.ndarray | None, chunk:
 
 
 def codings(body: bytes, num_elements: int) -> set[tuple[int, int]]:
-    """(coder, magnitude code) of every class in a CLASS body."""
+    """Return the (coder, magnitude code) of every class in a CLASS body."""
     lowest = lowest_exponents(body[0], int.from_bytes(body[1:3], "little"))
     reader = class_portable.BitReader(body[3:])
     plans = [class_portable.portable_read_plan(reader, num_elements) for _ in lowest]
@@ -46,7 +46,7 @@ def codings(body: bytes, num_elements: int) -> set[tuple[int, int]]:
 def class_case(
     name: str, wanted: tuple[int, int], dtype: str, count: int, density: float, spread: float
 ) -> dict[str, object]:
-    """The first random delta whose encoding shows the wanted coding."""
+    """Return the first random delta whose encoding shows the wanted coding."""
     element = TYPES[dtype]
     for seed in range(1000):
         rng = np.random.default_rng(seed)

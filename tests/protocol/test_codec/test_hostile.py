@@ -26,7 +26,7 @@ BASE = weights(COUNT, "bf16", 5)
 
 
 def refused(data: bytes, base: Array | None = BASE, *, dtype: str = "bf16", count: int = COUNT) -> CodecError:
-    """The error that a chunk raises; the elements outside its range are untouched."""
+    """Return the error that a chunk raises; check that the elements outside its range are unchanged."""
     out = np.full(count + 200, 0x55, TYPES[dtype].storage)
     padded = None if base is None else np.concatenate([np.zeros(100, base.dtype), base, np.zeros(100, base.dtype)])
     with pytest.raises(CodecError) as caught:
@@ -38,7 +38,7 @@ def refused(data: bytes, base: Array | None = BASE, *, dtype: str = "bf16", coun
 
 
 def valid(mode: Mode) -> bytes:
-    """A chunk of each mode over BASE."""
+    """Return a chunk of each mode over BASE."""
     if mode is Mode.SKIP:
         return write_head(mode, TYPES["bf16"], COUNT)
     if mode is Mode.CLASS:

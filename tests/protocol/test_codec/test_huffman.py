@@ -1,4 +1,4 @@
-"""Our frames of Huffman codes are zstd's: what our reader takes, zstd reads alike, and whatever else there is goes to zstd."""
+"""Our frames of Huffman codes are zstd's: zstd reads what our reader accepts in the same way, and other frames go to zstd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GUARD = 0xA5
 
 
 def exponents(count: int, spread: float, seed: int) -> Array:
-    """Bytes spread like the exponents of weights, with a few of the least and of the greatest that a frame can hold."""
+    """Return bytes distributed like the exponents of weights, with a few of the least and the greatest that a frame can hold."""
     rng = np.random.default_rng(seed)
     plane = np.maximum(118 - rng.geometric(1 / spread, count), 0)
     plane[rng.integers(0, count, 3)] = huffman.WEIGHTS_MAX
@@ -30,7 +30,7 @@ def written(plane: Array) -> bytes:
 
 
 def read(frame: bytes, size: int) -> Array | None:
-    """What our reader makes of a frame, and that it writes nowhere else."""
+    """Return our reader's result for a frame, and check that it writes nowhere else."""
     guarded = np.full(size + 128, GUARD, np.uint8)
     taken = huffman.read_huffman_frame(np.frombuffer(frame, np.uint8), guarded[64:-64])
     assert (guarded[:64] == GUARD).all()
@@ -74,7 +74,7 @@ def test_what_has_no_such_frame_is_left_to_zstd() -> None:
 
 
 def test_a_block_longer_than_its_content_is_left_to_zstd_which_refuses_it() -> None:
-    """Codes of 1 to 11 bits, and of 11: the plane holds the two longest alone, so its block has 11 bits for each byte."""
+    """Codes of 1 to 11 bits, and of 11: one plane holds only the two longest, so its block has 11 bits per byte."""
     plane = np.random.default_rng(3).integers(10, 12, 3000, np.uint8)
     streams = []
     for part in np.split(plane, 4):

@@ -1,4 +1,4 @@
-"""Several chunks in one call: the same bytes and the same elements as one by one, whatever lies beside what."""
+"""Several chunks in one call: the same bytes and the same elements as one by one, in any combination."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = tuple[Array, Array | None, str]
 
 
 def tensors() -> list[Tensor]:
-    """Every mode, with planes and escapes, of several types and sizes."""
+    """Return chunks of every mode, with planes and escapes, of several types and sizes."""
     made: list[Tensor] = []
     for number, (dtype, count, density, spread) in enumerate(
         [

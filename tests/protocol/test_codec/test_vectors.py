@@ -1,4 +1,4 @@
-"""Chunks that were sent once are read for ever: golden vectors, by every decoder."""
+"""Every decoder reads the golden vectors, chunks that were sent once."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def choose_slots(
     if found is not None:
         return found
     if policy_version < state.head:
-        reason = f"policy {policy_version} can serve nothing that is open; fetch policy {state.head}"
+        reason = f"policy {policy_version} has no open work left; policy {state.head} is the newest"
         return NothingToLease(reason, is_worth_waiting=False)
     return NothingToLease(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
 
