@@ -192,7 +192,7 @@ def _fault(key: str, value: object) -> str | None:
             return f"{value:,}, below 0" if value > -(10**30) else "below 0"
     if isinstance(value, str):
         if key.endswith("_implementation") and "/" in value:
-            return "the name of a repository: that would run code that comes with the model, which this software does not support"
+            return "the name of a repository: it asks to run code that comes with the model, which is not supported"
         if len(value) > limits.MODEL_CONFIG_CHARS_MAX:
             return f"a text of {len(value):,} characters, above {limits.MODEL_CONFIG_CHARS_MAX:,}"
     if isinstance(value, list) and len(value) > limits.MODEL_CONFIG_ITEMS_MAX:
