@@ -190,7 +190,7 @@ class Doors:
         """Count processor time of the request under way, if it began as a stranger's.
 
         What it has not paid for in advance delays the next ones. It counts as it is used: so a long download that leaves time
-        for others delays nobody.
+        for others delays no request.
         """
         if entry.paid_s is None:
             return
