@@ -134,7 +134,7 @@ def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
     silent = close_flip_sums(np.zeros(8), np.zeros(8), np.arange(8))
     assert not speaks_for(evidence.model_copy(update={"sums": {CLOSE_FLIPS: silent}}), evidence_max=1e5)
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
-    with pytest.raises(PeerError, match="more than its tokens can say"):
+    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {CLOSE_FLIPS: louder}}), known)
-    with pytest.raises(PeerError, match="does not know"):
+    with pytest.raises(PeerError, match="in the run's calibration"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))

@@ -179,7 +179,7 @@ class Doors:
         turn_s = now_s + self._requests.take(network, now_s)
         lane_s = max(self._lane_s, now_s - BURST_S)
         if lane_s - now_s > DEBT_S_MAX:
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests of non-members at once", retry_after_s=DEBT_S_MAX)
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests of strangers at once", retry_after_s=DEBT_S_MAX)
         self._lane_s = lane_s + self._cost_s / STRANGERS_SHARE
         entry.paid_s = self._cost_s
         self.spent(entry, REQUEST_S if entry.has_asked else REQUEST_S + CONNECTION_S)
