@@ -109,7 +109,7 @@ SHADING = ("shading-", "low-0.05")
 SHADED_ROLLOUTS_MAX = 64
 """... so many dishonest rollouts."""
 COOLER_ROLLOUTS_MAX = 64
-"""Rollouts of 6 tokens. One run in 20 has fewer than two changed tokens in so many, and one token proves nothing."""
+"""Rollouts of 6 tokens. One run in 40 has fewer than two changed tokens in so many, and one token proves nothing."""
 BUNDLES_95 = math.ceil(math.log(0.05) / math.log(1 - FLOOR.share_min))
 
 
