@@ -118,7 +118,7 @@ class Favours(Assigner):
 
 
 async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prime_node.coordinator.daemon.Assigner", Favours)
+    monkeypatch.setattr("prime_node.coordinator.assembly.Assigner", Favours)
     async with two_steps_over(memory_parts(chained())) as world:
         shown = await shown_by(world)
     report = await audit_ledger(shown, world.run)
