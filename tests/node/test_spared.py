@@ -46,12 +46,12 @@ def test_a_pause_of_the_whole_process_while_it_is_made_is_no_reason_to_show_it_f
 async def test_a_flood_of_questions_for_a_large_status_is_answered_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = 0
 
-    def slow(core: object) -> dict[str, int]:
+    def slow(report: object) -> dict[str, int]:
         nonlocal asked
         asked += 1
         return {"asked": asked}
 
-    monkeypatch.setattr("prime_node.coordinator.api.status.status_of_run", slow)
+    monkeypatch.setattr("prime_node.coordinator.api.status.StatusReport.status_of_run", slow)
     monkeypatch.setattr(spared, "SHORT_S", -1.0)
     monkeypatch.setattr(spared, "SHARE", 1e-9)
     async with running(memory_parts(make_run())) as world:
