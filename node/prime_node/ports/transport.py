@@ -70,6 +70,10 @@ class TimestampSource(Protocol):
         """Return the newest timestamp that the source has. Raises PeerError(NOT_FOUND)."""
         ...
 
+    async def manifest(self, policy_version: int) -> Envelope:
+        """Return the manifest of a policy, as CheckpointSource does."""
+        ...
+
 
 class StatementSource(TimestampSource, Protocol):
     """Untrusted source of a run's signed statements."""

@@ -6,8 +6,10 @@ follows the key rings to the last before it reads the timestamp, because a ring 
 Invariant: rings only grow and the timestamp only moves forward, over restarts too, because both are on disk before they
 count. An unreachable, lagging or dishonest source costs a log line. Two timestamps of which the later contradicts the earlier
 convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that the coordinator cannot tell us
-one thing and them another. When no source shows a fresh timestamp, `fault` says so, and roles that take new work must wait:
-the run may have gone on, and we may be shown an old state.
+one thing and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the manifest that it
+names, signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A key ring that
+replaces the signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and roles that
+take new work must wait: the run may have gone on, and we may be shown an old state.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.key_ring import ChainPoint
+from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp
 
@@ -71,6 +75,8 @@ class Trust:
         self._folder = folder
         self._clock = clock
         self._rng = rng or random.Random()
+        self._is_over = False
+        """Whether the last policy's manifest was seen: then nothing newer can be hidden."""
         self._reasons: dict[str, str] = {}
         self._said = ""
         try:
@@ -87,7 +93,7 @@ class Trust:
         stamp = self.newest
         if stamp is None:
             return "no source says which policy is the newest"
-        if stamp.policy_version == self.run.spec.max_steps:
+        if self._is_over:
             return ""
         if stamp.key_ring > self.run.keys.version:
             return f"key ring {stamp.key_ring} is in force, and no source shows it"
@@ -138,6 +144,8 @@ class Trust:
         try:
             await self._follow_rings(source)
             await self._take_timestamp(await source.timestamp())
+            if not self._is_over and self.newest is not None and (last := self._last(self.newest)) is not None:
+                self._is_over = await self._is_shown(last, source)
         except (PeerError, Unreachable) as error:
             reason = str(error)
             if reason != self._reasons.get(name):
@@ -148,7 +156,12 @@ class Trust:
         try:
             async with asyncio.timeout(PEER_S_MAX):
                 envelope = await peer.timestamp()
-            await self._take_timestamp(envelope)
+                stamp = self._compared(envelope)
+                if stamp is None or stamp.key_ring > self.run.keys.version:
+                    return
+                known = None if self.newest is None else self.newest.head
+                if stamp.head is None or stamp.head == known or await self._is_shown(stamp.head, peer):
+                    self._take(stamp, envelope)
         except (PeerError, Unreachable, TimeoutError) as error:
             log.debug("peer %s shows no timestamp that counts: %s", name, error)
 
@@ -168,19 +181,48 @@ class Trust:
             ring = keys.check(envelope)
             self._write(f"keys/{version:04d}.json", envelope)
             keys.add(envelope)
+            self._void_if_revoked()
             log.warning("key ring %d of the run's root is in force: %s", version, ring.reason or "no reason given")
 
-    async def _take_timestamp(self, envelope: Envelope) -> None:
+    async def _is_shown(self, head: ChainPoint, source: TimestampSource) -> bool:
+        """Return whether the source shows this manifest, signed by the trainer. Raises PeerError and Unreachable."""
+        envelope = await source.manifest(head.policy_version)
+        signed = await asyncio.to_thread(open_manifest, envelope, self.run)
+        return signed.point == head
+
+    def _last(self, stamp: Timestamp) -> ChainPoint | None:
+        """Return the run's last policy if the timestamp names it."""
+        return stamp.head if stamp.policy_version == self.run.spec.max_steps else None
+
+    def _compared(self, envelope: Envelope) -> Timestamp | None:
+        """Return a timestamp that is newer than the known one, else None. Raises PeerError; keeps evidence."""
         stamp = open_timestamp(envelope, self.run)
         try:
-            is_newer = self.newest is None or check_follows(stamp, self.newest)
+            return stamp if self.newest is None or check_follows(stamp, self.newest) else None
         except PeerError as error:
             self._keep_evidence(envelope, error)
             raise
-        if is_newer:
-            check_fresh(stamp, self._clock.now_ms())
-            self._write("timestamp.json", envelope)
-            self.newest = stamp
+
+    async def _take_timestamp(self, envelope: Envelope) -> None:
+        if (stamp := self._compared(envelope)) is not None:
+            self._take(stamp, envelope)
+
+    def _take(self, stamp: Timestamp, envelope: Envelope) -> None:
+        check_fresh(stamp, self._clock.now_ms())
+        self._write("timestamp.json", envelope)
+        self.newest = stamp
+
+    def _void_if_revoked(self) -> None:
+        """Forget the newest timestamp if its signer has lost its role."""
+        path = self._folder / "timestamp.json"
+        try:
+            open_timestamp(open_envelope(path.read_bytes()), self.run)
+        except FileNotFoundError:
+            return
+        except (PeerError, OSError) as error:
+            log.warning("the newest timestamp is void: %s; asking for another", error)
+            self.newest, self._is_over = None, False
+            path.unlink(missing_ok=True)
 
     def _keep_evidence(self, envelope: Envelope, error: PeerError) -> None:
         """Keep the coordinator's new and earlier statement, both signed by its key."""
