@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_node.cli.options import SECTIONS
 from prime_node.cli.place import HOME, parse_link
-from prime_node.cli.target import is_url, open_source, pinned_by, published_folder
+from prime_node.cli.target import expected_run, is_url, named_in, open_source, published_folder
 
 if TYPE_CHECKING:
     from prime_node.broadcast.audit.audit import Verified
@@ -249,7 +249,8 @@ async def verify_checkpoint(
     if export is not None:
         check_free(export)
     await asyncio.to_thread(ready_kernels, on_notice)
-    run = run or pinned_by(place)
+    named = run or named_in(place)
+    run = named or expected_run(place)
     now_ms = time.time_ns() // 1_000_000 if is_url(place) else None  # the age of a copy on a disk is shown, not judged
     kept: list[Verified] = []
     proof = None
@@ -270,12 +271,20 @@ async def verify_checkpoint(
         source = wire.paced(opened)
         if tensor is not None:
             report, proof = await prove_tensor(
-                source, run, tensor, policy_version=policy, now_ms=now_ms, on_check=on_check, on_bytes=advance
+                source,
+                run,
+                tensor,
+                is_pinned=named is not None,
+                policy_version=policy,
+                now_ms=now_ms,
+                on_check=on_check,
+                on_bytes=advance,
             )
         else:
             report = await audit(
                 source,
                 run,
+                is_pinned=named is not None,
                 chain=chain,
                 policy_version=policy,
                 now_ms=now_ms,
@@ -285,7 +294,7 @@ async def verify_checkpoint(
                 on_verified=kept.append,
             )
     found = Verification(
-        report, run is not None, time.monotonic() - began_s, proof=proof, against=against, export=export
+        report, named is not None, time.monotonic() - began_s, proof=proof, against=against, export=export
     )
     for verified in kept:
         found.policy = about(verified)

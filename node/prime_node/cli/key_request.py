@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from prime_node.broadcast.audit.audit_report import date_of
 from prime_node.broadcast.follow.pinned import fetch_key_rings
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.target import is_url, open_source, pinned_by
+from prime_node.cli.target import expected_run, is_url, open_source
 from prime_node.files import write_durably
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
@@ -51,7 +51,7 @@ async def known_of(target: str) -> Known:
     with _answering(target):
         async with open_source(target) as source:
             envelope = await source.run_spec()
-            run = open_run_spec(envelope, pinned=pinned_by(target) or envelope.digest)
+            run = open_run_spec(envelope, pinned=expected_run(target) or envelope.digest)
             await fetch_key_rings(source, run.keys)
             head = await source.head()
             published = run.keys.published if head is None else open_manifest(head, run).point

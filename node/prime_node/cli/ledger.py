@@ -16,7 +16,7 @@ from rich.table import Table
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
-from prime_node.cli.target import is_url
+from prime_node.cli.target import is_url, named_in
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import LedgerSource, Unreachable
 from prime_protocol.envelope import Envelope, open_envelope
@@ -41,7 +41,7 @@ class _Opened:
     source: LedgerSource
     run: PinnedRun
     pinned: bool
-    """Whether the user named the run, by its link, its folder or --run."""
+    """Whether the user named the run, by the fragment of a link or by --run."""
 
 
 @ledger.command("export")
@@ -135,15 +135,17 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
             if run not in (None, known.digest):
                 raise LocalError(f"{target} is run {known.digest[:12]}, not {run}")
             async with wire.public_source(target) as source:
-                yield _Opened(source, known, run is not None or "#" in target)
+                yield _Opened(source, known, pinned=(run or named_in(target)) is not None)
         elif RunDir(Path(target)).exists:
             run_dir = RunDir(Path(target))
             own, key = run_dir.load_run(), load_key(run_dir.key("coordinator"))
+            if run not in (None, own.digest):
+                raise LocalError(f"{target} holds run {own.digest[:12]}, not {run}")
             async with wire_coordinator.stored_ledger(own, run_dir.coordinator, key) as stored:
-                yield _Opened(stored, own, pinned=True)
+                yield _Opened(stored, own, pinned=run is not None)
         else:
             with open_ledger_file(Path(target), pinned=run) as file:
-                yield _Opened(file, file.run, run is not None)
+                yield _Opened(file, file.run, pinned=run is not None)
     except Unreachable as error:
         raise LocalError(f"{target} does not answer: {error}") from None
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.target import is_url, pinned_by
+from prime_node.cli.target import expected_run, is_url
 from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
 
@@ -231,7 +231,7 @@ def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
     except ValidationError as error:
         where = printable(".".join(map(str, error.errors(include_url=False)[0]["loc"])))
         raise LocalError(f"the status from {url} is invalid at {where}: is it the address of a coordinator?") from None
-    pinned = pinned_by(target)
+    pinned = expected_run(target)
     if pinned is not None and parsed.run != pinned:
         served = printable(parsed.run[:16])
         raise LocalError(f"{url} serves another run than the link names: {served}..., not {pinned[:16]}...")

@@ -20,10 +20,18 @@ def is_url(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-def pinned_by(target: str) -> str | None:
-    """Return the run's digest if the target contains it: a join link, or a run directory that holds one."""
+def named_in(target: str) -> str | None:
+    """Return the run's digest that the target itself names: the fragment of a join link."""
+    return urlsplit(target).fragment or None if is_url(target) else None
+
+
+def expected_run(target: str) -> str | None:
+    """Return the digest that the target's run must have: of a join link, or of the link file in a run directory.
+
+    The link file comes with the directory, so its digest pins nothing for the user: see `named_in`.
+    """
     if is_url(target):
-        return urlsplit(target).fragment or None
+        return named_in(target)
     run_dir = RunDir(Path(target))
     return run_dir.join_link().run if run_dir.join_link_file.exists() else None
 

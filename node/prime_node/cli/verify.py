@@ -111,7 +111,7 @@ def verify(
       ok              everything asked for holds
       checks          [{number, title, passed, detail}] in order; a failed one is the last
       run             digest of the RunSpec, null if it did not verify
-      pinned          whether you named the run, by its link or by --run
+      pinned          whether you named the run, by its link or by --run; a folder's own link does not count
       policy_version  the newest policy, -1 if none was verified
       key_ring        version of the newest key ring that was verified, 0 if the keys are the RunSpec's
       timestamp       null, or the coordinator's statement on what is newest:

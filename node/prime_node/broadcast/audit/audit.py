@@ -52,6 +52,7 @@ async def audit(
     source: PublicSource,
     run: str | None,
     *,
+    is_pinned: bool = True,
     chain: bool = False,
     policy_version: int | None = None,
     now_ms: int | None = None,
@@ -63,13 +64,22 @@ async def audit(
     """Audit the head or policy `policy_version`, or with `chain` all policies from 0 to the head.
 
     For an earlier policy, the links from it to the head are checked too. `run` is the digest from the join link; None accepts
-    the source's RunSpec as it is, and (1) says so. At `now_ms` the source must be fresh; None treats it as a copy.
+    the source's RunSpec as it is, and (1) says so. `is_pinned`: the caller named `run`; it was not read from the audited
+    folder, which (1) would say. At `now_ms` the source must be fresh; None treats it as a copy.
 
     Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no forgery.
     `on_total` gets the number of bytes, `on_bytes` the size of each part that was hashed. `on_verified` gets the requested
     policy once every check has passed. Never raises for what a source does.
     """
-    work = Audit(source, on_check, now_ms, on_bytes=on_bytes, on_total=on_total, keep_weights=on_verified is not None)
+    work = Audit(
+        source,
+        on_check,
+        now_ms,
+        is_pinned=is_pinned,
+        on_bytes=on_bytes,
+        on_total=on_total,
+        keep_weights=on_verified is not None,
+    )
     try:
         await work.all_checks(run, chain=chain, policy_version=policy_version)
     except (PeerError, Unreachable) as error:

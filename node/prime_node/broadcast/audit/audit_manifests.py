@@ -34,6 +34,8 @@ class ManifestAudit:
     on_check: Callable[[Check], None]
     now_ms: int | None = None
     """Time at which the source must be fresh; None for a copy, whose age is reported and not judged."""
+    is_pinned: bool = True
+    """Whether the caller named the expected run; False if it comes from the audited folder's own link."""
     due: tuple[int, ...] = tuple(TITLES)
     checks: list[Check] = field(default_factory=list)
     at: int = 1
@@ -92,7 +94,10 @@ class ManifestAudit:
         assert self.pinned is not None
         rings = f"; keys by key ring {self.pinned.keys.version}" if self.pinned.keys.version else ""
         signed = f"'{self.pinned.spec.name}' ({self.pinned.digest[:12]}), signed by its root keys{rings}"
-        return signed if run else f"{signed}; not pinned: give the join link to know that it is the run you mean"
+        if run and self.is_pinned:
+            return signed
+        by = "checked against the folder's own link; " if run else ""
+        return f"{signed}; {by}not pinned: give the join link or --run to know that it is the run you mean"
 
     # (2) to (4)
 

@@ -60,13 +60,17 @@ async def prove_tensor(
     run: str | None,
     name: str,
     *,
+    is_pinned: bool = True,
     policy_version: int | None = None,
     now_ms: int | None = None,
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> tuple[AuditReport, TensorProof | None]:
-    """Return the proof, or None if a check fails. Raises NoSuchTensor; never raises for what a source does."""
-    work = Audit(source, on_check, now_ms, due=CHECKS, on_bytes=on_bytes)
+    """Return the proof, or None if a check fails. `is_pinned` is as in `audit`.
+
+    Raises NoSuchTensor; never raises for what a source does.
+    """
+    work = Audit(source, on_check, now_ms, is_pinned=is_pinned, due=CHECKS, on_bytes=on_bytes)
     try:
         path = await work.manifests(run, chain=False, policy_version=policy_version)
         proof = await _prove(work, path, name)
