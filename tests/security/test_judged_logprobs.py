@@ -78,6 +78,7 @@ async def test_a_real_validator_s_logprobs_take_the_place_of_shaded_ones_and_the
         await judging
         stored = await world.parts.bundles.get(uploaded.bundle)
     assert logprobs_of(group) == [TRUE, TRUE]
+    assert not group.claimed
     assert stored == parcel
 
 

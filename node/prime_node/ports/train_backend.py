@@ -5,6 +5,7 @@ Letters: N completion tokens, of one sequence or of many sequences concatenated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,6 +42,8 @@ class Group:
     turns: tuple[tuple[Turn, ...], ...] = ()
     """Turns of each rollout, whose completion is then the concatenation of its answers. Empty: each rollout is one
     answer to the prompt."""
+    claimed: bool = False
+    """Whether the logprobs are the worker's claim; otherwise a validator computed them."""
     policies_spanned: tuple[int, ...] = ()
     """Policy versions between each completion's first and last token, 0 if one sampled it; empty if none spans any."""
 
@@ -98,6 +101,9 @@ class TrainSample:
     """Logprobs (nats) under the teacher; mode `opd` needs them."""
     prox_logprobs: tuple[float, ...] = ()
     """Logprobs (nats) under the proximal policy. Empty: that is the policy at the start of the step."""
+    claim_nats_max: float = math.inf
+    """Distance (nats) of `inference_logprobs` from the trainer's beyond which a token is not trained. Infinite unless
+    they are a worker's claim."""
 
     @property
     def num_trained(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prime_node.algo.advantages import inputs_of
 from prime_node.algo.filters import FilterInputs, flags
@@ -75,6 +77,8 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
         advantages = recipe.advantage(inputs) if mode is TrainingMode.RL else (1.0,) * len(inputs.rollouts)
         found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
         is_masked = group.masked or (False,) * len(group.completions)
+        # Mode sft uses no sampler's logprobs, so a false claim changes nothing.
+        claim_nats_max = recipe.claim_nats_max if group.claimed and mode is not TrainingMode.SFT else math.inf
         for number, (value, flag, masked) in enumerate(zip(advantages, found, is_masked, strict=True)):
             if masked:
                 counts["filtered_stale"] += 1
@@ -82,18 +86,21 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
             if flag is not None:
                 counts[_count_name(flag.name, flag.enforce)] += 1
             if flag is None or not flag.enforce:
-                samples += _samples(group, number, advantage=value, mode=mode)
+                samples += _samples(group, number, advantage=value, mode=mode, claim_nats_max=claim_nats_max)
     return Prepared(tuple(samples), {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
 
 
-def _samples(group: Group, number: int, *, advantage: float, mode: TrainingMode) -> list[TrainSample]:
+def _samples(
+    group: Group, number: int, *, advantage: float, mode: TrainingMode, claim_nats_max: float
+) -> list[TrainSample]:
     """Return the samples of one rollout: one, or several if its turns do not fit into one."""
+    rules: dict[str, Any] = {"mode": mode, "claim_nats_max": claim_nats_max}
     if not group.turns:
         completion = group.completions[number]
-        return [TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, advantage, mode=mode)]
+        return [TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, advantage, **rules)]
     return [
         TrainSample(
-            one.prompt_token_ids, one.completion_token_ids, one.logprobs, advantage, mode=mode, loss_mask=one.loss_mask
+            one.prompt_token_ids, one.completion_token_ids, one.logprobs, advantage, loss_mask=one.loss_mask, **rules
         )
         for one in interleave(group.turns[number])
     ]

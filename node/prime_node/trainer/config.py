@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -235,6 +236,9 @@ class TrainerConfig(Settings):
     """Share of the learning rate that is left at the run's last step; 1 keeps it constant."""
     lr_damping_nats: float | None = Field(default=None, gt=0.0)
     """Mean |log ratio| of trainer and (validated) inference, in nats, above which the learning rate is damped."""
+    claim_nats_max: float = Field(default=math.log(8.0), gt=0.0)
+    """Distance in nats between a worker's claimed logprob and the trainer's beyond which the token is not trained: an
+    importance ratio outside of 1/8 to 8. It applies where no validator computed the logprobs; `inf` masks nothing."""
     loss: LossConfig = LossConfig()
     """Loss to minimise."""
     compute_prox_log_prob: bool = False

@@ -50,6 +50,7 @@ class Recipe:
     environment_modes: Mapping[str, TrainingMode]
     vocab_size: int
     proximal: ProximalPolicy
+    claim_nats_max: float
 
     @classmethod
     def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
@@ -69,6 +70,7 @@ class Recipe:
             environment_modes=config.environment_modes,
             vocab_size=vocab_size,
             proximal=ProximalPolicy.of(config),
+            claim_nats_max=config.claim_nats_max,
         )
 
     def mode_of(self, environment: str) -> TrainingMode:

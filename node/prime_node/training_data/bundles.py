@@ -140,6 +140,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
         masked=masked(versions, schedule, step=step),
         policies_spanned=tuple(each.end - each.oldest for each in versions) if schedule.swap.spans_policies else (),
         turns=() if rollouts.turns_N3 is None else tuple(map(tuple, episodes)),
+        claimed=entry.logprobs is None,
     )
 
 

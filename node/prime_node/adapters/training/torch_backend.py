@@ -38,7 +38,7 @@ from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.shard_copies import ShardCopies
 from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, dealt, gathered, local_rows, units
-from prime_node.adapters.training.torch_batch import Tallies, drift, loss_inputs
+from prime_node.adapters.training.torch_batch import Tallies, credible, drift, loss_inputs
 from prime_node.adapters.training.torch_optimizers import make_optimizer
 from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
@@ -155,10 +155,11 @@ class TorchBackend:
             if not one.places:
                 torch.autograd.backward(logprobs_N.sum() * 0.0)
                 continue
-            inputs = loss_inputs(logprobs_N, one.samples)
+            inputs, masked = credible(loss_inputs(logprobs_N, one.samples), one.samples)
             outputs = loss(inputs)
             torch.autograd.backward(outputs.loss / denominator)
             loss_sum += outputs.loss.item()
+            tallies.add(masked)
             tallies.add(outputs.metrics)
             tallies.add(drift(inputs, entropies_N))
         reduced_s = time.perf_counter()

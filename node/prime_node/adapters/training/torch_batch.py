@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,6 +46,25 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInput
         lengths=tuple(lengths),
         modes=tuple(sample.mode for sample in samples),
     )
+
+
+def credible(inputs: LossInputs, samples: Sequence[TrainSample]) -> tuple[LossInputs, dict[str, Tensor]]:
+    """Mask tokens whose claimed logprob is further from the trainer's than `TrainSample.claim_nats_max`.
+
+    A false claim makes an importance ratio of any size, so one rollout could decide the step. Masked tokens still count
+    in the batch's mean. Also return `claims_masked_share`, the [2] tally of masked tokens among the claimed ones.
+    """
+    bounds = [sample.claim_nats_max for sample in samples]
+    if all(map(math.isinf, bounds)):
+        return inputs, {}
+    device = inputs.loss_mask.device
+    lengths = torch.tensor(inputs.lengths, device=device)
+    bound_N = torch.tensor(bounds, device=device).repeat_interleave(lengths)
+    # A NaN of the trainer's own is not masked: the step must fail, as without this rule.
+    is_false_N = (inputs.trainer_logprobs.detach() - inputs.inference_logprobs).abs() > bound_N
+    claimed_N = inputs.loss_mask & bound_N.isfinite()
+    share = _tally(is_false_N.to(torch.float32), claimed_N)
+    return replace(inputs, loss_mask=inputs.loss_mask & ~is_false_N), {"claims_masked_share": share}
 
 
 def drift(inputs: LossInputs, entropies_N: Tensor) -> dict[str, Tensor]:
