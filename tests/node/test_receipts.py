@@ -39,7 +39,7 @@ def note(
         at_ms=0,
     )
     signed = seal(receipt, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode()
-    book.add(ReceiptList(receipts=(signed,), next=book.cursor + 1))
+    book.add(ReceiptList(receipts=(signed,), next=book.cursor + 1), now_ms=0)
 
 
 def test_the_last_accepted_bundles_stand_surety_until_a_dishonest_one_costs_them_all(book: ReceiptBook) -> None:
@@ -70,7 +70,7 @@ def test_a_line_that_a_crash_cut_short_costs_no_receipt_that_comes_after_it(book
 
 
 def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path: Path) -> None:
-    book.add(ReceiptList(receipts=(), next=0))
+    book.add(ReceiptList(receipts=(), next=0), now_ms=0)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -142,7 +142,7 @@ async def test_a_receipt_that_hides_a_swapped_seed_is_kept_beside_the_lease_by_i
             book = ReceiptBook(tmp_path / str(is_kept), run=world.run, worker=ANNA.key_id)
             signed = seal(leased, PayloadType.LEASE, COORDINATOR)
             book.note_lease(leased, signed)
-            book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1))
+            book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=world.parts.clock.now_ms())
             kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
             assert kept == ([[signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
 
@@ -238,7 +238,7 @@ async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(
     book = ReceiptBook(tmp_path / "kept", run=world.run, worker=ANNA.key_id)
     signed = seal(lease, PayloadType.LEASE, COORDINATOR)
     book.note_lease(lease, signed)
-    book.add(ReceiptList(receipts=(lie.to_bytes().decode(),), next=1))
+    book.add(ReceiptList(receipts=(lie.to_bytes().decode(),), next=1), now_ms=honest.at_ms)
     kept = [file.read_bytes().splitlines() for file in (tmp_path / "kept").glob("contradiction-*.jsonl")]
     assert kept == [[signed.to_bytes(), lie.to_bytes()]]
 

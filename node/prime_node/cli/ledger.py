@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,6 +24,7 @@ from prime_protocol.errors import LocalError, PeerError
 
 if TYPE_CHECKING:
     from prime_node.broadcast.audit.ledger_audit import LedgerReport
+    from prime_node.broadcast.audit.ledger_file import LedgerFile
     from prime_protocol.run_spec import PinnedRun
 
 DOES_NOT_HOLD = 1
@@ -98,19 +99,20 @@ def ledger_verify(
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault; 4 the other side refuses.
 
     \b
-    --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, seeds: {num_checked, num_waiting,
-    num_evaluations, num_passed_over}, faults, and
+    --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, num_newer_receipts (of them,
+    absent and not dated before the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over}, faults, and
     workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
     """
     from prime_node.broadcast.audit.ledger_audit import audit_ledger
     from prime_node.cli.verify_output import keep_evidence
 
-    kept = [_last_envelope(file) for file in known]
     mine = [] if receipts is None else _receipts(receipts)
 
     async def read() -> tuple[LedgerReport, _Opened]:
         async with open_ledger(target, run) as opened:
-            return await audit_ledger(opened.source, opened.run, known=kept, receipts=mine), opened
+            with contextlib.ExitStack() as files:
+                kept = [files.enter_context(_kept(file, opened.run)) for file in known]
+                return await audit_ledger(opened.source, opened.run, kept=kept, receipts=mine), opened
 
     report, opened = asyncio.run(read())
     if evidence is not None:
@@ -163,13 +165,21 @@ def _receipts(path: Path) -> list[Envelope]:
     return found
 
 
-def _last_envelope(file: Path) -> Envelope:
-    try:
-        return open_envelope(file.read_bytes().rstrip(b"\n").rpartition(b"\n")[2])
-    except OSError as error:
-        raise LocalError(f"{file}: {error.strerror}") from None
-    except PeerError as error:
-        raise LocalError(f"{file} does not end with a signed head: {error.detail}") from None
+@contextlib.contextmanager
+def _kept(path: Path, run: PinnedRun) -> Iterator[LedgerFile]:
+    """Open a kept ledger of the run, and add its newer key rings to the run's. Raises LocalError and PeerError."""
+    from prime_node.broadcast.audit.ledger_file import LedgerFile
+
+    with contextlib.ExitStack() as files:
+        try:
+            kept = LedgerFile(files.enter_context(path.open("rb")), pinned=run.digest)
+        except OSError as error:
+            raise LocalError(f"{path}: {error.strerror}; give a ledger that was exported earlier") from None
+        except PeerError as error:
+            raise LocalError(f"{path} is no ledger of run {run.digest[:12]}: {error.detail}") from None
+        for _, ring in kept.run.keys.rings[run.keys.version :]:
+            run.keys.add(ring)
+        yield kept
 
 
 def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
@@ -181,6 +191,7 @@ def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
         "digest": report.head.digest,
         "at_ms": report.head.at_ms,
         "num_receipts": report.num_receipts,
+        "num_newer_receipts": report.num_newer_receipts,
         "seeds": asdict(report.seeds),
         "faults": report.faults,
         "workers": {
@@ -208,8 +219,14 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
     if report.faults:
         say("does NOT hold" + ("; --evidence DIR keeps the proof" if report.evidence else ""), console=console)
         return
-    if report.num_receipts:
-        say(f"ok   all {report.num_receipts:,} settled receipts are in it", console=console)
+    if due := report.num_receipts - report.num_newer_receipts:
+        say(f"ok   all {due:,} settled receipts are in it", console=console)
+    if report.num_newer_receipts:
+        say(
+            f"note {report.num_newer_receipts:,} settled receipts are not in it and are dated at or after its head of "
+            f"{date_of(report.head.at_ms)}: verify again with a later head",
+            console=console,
+        )
     if opened.run.spec.seed_chain is not None:
         seeds = report.seeds
         say(

@@ -135,6 +135,11 @@ class Journal:
         self._said_ms = max(self._said_ms, self._clock.now_ms())
         return self._said_ms
 
+    def next_ms(self) -> int:
+        """Return the time for a ledger head: later than every statement before, so no two heads share a millisecond."""
+        self._said_ms = max(self._said_ms + 1, self._clock.now_ms())
+        return self._said_ms
+
     def close(self) -> None:
         """Refuse further events and let the writer finish."""
         self._closing = True

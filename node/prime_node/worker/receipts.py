@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from prime_node.files import write_durably
 from prime_node.inside import open_regular, place, read_regular
+from prime_protocol import limits
 from prime_protocol.assigned import assigned_in
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
@@ -100,16 +101,23 @@ class ReceiptBook:
         if len(self._leases) > LEASES_KEPT:
             self._leases.popitem(last=False)
 
-    def add(self, answer: ReceiptList) -> None:
-        """Verify and store receipts.
+    def add(self, answer: ReceiptList, *, now_ms: int) -> None:
+        """Verify and store receipts. `now_ms` is this machine's Unix time in milliseconds.
 
-        Raises PeerError if a receipt is not the coordinator's or not for this worker, LocalError for the disk.
+        Raises PeerError if a receipt is not the coordinator's, not for this worker or dated too far ahead, LocalError
+        for the disk. No ledger head of the near future is later than such a receipt, so none could be proven to lack it.
         """
         if not answer.receipts and answer.next == self.cursor:
             return  # the common case: do not wake a disk
         envelopes = [open_envelope(text.encode()) for text in answer.receipts]
         verify = self._run.keys.verify
         receipts = [self._parsed(verify(one, PayloadType.RECEIPT, Role.COORDINATOR)) for one in envelopes]
+        latest_ms = max((receipt.at_ms for receipt in receipts), default=0)
+        if latest_ms > now_ms + limits.REQUEST_AGE_S_MAX * 1_000:
+            ahead_s = (latest_ms - now_ms) // 1_000
+            raise PeerError(
+                ErrorCode.EXPIRED, f"a receipt is dated {ahead_s} s ahead of this machine's clock; not taken"
+            )
         try:
             for receipt, envelope in zip(receipts, envelopes, strict=True):
                 self._compare(receipt, envelope)

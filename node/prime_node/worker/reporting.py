@@ -42,7 +42,7 @@ async def _take_receipts(
 ) -> bool:
     """Fetch the next receipts; return whether there were any."""
     answer = await ask(functools.partial(worker.coordinator.receipts, ReceiptsRequest(after=worker.receipts.cursor)))
-    await worker.trust.verified(functools.partial(worker.receipts.add, answer))
+    await worker.trust.verified(functools.partial(worker.receipts.add, answer, now_ms=worker.clock.now_ms()))
     return bool(answer.receipts)
 
 

@@ -2,7 +2,7 @@
 
     (1) every line follows the one before it             CHAIN_BROKEN, MALFORMED, ...
     (2) the head that a coordinator of the run signed names the last line
-    (3) earlier heads name lines of this ledger
+    (3) earlier heads name lines of this ledger, and this head names a line of every ledger that was kept
     (4) every settled receipt of the caller's own up to the head is a line
     (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as it must be, and every bundle
         accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import LocalError, PeerError
 from prime_protocol.key_ring import Role
 from prime_protocol.ledger import LedgerChain, LedgerHead, open_ledger_head
 from prime_protocol.run_spec import PinnedRun
@@ -48,7 +48,9 @@ class LedgerReport:
     """Lines that follow one another."""
     accounts: dict[str, Account] = field(default_factory=dict)
     num_receipts: int = 0
-    """Settled receipts of the caller's own that were looked for."""
+    """Settled receipts of the caller's own."""
+    num_newer_receipts: int = 0
+    """Of these, receipts that are not in the ledger and not dated before its head: nothing shows that they must be in it."""
     faults: list[str] = field(default_factory=list)
     """Inconsistencies, as text for people; empty if there are none."""
     seeds: SeedReport = field(default_factory=SeedReport)
@@ -58,21 +60,30 @@ class LedgerReport:
 
 
 async def audit_ledger(
-    source: LedgerSource, run: PinnedRun, *, known: Sequence[Envelope] = (), receipts: Sequence[Envelope] = ()
+    source: LedgerSource,
+    run: PinnedRun,
+    *,
+    known: Sequence[Envelope] = (),
+    kept: Sequence[LedgerSource] = (),
+    receipts: Sequence[Envelope] = (),
 ) -> LedgerReport:
-    """Audit a ledger. `known`: heads that were kept earlier. `receipts`: one worker's own.
+    """Audit a ledger. `known`: heads that were kept earlier. `kept`: whole ledgers. `receipts`: one worker's own.
 
-    Raises PeerError if there is no ledger to read, or if the coordinator did not sign what was kept.
+    Raises PeerError if there is no ledger to read, or if the coordinator did not sign what was kept; LocalError if a kept
+    ledger's lines do not lead to its own head.
     """
     signed = await source.ledger_head()
     report = LedgerReport(open_ledger_head(signed, run))
-    heads = [(open_ledger_head(one, run), one) for one in (signed, *known)]
+    kept_heads = [await one.ledger_head() for one in kept]
+    heads = [(open_ledger_head(one, run), one) for one in (signed, *known, *kept_heads)]
     mine = _settled(receipts, run)
     reader = _Reader(run, report, heads, missing=dict(mine))
     try:
         await reader.read(source)
     except PeerError as error:
         report.faults.append(str(error))
+    for one, (head, envelope) in zip(kept, heads[1 + len(known) :], strict=True):
+        await reader.compare_kept(one, head, envelope)
     reader.finish()
     report.num_receipts = len(mine)
     return report
@@ -121,6 +132,30 @@ class _Reader:
                 self._count(receipt)
                 self._compare()
 
+    async def compare_kept(self, kept: LedgerSource, known: LedgerHead, envelope: Envelope) -> None:
+        """Look in a longer kept ledger for the line that the shown head names. Raises LocalError if it is damaged."""
+        head, signed = self._heads[0]
+        if known.num_entries <= head.num_entries:  # the shown lines were compared with its head
+            return
+        chain, named = LedgerChain(head.run), head.run
+        while chain.num_entries < known.num_entries:
+            lines = await kept.ledger(chain.num_entries)
+            try:
+                for line in lines[: known.num_entries - chain.num_entries]:
+                    chain.follow(line)
+                    named = chain.digest if chain.num_entries == head.num_entries else named
+            except PeerError as error:
+                raise LocalError(f"a kept ledger is damaged: {error.detail}") from None
+            if not lines:
+                break
+        if (chain.num_entries, chain.digest) != (known.num_entries, known.digest):
+            raise LocalError(f"a kept ledger is damaged: its {chain.num_entries} entries do not lead to its own head")
+        if named != head.digest:
+            self._report.faults.append(
+                f"the signed head names another entry {head.num_entries - 1} than the kept ledger of {known.num_entries} has"
+            )
+            self._report.evidence += [signed, envelope]
+
     def finish(self) -> None:
         """Make the checks that need the end: kept heads longer than the ledger, missing receipts, and (5)."""
         head, signed = self._heads[0]
@@ -130,13 +165,14 @@ class _Reader:
             self._report.faults += faults
             self._report.evidence.append(signed)
         for known, envelope in self._heads[1:]:
-            if known.num_entries > head.num_entries and known.at_ms < head.at_ms:
+            if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
                 self._report.faults.append(
                     f"an earlier head speaks of {known.num_entries} entries, this one of {head.num_entries}"
                 )
                 self._report.evidence += [signed, envelope]
         for receipt, envelope in self._missing.values():
             if receipt.at_ms >= head.at_ms:  # perhaps settled after the head was signed
+                self._report.num_newer_receipts += 1
                 continue
             self._report.faults.append(f"a signed receipt is not in it: bundle {receipt.bundle[:12]}, {receipt.status}")
             self._report.evidence += [envelope] if self._report.evidence else [signed, envelope]

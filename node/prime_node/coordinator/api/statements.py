@@ -190,7 +190,8 @@ class LedgerSigner:
                 last, envelope = self.newest
                 if last.num_entries == chain.num_entries and now_ms - last.at_ms < self.interval_s * 1_000:
                     return envelope
-            head = chain.head(now_ms, newest_open(self.run, self.assigner.secrets, self.decisions.state.steps_over))
+            secret = newest_open(self.run, self.assigner.secrets, self.decisions.state.steps_over)
+            head = chain.head(self.journal.next_ms(), secret)
             signed = seal(head, PayloadType.LEDGER_HEAD, self.key)
             await self.private.write(LEDGER_HEAD_NAME, signed.to_bytes())
             self.newest = (head, signed)

@@ -1,0 +1,150 @@
+"""A dishonest coordinator rewrites its ledger, or dates its statements so that nothing seems to contradict them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_parcel, make_run, memory_parts, running
+from tests.node.ledger_world import Shown, command, payloads, receipts_of, rewritten
+
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.audit.ledger_audit import audit_ledger
+from prime_node.broadcast.audit.ledger_file import export_ledger
+from prime_node.worker.receipts import ReceiptBook
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.ledger import LedgerHead
+from prime_protocol.limits import COUNT_MAX, REQUEST_AGE_S_MAX
+from prime_protocol.messages import ReceiptList
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
+
+
+@dataclass
+class Honest:
+    """A ledger of three entries, as it was exported before the coordinator rewrote it."""
+
+    run: PinnedRun
+    receipts: list[bytes]
+    mine: list[Envelope]
+    head: Envelope
+    file: Path
+
+    @property
+    def at_ms(self) -> int:
+        return parse_json(self.head.payload, LedgerHead).at_ms
+
+
+@pytest.fixture
+async def honest(tmp_path: Path) -> AsyncIterator[Honest]:
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        for key, reason in ((ANNA, None), (BEN, RejectReason.SEED_MISMATCH), (ANNA, None)):
+            await world.client(key).upload(make_parcel(await world.lease(key, rollouts_max=2), key))
+            await world.judge(reason=reason)
+        await export_ledger(world.client(ANNA), world.run, tmp_path / "kept.jsonl")
+        shown, head = await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()
+        yield Honest(world.run, payloads(shown), await receipts_of(world), head, tmp_path / "kept.jsonl")
+
+
+async def verify(honest: Honest, shown: Shown, *options: str) -> tuple[int, str]:
+    file = honest.file.with_name("shown.jsonl")
+    await export_ledger(shown, honest.run, file)
+    result = await asyncio.to_thread(command, "verify", str(file), "--run", honest.run.digest, *options)
+    return result.exit_code, result.stdout
+
+
+@pytest.mark.parametrize("later_ms", [-1, 0, 1])
+async def test_a_shorter_ledger_that_the_kept_one_does_not_continue_convicts_whatever_its_date(
+    honest: Honest, later_ms: int, tmp_path: Path
+) -> None:
+    shown = rewritten(honest.run, honest.receipts[1::-1], at_ms=honest.at_ms + later_ms)
+    proof = tmp_path / "proof"
+    code, said = await verify(honest, shown, "--known", str(honest.file), "--evidence", str(proof))
+    assert code == 1
+    assert "the signed head names another entry 1 than the kept ledger of 3 has" in said
+    assert {file.read_bytes() for file in proof.iterdir()} == {shown.head.to_bytes(), honest.head.to_bytes()}
+
+
+@pytest.mark.parametrize(("later_ms", "is_fault"), [(-1, False), (0, True), (1, True)])
+async def test_a_shorter_head_that_is_not_older_convicts(honest: Honest, later_ms: int, is_fault: bool) -> None:
+    shown = rewritten(honest.run, honest.receipts[:2], at_ms=honest.at_ms + later_ms)
+    report = await audit_ledger(shown, honest.run, known=[honest.head])
+    assert bool(report.faults) == is_fault
+    assert report.evidence == ([shown.head, honest.head] if is_fault else [])
+    assert (await verify(honest, shown, "--known", str(honest.file)))[0] == is_fault
+
+
+class StoppedClock(SystemClock):
+    """A wall clock that stands still."""
+
+    def now_ms(self) -> int:
+        return 1_000_000
+
+
+async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> None:
+    shown = []
+    async with running(replace(memory_parts(make_run()), clock=StoppedClock())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        for _ in range(2):
+            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+            await world.judge()
+            shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
+        told = await receipts_of(world)
+    for one, other in (shown, shown[::-1]):
+        assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
+
+
+async def test_a_kept_file_that_is_damaged_accuses_nobody(honest: Honest, tmp_path: Path) -> None:
+    lines = honest.file.read_bytes().splitlines(keepends=True)
+    damaged = tmp_path / "damaged.jsonl"
+    damaged.write_bytes(b"".join(lines[:1] + lines[2:]))
+    shown = rewritten(honest.run, honest.receipts[:1], at_ms=honest.at_ms - 1)
+    with pytest.raises(LocalError, match="a kept ledger is damaged"):
+        await verify(honest, shown, "--known", str(damaged))
+    (tmp_path / "novel.txt").write_text("It was a dark and stormy night.")
+    with pytest.raises(LocalError, match="no ledger of run"):
+        await verify(honest, shown, "--known", str(tmp_path / "novel.txt"))
+
+
+async def test_receipts_that_are_newer_than_the_head_are_counted_apart_and_shown(
+    honest: Honest, tmp_path: Path
+) -> None:
+    ahead = []
+    for envelope in honest.mine:
+        receipt = parse_json(envelope.payload, Receipt)
+        if receipt.status is not BundleStatus.PENDING:
+            ahead.append(seal(receipt.model_copy(update={"at_ms": COUNT_MAX - 1}), PayloadType.RECEIPT, COORDINATOR))
+    (tmp_path / "receipts.jsonl").write_bytes(b"".join(one.to_bytes() + b"\n" for one in ahead))
+    options = ("--receipts", str(tmp_path))
+    empty = rewritten(honest.run, [])
+    code, said = await verify(honest, empty, *options)
+    assert code == 0
+    assert "settled receipts are in it" not in said
+    assert "note 2 settled receipts are not in it and are dated at or after its head" in said
+    told = json.loads((await verify(honest, empty, *options, "--json"))[1])
+    assert (told["num_receipts"], told["num_newer_receipts"]) == (2, 2)
+
+
+async def test_a_worker_refuses_receipts_dated_ahead_of_its_clock(honest: Honest, tmp_path: Path) -> None:
+    book = ReceiptBook(tmp_path / "worker", run=honest.run, worker=ANNA.key_id)
+    receipt = parse_json(honest.mine[0].payload, Receipt)
+    bound_ms = round(REQUEST_AGE_S_MAX * 1_000)
+
+    def offered(ahead_ms: int) -> ReceiptList:
+        dated = receipt.model_copy(update={"at_ms": receipt.at_ms + ahead_ms})
+        return ReceiptList(receipts=(seal(dated, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode(),), next=1)
+
+    with pytest.raises(PeerError, match="ahead of this machine's clock"):
+        book.add(offered(bound_ms + 1), now_ms=receipt.at_ms)
+    assert book.cursor == 0
+    assert not (tmp_path / "worker" / "receipts.jsonl").exists()
+    book.add(offered(bound_ms), now_ms=receipt.at_ms)
+    assert book.cursor == 1
