@@ -89,6 +89,8 @@ BLOB_S_PER_MIB_MAX = 64.0
 """Extra validity of a blob's time stamp per MiB, in seconds: the server reads the body after the header."""
 CLOCK_BACK_S_MAX = 1.0
 """A server begins a new epoch if its wall clock falls behind its monotonic clock by more than this, in seconds."""
+UNPINNED_CASE_BYTES_MAX = 256 * 2**20
+"""File of a case whose run the reader did not name, its bundle's file, and that bundle after decompression."""
 KEY_RINGS_MAX = 1_024
 """Key rings of one run over its lifetime."""
 KEY_RING_BYTES_MAX = 64 * 2**10

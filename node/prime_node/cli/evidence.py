@@ -22,7 +22,9 @@ from prime_protocol.errors import ErrorCode, LocalError, PeerError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.key_ring import Role
 from prime_protocol.ledger import open_ledger_head
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel
 from prime_protocol.reward_ranks import REWARD_RANKS
+from prime_protocol.rollout import RolloutHeader
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.seed_chain import opened_secrets as chain_opened
 from prime_protocol.shading import SHADING_BY_REWARD
@@ -53,6 +55,8 @@ class _Case:
     """A ban dossier whose signatures all verify."""
 
     run: PinnedRun
+    is_pinned: bool
+    """Whether the user named the run, so that its limits hold."""
     statement: BanStatement
     lease: Lease | None
     receipts: list[Receipt]
@@ -131,7 +135,7 @@ def evidence_verify(
 def _read(path: Path, *, pinned: str | None) -> _Case:
     """Read a dossier. Raises LocalError for disk errors and PeerError for faults in the file's content."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = _read_file(path, None if pinned else limits.UNPINNED_CASE_BYTES_MAX).splitlines()
     except OSError as error:
         raise LocalError(
             f"{path}: {error.strerror}; a ban dossier is a file in the run's coordinator/evidence/"
@@ -154,9 +158,36 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
     leases = [parse_json(payload, Lease) for payload in opened[PayloadType.LEASE]]
     return _Case(
         run,
+        pinned is not None,
         parse_json(opened[PayloadType.BAN][0], BanStatement),
         leases[0] if leases else None,
         [parse_json(payload, Receipt) for payload in opened[PayloadType.RECEIPT]],
+    )
+
+
+def _read_file(path: Path, bytes_max: int | None) -> bytes:
+    """Read a file. Raises OSError, and PeerError if it has more than `bytes_max` bytes."""
+    with path.open("rb") as file:
+        data = file.read(-1 if bytes_max is None else bytes_max + 1)
+    if bytes_max is not None and len(data) > bytes_max:
+        raise _too_large(path.name, bytes_max)
+    return data
+
+
+def _require_small(parcel: bytes, bytes_max: int) -> None:
+    """Raise PeerError if the bundle is too large after decompression. `open_bundle` reports a malformed one."""
+    try:
+        header = parse_json(open_parcel(parcel, body_bytes_max=bytes_max).envelope.payload, RolloutHeader)
+    except PeerError:
+        return
+    if header.decompressed_bytes > bytes_max:
+        raise _too_large("the deciding bundle", bytes_max)
+
+
+def _too_large(what: str, bytes_max: int) -> PeerError:
+    return PeerError(
+        ErrorCode.TOO_LARGE,
+        f"{what} has more than {bytes_max:,} bytes; --run with the run's digest applies the run's own limits",
     )
 
 
@@ -173,9 +204,15 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
         if model is not None:
             raise LocalError(f"{file}: no such bundle, so --model has nothing to check; leave --model out")
         return ""
-    parcel, decided = file.read_bytes(), case.receipts[-1]
+    bounds = case.run.spec.limits
+    bytes_max = bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
+    if not case.is_pinned:
+        bytes_max = min(bytes_max, limits.UNPINNED_CASE_BYTES_MAX)
+    parcel, decided = _read_file(file, bytes_max), case.receipts[-1]
     if digest_of(parcel) != bundle or (lease.lease_id, lease.worker) != (decided.lease_id, decided.worker):
         raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease does not belong to the deciding bundle")
+    if not case.is_pinned:
+        _require_small(parcel, limits.UNPINNED_CASE_BYTES_MAX)
     found = open_bundle(parcel, lease, case.run, newest_policy=limits.STEP_MAX)
     if not isinstance(found, OpenedBundle):
         if found.verdict.reason is not decided.reason:
