@@ -142,6 +142,13 @@ def size_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | 
         return None
     if spec is None:
         return "the run has no environment of several turns"
+    return turns_fault(rollouts, of_rollouts, spec)
+
+
+def turns_fault(rollouts: Rollouts, of_rollouts: Sequence[str], spec: RunSpec) -> str | None:
+    """Return why turns are more, or their prompts longer, than the environment of each rollout allows, or None."""
+    if rollouts.turns_N3 is None:
+        return None
     environments = {environment.name: environment for environment in spec.environments}
     numbers_N = rollouts.rollout_numbers
     for name, turns in zip(of_rollouts, np.bincount(numbers_N).tolist(), strict=True):

@@ -130,7 +130,7 @@ def check_assignment(
     if not same_policy:  # (1)
         return Verdict.refuse(RejectReason.WRONG_POLICY, f"the lease asks for policy {lease.policy_version}")
     newest = lease.policy_version if newest_policy is None else newest_policy
-    if not _spans_ascend(rollouts, oldest=lease.policy_version, newest=newest):
+    if not spans_ascend(rollouts, oldest=lease.policy_version, newest=newest):
         detail = f"the policies of spans must increase, from {lease.policy_version} to at most {newest}"
         return Verdict.refuse(RejectReason.WRONG_POLICY, detail)
     same_lease = (header.run, header.worker, header.lease_id, header.step) == (
@@ -149,7 +149,7 @@ def check_assignment(
         return Verdict.refuse(RejectReason.WRONG_CONTEXT, fault)
     if int(rollouts.token_ids_T.max()) >= vocab_size:  # (3)
         return Verdict.refuse(RejectReason.TOKEN_OUT_OF_RANGE, f"token ids must be below {vocab_size}")
-    fault = _termination_fault(rollouts, lease.sampling)
+    fault = termination_fault(rollouts, lease.sampling)
     if fault is not None:  # (4)
         return Verdict.refuse(RejectReason.BAD_TERMINATION, fault)
     return Verdict.accept()
@@ -282,7 +282,7 @@ def widened(policy: CheckPolicy) -> CheckPolicy:
     )
 
 
-def _spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:
+def spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:
     """Return whether policies ascend in each completion's spans, so that it is clear which weights sampled which token."""
     of_S, versions_S = rollouts.spans_S3[:, 0], rollouts.spans_S3[:, 1].astype(np.int64)
     within = versions_S.min() >= oldest and versions_S.max() <= newest
@@ -290,7 +290,7 @@ def _spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:
     return bool(within and (np.diff(versions_S)[same_completion] > 0).all())
 
 
-def _termination_fault(rollouts: Rollouts, sampling: Sampling) -> str | None:
+def termination_fault(rollouts: Rollouts, sampling: Sampling) -> str | None:
     """Return why some completion ends where it must not, or None."""
     is_stop_T = np.isin(rollouts.token_ids_T, np.array(sampling.stop_token_ids, dtype=np.int64))
     ends_N = np.cumsum(rollouts.lengths_N.astype(np.int64))

@@ -51,11 +51,12 @@ def ready_batch(
 ) -> ReadyBatch:
     """Prepare a batch as far as possible without the weights, in a thread, while an earlier step trains.
 
-    Raises LocalError.
+    A batch that has lost groups still gives at most `minis` mini-batches; one without groups gives an empty one. Raises
+    LocalError.
     """
     began_s, made = now_s(), []
-    size = len(batch.groups) // minis
-    for start in range(0, len(batch.groups), size):
+    size = max(1, math.ceil(len(batch.groups) / minis))
+    for start in range(0, max(1, len(batch.groups)), size):
         groups = batch.groups[start : start + size]
         prepared = prepare(groups, recipe, step=batch.step)
         is_whole = recipe.proximal is ProximalPolicy.CURRENT and not any(
@@ -121,6 +122,8 @@ def _count_name(name: str, enforce: bool) -> str:
 
 
 def _metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    if not groups:  # there is no mean of anything
+        return dict.fromkeys(("num_groups", "num_rollouts", "num_workers", "num_stale_groups", "num_stale_rollouts"), 0)
     rewards = [reward for group in groups for reward in group.rewards]
     completions = [completion for group in groups for completion in group.completions]
     lags = [step_rule.lag(step, version) for group in groups for version in group.policy_versions]

@@ -25,6 +25,7 @@ def trainer_row(
     """Return a step's row. `state` is the state after the step."""
     return {
         **trained.metrics,
+        "num_groups_left_out": trained.groups_left_out,
         "idle_seconds": trained.idle_seconds,
         "ahead_seconds": trained.ahead_seconds,
         "train_seconds": train_seconds,

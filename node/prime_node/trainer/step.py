@@ -32,6 +32,8 @@ class Trained:
     idle_seconds: float = 0.0
     ahead_seconds: float = 0.0
     """Seconds for advantages, filters and packing, in parallel to an earlier step."""
+    groups_left_out: int = 0
+    """Groups of its batches whose data cannot be used."""
     rows: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     """Metrics of each mini-batch, with their weight in a mean."""
 
@@ -69,6 +71,7 @@ async def train_step(
         is_first = part == 0
         ready: ReadyBatch = batch.made
         trained.ahead_seconds += ready.seconds
+        trained.groups_left_out += batch.num_left_out
         for mini in ready.minis:
             samples: Sequence[TrainSample] | PackedBatch | None = mini.packed
             if samples is None:

@@ -1,24 +1,28 @@
-"""From signed bytes to groups. Pure: the coordinator's accepted data is verified again before training.
+"""From signed bytes to groups: the coordinator's accepted data is verified again before training.
 
 (1) the coordinator signed the batch, for this run and step, and it names each slot of the step at most once;
 (2) a bundle has the digest that the batch names, is signed by the group's worker, and its body parses;
     if the batch names a validator's logprobs of it, they are signed by a validator, for this bundle, one for each token,
     and replace the claimed ones;
 (3) header and batch agree on run, worker, step and policy;
-(4) the group is in the bundle: its slot, its number of completions, one reward each, finite;
+(4) the group is in the bundle: its slot, its number of completions, one bounded reward each, and its tokens, turns and
+    prompts are within the run's bounds (accepted_groups.py);
 (5) every policy that sampled a token is admitted at this step, by step.py.
 
-Intake has checked all of it, so a fault here is a bug or an intruder on the trusted side: it ends the trainer with an
-error that names the cause.
+The coordinator decides (1) and (3), digests and signatures, and which leased policies a step trains. A fault there is a
+bug or an intruder in the coordinator: it ends the trainer with an error that names the cause. For what a body contains
+the coordinator has a validator's word only. A group with a fault there is left out, with a warning: the batch is fixed,
+so the trainer would find the same fault at each start. What is left out follows from the batch alone.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
 
 from prime_node.ports.train_backend import Group
+from prime_node.training_data.accepted_groups import content_fault, part_of, prompts_fault
 from prime_node.training_data.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
@@ -32,13 +36,18 @@ from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import Selection
 from prime_protocol.turns import episodes_behind, joined
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
     """An opened bundle."""
 
     header: RolloutHeader
-    rollouts: Rollouts
+    rollouts: Rollouts | None
+    """Rollouts; None if the body cannot be read."""
+    fault: str = ""
+    """Fault that makes all of its groups unusable; empty if there is none."""
 
 
 def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) -> TrainBatch:
@@ -63,7 +72,8 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) 
 def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
     """Verify a bundle: check (2).
 
-    Raises PeerError, which names bundle and worker. After intake only a bug of ours can cause it.
+    A body that cannot be read is the bundle's `fault`. Raises PeerError, which names bundle and worker, for what intake
+    has checked.
     """
     bounds = run.spec.limits
     try:
@@ -71,15 +81,20 @@ def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedR
             raise PeerError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
         opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
         header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(worker,)), RolloutHeader)
-        return Bundle(header, parse_body(header, opened.check_body(header), bounds))
+        body = opened.check_body(header)
     except PeerError as error:
         raise PeerError(error.code, f"bundle {digest[:12]} of worker {worker[:12]}: {error.detail}") from None
+    try:
+        return Bundle(header, parse_body(header, body, bounds))
+    except PeerError as error:
+        return Bundle(header, None, fault=error.detail)
 
 
 def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, run: PinnedRun) -> Bundle:
     """Replace the claimed logprobs by a validator's: check (2).
 
-    `parcel` must have the digest `logprobs`. Raises PeerError, which names the bundle.
+    `parcel` must have the digest `logprobs`. Another number of logprobs than tokens is the bundle's `fault`. Raises
+    PeerError, which names the bundle.
     """
     try:
         if digest_of(parcel) != logprobs:
@@ -90,63 +105,86 @@ def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, 
             keys=run.keys,
             bytes_max=run.spec.limits.rollout_bytes_max,
             bundle=digest,
-            num_tokens=bundle.rollouts.num_tokens,
         )
     except PeerError as error:
         raise PeerError(error.code, f"logprobs of bundle {digest[:12]}: {error.detail}") from None
-    return replace(bundle, rollouts=replace(bundle.rollouts, logprobs_T=logprobs_T))
+    rollouts = bundle.rollouts
+    if rollouts is None:
+        return bundle
+    if len(logprobs_T) != rollouts.num_tokens:
+        return replace(bundle, fault=f"a validator gave {len(logprobs_T)} logprobs for {rollouts.num_tokens} tokens")
+    return replace(bundle, rollouts=replace(rollouts, logprobs_T=logprobs_T))
 
 
 def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:
-    """Return the groups in the batch's order, after checks (3) to (5). Raises PeerError."""
-    return [_group(group, bundles[group.bundle], batch.step, run) for group in batch.groups]
+    """Return the usable groups in the batch's order, after checks (3) to (5).
+
+    Each group that is left out is logged as a warning. Raises PeerError for a fault of the coordinator's.
+    """
+    found = []
+    for entry in batch.groups:
+        group = _group(entry, bundles[entry.bundle], batch.step, run)
+        if isinstance(group, Group):
+            found.append(group)
+        else:
+            log.warning(
+                "step %d trains without slot %d of worker %s: bundle %s was accepted, but %s",
+                *(batch.step, entry.slot, entry.worker, entry.bundle[:12], group),
+            )
+    return found
 
 
-def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Group:
+def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Group | str:
+    """Return the group, or why its data cannot be used. Raises PeerError for a fault of the coordinator's."""
     header, rollouts = bundle.header, bundle.rollouts
     said = (header.run, header.worker, header.step, header.policy_version)
     if said != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
         raise _fault(entry, "its header names another run, worker, step or policy than the batch")
+    if not entry.rewards or any(place >= len(entry.rewards) for place in entry.unscored):
+        raise _fault(entry, "it has no rewards, or names a completion that is not in the group as not scored")
+    if rollouts is None or bundle.fault:  # (4)
+        return bundle.fault
     members = range(entry.first, entry.first + len(entry.rewards))
-    if not entry.rewards or members.stop > rollouts.num_rollouts or not _are_of_slot(rollouts, members, entry.slot):
-        raise _fault(entry, f"completions {members.start} to {members.stop} are not all of this slot")  # (4)
-    if not all(isfinite(reward) for reward in entry.rewards):
-        raise _fault(entry, "a reward is not finite")
-    if any(place >= len(entry.rewards) for place in entry.unscored):
-        raise _fault(entry, "a completion that was not scored is not in the group")
-    unscored = {members[place] for place in entry.unscored}
-    chosen = [index for index in members if index not in unscored]
+    if members.stop > rollouts.num_rollouts:
+        return f"it has {rollouts.num_rollouts} rollouts, and the group is {members.start} to {members.stop}"
+    part = part_of(rollouts, members)
+    fault = content_fault(entry, part, run.spec)
+    if fault is not None:
+        return fault
+    chosen = [place for place in range(len(members)) if place not in entry.unscored]
     if not chosen:
-        raise _fault(entry, "none of its completions was scored")
+        return "none of its completions was scored"
     schedule, admission = run.spec.schedule, run.spec.admission
-    of_bundle = versions_of(rollouts, start=entry.policy_version)
-    versions = [of_bundle[index] for index in chosen]
+    of_members = versions_of(part, start=entry.policy_version)
+    versions = [of_members[place] for place in chosen]
     for each in versions:  # (5)
         for version in (each.end, each.counted_from(schedule.staleness_from)):
-            fault = admission.check_trained(step, version)
-            if fault is not None:
-                raise _fault(entry, f"policy {version} is {fault} for step {step}")
-    prompts = [entry.prompt_token_ids] * len(members)
-    of_members = dict(zip(members, episodes_behind(rollouts, prompts, first=members.start), strict=True))
-    episodes = [of_members[index] for index in chosen]
+            stale = admission.check_trained(step, version)
+            if stale is not None and version == entry.policy_version:
+                raise _fault(entry, f"policy {version} is {stale} for step {step}")
+            if stale is not None:
+                return f"policy {version} is {stale} for step {step}"
+    try:
+        all_episodes = list(episodes_behind(part, [entry.prompt_token_ids] * len(members)))
+    except PeerError as error:
+        return error.detail
+    fault = prompts_fault(entry, all_episodes, run.spec)
+    if fault is not None:
+        return fault
+    episodes = [all_episodes[place] for place in chosen]
     return Group(
         slot=entry.slot,
         prompt_token_ids=entry.prompt_token_ids,
         completions=tuple(joined(turns) for turns in episodes),
-        rewards=tuple(entry.rewards[index - entry.first] for index in chosen),
+        rewards=tuple(entry.rewards[place] for place in chosen),
         policy_versions=tuple(each.counted_from(schedule.staleness_from) for each in versions),
         worker=entry.worker,
         environment=entry.problem.environment,
         masked=masked(versions, schedule, step=step),
         policies_spanned=tuple(each.end - each.oldest for each in versions) if schedule.swap.spans_policies else (),
-        turns=() if rollouts.turns_N3 is None else tuple(map(tuple, episodes)),
+        turns=() if part.turns_N3 is None else tuple(map(tuple, episodes)),
         claimed=entry.logprobs is None,
     )
-
-
-def _are_of_slot(rollouts: Rollouts, members: range, slot: int) -> bool:
-    numbers = rollouts.rollout_numbers
-    return bool((rollouts.slots_N[(numbers >= members.start) & (numbers < members.stop)] == slot).all())
 
 
 def _fault(entry: BatchGroup, what: str) -> PeerError:

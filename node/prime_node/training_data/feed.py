@@ -35,6 +35,8 @@ class StepBatch:
     digest: str
     """Digest of the signed batch, for the manifest's provenance."""
     groups: tuple[Group, ...]
+    num_left_out: int = 0
+    """Groups of the signed batch whose data cannot be used (bundles.py)."""
     made: Any = None
     """Result of `Feed.work_ahead`'s function for this batch."""
 
@@ -112,7 +114,8 @@ class Feed:
         if previous is not None and batch.previous != (previous.digest if part else None):
             raise PeerError(ErrorCode.CHAIN_BROKEN, f"batch {part} of step {step} does not follow the one before it")
         bundles = await self._bundles(batch.groups)
-        found = StepBatch(step, part, envelope.digest, tuple(groups_of(batch, bundles, self._run)))
+        groups = tuple(groups_of(batch, bundles, self._run))
+        found = StepBatch(step, part, envelope.digest, groups, num_left_out=len(batch.groups) - len(groups))
         return found if self._work is None else replace(found, made=await asyncio.to_thread(self._work, found))
 
     async def _batch(self, step: int, part: int) -> Envelope:

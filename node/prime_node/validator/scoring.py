@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from prime_node.ports.environment import (
 )
 from prime_node.validator.references import References
 from prime_protocol.assignment import Lease, Problem
+from prime_protocol.limits import REWARD_MAX
 from prime_protocol.rollout import Completion, FinishReason, Rollouts
 from prime_protocol.run_spec import RunSpec
 from prime_protocol.turns import episodes_of
@@ -70,8 +70,8 @@ async def score_rollouts(
             else:
                 scores = await _scores(turns[0].completion, problem, environment, tokenizer, its.scorings)
             reward = statistics.median(scores)
-            if not math.isfinite(reward):
-                raise ValueError(f"its reward is {reward}")
+            if not abs(reward) <= REWARD_MAX:  # also NaN
+                raise ValueError(f"its reward is {reward}, and {REWARD_MAX:g} is the largest magnitude")
             rewards.append(reward)
             if its.scorings > 1:
                 spreads.append(max(scores) - min(scores))
@@ -121,7 +121,7 @@ async def score_references(
                 if isinstance(error, EnvironmentGone | EnvironmentSilent):
                     break
                 continue
-            if math.isfinite(reward := statistics.median(scores)):
+            if abs(reward := statistics.median(scores)) <= REWARD_MAX:  # false for NaN
                 found.append(reward)
     return rewards
 

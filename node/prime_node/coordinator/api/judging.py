@@ -24,6 +24,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_protocol.calibration import require_possible
 from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.limits import REWARD_MAX
 from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
@@ -101,6 +102,8 @@ class Judging:
                 ErrorCode.WRONG_TYPE,
                 f"an accepted bundle of {pending.num_rollouts} has as many rewards, a refused one none",
             )
+        if not all(abs(reward) <= REWARD_MAX for reward in request.rewards):
+            raise PeerError(ErrorCode.WRONG_TYPE, f"a reward is above {REWARD_MAX:g} in magnitude")
         if request.versions and len(request.versions) != len(pending.lease.slots):
             raise PeerError(ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups has as many versions")
         if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
