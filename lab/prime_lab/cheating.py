@@ -1,8 +1,8 @@
 """Does cheating pay? Simulate a worker that saves work on some bundles, against the coordinator's own audit policy.
 
-A credited bundle is worth 1 and honest work on it costs `cost`, below 1 or nobody would work. A cheated bundle costs
-`work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples. An
-audit detects it with probability `detection`.
+A credited bundle is worth 1 and honest work on it costs `cost`, below 1, since otherwise no worker would take part. A cheated
+bundle costs `work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples.
+An audit detects it with probability `detection`.
 
 The real coordinator/state/audits.py decides which bundles are audited, what is credited and what is lost. A banned
 worker starts again at once, with another key, for free. Bundles still in escrow at the end count as earned. So whatever

@@ -175,7 +175,7 @@ def decode_class(data: bytes, base: list[int], element: ElementType) -> list[int
     steps, end = [0] * len(base), BODY_AT + (bits.at + 7) // 8
     for number, row in enumerate(classes):
         if row["coder"] == PLANE:
-            require(row["count"] == len(members[number]), "a plane that does not fit its class")
+            require(row["count"] == len(members[number]), "a plane does not fit its class")
             (plane,), end = read_planes(data, end, row["count"], 1)
             for i, octet in zip(members[number], plane, strict=True):
                 steps[i] = octet - 256 if octet >= 128 else octet

@@ -159,7 +159,7 @@ class MemoryNetwork:
         other = self._switch.peers.get(address.peer)
         dialled = memory_address(address.peer) in address.addresses
         if other is None or not dialled or not other._dialable or other._run != self._run:
-            raise Unreachable(f"{address.peer}: nobody answers at {', '.join(address.addresses) or 'no address'}")
+            raise Unreachable(f"{address.peer}: no peer answers at {', '.join(address.addresses) or 'no address'}")
         if address.peer in self._blocked or self._peer_id in other._blocked:
             raise Unreachable(f"{address.peer} is blocked, or blocks this peer")
         self._links.add(other._peer_id)
@@ -199,7 +199,7 @@ class MemoryNetwork:
     async def announce(self, topic: str, data: bytes) -> None:
         """Send an announcement to all peers. Raises ValueError if it is too long."""
         if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
-            raise ValueError(f"an announcement has at most {limits.ANNOUNCEMENT_BYTES_MAX} bytes, got {len(data)}")
+            raise ValueError(f"an announcement has {len(data)} bytes, more than {limits.ANNOUNCEMENT_BYTES_MAX}")
         self._seen.add((topic, digest_of(data), self._peer_id))
         await self._forward(topic, data, author=self._peer_id, came_from=self._peer_id)
 
@@ -219,7 +219,7 @@ class MemoryNetwork:
         if len(payload) > request_bytes_max:
             raise LimitExceeded("request_bytes_max", len(payload), request_bytes_max)
         if self._under_way[asker] >= limits.PEER_REQUESTS_MAX:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are under way")
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress")
         self._under_way[asker] += 1
         task = asyncio.ensure_future(handler(asker, payload))
         self._answering.add(task)
@@ -231,7 +231,7 @@ class MemoryNetwork:
             return answer
         except asyncio.CancelledError:
             if task.cancelled() and self._peer_id not in self._switch.peers:
-                raise Unreachable(f"{self._peer_id} went away") from None
+                raise Unreachable(f"{self._peer_id} left the network") from None
             raise
         finally:
             self._answering.discard(task)
@@ -253,11 +253,11 @@ class MemoryNetwork:
         if judgement is GossipJudgement.REJECT:
             self._rejected[sender] += 1
             if self._rejected[sender] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
-                await self.block(sender, "announced too much that does not verify")
+                await self.block(sender, "sent too many announcements that do not verify")
         elif judgement is GossipJudgement.ACCEPT:
             await handle(author, data)
             await self._forward(topic, data, author=author, came_from=sender)
 
 
 async def _serves_nobody(asker: KeyId, payload: bytes) -> NoReturn:
-    raise PeerError(ErrorCode.NOT_FOUND, "this peer does not serve that")
+    raise PeerError(ErrorCode.NOT_FOUND, "this peer does not serve this request")

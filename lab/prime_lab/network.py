@@ -367,7 +367,7 @@ class Simulation:
         return request
 
     def _drop(self, number: int) -> None:
-        """End a request without its answer: cancelled, or one side is gone."""
+        """End a request without its answer: cancelled, or one side has left."""
         request = self._take(number)
         if request is None:
             return

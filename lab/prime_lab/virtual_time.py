@@ -87,7 +87,7 @@ class VirtualTime:
         """Run until `until` holds. Raises RuntimeError if everyone waits forever before."""
         while not until():
             if not self._due:
-                raise RuntimeError(f"at {self.now_s:.1f} s everyone waits for somebody else")
+                raise RuntimeError(f"at {self.now_s:.1f} s every task waits for another one")
             at_s, _, sleeper = heappop(self._due)
             if sleeper.is_awake:  # by a bell, before its deadline
                 continue

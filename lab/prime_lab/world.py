@@ -7,7 +7,7 @@ and trainer/loop.py: leases are requested ahead, batches are prefetched, a polic
 step.
 
 Concurrency: workers wait for leases (the coordinator's bell or a pause). The trainer waits for a batch and, while more
-than async_level policies are unpublished, for the publisher. Nobody waits for a policy longer than it is in transit.
+than async_level policies are unpublished, for the publisher. No process waits for a policy longer than it is in transit.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Bench:
         found["hurt"] = sum(_is_hurt(outcome, part) for part in outcome.parts[1:])
         found["honest_workers"] = len(outcome.parts) - 1
         found["turned_away"] = dict(cheat.replies)
-        found["waits"] = sum("brought nothing" in reason for reason in cheat.waits)
+        found["waits"] = sum("you abandoned" in reason for reason in cheat.waits)
         if streams and not at_the_floor and name not in SOFT:
             await self._add_streams(found, name, seed)
         found["seconds"] = round(time.perf_counter() - began, 1)

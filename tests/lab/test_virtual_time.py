@@ -49,5 +49,5 @@ def test_a_run_in_which_everyone_waits_for_somebody_else_is_an_error() -> None:
         yield Bell(time)
 
     time.start(waits())
-    with pytest.raises(RuntimeError, match="everyone waits"):
+    with pytest.raises(RuntimeError, match="every task waits"):
         time.run(until=lambda: False)

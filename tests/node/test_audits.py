@@ -85,7 +85,7 @@ def test_tokens_are_credited_when_newer_bundles_take_their_place_as_surety(run: 
     for number in range(6):
         settled = accept(run, run.granted("anna", 0, rollouts_max=2), audited=number % 2 == 0)
         credited.append(settled.num_tokens)
-        assert "10 tokens are credited when 3 more" in settled.detail
+        assert "10 tokens are credited after 3 more" in settled.detail
     assert credited == [0, 0, 0, 10, 10, 10]
     assert anna(run).streak == 3
     invariants.check_invariants(run.state)

@@ -118,7 +118,7 @@ def test_a_forward_pass_speaks_of_what_it_can_see_alone() -> None:
     bad = Verdict.refuse(RejectReason.SEED_MISMATCH)
     assert "by a forward pass" in confirmed(RejectReason.SEED_MISMATCH, bad)
     assert "cannot check" in confirmed(RejectReason.COPIED, Verdict.accept())
-    with pytest.raises(PeerError, match="says accepted"):
+    with pytest.raises(PeerError, match="gives accepted"):
         confirmed(RejectReason.SEED_MISMATCH, Verdict.accept())
 
 

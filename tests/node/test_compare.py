@@ -157,7 +157,7 @@ HEADERS: dict[str, object] = {
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path: Path, header: object) -> None:
-    with pytest.raises(LocalError, match="no safetensors file"):
+    with pytest.raises(LocalError, match="not a safetensors file"):
         read_weights(broken(tmp_path, header))
 
 
@@ -175,7 +175,7 @@ def test_rubbish_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="no such file"):
         read_weights(tmp_path / "nothing")
-    with pytest.raises(LocalError, match="holds no"):
+    with pytest.raises(LocalError, match=r"has no \*\.safetensors file"):
         read_weights(tmp_path)
 
 

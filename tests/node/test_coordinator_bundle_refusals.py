@@ -151,12 +151,14 @@ async def test_a_late_bundle_waits_until_fewer_of_its_workers_wait_for_a_verdict
         assert isinstance(decide_upload(decisions.state, header, late, bundle="late", num_bytes=1), ev.BundleArrived)
         lease = await leased(anna)  # the slots that were ben's
         decisions.decide(ev.BundleArrived(f"{number:064d}", lease.lease_id, anna, 2, 1))
-    with pytest.raises(PeerError, match="your earlier bundles wait") as caught:
+    with pytest.raises(PeerError, match="your earlier bundles still wait") as caught:
         decide_upload(decisions.state, header, late, bundle="late", num_bytes=1)
     assert caught.value.code is ErrorCode.TOO_MANY_REQUESTS
     refusal = await leasing.lease(anna, asked)
     assert isinstance(refusal, NotYet)
-    assert refusal.reason == "2 of your bundles wait for a validator and you hold 0 leases, the most allowed together"
+    assert (
+        refusal.reason == "2 of your bundles wait for a validator and you hold 0 leases: together they reach the limit"
+    )
 
 
 @pytest.mark.parametrize("parcel", [b"", b"PRP0" + b"\0" * 20, b"PRP1" + b"\0\0\1\0" + b"{}"])

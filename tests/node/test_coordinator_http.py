@@ -210,7 +210,7 @@ async def test_a_worker_that_wastes_its_leases_is_told_why_it_waits_and_how_long
     request = LeaseRequest(policy_version=0, policy_digest=world.head.digest, rollouts_max=64, wait_s=30.0)
     answer = await world.client(ANNA).lease(request)
     assert isinstance(answer, NotYet)
-    assert "brought nothing" in answer.reason
+    assert "you abandoned" in answer.reason
     assert 0.5 < answer.retry_after_s <= 1.0
 
 
@@ -361,7 +361,7 @@ async def test_health_status_and_metrics_answer(world: World) -> None:
     status = await world.status()
     assert status["head"] == 0
     assert status["workers"][0]["worker"] == ANNA.key_id
-    assert status["waiting_for"] == ["workers to ask for work; 4 groups of step 0 are open"]
+    assert status["waiting_for"] == ["workers to request leases; 4 groups of step 0 are open"]
     text = (await world.get("/metrics"))[1].decode()
     assert "prime_workers 1.0" in text
     async with world.session.head(world.url + "/v1/head") as answer:

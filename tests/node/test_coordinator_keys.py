@@ -125,7 +125,7 @@ async def test_a_ring_cannot_unmake_what_is_published_meanwhile(tmp_path: Path) 
         await world.fill(0)
         await world.publish()
         detail = await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/keys", planned.to_bytes())
-        assert "make the ring again at the head" in detail
+        assert "make the key ring again at the head" in detail
         assert (await world.post("/v1/keys", overlapping.to_bytes()))[0] == 204
 
 
@@ -213,8 +213,8 @@ async def test_a_coordinator_whose_key_is_taken_away_ends_and_its_successor_goes
     leases: list[Lease] = []
     with pytest.raises(ExceptionGroup) as ended:
         await _serve_until_revoked(await folder_parts(run, tmp_path), leases)
-    assert ended.group_contains(LocalError, match="start with the key that is")
-    with pytest.raises(LocalError, match="start with the key that is"):
+    assert ended.group_contains(LocalError, match="start with the current key")
+    with pytest.raises(LocalError, match="start with the current key"):
         await serve_coordinator(await folder_parts(clients_run(run), tmp_path), asyncio.Event())
     successor = clients_run(run)
     async with running(replace(await folder_parts(successor, tmp_path), key=NEW)) as world:

@@ -232,7 +232,7 @@ def test_an_unreachable_policy_is_no_state() -> None:
     state = State(rules_of(RUN))
     tick(state, ev.ManifestPublished(0, "0" * 64, (UpdateRoute(None, 1),)), 0)
     tick(state, ev.EncodingsForgotten(((0, None),)), 0)
-    with pytest.raises(AssertionError, match="no way leads to policy 0"):
+    with pytest.raises(AssertionError, match="no update path leads to policy 0"):
         invariants.check_ways(state)
 
 

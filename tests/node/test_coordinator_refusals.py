@@ -125,7 +125,9 @@ async def test_a_request_from_another_time_is_refused(world: World, age_s: float
 
 async def test_a_request_without_an_epoch_is_an_older_clients_and_is_told_to_upgrade(world: World) -> None:
     body = world.signed(HEARTBEAT, ANNA, epoch="")
-    assert "install its release" in await refused(world, ErrorCode.VERSION_UNSUPPORTED, "/v1/heartbeat", body)
+    assert "install the release that it runs" in await refused(
+        world, ErrorCode.VERSION_UNSUPPORTED, "/v1/heartbeat", body
+    )
 
 
 @pytest.mark.parametrize("epoch", ["f" * 32, "0" * 32])
@@ -233,7 +235,7 @@ async def test_a_policy_before_the_batch_that_it_is_trained_on_is_refused(world:
     manifest, parts = make_manifest(world.run, world.head, batch="0" * 64)
     await world.client(TRAINER).put_blob(parts[0])
     detail = await refused(world, ErrorCode.CHAIN_BROKEN, "/v1/manifests", manifest.envelope.to_bytes())
-    assert "before the batch of step 0" in detail
+    assert "before the coordinator chose the batch of step 0" in detail
 
 
 async def test_a_policy_from_another_batch_than_the_one_handed_out_is_refused(world: World) -> None:

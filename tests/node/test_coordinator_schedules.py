@@ -124,11 +124,11 @@ async def test_an_environment_that_fails_is_named_and_nothing_is_lost(caplog: py
         request = LeaseRequest(policy_version=0, policy_digest=head.digest, rollouts_max=8)
         answer = await world.client(ANNA).lease(request)
         assert isinstance(answer, NotYet)
-        assert "an environment fails at slots of step 0: ConnectionError" in answer.reason
+        assert "an environment fails to make problems of step 0: ConnectionError" in answer.reason
         assert (await world.status())["waiting_for"][0].startswith("the operator: an environment fails")
 
         async def barked() -> bool:
-            return "nothing has moved" in caplog.text
+            return "the run has made no progress" in caplog.text
 
         with caplog.at_level(logging.WARNING):
             await asyncio.wait_for(world.until(barked), 5.0)

@@ -29,7 +29,7 @@ def test_a_worker_holds_no_more_leases_than_the_run_lets(run: Run) -> None:
         run.granted("anna", 0, rollouts_max=2)
     refusal = run.lease("anna", 0, rollouts_max=2)
     assert isinstance(refusal, NothingToLease)
-    assert refusal.reason == "you hold 3 leases, the most allowed"
+    assert refusal.reason == "you hold 3 leases, which is the limit"
 
 
 def test_what_the_trainer_would_resume_with_is_kept(run: Run) -> None:
@@ -109,7 +109,7 @@ def test_nothing_is_leased_beyond_the_last_step() -> None:
     assert run.state.is_complete
     refusal = run.lease("anna", 0)
     assert isinstance(refusal, NothingToLease)
-    assert "all rollouts of the run are in" in refusal.reason
+    assert "the run has all its rollouts" in refusal.reason
 
 
 def test_a_run_shorter_than_k_ends() -> None:

@@ -215,7 +215,7 @@ async def test_a_new_run_begins_with_the_pools_that_lie_in_its_folder() -> None:
         assert not {0, 1} & set(asked)
     broken = few(memory_parts(make_run(), curriculum=POOLS))
     await broken.private.write("hard_examples.jsonl", b"[]\n")
-    with pytest.raises(LocalError, match=r"hard_examples\.jsonl: .* mend it or delete it"):
+    with pytest.raises(LocalError, match=r"hard_examples\.jsonl: .* repair or delete this file"):
         async with running(broken):
             pass
 

@@ -69,8 +69,8 @@ async def test_a_coordinator_that_refuses_us_is_asked_ever_less_often_and_that_i
     asking = asyncio.create_task(directory.run(list, lambda: None))
     assert await clock.until_long() >= 0.8 * ASK_S_MAX
     asking.cancel()
-    assert [line for line in caplog.messages if "names no peers" in line] == [
-        "the coordinator names no peers: expired: your clock is ahead"
+    assert [line for line in caplog.messages if "sent no list of peers" in line] == [
+        "the coordinator sent no list of peers: expired: your clock is ahead"
     ]
 
 

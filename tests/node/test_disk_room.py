@@ -28,5 +28,5 @@ def test_tensors_do_not_overlap_and_leave_no_file(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_the_disk_has_no_room_for_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(LocalError, match=r"a policy of .* bytes does not fit into .*Make room there"):
+    with pytest.raises(LocalError, match=r"a policy of .* bytes does not fit into .*Free some space there"):
         DiskRoom([entry("fp32", 2**40)], tmp_path)

@@ -66,7 +66,7 @@ def test_a_held_out_problem_can_be_asked_for_by_its_number(sums: Path) -> None:
             assert problem.is_correct(answer, finished=True)
             assert environment.score(index, answer, finished=True) == 1.0
             assert environment.score(index, "x", finished=True) == problem.score("x", finished=True) < 1.0
-    with pytest.raises(ValueError, match="held-out problems"):
+    with pytest.raises(ValueError, match="held-out problem 10000"):
         environment.prompt(HELD_OUT_START + 10_000)
 
 

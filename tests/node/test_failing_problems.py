@@ -71,9 +71,9 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
     assert coordinator.decisions.state.curriculum.draws == {0: 1}
     assert coordinator.report.status_of_run()["problems"] == {"failing": 0, "redrawn": 1}
     assert told == [
-        "2 problems that fail, the first at slot 0: 1 of 3 have said so",
-        "2 problems that fail, the first at slot 0: 2 of 3 have said so",
-        "1 problems that fail, the first at slot 1: 1 of 3 have said so",
+        "2 problems that fail, the first at slot 0: 1 of 3 needed reports",
+        "2 problems that fail, the first at slot 0: 2 of 3 needed reports",
+        "1 problems that fail, the first at slot 1: 1 of 3 needed reports",
     ]
 
 

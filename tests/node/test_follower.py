@@ -227,7 +227,7 @@ async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp
         await settle()
         assert follower.latest() is None
         assert len(source.blobs_asked) == 2
-        with pytest.raises(PeerError, match="published broken") as caught:
+        with pytest.raises(PeerError, match="published damaged") as caught:
             await follower.weights(0)
         assert caught.value.code is ErrorCode.CHAIN_BROKEN
         source.publish(table_weights(1))

@@ -256,10 +256,10 @@ async def test_requests_under_way_end_when_the_client_is_closed() -> None:
 
 
 async def test_a_peers_refusal_is_told_with_its_code_and_shows_our_ticket() -> None:
-    body = b'{"code": "unavailable", "detail": "no slot came free", "retry_after_s": 1.5}'
+    body = b'{"code": "unavailable", "detail": "no free slot in time", "retry_after_s": 1.5}'
     async with listening(answer(body, "503 Service Unavailable"), answer(status="302 Found")) as (server, client):
         peer = HttpPeer(client.url, run="0" * 64, clock=SystemClock(), bounds=Limits(), authorization=lambda: "ticket")
-        with pytest.raises(PeerError, match="no slot came free") as refused:
+        with pytest.raises(PeerError, match="no free slot in time") as refused:
             await peer.blob("0" * 64, start=0, end=8)
         assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.UNAVAILABLE, 1.5)
         assert b"\r\nAuthorization: ticket\r\n" in server.asked[0]

@@ -94,11 +94,11 @@ async def test_two_heads_that_disagree_are_kept_as_evidence(tmp_path: Path) -> N
         signed, lines = await client.ledger_head(), await client.ledger(0)
     other = rewritten(world.run, payloads(lines)[::-1])
     report = await audit_ledger(other, world.run, known=[signed])
-    assert report.faults == ["an earlier signed head names another entry 1 than is shown"]
+    assert report.faults == ["an earlier signed head names another entry 1 than the ledger has"]
     assert report.evidence == [other.head, signed]
     shorter = rewritten(world.run, payloads(lines)[:1])
     report = await audit_ledger(shorter, world.run, known=[signed])
-    assert report.faults == ["an earlier head speaks of 2 entries, this one of 1"]
+    assert report.faults == ["an earlier head counts 2 entries, this one 1"]
     assert report.evidence == [shorter.head, signed]
 
 
@@ -110,7 +110,7 @@ async def test_a_settled_receipt_that_is_left_out_convicts_the_coordinator() -> 
     without = rewritten(world.run, payloads(lines)[1:])
     report = await audit_ledger(without, world.run, receipts=mine)
     assert len(report.faults) == 1
-    assert "a signed receipt is not in it" in report.faults[0]
+    assert "a signed receipt is missing" in report.faults[0]
     assert [one.payload_type for one in report.evidence] == [PayloadType.LEDGER_HEAD, PayloadType.RECEIPT]
     earlier = rewritten(world.run, payloads(lines)[1:], at_ms=0)  # a head from before it was settled binds nobody to it
     assert (await audit_ledger(earlier, world.run, receipts=mine)).faults == []
@@ -122,11 +122,11 @@ async def test_a_ledger_that_is_shorter_than_its_head_or_changed_under_way_does_
         await work(world)
         signed, lines = await world.client(ANNA).ledger_head(), await world.client(ANNA).ledger(0)
     assert (await audit_ledger(Shown(lines[:1], signed), world.run)).faults == [
-        "the signed head speaks of 2 entries, and only 1 are shown"
+        "the signed head counts 2 entries, but the ledger has only 1"
     ]
     changed = [lines[0], lines[1].replace(b'"num_tokens":0', b'"num_tokens":9')]
     assert (await audit_ledger(Shown(changed, signed), world.run)).faults == [
-        "the signed head names another entry 1 than is shown"
+        "the signed head names another entry 1 than the ledger has"
     ]
     (fault,) = (await audit_ledger(Shown([lines[0], lines[0]], signed), world.run)).faults
     assert fault.startswith("chain_broken")

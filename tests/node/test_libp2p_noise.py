@@ -72,7 +72,7 @@ def test_a_peer_that_takes_nothing_loses_the_link() -> None:
     async def talk() -> None:
         dialled, _ = await sessions(Noise, Noise)
         dialled._raw.stream.stream.send_stream.send_all_hook = trio.sleep_forever
-        with pytest.raises(ConnectionClosedError, match="took nothing"):
+        with pytest.raises(ConnectionClosedError, match="read nothing"):
             await dialled.write(b"x")
         with pytest.raises(ConnectionClosedError):
             await dialled.read(1)

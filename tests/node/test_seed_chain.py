@@ -123,7 +123,7 @@ async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(mon
         shown = await shown_by(world)
     report = await audit_ledger(shown, world.run)
     (fault,) = report.faults
-    assert fault.startswith("1 accepted bundles were not assigned what the seed chain gives")
+    assert fault.startswith("1 accepted bundles have another assignment than the seed chain gives")
     assert "of step 1, problems or seeds differ from those that the step's secret gives" in fault
     assert report.evidence == [shown.head]
 
@@ -166,13 +166,13 @@ async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen()
         lying = good[0].model_copy(update={"assigned": said.model_copy(update=changed)})
         assert why in (await audited(world, [lying, *good[1:]], secret)).faults[0]
     silent = good[0].model_copy(update={"assigned": None})
-    assert "does not say what was assigned" in (await audited(world, [silent, *good[1:]], secret)).faults[0]
+    assert "lacks the assignment" in (await audited(world, [silent, *good[1:]], secret)).faults[0]
     other_policy = good[-1].model_copy(update={"policy_version": 1, "step": 1})
     assert "do not belong to step" in (await audited(world, [*good[:-1], other_policy], secret)).faults[0]
     foreign = secret.model_copy(update={"secret": "0" * 64})
     assert "is not in the RunSpec's seed chain" in (await audited(world, good, foreign)).faults[0]
     for told in (None, secret.model_copy(update={"number": 0, "secret": chain(20)[0].hex()})):
-        assert "does not tell the secret of number 1" in (await audited(world, good, told)).faults[0]
+        assert "lacks secret number 1" in (await audited(world, good, told)).faults[0]
 
 
 async def test_a_receipt_is_no_evaluations_because_its_slots_say_so() -> None:

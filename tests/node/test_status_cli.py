@@ -47,7 +47,7 @@ async def test_a_run_is_shown_by_its_folder_its_link_and_its_url(tmp_path: Path)
             assert "step 0 of" in text
             assert "policy 0" in text
             assert ANNA.key_id[-8:] in text
-            assert "workers to ask for work" in text
+            assert "workers to request leases" in text
 
 
 async def test_each_step_shows_how_long_its_policy_took_to_be_usable() -> None:
@@ -214,7 +214,7 @@ def test_a_contributor_sees_what_this_machine_does(tmp_path: Path, monkeypatch: 
 def test_a_file_that_is_no_status_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path / "worker", ONE)
     (folder / "status.json").write_text('{"worker": 1}')
-    with pytest.raises(LocalError, match="holds no worker's status"):
+    with pytest.raises(LocalError, match="is not a worker's status file"):
         shown(folder)
 
 

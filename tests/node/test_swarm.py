@@ -71,7 +71,7 @@ async def test_a_coordinator_that_gives_no_chunks_gives_model_files_and_words(tm
         assert made.world.url not in follower.received
         client = made.clients[ANNA.key_id]
         assert await client.blob(digest_of(CONFIG_JSON)) == CONFIG_JSON
-        with pytest.raises(PeerError, match="gives no chunks"):
+        with pytest.raises(PeerError, match="serves no chunks"):
             await client.blob(published.manifest.encodings[0].parts[0].digest)
 
 

@@ -289,7 +289,7 @@ async def test_who_has_followed_a_thief_learns_it_from_the_root_and_begins_anew(
         rotate(source, trainer=(NEW_TRAINER,))
         await trust.refresh()
         await until(task.done)
-        with pytest.raises(LocalError, match="is not the run's by key ring 1"):
+        with pytest.raises(LocalError, match="is not part of the run by key ring 1"):
             task.result()
     assert len(names_in(tmp_path / "c" / "evidence")) == 1
     source.publish(table_weights(1), key=NEW_TRAINER)

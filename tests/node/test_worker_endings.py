@@ -48,7 +48,7 @@ async def test_a_coordinator_that_goes_away_for_hours_loses_no_work(tmp_path: Pa
     async def come_back() -> None:
         await until(lambda: world.coordinator.away)
         await until(lambda: world.clock.monotonic_s() - began > 4 * 3_600)
-        assert any("coordinator away" in line for line in world.said)
+        assert any("coordinator unreachable" in line for line in world.said)
         world.coordinator.away = False
 
     world.coordinator.after_upload = go_away
@@ -107,7 +107,7 @@ async def test_a_worker_that_is_newer_than_its_coordinator_says_so(tmp_path: Pat
         raise PeerError(ErrorCode.UNKNOWN_FIELD, "request.heartbeat.swap_ms")
 
     world.coordinator.heartbeat = refuse  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match=r"older release .*swap_ms.*: wait for its operator"):
+    with pytest.raises(PeerError, match=r"older release .*swap_ms.*: install that release, or wait until its operator"):
         await run_worker(world.worker(), world.stop)
 
 
@@ -132,7 +132,7 @@ async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
     assert world.coordinator.left
     assert not world.stop.is_set()
     farewell = world.said[-1]
-    assert farewell.startswith("the run is over, or its operator lets it drain. Of this key: ")
+    assert farewell.startswith("the run is over, or its operator drains it. Of this key: ")
     accepted = world.status()["rollouts_accepted"]
     assert f"{accepted:,} rollouts accepted, worth {world.status()['tokens_accepted']:,} tokens" in farewell
     assert accepted != 0

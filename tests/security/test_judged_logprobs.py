@@ -111,9 +111,9 @@ async def judging_of(world: World) -> Judging:
 async def test_an_audited_bundle_is_not_accepted_without_a_validator_s_logprobs_or_with_another_s() -> None:
     async with running(memory_parts(RUN)) as world:
         judging, client = await judging_of(world), world.client(VALIDATOR)
-        with pytest.raises(PeerError, match="names none"):
+        with pytest.raises(PeerError, match="has none"):
             await judging.verdict(None)
-        with pytest.raises(PeerError, match="not here"):
+        with pytest.raises(PeerError, match="upload them first"):
             await judging.verdict("0" * 64)
         short = await client.put_logprobs(judging.task.bundle, np.full(5, -1.0, np.float32))
         with pytest.raises(PeerError, match="5 logprobs for a bundle of 6 tokens"):

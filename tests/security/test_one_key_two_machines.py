@@ -113,8 +113,8 @@ async def test_of_two_real_workers_with_one_key_one_works_and_the_other_goes_on_
         waiting = asyncio.create_task(run_worker(two, stop_two))
         await until(lambda: two.session.in_use)
         line = status_of(two).line()
-        assert "waiting: another machine uses this key since 20" in line
-        assert "Give each machine an identity of its own, or stop the other one" in line
+        assert "waiting: another machine has used this key since 20" in line
+        assert "Give each machine its own identity, or stop the other one" in line
         before = one.receipts.tally().accepted
         await until(lambda: one.receipts.tally().accepted >= before + 32)
         assert two.activity.rollouts_generated == 0
@@ -243,7 +243,7 @@ async def test_the_second_session_can_neither_take_hand_back_nor_end_anything_of
             lambda: client.return_lease(ReturnLeaseRequest(lease_id="0" * 64, session=TWO)),
             lambda: client.leave(LeaveRequest(session=TWO)),
         ):
-            with pytest.raises(PeerError, match="another machine uses this key since") as caught:
+            with pytest.raises(PeerError, match="another machine has used this key since") as caught:
                 await call()
             assert caught.value.code is ErrorCode.IN_USE
             assert caught.value.retry_after_s is not None

@@ -64,7 +64,7 @@ async def find(world: World, key: SigningKey) -> PeersReply:
 @pytest.mark.parametrize("settings", CLOSED, ids=["invited", "listed"])
 async def test_a_run_for_invited_keys_names_its_peers_to_no_other_key(settings: dict[str, object]) -> None:
     async with running(memory_parts(RUN, **settings, seeders=[CORA.key_id])) as world:
-        with pytest.raises(PeerError, match=rf"coordinator\.seeders .* tell him {BEN.key_id}") as caught:
+        with pytest.raises(PeerError, match=rf"operator to add key {BEN.key_id} to coordinator\.seeders") as caught:
             await find(world, BEN)
         assert caught.value.code is ErrorCode.NOT_INVITED
         for key in (CORA, TRAINER, VALIDATOR, COORDINATOR):
@@ -166,7 +166,7 @@ async def test_a_seeder_that_a_closed_run_does_not_know_ends_and_says_what_its_o
     await parts.public.put(b"{}")
     async with running(parts) as world:
         await put_model_files(world)
-        with pytest.raises(PeerError, match=rf"operator adds its key to coordinator\.seeders .*{CORA.key_id}"):
+        with pytest.raises(PeerError, match=rf"operator to add key {CORA.key_id} to coordinator\.seeders"):
             await run_seed(world, tmp_path, asyncio.Event())
 
 
@@ -228,7 +228,7 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
     streams: list[AsyncIterator[bytes]] = []
     for number in range(limits.PEER_LISTENERS_NETWORK_MAX):
         await listen(number, f"8.8.8.{number}")
-    with pytest.raises(PeerError, match="too many listen here already"):
+    with pytest.raises(PeerError, match="too many listeners at this peer already"):
         await listen(1_000, "8.8.8.200")
     await listen(1_001, "9.9.9.9")
     for stream in streams:

@@ -56,7 +56,7 @@ async def test_a_bug_among_the_links_starts_them_again_and_shows_where_the_owner
         neighbours = peer.neighbours
         await until(lambda: neighbours.linked)
         shown = peer.describe()
-        assert "2 faults of the swarm" in shown
+        assert "2 errors in the swarm" in shown
         assert "KeyError" in shown
         assert "\x1b" not in shown
         await made.publish()
@@ -106,8 +106,8 @@ async def test_a_peer_network_that_ends_by_a_bug_is_opened_again_and_the_rest_go
         await network.fail()
         assert network.connected() == ()
         await until(network.connected)
-        assert "1 fault of the swarm" in peer.describe()
-    assert "the peer network starts again" in caplog.text
+        assert "1 error in the swarm" in peer.describe()
+    assert "the peer network restarts" in caplog.text
 
 
 async def test_a_libp2p_host_whose_thread_ends_is_opened_again() -> None:
@@ -161,7 +161,7 @@ async def test_a_part_that_ends_without_an_error_is_a_fault_as_well() -> None:
     async with asyncio.timeout(5):
         await done.wait()
     task.cancel()
-    assert "meant to run for ever" in tended.describe()
+    assert "must never end" in tended.describe()
 
 
 def test_a_bug_at_the_edge_to_libp2p_is_loud_once_a_place_and_a_peers_failure_is_quiet(

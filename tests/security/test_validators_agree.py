@@ -120,7 +120,7 @@ async def test_two_that_contradict_each_other_are_named_and_nobody_is_banned(
     assert one["said"] == {VALIDATOR.key_id: "logprob_mismatch", SECOND.key_id: "accepted"}
     assert (one["bundle"], one["worker"]) == (task.bundle, ANNA.key_id)
     assert "prime_validator_contradictions 1.0" in metrics
-    (line,) = [line for line in caplog.messages if "contradict" in line and VALIDATOR.key_id in line]
+    (line,) = [line for line in caplog.messages if "disagree about" in line and VALIDATOR.key_id in line]
     assert SECOND.key_id in line
 
 
@@ -246,7 +246,7 @@ def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -
             )
             said.append(agreement.count(mine, 0.0))
         (line,) = [line for line in said if line]
-        assert line.startswith("validators first and second differ")
+        assert line.startswith("validators first and second disagree more often than chance")
         assert agreement.as_row()["differing"][0]["validators"] == ["first", "second"]
 
 

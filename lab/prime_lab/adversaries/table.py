@@ -57,7 +57,7 @@ ADVERSARIES: dict[str, Adversary] = {
     "older-2": Adversary("Samples from the policy two steps before.", weights=cheats.older(2)),
     "older-8": Adversary("Samples from the policy eight steps before.", weights=cheats.older(8)),
     "stale": Adversary("Never swaps its weights: saves the downloads.", weights=cheats.first),
-    "base": Adversary("Samples from the model that the run began with.", weights=cheap.base),
+    "base": Adversary("Samples from the run's initial model.", weights=cheap.base),
     "int8": Adversary("Rounds the weights to 8 bits.", weights=cheats.int8),
     "int4": Adversary("Rounds the weights to 4 bits.", weights=cheats.int4),
     "int8-as-vllm": Adversary(
@@ -74,7 +74,7 @@ ADVERSARIES: dict[str, Adversary] = {
     "altered": Adversary("Adds noise to the weights.", weights=cheats.noisy),
     "smaller": Adversary("Samples from a smaller model.", answer=cheap.smaller),
     "smaller-rescored": Adversary(
-        "Samples from a smaller model; the right one's prefill gives logprobs and proofs.",
+        "Samples from a smaller model, and takes logprobs and proofs from the right one's prefill.",
         answer=cheap.smaller_rescored,
     ),
     "escalation": Adversary(
@@ -83,27 +83,29 @@ ADVERSARIES: dict[str, Adversary] = {
     "escalation-3": Adversary("The same, within three nats.", answer=cheap.escalating(3.0)),
     "prompt-swap": Adversary("Answers another prompt.", answer=tokens.prompt_swap),
     "easy-problem-swap": Adversary(
-        "Says that every completion answers the lease's easiest problem.", port=uploads.EasyProblems
+        "Claims that every completion answers the lease's easiest problem.", port=uploads.EasyProblems
     ),
     "truncated": Adversary("Uploads the first half of each completion.", answer=cheats.truncated),
-    "padded": Adversary("Goes on after the stop token.", answer=tokens.padded),
+    "padded": Adversary("Continues after the stop token.", answer=tokens.padded),
     "forged-stop": Adversary("Ends each completion half-way with a stop token of its own.", answer=tokens.forged_stop),
     "replayed-own": Adversary("Sends its first bundle again for every lease.", port=uploads.ReplayedOwn),
     "replayed-others": Adversary(
         "Sends the bundles of an accomplice again.", port=uploads.ReplayedOthers, partner="telling"
     ),
-    "claimed-rewards": Adversary("Sends perfect rewards along.", port=uploads.ClaimedRewards, changes_text=False),
+    "claimed-rewards": Adversary(
+        "Adds perfect rewards to its bundles.", port=uploads.ClaimedRewards, changes_text=False
+    ),
     "forged-logprobs": Adversary(
-        "Claims logprobs half a nat too low, to be learned from more.",
+        "Claims logprobs half a nat too low, so that the trainer learns more from them.",
         answer=tokens.forged_logprobs,
         changes_text=False,
     ),
     "best-of-n": Adversary("Samples four times and uploads the best.", answer=tokens.best_of_n),
-    "forged-seed": Adversary("Samples by randomness of its own.", answer=cheats.forged_seed),
+    "forged-seed": Adversary("Samples with randomness of its own.", answer=cheats.forged_seed),
     "temperature-0.8": Adversary("Samples at temperature 0.8.", answer=tokens.with_sampling(temperature=0.8)),
     "temperature-0.95": Adversary("Samples at temperature 0.95.", answer=tokens.with_sampling(temperature=0.95)),
-    "top-p-0.95": Adversary("Samples from the nucleus of 0.95.", answer=cheap.nucleus(0.95)),
-    "greedy": Adversary("Takes the likeliest token.", answer=tokens.with_sampling(temperature=0.0)),
+    "top-p-0.95": Adversary("Samples from the nucleus with top-p 0.95.", answer=cheap.nucleus(0.95)),
+    "greedy": Adversary("Takes the most likely token.", answer=tokens.with_sampling(temperature=0.0)),
     "copied-proofs": Adversary(
         "Sends the proofs of another completion.", answer=proofs.copied_proofs, changes_text=False
     ),
@@ -114,12 +116,16 @@ ADVERSARIES: dict[str, Adversary] = {
         "Sends the proofs of the policy two steps before.", answer=proofs.of_another_step, changes_text=False
     ),
     "poison": Adversary(
-        "Half of a group stops early, half says nothing: the policy is to learn the former.", answer=tokens.poison(0.0)
+        "Half of a group stops early, the other half is empty: the policy is to learn the former.",
+        answer=tokens.poison(0.0),
     ),
     "loud-poison": Adversary(
-        "The same, and claims logprobs two nats too low, to be learned from more.", answer=tokens.poison(2.0)
+        "The same, and claims logprobs two nats too low, so that the trainer learns more from them.",
+        answer=tokens.poison(2.0),
     ),
-    "ties": Adversary("Takes the runner-up where it is close and the answer is better for it.", answer=ties.near_ties),
+    "ties": Adversary(
+        "Takes the second most likely token where it is close and improves the answer.", answer=ties.near_ties
+    ),
     "ties-as-vllm": Adversary(
         "The same, and claims an engine that is known to be less exact.", answer=ties.near_ties, claims=VLLM_BF16
     ),
@@ -133,16 +139,18 @@ ADVERSARIES: dict[str, Adversary] = {
         partner="unseeded",
     ),
     "framing": Adversary(
-        "Says so too, and files what another lease's seeds give: who samples that one next is to seem a copyist.",
+        "The same, and files what another lease's seeds give: the next worker that samples those looks like a copier.",
         answer=tokens.refiled,
         port=uploads.Framing,
         claims=UNSEEDED,
     ),
     "equivocation": Adversary("Signs two bundles for each lease.", port=uploads.Equivocating, changes_text=False),
     "time-shift": Adversary(
-        "Keeps bundles until their step is trained, and dates them back.", port=uploads.TimeShifted, changes_text=False
+        "Keeps bundles until their step is trained, and backdates them.", port=uploads.TimeShifted, changes_text=False
     ),
-    "hoarding": Adversary("Takes all leases that it can get and does none.", port=uploads.Hoarding, changes_text=False),
+    "hoarding": Adversary(
+        "Takes as many leases as it can and abandons them all.", port=uploads.Hoarding, changes_text=False
+    ),
     "picking": Adversary("Hands back leases with long prompts.", port=uploads.Picking, changes_text=False),
     "partial-10": Adversary("Best of four in a tenth of its completions.", answer=tokens.partly(0.1, tokens.best_of_n)),
     "partial-1": Adversary(
@@ -184,7 +192,7 @@ ADVERSARIES: dict[str, Adversary] = {
         )
     },
     "shading-both-ways": Adversary(
-        "Claims 0.1 nats too little where a completion is rewarded and as much too much where not, as a less exact engine.",
+        "Claims logprobs 0.1 nats too low where a completion is rewarded and too high where not, as a less exact engine.",
         answer=shading.by_reward(-0.1, 0.1),
         claims=VLLM_BF16,
         changes_text=False,

@@ -48,8 +48,8 @@ UNANSWERED_MAX = 3
 """Held bundles in a row that a validator leaves unanswered before verdicts stop waiting for it."""
 RETRY_CHECKS = 20
 """Interval, in check times, at which one held bundle waits for such a validator anyway."""
-UNCONFIRMED = "one validator found a fault, and another one that was asked gave no word; the operator is told"
-CONTRADICTED = "two validators contradict each other on it; the operator is told"
+UNCONFIRMED = "one validator rejected it, and the validator asked to confirm did not answer; see the coordinator's log"
+CONTRADICTED = "two validators disagree about it; see the coordinator's log"
 DIFFER_FACTOR = 1e4
 SUSPICIOUS_NATS = math.log(10.0)
 
@@ -154,7 +154,8 @@ class Agreement:
         if before not in (claimed, ""):
             self._classes[validator] = ""
             log.warning(
-                "validator %s claimed engine class %s and now %s: it counts as one of every class until the next start",
+                "validator %s claimed engine class %s and now %s: it counts as every class until the coordinator "
+                "restarts; check its configuration",
                 validator,
                 before,
                 claimed,
@@ -285,7 +286,7 @@ class Agreement:
             counts.convicted += mine.convicts
             counts.suspicious += is_suspicious
             if not before and (how := _differ(*pair.values())):
-                said = f"validators {key[0]} and {key[1]} differ: {how}"
+                said = f"validators {key[0]} and {key[1]} disagree more often than chance: {how}"
         return said
 
     def as_row(self) -> dict[str, Any]:
@@ -336,7 +337,7 @@ class Agreement:
         silence.retry_s = now_s + RETRY_CHECKS * self.check_s
         if silence.in_a_row == UNANSWERED_MAX:
             log.warning(
-                "validator %s left %d held bundles in a row without a word: strikes no longer wait for it; read its log",
+                "validator %s left %d held bundles in a row unanswered: strikes no longer wait for it; read its log",
                 validator,
                 silence.in_a_row,
             )

@@ -297,4 +297,4 @@ async def _delete_orphans(bundles: Blobs, state: State) -> None:
     for digest in orphans:
         await bundles.delete(digest)
     if orphans:
-        log.info("deleted %d bundles that nothing refers to", len(orphans))
+        log.info("deleted %d unreferenced bundles", len(orphans))

@@ -1,6 +1,6 @@
 """The problem of each slot and the seeds of its completions: keyed hashes, so they need no storage.
 
-The keys are secrets of the coordinator. So nobody can foresee a problem or a seed before it is leased, nor choose a better one:
+The keys are secrets of the coordinator. So no worker can foresee a problem or a seed before its lease, nor choose a better one:
 policy and slot determine them, whichever worker gets the lease and however often it was returned. A newer policy has other
 seeds for the same problem. The secrets of the run's seed chain (prime_protocol/assigned.py) determine the problems and seeds of
 its steps. The ledger opens them one after another, so that anyone can compute them again. Other values use a secret that is
@@ -55,8 +55,8 @@ def secrets_of(run: PinnedRun, secret: bytes) -> list[bytes]:
     secrets = [] if chain is None else chain_of(secret, chain.length)
     if secrets and committed(secrets) != chain:
         raise LocalError(
-            "the assignment secret is not the one that this run was made with: restore the coordinator's folder, "
-            "assignment.secret in it above all, from a copy"
+            "the assignment secret is not the one that this run began with: restore the coordinator's folder from a "
+            "copy, above all assignment.secret"
         )
     return secrets
 

@@ -53,7 +53,9 @@ class BanDossiers:
             try:
                 await self._write(worker, worker.banned)
             except OSError as error:
-                log.error("the case against %s cannot be written: %s; it is tried again at the next start", key, error)
+                log.error(
+                    "the dossier on %s cannot be written: %s; the coordinator tries again at its next start", key, error
+                )
 
     async def _is_written(self, worker: WorkerRecord, ban: Ban) -> bool:
         try:
@@ -85,13 +87,13 @@ class BanDossiers:
             await self._keep_parcel(ban.evidence)
         data = b"".join(envelope.to_bytes() + b"\n" for envelope in (*lines, *receipts))
         await self.private.write(case_name(worker.worker, ban), data)
-        log.info("the case against %s: %s, %d receipts", worker.worker, case_name(worker.worker, ban), len(receipts))
+        log.info("dossier on %s: %s, %d receipts", worker.worker, case_name(worker.worker, ban), len(receipts))
 
     async def _keep_parcel(self, bundle: str) -> None:
         try:
             await self.private.write(f"{bundle}.parcel", await self.bundles.get(bundle))
         except KeyError:
-            log.warning("bundle %s of a ban is not there any more", bundle[:12])
+            log.warning("bundle %s, the evidence of a ban, is already deleted", bundle[:12])
 
     async def _receipts(self, worker: WorkerRecord, ban: Ban) -> list[Envelope]:
         """Return the receipts that count, oldest first: the weighed ones for a statistical ban, the strikes for a hard one.

@@ -121,14 +121,14 @@ class Curation:
             found = [rating for pool in _FILES for rating in await self._read(pool)]
             if found:
                 self.decisions.decide(ev.GroupsRated(0, tuple(found)))
-                log.info("curriculum: %d pooled examples of an earlier run", len(found))
+                log.info("curriculum: restored %d pooled examples of an earlier run", len(found))
         lifted: list[str] = []
         for pool, share in ((Pool.EASY, config.easy_fraction), (Pool.HARD, config.hard_fraction)):
             pooled = [example for example, known in curriculum.examples.items() if known.pool is pool]
             lifted += rng.sample(pooled, round(share * len(pooled)))
         if lifted:
             self.decisions.decide(ev.ExamplesLifted(tuple(lifted)))
-            log.info("curriculum: %d pooled examples are drawn again", len(lifted))
+            log.info("curriculum: %d pooled examples return to the draw", len(lifted))
 
     async def save(self) -> None:
         """Write the pools, one example per line. In a thread: 100,000 examples take a second."""
@@ -150,7 +150,7 @@ class Curation:
                 for row in rows
             ]
         except (ValueError, KeyError, TypeError) as error:
-            raise LocalError(f"{_FILES[pool]}: {error!r}; mend it or delete it") from None
+            raise LocalError(f"{_FILES[pool]}: {error!r}; repair or delete this file") from None
 
 
 def _lines(pool: Pool, known: Iterable[tuple[str, Example]]) -> bytes:

@@ -61,8 +61,8 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             if config.unlimited:
                 log.warning(
-                    "workers from %s count as your own and have no limits by network: behind a reverse proxy or a container's "
-                    "bridge, where everybody seems to come from there, set coordinator.proxies or trusted_networks",
+                    "workers from %s count as your own, without limits by network: behind a reverse proxy or a "
+                    "container's bridge, which hides the callers' addresses, set coordinator.proxies or trusted_networks",
                     ", ".join(config.unlimited),
                 )
             if parts.network is not None:
@@ -114,7 +114,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
         active = (key for key, worker in state.workers.items() if worker.active)
         if lost := presence.silent(active, now_s):
             names = ", ".join(state.workers[worker].name for worker in lost)
-            log.info("no sign of life from %s", names)
+            log.info("no heartbeat in time from %s", names)
             decisions.decide(ev.WorkersLost(lost))
         handlers.judging.expire_checks()
         await handlers.judging.settle_held()

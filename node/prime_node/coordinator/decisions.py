@@ -93,7 +93,7 @@ class Decisions:
         self._metrics.add("prime_rollouts_total", effect.num_rollouts, outcome=outcome)
         if effect.reason is not None:
             log.info(
-                "bundle %s of %s for step %d refused: %s %s",
+                "rejected bundle %s of %s for step %d: %s %s",
                 effect.bundle[:12],
                 effect.lease.worker,
                 effect.lease.step,

@@ -43,11 +43,11 @@ class Evaluations:
             return None
         try:
             self._slots = self._slots or self._askable()
-        except Exception:  # an environment's code may raise anything; the coordinator goes on
-            log.exception("policy %d is not evaluated: its held-out problems cannot be had", version)
+        except Exception:  # an environment's code may raise anything; the coordinator continues
+            log.exception("policy %d is not evaluated: an environment failed to make held-out problems", version)
         if not self._slots:
             return None
-        log.info("policy %d is evaluated on %d held-out problems", version, len(self._slots))
+        log.info("evaluating policy %d on %d held-out problems", version, len(self._slots))
         return ev.EvaluationBegun(version, self._slots)
 
     def row_of(self, results: Results) -> dict[str, Any]:
@@ -89,5 +89,7 @@ class Evaluations:
             else:
                 slots.append(slot)
         if num_too_long or not slots:
-            log.warning("evaluation: %d held-out problems; %d more have too long prompts", len(slots), num_too_long)
+            log.warning(
+                "evaluation: %d held-out problems; %d more have prompts that are too long", len(slots), num_too_long
+            )
         return tuple(slots)

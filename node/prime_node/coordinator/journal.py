@@ -114,9 +114,7 @@ class Journal:
                 await self._wanted.wait()
                 self._wanted.clear()
                 if self._fault is not None:
-                    raise LocalError(
-                        "the coordinator's state is not to be trusted any more; restart it"
-                    ) from self._fault
+                    raise LocalError("the coordinator's state may be wrong after an error; restart it") from self._fault
                 await self._write_once(forget)
                 if self._closing and not self._events:
                     return
@@ -181,7 +179,9 @@ async def restore_state(store: Store, rules: SchedulerRules) -> tuple[int, State
     try:
         number, state = await _load(store, rules)
     except ValidationError as error:
-        raise LocalError(f"the coordinator's store was written by another release: {error}") from None
+        raise LocalError(
+            f"the coordinator's store was written by another release: {error}; install that release"
+        ) from None
     if state.rules != rules:
         raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
     return number, state

@@ -229,12 +229,12 @@ class Peers:
         except Exception:
             verdict.found = False
             log.exception(
-                "the dial-back to %s at %s failed by a fault of ours: the address is not listed", peer, address
+                "dialling %s back at %s failed with an error of this program: the address is not listed", peer, address
             )
         finally:
             verdict.is_under_way = False
         if not verdict.found:
-            log.info("nobody answers for %s at %s: this is not listed", peer, address)
+            log.info("dialling %s back at %s got no answer: the address is not listed", peer, address)
 
 
 def _named(addresses: Collection[str], asker: str) -> tuple[str, ...]:

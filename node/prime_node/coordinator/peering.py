@@ -52,7 +52,7 @@ class PeerHost:
         serve_routes(network, [route for route in routes if route.path in SHOWN])
         network.subscribe(TOPIC, _judge, _hear)
         await network.start()
-        log.info("peers meet at %s", ", ".join(network.addresses()) or "no address that is known yet")
+        log.info("libp2p host for peers: %s", ", ".join(network.addresses()) or "no known address yet")
 
     async def keep(self) -> NoReturn:
         """Announce heads, and reopen the host when it has ended, until cancelled."""

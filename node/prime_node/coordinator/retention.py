@@ -39,7 +39,7 @@ def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
         if version > state.head - newest:
             kept |= {(version, route.base_version) for route in routes[version]}
             way = search(version, routes).path
-            assert way is not None, f"no way leads to policy {version}"
+            assert way is not None, f"no update path leads to policy {version}"
             kept |= {(hop.policy_version, hop.route.base_version) for hop in way.hops}
     return kept
 
@@ -66,7 +66,7 @@ class Retention:
             needed = await self._needed()
             for digest in await self._blobs(forgotten) - needed:
                 await self.public.delete(digest)
-        log.info("deleted the bytes of %d old encodings", len(forgotten))
+        log.info("deleted the parts of %d old encodings", len(forgotten))
 
     async def sweep_blobs(self) -> None:
         """Delete what an interrupted deletion left, after a restart. The trainer uploads an interrupted publication again."""

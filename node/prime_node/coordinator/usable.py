@@ -1,6 +1,6 @@
 """Time to available: how long after its publication a policy could be used, as workers report it. Soft state, for choosing k.
 
-Nobody verifies these numbers, so each worker has one report per policy, and the statistics are ranks: the longest of several
+These numbers are not verified, so each worker has one report per policy, and the statistics are ranks: the longest of several
 claims changes none of them.
 
 The time is b in the rule for the async level: a policy that takes b seconds to arrive and T to train needs k >= 1 + b / T.

@@ -99,7 +99,7 @@ class Notifications:
         """Return the result of `look` once it is not worth waiting, or when the time is up.
 
         `look` runs at once and after each notification. The caller must take the offered work before its next await: then the
-        offer goes on.
+        next waiter gets the offer.
         """
         found = look()
         if wait_s <= 0 or self._closed or not is_worth_waiting(found):

@@ -41,4 +41,4 @@ class Watchdog:
         if now_s - self._since_s < self.quiet_seconds or not (waits := self.blockers.reasons()):
             return None
         self._since_s = now_s
-        return f"nothing has moved for {self.quiet_seconds:.0f} s. Waiting for: {'; '.join(waits)}"
+        return f"the run has made no progress for {self.quiet_seconds:.0f} s. Waiting for: {'; '.join(waits)}"

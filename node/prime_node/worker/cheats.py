@@ -70,7 +70,7 @@ class DishonestEngine(Generic[M]):
         self._answer = answer
         self._honest_loads = honest_loads
         self._loads = 0
-        log.warning("this worker cheats on purpose: the run will find out and ban it")
+        log.warning("this worker cheats on purpose: the run will detect it and ban its key")
 
     @property
     def info(self) -> EngineInfo:
@@ -161,7 +161,7 @@ STANDALONE = (*CHEATS_BY_WEIGHTS, *CHEATS_BY_ANSWER)
 def cheating_engine(engine: Engine, cheat: str, *, honest_loads: int) -> Engine:
     """Return a cheating engine for demonstrations. Raises LocalError if the cheat is unknown."""
     if cheat not in STANDALONE:
-        raise LocalError(f"--unsafe-cheat {cheat}: known are {', '.join(STANDALONE)}")
+        raise LocalError(f"--unsafe-cheat {cheat}: unknown; choose one of {', '.join(STANDALONE)}")
     weights, answer = CHEATS_BY_WEIGHTS.get(cheat), CHEATS_BY_ANSWER.get(cheat)
     return DishonestEngine(engine, CheatMemory(), weights=weights, answer=answer, honest_loads=honest_loads)
 

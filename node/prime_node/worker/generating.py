@@ -71,7 +71,7 @@ async def generate(
                 break
             version, weights = newer.result()
             if swapping is None:
-                log.info("policy %d is out: handing the lease back", version)
+                log.info("policy %d is published: handing the lease back", version)
                 return Generated(None, policy.version)
             async with policy.border:
                 with timed(version):
@@ -80,7 +80,7 @@ async def generate(
         rollouts = await generating
         return Generated(rollouts, policy.version, failed=rollouts is None)
     except EngineMismatch as error:
-        log.error("swap under way: %s; the lease is handed back", error)
+        log.error("loading a policy into the engine failed: %s; handing the lease back", error)
         return Generated(None, -1)
     finally:
         tasks = [task for task in (generating, newer) if task is not None]
@@ -118,7 +118,7 @@ async def _rollouts(policy: _Held, lease: Lease, play: Play | None) -> Rollouts 
     try:
         return rollouts_of_turns(lease, await play(lease, policy.sample))
     except NothingSampled:
-        log.warning("an environment asked for nothing; the lease is handed back")
+        log.warning("an environment requested no completion; handing the lease back")
         return None
 
 

@@ -35,12 +35,14 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     if lease.num_rollouts > asked.rollouts_max:  # (4)
         raise LimitExceeded("rollouts_max", lease.num_rollouts, asked.rollouts_max)
     if lease.sampling != run.spec.sampling:
-        raise PeerError(ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]} samples otherwise than the run")
+        raise PeerError(ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]} has other sampling settings than the run")
     for group in lease.groups:  # (5)
         if len(group.prompt_token_ids) > run.spec.limits.prompt_tokens_max:
             raise LimitExceeded("prompt_tokens_max", len(group.prompt_token_ids), run.spec.limits.prompt_tokens_max)
         if max(group.prompt_token_ids) >= run.spec.vocab_size:
-            raise PeerError(ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]}: a prompt leaves the vocabulary")
+            raise PeerError(
+                ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]}: a prompt has tokens outside the vocabulary"
+            )
     return lease
 
 

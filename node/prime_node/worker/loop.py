@@ -38,7 +38,7 @@ LAST_RECEIPTS_S_MAX = 10.0
 async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
     """Run until `stop` is set, the run is over or the worker is banned.
 
-    Raises LocalError if this machine cannot go on, PeerError if the coordinator cannot be used. Cancelling it is safe
+    Raises LocalError if this machine cannot continue, PeerError if the coordinator cannot be used. Cancelling it is safe
     at any moment: bundles in the spool are uploaded next time.
     """
     outcome = "failed"
@@ -53,8 +53,8 @@ async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
         if not isinstance(error, KeyBanned):
             raise error from None
         log.error(
-            "banned from this run: %s. What is not uploaded stays in %s. Where that is unjust, tell the run's operator your "
-            "key, %s",
+            "banned from this run: %s. Bundles that are not uploaded stay in %s. If the ban is wrong, send the run's "
+            "operator your key, %s",
             error,
             worker.folder / "spool",
             worker.key.key_id,
@@ -116,10 +116,10 @@ async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
     while not leases.empty():
         await unless(worker.grace_over.wait(), hand_back(worker, leases.get_nowait()))
     if worker.spool.num_bundles:
-        log.info("uploading %d bundles before leaving", worker.spool.num_bundles)
+        log.info("uploading %d bundles before the end", worker.spool.num_bundles)
     await unless(worker.grace_over.wait(), worker.spool.drained())
     if worker.spool.num_bundles:
-        log.warning("%d bundles stay in the spool and are uploaded next time", worker.spool.num_bundles)
+        log.warning("%d bundles stay in the spool; the next start uploads them", worker.spool.num_bundles)
     await unless(worker.grace_over.wait(), last_receipts(worker))
     await unless(worker.grace_over.wait(), worker.session.leave())
 

@@ -157,8 +157,8 @@ class ReceiptBook:
         file = place(self._file.parent, f"contradiction-{receipt.lease_id[:16]}.jsonl")
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
         log.error(
-            "the coordinator leased us other problems or seeds than its receipt and the ledger say; both are kept in %s: "
-            "show them to others of the run",
+            "the coordinator leased other problems or seeds than its receipt and the ledger say; both are kept in %s: "
+            "show them to other participants",
             file,
         )
 

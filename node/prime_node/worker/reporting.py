@@ -34,7 +34,7 @@ async def last_receipts(worker: Worker) -> None:
         while await _take_receipts(worker, worker.session.attempt):
             continue
     except (PeerError, Unreachable, KeyBanned) as error:
-        log.info("receipts: %s; what is missing is fetched next time", error)
+        log.info("receipts: %s; the next start fetches the missing ones", error)
 
 
 async def _take_receipts(
@@ -74,21 +74,21 @@ def _claimed(ms: int | None) -> int | None:
 
 def _first_wait(worker: Worker, head: int) -> str:
     if not worker.session.joined:
-        return "the coordinator to let us in"
+        return "the coordinator to admit this worker"
     return "the trainer to publish a policy" if head < 0 else ""
 
 
 def farewell(worker: Worker, ending: Ending) -> str:
     """Return the last line for the owner.
 
-    Example: `left as asked. Of this key: 71,680 rollouts accepted, worth 453,120 tokens`.
+    Example: `left on request. Of this key: 71,680 rollouts accepted, worth 453,120 tokens`.
     """
     tally = worker.receipts.tally()
     parts = [f"{tally.accepted:,} rollouts accepted, worth {tally.tokens:,} tokens"]
     if refused := sum(tally.refused.values()):
         parts.append(f"{refused:,} refused")
     if tally.pending:
-        parts.append(f"{tally.pending:,} not judged yet")
+        parts.append(f"{tally.pending:,} not checked yet")
     return f"{ending.told}. Of this key: {'; '.join(parts)}"
 
 

@@ -2,7 +2,7 @@
 
 Every request of a worker goes through here, so that one place decides what an error means. Unreachable or busy: retry
 after a growing pause. Unknown worker (the coordinator lost its state, or this worker was away too long): join again.
-Key in use by another machine: wait until that one is gone. Banned: end. The caller handles any other error.
+Key in use by another machine: wait until that one stops. Banned: end. The caller handles any other error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 CLOCK_DIFFERENCE_S_NOTED = 10.0
 """Clock difference above which a warning is logged; requests are refused from REQUEST_AGE_S_MAX on."""
 _ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED, ErrorCode.IN_USE})
-"""Transient refusals: they end with a fresh timestamp, a corrected clock, or when the other machine with this key is gone."""
+"""Transient refusals: they end with a fresh timestamp, a corrected clock, or when the other machine with this key stops."""
 
 
 class KeyBanned(Exception):
@@ -78,7 +78,7 @@ class Session:
         return self._clock.now_ms() + self._clock_behind_ms
 
     async def join(self) -> None:
-        """Join, retrying until it succeeds. Raises KeyBanned, or PeerError if a retry is of no use."""
+        """Join, retrying until it succeeds. Raises KeyBanned, or PeerError if a retry cannot help."""
         await self.ask(self._join)
 
     async def leave(self) -> None:
@@ -86,7 +86,7 @@ class Session:
         try:
             await self.port.leave(LeaveRequest(session=self.name))
         except (PeerError, Unreachable) as error:
-            log.info("the coordinator did not hear our goodbye: %s", error)
+            log.info("leaving was not confirmed by the coordinator: %s", error)
 
     async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
         """Send heartbeats forever and record the coordinator's answers. Raises KeyBanned."""
@@ -95,7 +95,7 @@ class Session:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
             self.step, self.head, self.in_use = reply.step, reply.head, ""
             self.accepted.turn(on=True)
-            # A notice that is gone by the next heartbeat was transient; log only one that stays.
+            # A notice that is absent from the next heartbeat was transient; log only one that stays.
             if reply.notice and reply.notice == self.notice != said:
                 log.warning("the coordinator says: %s", reply.notice)
                 said = reply.notice
@@ -118,7 +118,7 @@ class Session:
                     raise
                 pause_s = backoff.next_s(error)
                 log.log(
-                    logging.WARNING if pause_s > 1.0 else logging.DEBUG, "%s; asking again in %.1f s", error, pause_s
+                    logging.WARNING if pause_s > 1.0 else logging.DEBUG, "%s; trying again in %.1f s", error, pause_s
                 )
             await self._clock.sleep(pause_s)
 
@@ -144,13 +144,20 @@ class Session:
                 self.accepted.turn(on=False)
             if error.code is ErrorCode.UNKNOWN_FIELD:  # coordinators are upgraded first (SPEC.md, section 18)
                 detail = (
-                    f"the coordinator runs an older release ({error.detail}): wait for its operator, or install his"
+                    f"the coordinator runs an older release ({error.detail}): install that release, or wait until its "
+                    "operator updates"
                 )
                 raise PeerError(error.code, detail) from None
             if error.code is ErrorCode.BANNED:
                 raise KeyBanned(error.detail) from None
             if error.code is ErrorCode.UNKNOWN_WORKER:
-                raise PeerError(ErrorCode.UNAVAILABLE, "the coordinator forgets us as soon as we have joined") from None
+                raise PeerError(
+                    ErrorCode.UNAVAILABLE,
+                    (
+                        "the coordinator rejects this worker's requests as unknown right "
+                        "after it joined; report this to the operator"
+                    ),
+                ) from None
             raise
 
     def _heard(self, reply: T) -> T:
@@ -161,7 +168,7 @@ class Session:
         """Join once, although several callers may have seen the same error."""
         async with self._joining:
             if self._joins == joins_before:
-                log.info("the coordinator does not know us (any more); joining again")
+                log.info("the coordinator does not know this worker (any more); joining again")
                 await self._join()
 
     async def _join(self) -> None:
@@ -171,7 +178,7 @@ class Session:
         if abs(self._clock_behind_ms) > CLOCK_DIFFERENCE_S_NOTED * 1_000:
             direction = "behind" if self._clock_behind_ms > 0 else "ahead of"
             log.warning(
-                "this machine's clock is %.0f s %s the coordinator's; set it, or requests will be refused",
+                "this machine's clock is %.0f s %s the coordinator's; set it, or requests are rejected",
                 abs(self._clock_behind_ms) / 1_000,
                 direction,
             )

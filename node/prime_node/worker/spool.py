@@ -63,7 +63,7 @@ class Spool:
             raise self._disk_fault(error) from None
         self._next = 1 + max((int(path.name.split("-")[0]) for path in found), default=0)
         if found:
-            log.info("%d finished bundles from last time wait to be uploaded", len(found))
+            log.info("%d finished bundles of the last start wait for upload", len(found))
 
     @property
     def num_bundles(self) -> int:

@@ -76,7 +76,7 @@ class Status:
             parts.append(f"surety {self.bundles_in_surety}")
         parts.append(f"spool {self.bundles_spooled}")
         if self.coordinator_away_s is not None:
-            parts.append(f"coordinator away for {self.coordinator_away_s:.0f} s")
+            parts.append(f"coordinator unreachable for {self.coordinator_away_s:.0f} s")
         elif self.waiting_for:
             parts.append(f"waiting: {self.waiting_for}")
         else:
@@ -102,7 +102,7 @@ def read_status(path: Path) -> Status:
     except OSError as error:
         raise LocalError(f"{path}: {error.strerror}") from None
     except ValidationError:
-        raise LocalError(f"{path} holds no worker's status; is it another program's file?") from None
+        raise LocalError(f"{path} is not a worker's status file; is it another program's file?") from None
 
 
 _STATUS = TypeAdapter(Status)

@@ -184,12 +184,14 @@ async def _load(worker: Worker, policy: Policy) -> bool:
             with _swapping(worker, policy.version, policy):
                 await worker.engine.load(policy.weights, policy_version=policy.version)
         except EngineMismatch as error:
-            log.error("policy %d, load %d of %d: %s; nothing is uploaded", policy.version, attempt, LOADS_MAX, error)
+            log.error(
+                "policy %d, load %d of %d: %s; the bundle is not uploaded", policy.version, attempt, LOADS_MAX, error
+            )
         else:
             return True
     raise LocalError(
-        f"the engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
-        f"after {LOADS_MAX} loads; try another one with --engine, and report this"
+        f"engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
+        f"correctly after {LOADS_MAX} loads; choose another one with --engine, and report this"
     )
 
 

@@ -49,7 +49,7 @@ class Ending(StrEnum):
     @property
     def told(self) -> str:
         """Return the text for the owner. A ban is reported elsewhere, with its reason."""
-        return "left as asked" if self is Ending.STOPPED else "the run is over, or its operator lets it drain"
+        return "left on request" if self is Ending.STOPPED else "the run is over, or its operator drains it"
 
     @property
     def exit_code(self) -> int:
@@ -95,7 +95,7 @@ class Worker:
         """Open the folder. Raises LocalError if it is unusable."""
         rng = rng or random.Random()
         self.lock = FolderLock(self.folder)
-        # On-policy, everybody waits for the last group of a step: it must not wait in a busy worker's queue.
+        # On-policy, all workers wait for the last group of a step: it must not wait in a busy worker's queue.
         ahead = self.config.leases_ahead if self.run.spec.admission.lag_leased else 0
         self.room = asyncio.Semaphore(ahead + 1)
         self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=rng)

@@ -42,7 +42,12 @@ def note(log: logging.Logger, what: str, error: BaseException) -> None:
         log.debug("%s: %r", what, error)
         return
     _told.add(place)
-    log.warning("%s failed by a bug, not by the peer; please report it: %r", what, bug, exc_info=bug)
+    log.warning(
+        "%s failed because of a bug in this program, not because of the peer; please report it: %r",
+        what,
+        bug,
+        exc_info=bug,
+    )
 
 
 def _is_bug(error: BaseException) -> bool:

@@ -42,7 +42,7 @@ class Libp2pDialBack:
             await asyncio.shield(self._starting)
             return await self._thread.call(key_answers, peer, address)
         except Unreachable as error:
-            log.warning("nobody is dialled back over libp2p any more: %s", error)
+            log.warning("dial-backs over libp2p have stopped: %s", error)
             return False
 
     async def close(self) -> None:

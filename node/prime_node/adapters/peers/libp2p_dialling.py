@@ -57,7 +57,9 @@ class Dialler:
                 if self._holes is not None and not self._streams.has_direct_link(peer):
                     await self._call(self._holes, address)
         if not self._streams.links(peer):
-            raise Unreachable(f"{peer}: nobody with this key answers at {', '.join(address.addresses) or 'no address'}")
+            raise Unreachable(
+                f"{peer}: no peer with this key answers at {', '.join(address.addresses) or 'no address'}"
+            )
         return ConnectedPeer(peer, is_relayed=not self._streams.has_direct_link(peer))
 
     async def stay_linked(self, peer: KeyId, staying: Mapping[KeyId, PeerAddress]) -> NoReturn:

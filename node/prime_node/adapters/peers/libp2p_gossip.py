@@ -1,7 +1,7 @@
 """Announcements by gossipsub, on the trio side: signed by their author, validated by each peer before it forwards them.
 
 A rejected one is blamed on the peer that forwarded it, because an honest peer validates first: after
-ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. A late judgement is nobody's fault and counts as IGNORE.
+ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. A late judgement blames no peer and counts as IGNORE.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Blame = Callable[[str, str], Awaitable[None]]
 class _Router(GossipSub):  # type: ignore[misc]
     """A gossipsub router that also sends outside its mesh while the mesh is not full.
 
-    The library sends along its mesh alone. An announcement between a peer's subscription and its graft would reach nobody. It
+    The library sends along its mesh alone. An announcement between a peer's subscription and its graft would reach no peer. It
     would not be offered again either, since the peer is in the mesh by then.
     """
 
@@ -146,10 +146,10 @@ class Gossip:
                 try:
                     judgement = await judge(forwarder, data)
                 except Exception:
-                    log.exception("an announcement that %s sent on could not be judged", forwarder)
+                    log.exception("an announcement that %s forwarded could not be checked", forwarder)
         if judgement is GossipJudgement.REJECT:
             self._rejected[forwarder] += 1
             if self._rejected[forwarder] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
                 del self._rejected[forwarder]
-                await self._blame(forwarder, "announced too much that does not verify")
+                await self._blame(forwarder, "sent too many announcements that do not verify")
         return judgement

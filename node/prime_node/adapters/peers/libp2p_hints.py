@@ -2,8 +2,8 @@
 
 The table lists local entries first, returns stale ones and takes seconds after churn, and anybody may write anything into it.
 So nothing depends on it: a hint is an address to try, and what is fetched there is verified like everything else. It serves
-to find a first peer when the coordinator is gone. Keys are hashed with the run, because the library has one protocol name for
-all tables.
+to find a first peer when the coordinator is unreachable. Keys are hashed with the run, because the library has one protocol
+name for all tables.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Hints:
                 if await self.table.add_peer(ID.from_string(peer)):
                     return
             except Exception as error:  # noqa: BLE001 - a hint is lost, and nothing else
-                faults.note(log, f"table of hints: {peer} does not enter", error)
+                faults.note(log, f"table of hints: adding {peer} failed", error)
 
     async def provide(self, digest: str) -> None:
         """Publish a provider record for a digest."""
@@ -72,7 +72,7 @@ class Hints:
             with trio.move_on_after(LOOKUP_S_MAX):
                 await self.table.provide(self._key(digest))
         except Exception as error:  # noqa: BLE001 - a hint is lost, and nothing else
-            faults.note(log, f"no hint left for {digest[:12]}", error)
+            faults.note(log, f"publishing a hint for {digest[:12]} failed", error)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
         """Return peers that claim to provide a digest, unverified."""
@@ -81,7 +81,7 @@ class Hints:
             with trio.move_on_after(LOOKUP_S_MAX):
                 found = await self.table.find_providers(self._key(digest), limits.PEER_HINTS_MAX)
         except Exception as error:  # noqa: BLE001 - no hint, and nothing else
-            faults.note(log, f"no hints for {digest[:12]}", error)
+            faults.note(log, f"finding hints for {digest[:12]} failed", error)
         by_peer = {
             str(info.peer_id): self._texts(info.addrs) for info in found
         }  # the table may list a peer more than once

@@ -52,7 +52,7 @@ class Meetings:
         """
         pair = frozenset((asker, payload.decode("ascii", "replace")))
         if pair not in self._open and len(self._open) >= limits.RELAY_CIRCUITS_MAX:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many peers meet here", retry_after_s=MEET_S_MAX)
+            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many peers meet at this relay", retry_after_s=MEET_S_MAX)
         meeting = self._open.setdefault(pair, _Meeting())
         meeting.came[asker] = meeting.came.get(asker, 0) + 1
         if len(meeting.came) == 2:

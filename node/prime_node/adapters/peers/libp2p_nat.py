@@ -102,7 +102,7 @@ class Holes:
                 await stream.close()
                 return kept
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: it is no relay, or a full one
-            faults.note(log, f"no place at relay {relay}", error)
+            faults.note(log, f"no reservation at relay {relay}", error)
             return False
 
     async def call(self, peer: KeyId, address: str) -> bool:
@@ -131,7 +131,7 @@ class Holes:
                 seen.hosts = await self._seen_at(peer)
                 seen.is_known.set()
                 if not seen.hosts:
-                    log.debug("no relay tells where %s is seen: no hole is punched", peer)
+                    log.debug("no relay knows the address of %s: hole punching is left out", peer)
                 elif self._host.get_id().to_string() < peer:
                     await self._punching.initiate_hole_punch(ID.from_string(peer))
                 else:
@@ -147,7 +147,7 @@ class Holes:
         log.info("hole punching with %s: %s after %.1f s", peer, outcome, time.monotonic() - started_s)
 
     async def _wait_for_direct_link(self, peer: KeyId) -> None:
-        while not self._streams.has_direct_link(peer) and self._streams.links(peer):  # noqa: ASYNC110 - nobody signals it
+        while not self._streams.has_direct_link(peer) and self._streams.links(peer):  # noqa: ASYNC110 - the library does not signal it
             await trio.sleep(0.1)
 
     def forget(self, peer: KeyId) -> None:
@@ -199,7 +199,7 @@ class _Punching(DCUtRProtocol):  # type: ignore[misc]
             await seen.is_known.wait()
         wanted = [one for one in addrs if (end := endpoint_of(str(one))) is not None and end.host in seen.hosts]
         if not wanted:
-            log.debug("%s is not seen at any of the addresses that it names", peer_id)
+            log.debug("%s is observed at none of the addresses that it announces", peer_id)
             return False
         with self.gate.opened(map(str, wanted)):
             punched: bool = await super()._perform_hole_punch(

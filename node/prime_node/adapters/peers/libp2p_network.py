@@ -3,7 +3,7 @@
 Waiting: this class lives in asyncio and delegates everything to trio, in a thread of its own (trio_thread.py). There `_main`
 holds the host, its services and the loops that keep links. One sends heartbeats and drops silent peers, since TCP alone takes
 minutes to notice a pulled plug; one redials the bootstrap peers. A peer's misbehaviour ends its stream or its links, never
-the host. If the thread itself ends, every call raises Unreachable and the node goes on over HTTP.
+the host. If the thread itself ends, every call raises Unreachable and the node continues over HTTP.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class Libp2pNetwork:
 
     async def announce(self, topic: str, data: bytes) -> None:
         if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
-            raise ValueError(f"an announcement has at most {limits.ANNOUNCEMENT_BYTES_MAX} bytes, got {len(data)}")
+            raise ValueError(f"an announcement has {len(data)} bytes, more than {limits.ANNOUNCEMENT_BYTES_MAX}")
         await self._thread.call(self._announce, topic, data)
 
     async def provide(self, digest: str) -> None:
@@ -308,7 +308,7 @@ class Libp2pNetwork:
     async def _block(self, peer: KeyId, reason: str) -> None:
         assert self._gossip is not None
         if peer not in self._blocked:
-            log.warning("peer %s is blocked: %s", peer, reason)
+            log.warning("blocked peer %s: %s", peer, reason)
         self._blocked.add(peer)
         self._known.pop(peer, None)
         self._gossip.block(ID.from_string(peer))
@@ -326,7 +326,7 @@ class Libp2pNetwork:
             async with trio.open_nursery() as nursery:
                 for peer in linked:
                     if (silent_s := now_s - self._heard_s.setdefault(peer, now_s)) > MISSED_MAX * heartbeat_s:
-                        log.info("peer %s gave no sign of life for %.0f s: dropped", peer, silent_s)
+                        log.info("peer %s sent nothing for %.0f s: disconnected", peer, silent_s)
                         nursery.start_soon(self._close_links, peer)
                     else:
                         nursery.start_soon(self._ask_whether_alive, peer)
@@ -335,7 +335,7 @@ class Libp2pNetwork:
         try:
             await self._ask(peer, ALIVE, b"", self._settings.heartbeat_s, limits.PEER_ADDRESS_CHARS_MAX)
         except Exception as error:  # noqa: BLE001 - whatever it was, no heartbeat came; the next round decides
-            faults.note(log, f"no sign of life from {peer}", error)
+            faults.note(log, f"{peer} sent nothing in time", error)
 
     async def _stay_linked(self, peer: KeyId) -> None:
         assert self._dialler is not None

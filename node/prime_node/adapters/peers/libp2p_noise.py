@@ -97,4 +97,4 @@ class _Session(SecureSession):  # type: ignore[misc]
             await self._raw.write(b"".join(frames))
         if scope.cancelled_caught:
             await self._raw.close()
-            raise ConnectionClosedError(f"the other side took nothing for {WRITE_S_MAX:g} s")
+            raise ConnectionClosedError(f"the other side read nothing for {WRITE_S_MAX:g} s")

@@ -86,7 +86,11 @@ class Reach:
         hosts = {_host_of(address) for address in self._seen_at(asker)}
         wanted = [address for address in _addresses(payload) if _host_of(address) in hosts]
         if asker in self._helping or len(self._helping) >= limits.PEER_DIAL_BACKS_MAX:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "dialling back already", retry_after_s=limits.DIAL_BACK_S_MAX)
+            raise PeerError(
+                ErrorCode.TOO_MANY_REQUESTS,
+                "a dial-back to this peer is running already",
+                retry_after_s=limits.DIAL_BACK_S_MAX,
+            )
         self._require_room(hosts, len(wanted))
         self._helping.add(asker)
         try:

@@ -213,7 +213,7 @@ class Streams:
                 await _widen(stream)
                 return stream
         except trio.TooSlowError:
-            raise Unreachable(f"{peer} does not open a stream within {OPEN_S_MAX:g} s") from None
+            raise Unreachable(f"{peer} did not open a stream within {OPEN_S_MAX:g} s") from None
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no protocol, no stream, no link
             if "not supported" in f"{error!r} {error.__cause__!r}":
                 raise PeerError(ErrorCode.NOT_FOUND, f"{peer} does not serve {protocol}") from None
@@ -252,7 +252,7 @@ class Streams:
                 payload = await reader.exactly(num_bytes)
                 if self._answering[peer] >= limits.PEER_REQUESTS_MAX:
                     refused = PeerError(
-                        ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are under way"
+                        ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress"
                     )
                     # Awaited, so that a flood of refused requests is read no faster than it takes its refusals.
                     await _send(stream, writing, pack_refusal(number, refused))
@@ -274,7 +274,7 @@ class Streams:
                 frame = pack_refusal(number, PeerError(ErrorCode.UNAVAILABLE, str(error)))
             except Exception:
                 log.exception("a request of %s could not be answered", peer)
-                frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "a fault of this peer"))
+                frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "this peer failed to answer; see its log"))
             await _send(stream, writing, frame)
         finally:
             settle_answer(given)

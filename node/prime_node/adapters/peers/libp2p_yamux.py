@@ -129,7 +129,7 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
         if self.send_closed or self.closed:
             raise MuxedStreamError("the stream is closed")
         if self.send_window <= 0:
-            raise MuxedStreamError(f"no credit for {STALL_S:g} s")
+            raise MuxedStreamError(f"the other side granted no window for {STALL_S:g} s")
 
 
 class Yamux(library.Yamux):  # type: ignore[misc]
@@ -218,7 +218,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         if version or kind > library.TYPE_GO_AWAY:
             raise ProtocolError(f"a frame of version {version} and kind {kind}")
         if kind == library.TYPE_GO_AWAY:
-            raise ProtocolError(f"told to go away: {number}")
+            raise ProtocolError(f"the other side closed the connection with code {number}")
         if kind == library.TYPE_PING:
             await self._take_ping(flags, number)
             return
@@ -231,7 +231,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
                 stream.credited.set()
         elif number:
             if number > (library.MAX_WINDOW_SIZE if stream is None else stream.recv_window):
-                raise ProtocolError(f"{number} bytes beyond the window of stream {name}")
+                raise ProtocolError(f"{number} bytes more than the window of stream {name} allows")
             if stream is not None:
                 stream.recv_window -= number
             self._body, self._flags = (name, number), flags

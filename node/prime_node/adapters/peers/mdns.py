@@ -81,8 +81,8 @@ class LocalPeers:
             self._zeroconf.zeroconf.async_add_listener(_Flood(self._give_up), None)
             self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
         except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; only hints are lost
-            log.info("no peers are looked for on the local network: %s", error or type(error).__name__)
-            faults.note(log, "looking for peers on the local network", error)
+            log.info("the search for peers on the local network is off: %s", error or type(error).__name__)
+            faults.note(log, "searching peers on the local network", error)
             await self.close()
 
     async def close(self) -> None:
@@ -111,7 +111,9 @@ class LocalPeers:
 
     def _give_up(self, num_names: int) -> None:
         """Stop listening after a flood: the library keeps every name that it receives for as long as its sender wants."""
-        log.warning("the local network tells of %d names: a flood; no peers are looked for there any more", num_names)
+        log.warning(
+            "the local network announces %d names, which is a flood; the search for peers there stops", num_names
+        )
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
 
@@ -141,7 +143,7 @@ class LocalPeers:
             if await service.async_request(zeroconf, ANSWER_MS_MAX):
                 self._take(service)
         except Exception as error:  # noqa: BLE001 - the edge of the task, and the library raises many kinds
-            faults.note(log, "looking a peer of the local network up", error)
+            faults.note(log, "resolving a peer on the local network", error)
 
     def _take(self, service: AsyncServiceInfo) -> None:
         for told in read_records(service.properties):

@@ -1,7 +1,7 @@
 """trio in a thread of its own, next to asyncio. libp2p runs on trio, the rest of a node on asyncio.
 
 Waiting: an asyncio task in `call` waits for a trio task, a trio task in `to_asyncio` for an asyncio one; either wait carries
-result, error and cancellation across. Neither loop ever blocks the other: each delegates the work and goes on. The thread
+result, error and cancellation across. Neither loop ever blocks the other: each delegates the work and continues. The thread
 ends when `main` does, when `stop` is called, or when a background task crashes. Then every `call` raises ThreadGone, so that
 no task waits for an ended loop.
 """
@@ -93,7 +93,7 @@ class TrioThread:
     async def call(self, function: Callable[_P, Awaitable[_T]], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Run `await function(...)` in the thread. Cancelling the caller cancels it there and waits for its end."""
         if self._token is None or self._ended.done():
-            raise ThreadGone(f"the {self._name} thread does not run")
+            raise ThreadGone(f"the {self._name} thread is not running")
         done: asyncio.Future[None] = self._loop.create_future()
         outcome: list[_T] = []
         scope = trio.CancelScope()

@@ -167,7 +167,9 @@ class Audit(ManifestAudit):
             if weights is None:
                 if version in needed:
                     self.at = 5
-                    raise PeerError(ErrorCode.NOT_FOUND, f"policy {version}: what it is built on is not kept")
+                    raise PeerError(
+                        ErrorCode.NOT_FOUND, f"policy {version}: a policy that it builds on is no longer kept"
+                    )
                 self.num_absent += 1
                 continue
             self.num_policies += 1
@@ -241,7 +243,10 @@ class Audit(ManifestAudit):
             self.at = 8
             data = await self.source.blob(file.digest, start=0, end=file.size)
             if len(data) != file.size or digest_of(data) != file.digest:
-                raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} is not the file that the RunSpec names")
+                raise PeerError(
+                    ErrorCode.DIGEST_MISMATCH,
+                    f"{file.name} is not the file that the RunSpec names; take it from the run's creator",
+                )
             if self.keep_weights:
                 self.model_files[file.name] = data
 

@@ -111,7 +111,7 @@ class ManifestAudit:
         if signed.manifest.policy_version != policy_version:
             raise PeerError(
                 ErrorCode.CHAIN_BROKEN,
-                f"under number {policy_version} lies manifest {signed.manifest.policy_version}",
+                f"the file of manifest {policy_version} has manifest {signed.manifest.policy_version}",
             )
         return signed
 
@@ -120,7 +120,7 @@ class ManifestAudit:
         self.at = 2
         envelope = await self.source.head()
         if envelope is None:
-            raise PeerError(ErrorCode.NOT_FOUND, "nothing has been published yet")
+            raise PeerError(ErrorCode.NOT_FOUND, "no policy has been published yet")
         signed = open_manifest(envelope, self.pinned)
         self.at = 3
         check_manifest(signed.manifest, self.pinned)
@@ -140,7 +140,9 @@ class ManifestAudit:
         if self.digests.get(version, signed.digest) != signed.digest:
             self.at = 4
             self.evidence = (signed.envelope,)
-            raise PeerError(ErrorCode.FORK, f"the source has changed manifest {version} during the audit")
+            raise PeerError(
+                ErrorCode.FORK, f"the source changed manifest {version} during the audit; start the audit again"
+            )
         self.digests[version] = signed.digest
         self.routes[version] = routes_of(signed.manifest)
         self.roots[version] = signed.manifest.state_root
@@ -189,7 +191,7 @@ class ManifestAudit:
                 break
             self._note(await self._manifest(found.unread[0]))
         if found.path is None:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {version} any more")
+            raise PeerError(ErrorCode.NOT_FOUND, f"no update path leads to policy {version} any more")
         return [await self._step(hop.policy_version, hop.route.base_version, wanted) for hop in found.path.hops]
 
     async def _step(self, version: int, base: int | None, wanted: SignedManifest) -> Step:
@@ -231,7 +233,10 @@ class ManifestAudit:
         self.at = 5
         envelope = await self.source.manifest(policy_version)
         if envelope.digest != self.digests[policy_version]:
-            raise PeerError(ErrorCode.FORK, f"the source has changed manifest {policy_version} during the audit")
+            raise PeerError(
+                ErrorCode.FORK,
+                f"the source changed manifest {policy_version} during the audit; start the audit again",
+            )
         return parse_json(envelope.payload, Manifest)
 
     # (9)
@@ -257,12 +262,12 @@ class ManifestAudit:
         if stamp is not None:
             self._check_newest(stamp, self.pinned, self.head)
         if version == self.pinned.spec.max_steps:
-            self.established(9, f"policy {version} is the run's last: nothing newer can come")
+            self.established(9, f"policy {version} is the run's last one")
         elif stamp is None:
             assert self.timestamp_fault is not None
             if self.now_ms is not None or self.timestamp_fault.code is not ErrorCode.NOT_FOUND:
                 raise self.timestamp_fault
-            self.established(9, "no timestamp lies beside it: whether there is anything newer is not known")
+            self.established(9, "the source has no timestamp: a newer policy may exist")
         elif self.now_ms is None:
             self.established(
                 9, f"policy {stamp.policy_version} was the newest at {date_of(stamp.issued_at_ms)}; this is a copy"
@@ -276,13 +281,19 @@ class ManifestAudit:
         version = head.manifest.policy_version
         if stamp.policy_version > version:
             raise PeerError(
-                ErrorCode.EXPIRED, f"freeze: the head is policy {version}, and policy {stamp.policy_version} is out"
+                ErrorCode.EXPIRED,
+                f"freeze: the source's head is policy {version}, but policy {stamp.policy_version} is published",
             )
         if stamp.policy_version == version and stamp.head != head.point:
             self.evidence = (head.envelope,) if self.stamped is None else (head.envelope, self.stamped)
-            raise PeerError(ErrorCode.FORK, f"the coordinator says that policy {version} is another one than the head")
+            raise PeerError(
+                ErrorCode.FORK,
+                f"the coordinator's timestamp names another manifest for policy {version} than the head",
+            )
         if stamp.key_ring > pinned.keys.version:
-            raise PeerError(ErrorCode.EXPIRED, f"freeze: key ring {stamp.key_ring} is in force and is not shown")
+            raise PeerError(
+                ErrorCode.EXPIRED, f"freeze: key ring {stamp.key_ring} is in force, but the source does not have it"
+            )
 
     # Results
 

@@ -70,11 +70,11 @@ def compare(signed: Weights, other: Weights) -> CheckpointComparison:
 
 def _compare_tensor(name: str, signed: WeightTensor, other: WeightTensor | None) -> Difference | None:
     if other is None:
-        return Difference(name, Fault.MISSING, "is not there")
+        return Difference(name, Fault.MISSING, "is missing")
     if signed.dtype != other.dtype:
-        return Difference(name, Fault.DTYPE, f"is {other.dtype}; signed as {signed.dtype}")
+        return Difference(name, Fault.DTYPE, f"is {other.dtype}, but was signed as {signed.dtype}")
     if signed.shape != other.shape:
-        return Difference(name, Fault.SHAPE, f"has shape {list(other.shape)}; signed with {list(signed.shape)}")
+        return Difference(name, Fault.SHAPE, f"has shape {list(other.shape)}, but was signed with {list(signed.shape)}")
     count, first, largest = 0, -1, 0.0
     for start in range(0, signed.data.size, _PIECE_ELEMENTS):
         piece = slice(start, start + _PIECE_ELEMENTS)

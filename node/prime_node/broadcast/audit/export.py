@@ -81,7 +81,7 @@ def _check_names(verified: Verified) -> None:
     """Check that no model file of the run has a name that the export writes. Raises LocalError."""
     for name in map(str.casefold, verified.model_files):
         if name.startswith("provenance") or ".safetensors" in name or name == ADAPTER_CONFIG_FILE:
-            raise LocalError(f"the run has a model file {name}; an export writes a file of that name itself")
+            raise LocalError(f"the run has a model file {name}, and an export writes its own file of that name")
 
 
 def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:
@@ -102,7 +102,7 @@ def _merged(verified: Verified, base: Weights) -> Weights:
     """Return the base with the adapters merged in. Raises LocalError."""
     spec = verified.run.spec.adapters
     if spec is None:
-        raise LocalError("this run's policies are whole models: leave out the base")
+        raise LocalError("this run's policies are whole models: run the export without a base")
     if (found := root_of(base)) != spec.base_root:
         raise LocalError(
             f"the base has state root {found[:16]}, the run's adapters are of {spec.base_root[:16]} ({spec.base})"

@@ -4,7 +4,7 @@
     (2) the head that a coordinator of the run signed names the last line
     (3) earlier heads name lines of this ledger, and this head names a line of every ledger that was kept
     (4) every settled receipt of the caller's own up to the head is a line
-    (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as it must be, and every bundle
+    (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
         accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
 
 If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. If (5)
@@ -122,7 +122,7 @@ class _Reader:
             lines = await source.ledger(self._chain.num_entries)
             if not lines:
                 self._report.faults.append(
-                    f"the signed head speaks of {wanted} entries, and only {self._chain.num_entries} are shown"
+                    f"the signed head counts {wanted} entries, but the ledger has only {self._chain.num_entries}"
                 )
                 return
             for line in lines[: wanted - self._chain.num_entries]:
@@ -167,14 +167,14 @@ class _Reader:
         for known, envelope in self._heads[1:]:
             if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
                 self._report.faults.append(
-                    f"an earlier head speaks of {known.num_entries} entries, this one of {head.num_entries}"
+                    f"an earlier head counts {known.num_entries} entries, this one {head.num_entries}"
                 )
                 self._report.evidence += [signed, envelope]
         for receipt, envelope in self._missing.values():
             if receipt.at_ms >= head.at_ms:  # perhaps settled after the head was signed
                 self._report.num_newer_receipts += 1
                 continue
-            self._report.faults.append(f"a signed receipt is not in it: bundle {receipt.bundle[:12]}, {receipt.status}")
+            self._report.faults.append(f"a signed receipt is missing: bundle {receipt.bundle[:12]}, {receipt.status}")
             self._report.evidence += [envelope] if self._report.evidence else [signed, envelope]
 
     def _compare(self) -> None:
@@ -182,7 +182,7 @@ class _Reader:
             if head.num_entries == self._chain.num_entries and head.digest != self._chain.digest:
                 first = self._heads[0][1]
                 what = "the signed head" if envelope is first else "an earlier signed head"
-                self._report.faults.append(f"{what} names another entry {head.num_entries - 1} than is shown")
+                self._report.faults.append(f"{what} names another entry {head.num_entries - 1} than the ledger has")
                 if envelope is not first:
                     self._report.evidence += [first, envelope]
 

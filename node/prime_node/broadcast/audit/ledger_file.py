@@ -37,7 +37,7 @@ async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int
                 lines = (await source.ledger(written))[: wanted - written]
                 if not lines:
                     raise PeerError(
-                        ErrorCode.NOT_FOUND, f"the ledger's head speaks of {wanted} entries, {written} are shown"
+                        ErrorCode.NOT_FOUND, f"the ledger's head counts {wanted} entries, but {written} were written"
                     )
                 file.writelines(line + b"\n" for line in lines)
                 written += len(lines)
@@ -46,7 +46,7 @@ async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}; give another place with --out") from None
+        raise LocalError(f"{path}: {error.strerror}; choose another file with --out") from None
     finally:
         partial.unlink(missing_ok=True)
     return written
@@ -62,7 +62,7 @@ def open_ledger_file(path: Path, *, pinned: str | None) -> Iterator[LedgerFile]:
         with path.open("rb") as file:
             yield LedgerFile(file, pinned=pinned)
     except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}; give an exported ledger, a run directory or a join link") from None
+        raise LocalError(f"{path}: {error.strerror}; name an exported ledger, a run directory or a join link") from None
 
 
 class LedgerFile:
@@ -89,7 +89,7 @@ class LedgerFile:
 
     async def ledger(self, start: int) -> list[bytes]:
         """Return the next lines. `start` must be the number of lines read so far."""
-        assert start == self._next, "a file is read in order"
+        assert start == self._next, "a ledger file is read in order"
         lines = list(self._lines())
         self._next += len(lines)
         return lines

@@ -128,7 +128,9 @@ async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None)
         raise PeerError(ErrorCode.CHAIN_BROKEN, str(error)) from None
     entry = manifest.tensors[index]
     if base is not None and (base.dtype, base.shape) != (entry.dtype, entry.shape):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has another {name}")
+        raise PeerError(
+            ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has another tensor {name}"
+        )
     out = empty_like(entry.dtype, entry.shape)
     chunks = [table[int(number)] for number in np.flatnonzero(table.tensors == index)]
     for part, group in groupby(chunks, key=lambda chunk: chunk.part):

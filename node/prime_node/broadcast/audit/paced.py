@@ -79,8 +79,8 @@ class PacedSource:
                 left_s = self._allowed_s - self._so_far_s()
                 if left_s <= 0:
                     raise Unreachable(
-                        f"slow retrieval: {self._so_far_s():,.0f} s of waiting for it, less than "
-                        f"{self._rate_min:,.0f} bytes a second on the whole"
+                        f"slow retrieval: less than {self._rate_min:,.0f} bytes a second on average after "
+                        f"{self._so_far_s():,.0f} s of waiting"
                     )
                 waiting = asyncio.ensure_future(self._clock.sleep(left_s))
                 await asyncio.wait({answering, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -86,7 +86,7 @@ def read_weights(path: Path) -> dict[str, WeightTensor]:
         try:
             found = _read_file(file)
         except (OSError, ValueError, RecursionError) as error:
-            raise LocalError(f"{file} is no safetensors file: {error}") from None
+            raise LocalError(f"{file} is not a safetensors file: {error}") from None
         if twice := weights.keys() & found.keys():
             raise LocalError(f"{path}: tensor {min(twice)} is in two files")
         weights |= found
@@ -103,13 +103,13 @@ def _files_of(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise LocalError(f"{index} is no index of safetensors files: {error!r:.200}") from None
+            raise LocalError(f"{index} is not an index of safetensors files: {error!r:.200}") from None
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise LocalError(f"{index} names files outside of its folder")
+            raise LocalError(f"{index} names files outside its folder")
         return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise LocalError(f"{path} holds no *.safetensors")
+        raise LocalError(f"{path} has no *.safetensors file")
     return files
 
 
@@ -122,14 +122,14 @@ def _read_file(path: Path) -> dict[str, WeightTensor]:
             raise ValueError("its header does not fit")
         header = json.loads(file.read(header_bytes))
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     whole = np.asarray(np.memmap(path, np.uint8, mode="r"))  # one map for all tensors: each would hold a file open
     start_of_data, covered, weights = 8 + header_bytes, [(0, 0)], {}
     for name, entry in header.items():
         dtype, shape, start, end = _entry(name, entry)
         if end - start != prod(shape) * DTYPES[dtype] or start_of_data + end > size:
-            raise ValueError(f"{name} does not have the bytes of its shape")
+            raise ValueError(f"{name} has not as many bytes as its shape needs")
         covered.append((start, end))
         data = whole[start_of_data + start : start_of_data + end].view(f"<u{DTYPES[dtype]}")
         weights[name] = WeightTensor(dtype, shape, data)
@@ -142,11 +142,11 @@ def _read_file(path: Path) -> dict[str, WeightTensor]:
 def _entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """Return dtype, shape, start and end of one header entry."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{name} needs exactly dtype, shape and data_offsets")
+        raise ValueError(f"{name} must have exactly dtype, shape and data_offsets")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPE_OF:
         raise ValueError(f"{name} has the unknown type {entry['dtype']!r:.40}")
     shape, offsets = entry["shape"], entry["data_offsets"]
     sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
     if any(type(item) is not int or item < 0 for item in sizes) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{name} has an impossible shape or place")
+        raise ValueError(f"{name} has an impossible shape or offset")
     return DTYPE_OF[entry["dtype"]], tuple(shape), offsets[0], offsets[1]

@@ -57,7 +57,7 @@ class SeedAudit:
         try:
             if said is None:
                 if is_first:
-                    self._wrong(receipt, "its receipt does not say what was assigned")
+                    self._wrong(receipt, "its receipt lacks the assignment")
             elif not any(self._rule.is_trained(slot) for slot, _ in said.slots):
                 self._rule.check_evaluation(
                     said,
@@ -92,12 +92,10 @@ class SeedAudit:
             chain.newest_open(self._newest_policy, max_steps=spec.max_steps) if spec.admission.is_in_order else None
         )
         if wanted is not None and not self._fault and wanted >= len(self._secrets):
-            found.append(
-                f"steps before {self._newest_policy} are over, and the head does not tell the secret of number {wanted}"
-            )
+            found.append(f"steps before {self._newest_policy} are over, but the head lacks secret number {wanted}")
         if self._num_wrong:
             found.append(
-                f"{self._num_wrong} accepted bundles were not assigned what the seed chain gives: {self._first_wrong}"
+                f"{self._num_wrong} accepted bundles have another assignment than the seed chain gives: {self._first_wrong}"
             )
         return found
 

@@ -9,7 +9,7 @@ shadow copy. Nothing is staged before heads.py has verified its manifest, then (
 every chunk and tensor and, through them, of the base (CheckpointDecoder).
 
 Self-repair: a held policy that no longer matches its root (a flipped bit in memory) is detected when the next delta is
-applied to it, and dropped. An encoding that is gone or does not decode is excluded. Either way the next cheapest path is
+applied to it, and dropped. An encoding that is deleted or does not decode is excluded. Either way the next cheapest path is
 taken. A policy is given up only when every path to it was published broken.
 """
 
@@ -212,7 +212,7 @@ class Follower:
                 await self._take(await self.heads.manifest(started))
                 started, pause_s = None, self._poll_s
             except (PeerError, Unreachable) as error:
-                log.warning("policy %d: %s; looking for the head again", started, error)
+                log.warning("policy %d: %s; fetching the head again", started, error)
                 if isinstance(error, PeerError):
                     started = None
                 await self._clock.sleep(pause_s)
@@ -242,12 +242,14 @@ class Follower:
                 try:
                     await self._stage(await self._walk(way, version))
                 except _ClosedError as closed:
-                    log.warning("policy %d: %s; looking for another way", version, closed)
+                    log.warning("policy %d: %s; trying another update path", version, closed)
                     if closed.for_good:
                         self._bad[closed.step.name] = str(closed)
                     gone.add(closed.step.name)
                 except _WrongBaseError as wrong:
-                    log.error("policy %d is not what it was when it was verified; it is dropped", wrong.policy_version)
+                    log.error(
+                        "policy %d has changed on disk since its verification; it is deleted", wrong.policy_version
+                    )
                     self._policies.pop(wrong.policy_version, None)
 
     async def _walk(self, way: Sequence[UpdateStep], version: int) -> Policy:
@@ -287,8 +289,8 @@ class Follower:
     def _give_up(self, version: int) -> PeerError:
         """Record that every encoding was published broken, so no source is asked again."""
         reasons = "; ".join(reason for (broken, _), reason in self._bad.items() if broken == version)
-        self._broken[version] = f"policy {version} was published broken: {reasons}"
-        log.error("%s; waiting for the next one", self._broken[version])
+        self._broken[version] = f"policy {version} was published damaged: {reasons}"
+        log.error("%s; waiting for the next policy", self._broken[version])
         return PeerError(ErrorCode.CHAIN_BROKEN, self._broken[version])
 
     async def _stage(self, policy: Policy) -> None:
@@ -327,7 +329,7 @@ def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes:
 
 
 class _ClosedError(Exception):
-    """An encoding that cannot be used: its bytes are gone, or they are the signed ones and do not decode to the policy."""
+    """An encoding that cannot be used: its bytes are missing, or they are the signed ones and do not decode to the policy."""
 
     def __init__(self, step: UpdateStep, error: PeerError, *, for_good: bool) -> None:
         super().__init__(error.detail)

@@ -87,7 +87,9 @@ class Heads:
             async with asyncio.timeout(COMPARE_S_MAX):
                 shown = await self._open(await named.source.manifest(version))
             if shown.manifest.policy_version != version:
-                raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {version}, got another")
+                raise PeerError(
+                    ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
+                )
             self._news(shown)
         except TimeoutError:
             self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
@@ -122,7 +124,7 @@ class Heads:
                 await self._consider(named, await self._open(envelope))
             if named.head > self.newest:
                 promised, named.head = named.head, self.newest
-                raise PeerError(ErrorCode.NOT_FOUND, f"it says that it has policy {promised}, and does not show it")
+                raise PeerError(ErrorCode.NOT_FOUND, f"it claims policy {promised}, but does not serve it")
             self._pool.succeeded(named)
         except (PeerError, Unreachable) as error:
             self._pool.failed(named, error)
@@ -139,7 +141,7 @@ class Heads:
         """Accept a head if it is newer and continues the known chain (3). Raises PeerError or Unreachable."""
         news = self._news(shown)
         if news is HeadNews.OLDER:
-            log.debug("source %s is behind: policy %d", named.name, shown.manifest.policy_version)
+            log.debug("source %s is behind: its newest is policy %d", named.name, shown.manifest.policy_version)
         if news is not HeadNews.NEWER or self._is_rolled_back(shown):
             return
         if self.chain.head is None:
@@ -167,8 +169,8 @@ class Heads:
             self._write(place(self._folder, f"evidence/withdrawn-{head.digest[:16]}.json"), head.envelope)
             (self._folder / "head.json").unlink(missing_ok=True)
             raise LocalError(
-                f"policy {self.newest}, which this machine follows, is not the run's by key ring {version}: {error.detail}. "
-                f"It is kept in {self._folder / 'evidence'}; start again to follow the run's own"
+                f"policy {self.newest}, which this machine follows, is not part of the run by key ring {version}: "
+                f"{error.detail}. It is kept in {self._folder / 'evidence'}; start again to follow the run's own policies"
             ) from None
         self._ring = version
 
@@ -201,15 +203,18 @@ class Heads:
             raise
 
     async def _fetch(self, policy_version: int, wanted: BasePolicy | None = None) -> SignedManifest:
-        last: Exception = Unreachable("every source rests")
+        last: Exception = Unreachable("every source is paused after errors")
         for named in self._pool.ready():
             try:
                 signed = await self._open(await named.source.manifest(policy_version))
                 if signed.manifest.policy_version != policy_version:
-                    raise PeerError(ErrorCode.CHAIN_BROKEN, f"asked for manifest {policy_version}, got another")
+                    raise PeerError(
+                        ErrorCode.CHAIN_BROKEN,
+                        f"the source answered a request for manifest {policy_version} with another one",
+                    )
                 if wanted is not None and not _is(signed, wanted):
                     raise PeerError(
-                        ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is another one than the base that is meant"
+                        ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
                     )
                 self._news(signed)
                 if policy_version >= self.chain.lowest:
@@ -231,7 +236,7 @@ class Heads:
             path = place(folder, f"fork-{version:08d}-{signed.digest[:16]}.json")
             if not path.exists() and len(list(folder.glob("*.json"))) < EVIDENCE_FILES_MAX:
                 self._write(path, signed.envelope)
-                log.error("fork: two signed manifests for policy %d; evidence in %s", version, path)
+                log.error("fork: two signed manifests for policy %d; the evidence is in %s", version, path)
 
     def _restore(self) -> None:
         """Load and verify the head from the last run. A damaged file does not stop the machine."""
@@ -243,7 +248,7 @@ class Heads:
             if not self._is_rolled_back(head):
                 self.chain.begin(head)
         except PeerError as error:
-            log.warning("%s: %s; starting from the head that the sources show", path, error)
+            log.warning("%s: %s; starting from the sources' head", path, error)
             path.unlink()
 
     def _write(self, path: Path, envelope: Envelope) -> None:

@@ -37,7 +37,7 @@ async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> Pi
         return open_run_spec(await source.run_spec(), pinned=pinned)
 
     run = await ask_until_answered(lambda: _in_turn(sources, from_one), what="the run's description", clock=clock)
-    log.info("run %s is '%s'; getting ready for it", run.digest[:12], run.spec.name)
+    log.info("run %s is '%s'; preparing", run.digest[:12], run.spec.name)
     return run
 
 
@@ -73,9 +73,7 @@ def model_files_in(folder: Path, run: PinnedRun) -> dict[str, bytes]:
 def _there(folder: Path, file: ModelFile) -> bytes:
     data = read_inside(folder, file.name, bytes_max=file.size)
     if data is None or digest_of(data) != file.digest:
-        raise LocalError(
-            f"{folder / file.name} is not the file that the run names; take it from where the run was made"
-        )
+        raise LocalError(f"{folder / file.name} is not the file that the run names; copy it from the run's creator")
     return data
 
 
@@ -106,5 +104,8 @@ async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> b
         raise LimitExceeded("blob_bytes_max", file.size, bound)
     data = await source.blob(file.digest, end=file.size)
     if digest_of(data) != file.digest:
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"model file {file.name} is not the one that the RunSpec names")
+        raise PeerError(
+            ErrorCode.DIGEST_MISMATCH,
+            f"model file {file.name} is not the one that the RunSpec names; the run's creator has to replace it",
+        )
     return data

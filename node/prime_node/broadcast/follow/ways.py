@@ -90,7 +90,7 @@ class Ways:
                 elif isinstance(result, BaseException):
                     raise result
         if found.path is None:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no way leads to policy {target} any more")
+            raise PeerError(ErrorCode.NOT_FOUND, f"no update path leads to policy {target} any more")
         return found.path
 
     def _routes_now(self, version: int) -> Sequence[UpdateRoute]:

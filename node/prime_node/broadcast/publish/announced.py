@@ -55,8 +55,8 @@ class Announced:
         if is_known and head is not None and head.manifest.run == record.run:
             return
         raise LocalError(
-            f"the coordinator's newest policy is {version}, but this trainer has announced policy {record.policy_version} of run"
-            f" {record.run[:12]} ({self._file}). Was the coordinator restored from an older copy, or is this another"
-            f" run's folder? Going on would sign a second policy {version + 1}, which workers refuse as a fork."
-            " Nothing was changed: docs/operating.md says how to go on"
+            f"the coordinator's newest policy is {version}, but this trainer has announced policy "
+            f"{record.policy_version} of run {record.run[:12]} ({self._file}). Was the coordinator restored from an "
+            "older copy, or is this another run's folder? Nothing was changed. To continue would sign a second policy "
+            f"{version + 1}, which workers reject as a fork; docs/operating.md says what to do"
         )

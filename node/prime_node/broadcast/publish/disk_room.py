@@ -34,7 +34,7 @@ class DiskRoom:
                 os.posix_fallocate(file.fileno(), 0, max(1, size))
             except OSError as error:
                 raise LocalError(
-                    f"a policy of {size:,} bytes does not fit into {place}: {error}. Make room there"
+                    f"a policy of {size:,} bytes does not fit into {place}: {error}. Free some space there"
                 ) from error
             self._bytes = np.memmap(file, np.uint8, mode="r+", shape=(max(1, size),))
         self._end = 0

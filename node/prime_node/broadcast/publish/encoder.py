@@ -85,7 +85,7 @@ class SpanEncoder:
             copy.drop()
         for gone in self._held.keys() - needed:
             self._held.pop(gone).copy.drop()
-        log.debug("policies %s are held, %d bytes each", self.held, copy.raw_bytes)
+        log.debug("keeping policies %s as bases, %d bytes each", self.held, copy.raw_bytes)
 
     def _anchor_bytes(self) -> int | None:
         """Return the size of an anchor, estimated by the newest one's; all are of similar size."""

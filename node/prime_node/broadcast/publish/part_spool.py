@@ -40,7 +40,7 @@ class PartSpool:
                 written += os.pwrite(self._file.fileno(), memoryview(data)[written:], self._end + written)
         except OSError as error:
             raise LocalError(
-                f"an encoded policy does not fit into {self._folder}: {error}. Make room there, or set TMPDIR"
+                f"an encoded policy does not fit into {self._folder}: {error}. Free some space there, or set TMPDIR"
             ) from error
         self._places[entry.digest] = self._end
         self._end += len(data)

@@ -213,9 +213,7 @@ class Publisher:
             await self._compare(submission)
             return
         if version != self.head + 1:
-            raise LocalError(
-                f"policy {version} cannot follow policy {self.head}, the newest one that the coordinator has"
-            )
+            raise LocalError(f"policy {version} cannot follow policy {self.head}, the coordinator's newest one")
         began_s = self._clock.monotonic_s()
         tensors = await asyncio.to_thread(submission.copy.tensors)
         with PartSpool(self._spool_folder) as spool:
@@ -267,7 +265,7 @@ class Publisher:
     async def _take_up_first(self) -> None:
         """Fetch policy 0 from the coordinator, for root deltas, and decode it onto the disk.
 
-        If its bytes are gone, or there is no room for them, no root deltas are made.
+        If its bytes are missing, or there is no room for them, no root deltas are made.
         """
         try:
             signed = await self._published_manifest(0)
@@ -282,7 +280,7 @@ class Publisher:
             weights = await asyncio.to_thread(decoder.finish)
             self._encoder.published(manifest, await asyncio.to_thread(self._copy_of, weights), head=self.head)
         except (PeerError, LocalError) as error:
-            log.warning("policy 0 is not to be had, so no root deltas are made: %s", error)
+            log.warning("policy 0 cannot be fetched, so no root deltas are made: %s", error)
 
     async def _blob(self, entry: PartEntry) -> bytes:
         return await ask_until_answered(
@@ -310,7 +308,7 @@ class Publisher:
                 f"policy {version} is published with state root {theirs}, but this trainer computed {ours}. A step is repeated"
                 " exactly only on the same kind of machine, with the same settings, number of threads and software"
             )
-        log.info("policy %d was computed again and is the published one", version)
+        log.info("policy %d was computed again and equals the published one", version)
         self._encoder.published(published.manifest, submission.copy, head=self.head)
 
     def _manifest(

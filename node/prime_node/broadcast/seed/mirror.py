@@ -87,7 +87,7 @@ class Mirror:
             try:
                 await self.take(self.heads.newest)
             except (PeerError, Unreachable) as error:
-                log.warning("policy %d: %s; looking for the head again", self.heads.newest, error)
+                log.warning("policy %d: %s; fetching the head again", self.heads.newest, error)
                 await self._clock.sleep(PAUSE_S)
 
     async def take(self, policy_version: int) -> None:
@@ -103,7 +103,7 @@ class Mirror:
             self.shelf.put(signed)
         except OSError as error:
             raise LocalError(f"folder {self._folder}: {error}; free some space and start again") from None
-        log.info("policy %d is here, %d encodings", policy_version, len(signed.manifest.encodings))
+        log.info("policy %d is stored, %d encodings", policy_version, len(signed.manifest.encodings))
 
     async def _take_way(self, signed: SignedManifest) -> None:
         """Download what a newcomer needs before the policy's own encodings, as far as any source still has it."""
@@ -117,7 +117,7 @@ class Mirror:
                 else:
                     self.shelf.add(missing[0].signed, missing[0].encoding)
         except PeerError as error:
-            log.info("policy %d: newcomers cannot begin here: %s", signed.manifest.policy_version, error)
+            log.info("policy %d: new peers cannot start from this seeder: %s", signed.manifest.policy_version, error)
 
     async def _way(self, signed: SignedManifest, gone: set[tuple[int, int | None]]) -> list[UpdateStep]:
         """Return the steps before the policy's own."""

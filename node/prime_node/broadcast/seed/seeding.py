@@ -55,7 +55,7 @@ class Seeding:
         try:
             await self.shelf.restore(self._run)
         except OSError as error:
-            log.warning("what was published before is not seeded: %s", error)
+            log.warning("earlier policies are not seeded: %s", error)
 
     async def put_blob(self, data: bytes) -> str:
         """Upload a blob and keep it on disk. Raises PeerError or Unreachable."""

@@ -55,5 +55,5 @@ async def broken_publication(
         try:
             await asyncio.to_thread(check, piece, data[piece.start : piece.end])
         except PeerError as wrong:
-            return PeerError(ErrorCode.CHAIN_BROKEN, f"published broken: {wrong.detail}")
+            return PeerError(ErrorCode.CHAIN_BROKEN, f"published damaged: {wrong.detail}")
     return None

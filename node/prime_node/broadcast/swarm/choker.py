@@ -3,7 +3,7 @@
 At most `slots` answers are under way, one to each member. Other requests wait in a bounded queue, few per peer. A free slot
 goes to the peer with the smallest ratio of bytes received to bytes given here, both decaying with a half-life. This is
 proportional response, under which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant
-lets newcomers begin; members of the run have a larger one than strangers. A seeder is given nothing, so there everybody gets
+lets newcomers begin; members of the run have a larger one than strangers. A seeder is given nothing, so there all peers get
 the same.
 
 One network has at most a share of the slots and of the queue, however many members' keys it has: keys are cheap, and slow

@@ -120,7 +120,7 @@ class Directory:
                 if not self.is_alone:  # logged once; the worker reports how long it lasts
                     is_refused = isinstance(error, PeerError) and error.code is ErrorCode.NOT_INVITED
                     level = logging.WARNING if is_refused else logging.INFO
-                    log.log(level, "the coordinator names no peers: %s", error)
+                    log.log(level, "the coordinator sent no list of peers: %s", error)
                 self.is_alone = True
                 await self._exchange(links())
             tell()
@@ -224,5 +224,5 @@ class Directory:
                 self.take_in(await link.peers())
             except (PeerError, Unreachable) as error:
                 if not (isinstance(error, PeerError) and error.code is ErrorCode.MALFORMED):
-                    log.info("a peer names no peers: %s", error)
+                    log.info("a peer sent no list of peers: %s", error)
             await asyncio.sleep(0)

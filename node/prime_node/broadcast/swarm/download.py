@@ -181,7 +181,7 @@ class Download:
                 if rounds or not self._pool.peers:  # a peer may be about to announce them
                     self._require_sources(missing)
                 if rounds >= ROUNDS_MAX:
-                    raise Unreachable(f"no source gives pieces of encoding {self._name[:12]}")
+                    raise Unreachable(f"no source serves pieces of encoding {self._name[:12]}")
                 rounds += 1
                 await self._pool.rest()
             if self._picker.missing != missing:

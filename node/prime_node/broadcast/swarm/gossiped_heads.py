@@ -51,7 +51,7 @@ async def announce(network: PeerNetwork, manifest: Envelope, timestamp: Envelope
     try:
         await network.announce(TOPIC, data)
     except Unreachable as error:
-        log.warning("heads are no longer announced: %s", error)
+        log.warning("announcing new heads has stopped: %s", error)
         return False
     return True
 
@@ -78,7 +78,7 @@ class AnnouncedHeads:
         try:
             version, _ = await asyncio.to_thread(self._open, data)
         except PeerError as error:
-            log.info("peer %s sends on a head that does not hold: %s", sender, error)
+            log.info("peer %s forwards a head that does not verify: %s", sender, error)
             return GossipJudgement.REJECT
         return GossipJudgement.ACCEPT if version > self._named.head else GossipJudgement.IGNORE
 
@@ -120,16 +120,16 @@ class AnnouncedHeads:
             return self._recent[policy_version]
         if policy_version in self._authors:
             return await self._fetch(policy_version, self._authors[policy_version])
-        raise PeerError(ErrorCode.NOT_FOUND, f"nobody has announced manifest {policy_version}")
+        raise PeerError(ErrorCode.NOT_FOUND, f"no peer has announced manifest {policy_version}")
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Raise PeerError(NOT_FOUND): announcements hold no blobs."""
-        raise PeerError(ErrorCode.NOT_FOUND, "announcements hold no blobs")
+        raise PeerError(ErrorCode.NOT_FOUND, "announcements have no blobs")
 
     async def _fetch(self, policy_version: int, author: KeyId) -> Envelope:
         """Fetch a manifest from its author or another linked peer."""
         linked = [link.peer for link in self._network.connected() if link.is_direct]
-        last: Exception = Unreachable(f"nobody is linked who has manifest {policy_version}")
+        last: Exception = Unreachable(f"no connected peer has manifest {policy_version}")
         for peer in sorted(linked, key=lambda peer: peer != author)[:ASKED_MAX]:
             try:
                 bounds = self._run.spec.limits

@@ -57,7 +57,7 @@ class Mesh:
                 self._take_over()
                 await self._link_more()
                 await self._clock.sleep(LOOK_S)
-        raise AssertionError("the loop does not end")
+        raise AssertionError("the peers' event loop does not stop")
 
     async def _watch(self) -> NoReturn:
         await self._network.ended()

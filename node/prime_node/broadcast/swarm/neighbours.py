@@ -162,7 +162,7 @@ class Neighbours:
         rest.failures += 1
         pause_s = min(REST_S_MAX, REST_S_MIN * 2 ** min(rest.failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
         rest.until_s = self._clock.monotonic_s() + pause_s
-        log.info("peer %s: %s; linking again in %.0f s at the earliest", peer, error, pause_s)
+        log.info("peer %s: %s; connecting again in %.0f s at the earliest", peer, error, pause_s)
 
     # PeerEvents
 
@@ -172,7 +172,7 @@ class Neighbours:
 
     def lied(self, named: NamedSource, error: PeerError) -> None:
         """Drop a peer that sent wrong bytes, until this process ends."""
-        log.warning("peer %s sent wrong bytes (%s); it is left for good", named.name, error.detail)
+        log.warning("peer %s sent wrong bytes (%s); it is not used again", named.name, error.detail)
         self.liars[named.name] = error.detail
         task = self._tasks.get(named.name)
         if task is not None:

@@ -63,7 +63,7 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
         request = Request(params=params, body=b"", headers=headers, remote=hosts[0] if hosts else peer)
         if service is not None:
             if service.member(request) not in (None, peer):
-                raise PeerError(ErrorCode.BAD_SIGNATURE, "this is another key's ticket")
+                raise PeerError(ErrorCode.BAD_SIGNATURE, "this ticket belongs to another key")
             if question.path == "/v1/have":
                 return await service.news_since(request, question.cursor, question.head)
         response = await handler(request)
@@ -146,7 +146,7 @@ class NetworkPeer:
         try:
             return body.decode()
         except UnicodeDecodeError:
-            raise PeerError(ErrorCode.MALFORMED, "a list of peers is text") from None
+            raise PeerError(ErrorCode.MALFORMED, "a list of peers must be text") from None
 
     async def prepare(self) -> None:
         """Do nothing: the link exists already, since notifications came over it."""
@@ -177,4 +177,4 @@ class NetworkPeer:
         if linked is None or not linked.is_direct:
             linked = await self._network.connect(self._address, timeout_s=LINK_S_MAX)
         if not linked.is_direct:
-            raise Unreachable(f"{self._address.peer} is reached over a relay alone")
+            raise Unreachable(f"{self._address.peer} is reachable only through a relay")

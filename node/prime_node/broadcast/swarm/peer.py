@@ -85,7 +85,7 @@ class Peer:
             self.service.uplink.close()
 
     def describe(self) -> str:
-        """Return a summary for the owner's screen. Example: `4 peers, 120.5 MB given`."""
+        """Return a summary for the owner's screen. Example: `4 peers, 120.5 MB sent`."""
         if self.config.private:
             standing = "private"
         elif self.directory.reachable is False:
@@ -95,12 +95,14 @@ class Peer:
         if self.network is not None:
             punched, tried = self.network.punched()
             standing += f", libp2p {self.network.reachability()}"
-            standing += f" (holes punched to {punched} of {tried} peers)" if tried else ""
+            standing += f" (hole punching worked for {punched} of {tried} peers)" if tried else ""
             standing += (
-                "; what the others have comes from whoever is reached, and the coordinator" if punched < tried else ""
+                "; pieces of the other peers come through reachable peers and the coordinator"
+                if punched < tried
+                else ""
             )
         linked = 0 if self.neighbours is None else len(self.neighbours.linked)
-        told = f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB given, {standing}"
+        told = f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB sent, {standing}"
         return "; ".join(filter(None, (told, self.tended.describe())))
 
     async def _run(self) -> None:
@@ -140,7 +142,7 @@ class Peer:
     async def _keep_links(self, mesh: Mesh) -> None:
         """Run the mesh; reopen the peer network if it has ended.
 
-        Peers are reachable over HTTP too, so the rest of the swarm goes on.
+        Peers are reachable over HTTP too, so the rest of the swarm keeps running.
         """
         if self.network is not None and self.network.has_ended():
             await self.network.start()

@@ -50,7 +50,7 @@ class PieceDecoder:
         """Parts with room on the disk."""
         self._guard = threading.Lock()
         self._decoded: PieceSet = 0
-        """Pieces that a thread has taken up; a duplicate is not decoded again. Guarded by `_guard`."""
+        """Pieces that a thread has started; a duplicate is not decoded again. Guarded by `_guard`."""
 
     @property
     def storable(self) -> PieceSet:

@@ -3,8 +3,8 @@
 All content proves itself by a digest or a signature, so strangers may read too, as far as members leave room. The list of peers
 is for members of the run only: those that show a ticket (prime_protocol/peers.py).
 
-    GET /v1/run  /v1/keys/{version}  /v1/timestamp                                 for everybody
-    GET /v1/head  /v1/manifests/{policy_version}  /v1/blobs/{digest}  /v1/have      for everybody
+    GET /v1/run  /v1/keys/{version}  /v1/timestamp                                 for all
+    GET /v1/head  /v1/manifests/{policy_version}  /v1/blobs/{digest}  /v1/have      for all
     GET /v1/peers                                                                  for members
     GET /v1/identity                                                               for the coordinator's dial-back
 """
@@ -112,7 +112,7 @@ class PeerService:
             self._members[held] = known, now_ms
         return known
 
-    # For everybody
+    # For all callers
 
     async def _run(self, request: Request) -> Response:
         return Response(self.run.envelope.to_bytes())
@@ -136,7 +136,7 @@ class PeerService:
     async def _key_ring(self, request: Request) -> Response:
         version = request.params["version"]
         if not re.fullmatch(r"[0-9]{1,4}", version):
-            raise PeerError(ErrorCode.NOT_FOUND, "a key ring has a number")
+            raise PeerError(ErrorCode.NOT_FOUND, "the version of a key ring must be a number")
         return await self._statement(f"keys/{int(version):04d}.json")
 
     async def _timestamp(self, request: Request) -> Response:
@@ -147,12 +147,12 @@ class PeerService:
         try:
             return Response(await asyncio.to_thread(read_regular, place(self.folder or Path(), f"trust/{name}")))
         except OSError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"this peer has no {name}") from None
+            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have {name}") from None
 
     async def _blob(self, request: Request) -> Response:
         digest = request.params["digest"]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise PeerError(ErrorCode.NOT_FOUND, "a blob is named by 64 hex digits")
+            raise PeerError(ErrorCode.NOT_FOUND, "the name of a blob must be 64 hex digits")
         size = self.holdings.size(digest) or self.parts.size(digest)
         file = None if size else self._model_file(digest)
         if file is not None:
@@ -244,7 +244,7 @@ class PeerService:
             or in_network >= limits.PEER_LISTENERS_NETWORK_MAX
             or len(self._listeners) >= limits.PEER_LISTENERS_MAX
         ):
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many listen here already", retry_after_s=10.0)
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many listeners at this peer already", retry_after_s=10.0)
 
     @contextlib.contextmanager
     def _listening(self, listener: str, network: str) -> Iterator[None]:
@@ -293,7 +293,7 @@ class PeerService:
     async def _peers(self, request: Request) -> Response:
         member = self.member(request)
         if member is None:
-            raise PeerError(ErrorCode.BAD_SIGNATURE, "this is for members of the run: show a ticket")
+            raise PeerError(ErrorCode.BAD_SIGNATURE, "only members of the run may ask this: send a ticket")
         self.met(member)
         text = self.peer_list(request.remote)
         return Response(status=204) if text is None else Response(text.encode())
@@ -303,7 +303,7 @@ class PeerService:
     async def _identity(self, request: Request) -> Response:
         nonce = request.headers.get("prime-nonce", "")
         if not re.fullmatch(r"[0-9a-f]{32}", nonce):
-            raise PeerError(ErrorCode.MALFORMED, "a challenge is 32 hex digits in the header Prime-Nonce")
+            raise PeerError(ErrorCode.MALFORMED, "a challenge must be 32 hex digits in the header Prime-Nonce")
         return Response(
             seal(PeerAnswer(run=self.run.digest, nonce=nonce), PayloadType.PEER_ANSWER, self.key).to_bytes()
         )

@@ -31,7 +31,7 @@ RANGE_BYTES = 4 * 2**20
 BLOB_S_MAX = 3.0
 """Seconds that a peer has for a small blob, doubled in each round; then another source is asked.
 
-Otherwise a peer that announces an index and then sends it slowly could hold up everybody.
+Otherwise a peer that announces an index and then sends it slowly could hold up all others.
 """
 ROUNDS_MAX = 8
 """Rounds over all sources before a blob is given up for now."""
@@ -41,7 +41,7 @@ class SourceKind(StrEnum):
     """What to expect of a source."""
 
     ORIGIN = "origin"
-    """The coordinator, or another source that everybody asks. Its uplink is scarce, so peers come first."""
+    """The coordinator, or another source that all peers ask. Its uplink is scarce, so peers come first."""
     MIRROR = "mirror"
     """A source that has everything, and bandwidth to spare: a CDN, a bucket, a folder."""
     PEER = "peer"
@@ -174,7 +174,7 @@ class SourcePool:
     def succeeded(self, named: NamedSource, num_bytes: int = 0) -> None:
         """Record a successful request, and `num_bytes` verified bytes."""
         if named.failures:
-            log.info("source %s is back", named.name)
+            log.info("source %s works again", named.name)
         named.failures, named.reason = 0, ""
         if named.events is not None and num_bytes:
             named.events.gave(named, num_bytes)
@@ -220,7 +220,7 @@ class SourcePool:
             if absent.issuperset(named.name for named in self.lasting) and (round_number or not self.peers):
                 raise PeerError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
             await self.rest()
-        raise Unreachable(f"no source gives blob {entry.digest[:12]}")
+        raise Unreachable(f"no source serves blob {entry.digest[:12]}")
 
 
 async def fetch_from(source: CheckpointSource, entry: PartEntry) -> bytes:
@@ -239,4 +239,6 @@ async def _download(source: CheckpointSource, entry: PartEntry, partial: bytearr
             raise PeerError(ErrorCode.MALFORMED, f"sent {len(piece)} bytes of a range of {end - len(partial)}")
         partial += piece
     if digest_of(partial) != entry.digest:
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"blob {entry.digest[:12]} has other bytes than its digest says")
+        raise PeerError(
+            ErrorCode.DIGEST_MISMATCH, f"the received bytes of blob {entry.digest[:12]} do not match its digest"
+        )

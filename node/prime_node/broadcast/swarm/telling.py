@@ -80,7 +80,7 @@ class HoldingsBroadcast:
                 news = self.holdings.news(news.cursor)
                 self._wake()
             except Exception:  # nothing awaits this task, and every listener depends on it
-                log.exception("news could not be told to the peers that listen")
+                log.exception("the have-set could not be sent to the peers that listen")
             await self.clock.sleep(NEWS_EVERY_S)
 
     def _wake(self) -> None:

@@ -34,7 +34,7 @@ class Tended:
         self.num_faults += 1
         reasons = "; ".join(repr(cause) for cause in causes_of(error))
         self.last = f"{part}: {printable(reasons, REASON_CHARS_MAX)}"
-        log.error("swarm: %s failed, %d faults so far", part, self.num_faults, exc_info=error)
+        log.error("swarm: %s failed, %d errors so far", part, self.num_faults, exc_info=error)
         self.on_fault(self.num_faults)
 
     async def keep(self, part: str, work: Callable[[], Awaitable[object]]) -> NoReturn:
@@ -44,20 +44,20 @@ class Tended:
             began_s = self.clock.monotonic_s()
             try:
                 await work()
-                raise RuntimeError("it ended, and was meant to run for ever")
+                raise RuntimeError("the task returned, but must never end")
             except Exception as error:  # noqa: BLE001 - the edge of the task: any error is reported, and the part restarts
                 self.note(part, error)
                 if self.clock.monotonic_s() - began_s >= STEADY_S:
                     backoff = Backoff()
                 pause_s = backoff.next_s(error)
-            log.warning("swarm: %s starts again in %.1f s; until then others serve", part, pause_s)
+            log.warning("swarm: %s restarts in %.1f s; until then other peers serve", part, pause_s)
             await self.clock.sleep(pause_s)
 
     def describe(self) -> str:
         """Return a summary for the owner's screen, empty if nothing has failed.
 
-        Example: `1 fault of the swarm, see the log; ...`.
+        Example: `1 error in the swarm, see the log; ...`.
         """
         if not self.num_faults:
             return ""
-        return f"{self.num_faults} fault{'s' * (self.num_faults > 1)} of the swarm, see the log; the last: {self.last}"
+        return f"{self.num_faults} error{'s' * (self.num_faults > 1)} in the swarm, see the log; the last: {self.last}"

@@ -167,7 +167,7 @@ class Uplink:
         if turn is UploadTurn.NOW:
             return
         if turn is UploadTurn.REFUSED:
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many wait here already", retry_after_s=RETRY_S)
+            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests wait at this peer already", retry_after_s=RETRY_S)
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[request] = peer, waiting
         try:
@@ -179,7 +179,9 @@ class Uplink:
             else:
                 self._choker.withdrawn(peer, request)
             if isinstance(error, TimeoutError):
-                raise PeerError(ErrorCode.UNAVAILABLE, "no slot came free", retry_after_s=RETRY_S) from None
+                raise PeerError(
+                    ErrorCode.UNAVAILABLE, "this peer had no free slot in time", retry_after_s=RETRY_S
+                ) from None
             raise
         finally:
             del self._turns[request]
@@ -194,4 +196,8 @@ class Uplink:
 
 
 def _does_not_serve() -> PeerError:
-    return PeerError(ErrorCode.UNAVAILABLE, "this peer does not serve at the moment", retry_after_s=RETRY_CLOSED_S)
+    return PeerError(
+        ErrorCode.UNAVAILABLE,
+        "this peer does not serve now: its data cap is reached or it is closing",
+        retry_after_s=RETRY_CLOSED_S,
+    )

@@ -56,11 +56,11 @@ class WorkerAdmission:
         _check_software(request.software, config.software_min)  # (1)
         if not (request.engine.seeded or self.run.spec.checks.unseeded):
             raise PeerError(
-                ErrorCode.NOT_INVITED, "this run takes no unseeded engines: run the worker with worker.seeded = true"
+                ErrorCode.NOT_INVITED, "this run rejects unseeded engines: start the worker with worker.seeded = true"
             )
         if config.allowed_workers and signer not in config.allowed_workers:  # (2)
             raise PeerError(
-                ErrorCode.NOT_INVITED, f"this run takes keys that its operator has listed; tell him {signer}"
+                ErrorCode.NOT_INVITED, f"this run admits only listed keys; send its operator your key, {signer}"
             )
         invite = "" if worker is None else worker.invite
         if config.invites_needed and not (is_known or invite):
@@ -69,18 +69,20 @@ class WorkerAdmission:
         if not is_active:
             if state.num_active >= state.rules.workers_max:  # (4)
                 raise PeerError(
-                    ErrorCode.UNAVAILABLE, "the run has as many workers as it allows", retry_after_s=ROOM_RETRY_S
+                    ErrorCode.UNAVAILABLE,
+                    "the run has reached its limit of workers; wait until one leaves",
+                    retry_after_s=ROOM_RETRY_S,
                 )
             if network and newcomers.num_active(state, network) >= config.workers_per_network_max:
                 raise PeerError(
                     ErrorCode.TOO_MANY_REQUESTS,
-                    "your network has as many workers as it may",
+                    "your network has reached its limit of workers; wait until one leaves",
                     retry_after_s=ROOM_RETRY_S,
                 )
         if network and not is_known and (pause_ms := newcomers.pause_ms(state, network, self.clock.now_ms())):  # (5)
             raise PeerError(
                 ErrorCode.TOO_MANY_REQUESTS,
-                "another key of your network was banned; new ones wait",
+                "another key of your network was banned: new keys have to wait",
                 retry_after_s=min(pause_ms / 1_000, limits.RETRY_AFTER_S_MAX),
             )
         engine = request.engine
@@ -116,20 +118,22 @@ class WorkerAdmission:
         if calibration is None or any(pair.worker == engine for pair in calibration.pairs):
             return ""
         return (
-            f"this run's calibration does not know {engine}: each of your bundles is checked in full, and takes longer to "
-            "count"
+            f"this run has no calibration for {engine}: each of your bundles is checked in full, so credit takes longer"
         )
 
     def _redeem(self, request: JoinRequest) -> str:
         if not request.invite:
             raise PeerError(
                 ErrorCode.NOT_INVITED,
-                "this run takes invited keys; ask its operator and set worker.invite to what he sends",
+                "this run needs an invitation: ask its operator for one and set worker.invite to it",
             )
         invite = open_invite(request.invite, self.run, now_ms=self.clock.now_ms())
         used = self.decisions.state.invites.get(invite.invite, 0)
         if used >= invite.keys_max:
-            raise PeerError(ErrorCode.NOT_INVITED, f"this invitation was used by {used} keys, all that it is for")
+            raise PeerError(
+                ErrorCode.NOT_INVITED,
+                f"this invitation was used by {used} keys, which is its limit; ask the operator for another one",
+            )
         return invite.invite
 
 

@@ -29,7 +29,8 @@ class BlobReader:
         digest = request.params["digest"]
         if not self.serve_chunks and all(file.digest != digest for file in self.run.spec.model_files):
             raise PeerError(
-                ErrorCode.NOT_FOUND, "this coordinator gives no chunks: ask peers, the trainer's seeder or a mirror"
+                ErrorCode.NOT_FOUND,
+                "this coordinator serves no chunks: fetch them from peers, the trainer's seeder or a mirror",
             )
         try:
             size = await self.public.size(digest)

@@ -36,7 +36,7 @@ class BundleStorage:
         try:
             return await self.bundles.get(request.bundle)
         except KeyError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may be deleted") from None
+            raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may have been deleted") from None
 
     async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
         """Store a validator's own logprobs of a bundle that it is about to accept. Idempotent; return its digest."""
@@ -63,17 +63,20 @@ class BundleStorage:
             if spec.checks.logprobs_judged and pending.audited and is_trained:
                 raise PeerError(
                     ErrorCode.WRONG_TYPE,
-                    "this run trains on validators' logprobs, and the verdict on an audited bundle names none; "
-                    "update the validator",
+                    (
+                        "this run trains on validators' logprobs, and the verdict on this audited bundle has none; update "
+                        "the validator"
+                    ),
                 )
             return
         if not request.verdict.accepted:
-            raise PeerError(ErrorCode.WRONG_TYPE, "logprobs go with an accepted bundle")
+            raise PeerError(ErrorCode.WRONG_TYPE, "only an accepted bundle may have logprobs")
         try:
             parcel = await self.bundles.get(request.logprobs)
         except KeyError:
             raise PeerError(
-                ErrorCode.NOT_FOUND, f"logprobs {request.logprobs[:12]} are not here; upload them first"
+                ErrorCode.NOT_FOUND,
+                f"the coordinator does not have logprobs {request.logprobs[:12]}; upload them first",
             ) from None
         open_logprobs(
             parcel,
@@ -84,13 +87,15 @@ class BundleStorage:
             num_tokens=request.num_tokens,
         )
         if open_parcel(parcel, body_bytes_max=spec.limits.rollout_bytes_max).envelope.sole_signer() != signer:
-            raise PeerError(ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} are another validator's")
+            raise PeerError(
+                ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} were uploaded by another validator"
+            )
 
 
 def require_holder(checks: CheckQueue, signer: str, bundle: str) -> None:
     """Raise PeerError(NOT_FOUND) unless the bundle was handed to this validator, and to no other one since."""
     if not checks.is_held_by(bundle, signer):
         detail = (
-            f"bundle {bundle[:12]} does not wait for this validator: it was not handed to it, or to another one since"
+            f"bundle {bundle[:12]} is not assigned to this validator: it never was, or another validator has it now"
         )
         raise PeerError(ErrorCode.NOT_FOUND, detail)

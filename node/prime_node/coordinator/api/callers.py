@@ -46,8 +46,8 @@ class Callers:
         if not (is_named or self._has_warned) and is_in(address, self._trusted):
             self._has_warned = True
             log.warning(
-                "a request from %s says that it was made for somebody else: if that is a reverse proxy, name it in "
-                "coordinator.proxies; until then everybody behind it counts as your own, without limits by network",
+                "a request from %s has the header X-Forwarded-For: if it is your reverse proxy, add it to coordinator.proxies; "
+                "until then all its callers count as your own, without limits by network",
                 address,
             )
         return address

@@ -71,5 +71,5 @@ def preferred_wait_s(text: str) -> float:
 def _number(text: str) -> int:
     """Return a version from a path. Raise PeerError(NOT_FOUND)."""
     if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise PeerError(ErrorCode.NOT_FOUND, "a version is a number")
+        raise PeerError(ErrorCode.NOT_FOUND, "the version must be a number")
     return int(text)

@@ -2,7 +2,7 @@
 
 A nonce is forgotten by a restart, and with time, once its request has expired by the clock. So an epoch begins with the
 process, and again when the clock is set back, because expired requests could be valid again then. An epoch's name is random and
-not stored. So nobody knows it in advance or can have a request signed for it. Neither kill -9 nor a copied folder nor a
+not stored. So it cannot be known, nor a request be signed for it, in advance. Neither kill -9 nor a copied folder nor a
 restored backup brings an earlier one back.
 """
 
@@ -40,11 +40,14 @@ class Epochs:
         if not epoch:
             raise PeerError(
                 ErrorCode.VERSION_UNSUPPORTED,
-                "this coordinator takes only requests that name its epoch (protocol/SPEC.md, section 14): install its release",
+                (
+                    "this coordinator requires requests that name its epoch (protocol/SPEC.md, section 14): install the "
+                    "release that it runs"
+                ),
             )
         if epoch != present:
             raise PeerError(
                 ErrorCode.WRONG_EPOCH,
-                "signed for another epoch of this coordinator; sign it again for the present one",
+                "the request was signed for another epoch of this coordinator; sign it again for the current one",
                 epoch=present,
             )

@@ -49,8 +49,10 @@ class PeerDiscovery:
         if is_guest and (self.config.invites_needed or self.config.allowed_workers):
             raise PeerError(
                 ErrorCode.NOT_INVITED,
-                "this run names its peers to its members alone: join it first; for a seeder, the operator adds its key to "
-                f"coordinator.seeders and restarts the coordinator; tell him {signer}",
+                (
+                    "this run lists its peers only to members: join it first; for a seeder, ask the operator to add key "
+                    f"{signer} to coordinator.seeders and restart the coordinator"
+                ),
             )
         now_s, now_ms = self.clock.monotonic_s(), self.clock.now_ms()
         record = PeerRecord(peer=signer, urls=_urls(address, request.port), addresses=request.addresses)

@@ -170,8 +170,8 @@ class BundleIntake:
             return verdict_of(stored)
         current = self.decisions.state.current_step
         if header.step < current:
-            return Verdict.refuse(RejectReason.STALE, f"step {current} is trained now")
-        raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease; ask for a new one")
+            return Verdict.refuse(RejectReason.STALE, f"step {current} is being trained now")
+        raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease; request a new one")
 
 
 def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeader:
@@ -183,7 +183,7 @@ def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeade
     if header.run != run.digest:
         raise wrong_run(header.run, run)
     if header.worker != signer:
-        raise PeerError(ErrorCode.BAD_SIGNATURE, "the header names another worker than its signer")
+        raise PeerError(ErrorCode.BAD_SIGNATURE, "the header names a worker that did not sign it")
     bound = run.spec.limits.rollout_decompressed_bytes_max
     if header.decompressed_bytes > bound:
         raise LimitExceeded(

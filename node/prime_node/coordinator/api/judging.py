@@ -66,7 +66,7 @@ class Judging:
         )
         pending = None if bundle is None else self._pending(bundle)
         if bundle is None or pending is None:
-            return NotYet(reason="no bundle waits for a verdict", retry_after_s=RETRY_S)
+            return NotYet(reason="no bundle waits for a check", retry_after_s=RETRY_S)
         self.agreement.handed(bundle, signer)
         check_ms = round(self.checks.check_s * 1_000)
         lease = self.assigner.lease(pending.lease)
@@ -100,14 +100,16 @@ class Judging:
         if len(request.rewards) != (pending.num_rollouts if verdict.accepted else 0):
             raise PeerError(
                 ErrorCode.WRONG_TYPE,
-                f"an accepted bundle of {pending.num_rollouts} has as many rewards, a refused one none",
+                f"an accepted bundle of {pending.num_rollouts} rollouts needs as many rewards, a rejected bundle none",
             )
         if not all(abs(reward) <= REWARD_MAX for reward in request.rewards):
             raise PeerError(ErrorCode.WRONG_TYPE, f"a reward is above {REWARD_MAX:g} in magnitude")
         if request.versions and len(request.versions) != len(pending.lease.slots):
-            raise PeerError(ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups has as many versions")
+            raise PeerError(
+                ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups needs as many versions"
+            )
         if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
-            raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot that is not the lease's")
+            raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot outside the lease")
         checks, evidence = self.run.spec.checks, request.evidence
         if evidence is not None and checks.statistics:
             known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
@@ -139,7 +141,7 @@ class Judging:
         agreement.heard(signer, now_s, request)
         mine = agreement.opinion(self.decisions.state, worker, signer, request)
         if pending.audited and (differ := agreement.count(mine, now_s)):
-            log.warning("%s; look at their versions, arithmetic and hardware", differ)
+            log.warning("%s; compare their versions, arithmetic and hardware", differ)
         told = agreement.num_contradictions
         opinion = agreement.conclude(mine, worker, now_s, self.clock.now_ms())
         if agreement.num_contradictions > told:
@@ -225,7 +227,7 @@ class Judging:
                 ev.VerdictGiven(
                     bundle=overdue,
                     reason=RejectReason.UNVERIFIABLE,
-                    detail="no validator judged it in time",
+                    detail="no validator checked it in time",
                     rewards=(),
                     num_tokens=0,
                     validator="",
@@ -237,7 +239,7 @@ class Judging:
 
 def _tell(found: Contradiction) -> None:
     said = "; ".join(f"{validator} says {what}" for validator, what in found.said)
-    log.warning("validators contradict each other on bundle %s of %s: %s", found.bundle[:12], found.worker, said)
+    log.warning("validators disagree about bundle %s of %s: %s", found.bundle[:12], found.worker, said)
 
 
 def coarse(value: float) -> float:

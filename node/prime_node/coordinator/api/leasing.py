@@ -151,12 +151,16 @@ class Leasing:
         try:
             for place, slot in enumerate(grant.slots):
                 self.assigner.problem(slot, draws[place] if draws else None)
-        except Exception as error:  # an environment's code may raise anything; the coordinator goes on
+        except Exception as error:  # an environment's code may raise anything; the coordinator continues
             if not self.blockers.environment_fault:
-                log.exception("step %d: a problem cannot be made; nothing of it is leased until it can", grant.step)
+                log.exception(
+                    "step %d: an environment failed to make a problem; the step's slots are not leased until "
+                    "it succeeds",
+                    grant.step,
+                )
             detail = str(error) if isinstance(error, LocalError) else type(error).__name__
             self.blockers.environment_fault = printable(
-                f"an environment fails at slots of step {grant.step}: {detail}", 300
+                f"an environment fails to make problems of step {grant.step}: {detail}", 300
             )
             return self.blockers.environment_fault
         self.blockers.environment_fault = ""
@@ -191,13 +195,17 @@ class Leasing:
             reason = "no policy is published yet" if state.head < 0 else f"fetch policy {state.head}"
             if version > state.head >= 0:
                 reason = (
-                    f"policy {version} is not known here, the newest is {state.head}: tell the operator if this lasts"
+                    f"the coordinator does not have policy {version}; its newest is {state.head}. If this lasts, report "
+                    "it to the operator"
                 )
             return NothingToLease(reason, is_worth_waiting=False)
         if publication.digest != request.policy_digest:
             raise PeerError(
                 ErrorCode.CHAIN_BROKEN,
-                f"policy {version} has manifest {publication.digest[:12]} here, you hold {request.policy_digest[:12]}",
+                (
+                    f"policy {version} has manifest {publication.digest[:12]} at the coordinator and "
+                    f"{request.policy_digest[:12]} at this worker; fetch the policy again"
+                ),
             )
         return None
 
@@ -209,4 +217,6 @@ def note_failed(decisions: Decisions, record: LeaseRecord, *, is_judged: bool = 
     before = decisions.state.num_redrawn
     decisions.decide(ev.EpisodesFailed(record.worker, record.slots, is_judged))
     if (redrawn := decisions.state.num_redrawn - before) > 0:
-        log.warning("step %d: %d problems fail for everybody who plays them; others are drawn", record.step, redrawn)
+        log.warning(
+            "step %d: %d problems failed for a quorum of workers; other problems replace them", record.step, redrawn
+        )

@@ -58,7 +58,7 @@ class Nonces:
     def require_new(self, signer: str, nonce: str) -> None:
         """Raise PeerError(REPLAYED) if the nonce is known."""
         if signer + nonce in self._newer.seen or signer + nonce in self._older.seen:
-            raise PeerError(ErrorCode.REPLAYED, "this request was sent before; sign a new one")
+            raise PeerError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
 
     def spend(self, signer: str, nonce: str, now_s: float, *, room: Room = Room.MEMBERS, network: str = "") -> None:
         """Remember a nonce. `network` is the network whose share it takes, if not the signer's own.

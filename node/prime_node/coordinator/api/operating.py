@@ -28,7 +28,7 @@ class OperatorActions:
             return
         worker = self.decisions.state.workers.get(request.worker or "")
         if worker is None:
-            raise PeerError(ErrorCode.UNKNOWN_WORKER, f"no worker {request.worker}")
+            raise PeerError(ErrorCode.UNKNOWN_WORKER, f"no worker has the key {request.worker}")
         if request.action == "ban" and worker.banned is None:
             self.decisions.decide(ev.WorkerBanned(worker.worker, request.reason or "by the operator"))
         if request.action == "unban" and worker.banned is not None:

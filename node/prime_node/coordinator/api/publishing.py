@@ -131,7 +131,10 @@ class ManifestIntake:
         try:
             check_not_a_fork(signed, open_manifest(known, self.run))
         except PeerError:
-            log.exception("the trainer key signed two manifests for policy %d; both are kept", version)
+            log.exception(
+                "the trainer key signed two manifests for policy %d; both are kept as evidence: check who has the key",
+                version,
+            )
             for envelope in (known, signed.envelope):
                 name = f"forks/{version:08d}-{envelope.digest[:16]}.json"
                 await self.private.write(name, envelope.to_bytes())
@@ -146,7 +149,9 @@ class ManifestIntake:
         """Check that all blobs are stored and that each index is valid. Raise PeerError."""
         for blob in manifest.blobs:
             if not await self.public.has(blob.digest) or await self.public.size(blob.digest) != blob.size:
-                raise PeerError(ErrorCode.NOT_FOUND, f"blob {blob.digest[:12]} is not here; upload it first")
+                raise PeerError(
+                    ErrorCode.NOT_FOUND, f"the coordinator does not have blob {blob.digest[:12]}; upload it first"
+                )
         for encoding in manifest.encodings:
             index = await self.public.get(encoding.index.digest)
             await asyncio.to_thread(open_index, index, encoding, manifest.tensors)
@@ -164,7 +169,7 @@ class ManifestIntake:
         routes = {version: publication.routes for version, publication in self.decisions.state.published.items()}
         if search(manifest.policy_version, {**routes, manifest.policy_version: routes_of(manifest)}).path is None:
             raise PeerError(
-                ErrorCode.CHAIN_BROKEN, f"policy {manifest.policy_version}: no way leads to it from nothing"
+                ErrorCode.CHAIN_BROKEN, f"policy {manifest.policy_version}: no update path leads to it from an anchor"
             )
 
     def _check_batch(self, manifest: Manifest) -> None:
@@ -173,11 +178,15 @@ class ManifestIntake:
         if number < self.decisions.state.durable_step:  # policy 0, or the trainer is durable past this step already
             return
         if not self.decisions.state.is_given(number):
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"policy {number + 1} comes before the batch of step {number}")
+            raise PeerError(
+                ErrorCode.CHAIN_BROKEN,
+                f"policy {number + 1} was published before the coordinator chose the batch of step {number}",
+            )
         if (
             manifest.produced_by.batch
             != self.seals.digests(number, self.decisions.state.rules.batches_per_step - 1).envelope
         ):
             raise PeerError(
-                ErrorCode.CHAIN_BROKEN, f"policy {number + 1} names another batch than step {number} was given"
+                ErrorCode.CHAIN_BROKEN,
+                f"policy {number + 1} names another batch than the coordinator chose for step {number}",
             )

@@ -169,8 +169,8 @@ def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -
     if caller in _ROLES:
         if not any(signer in keys.of(role) for role in _ROLES[caller]):
             if any(run.keys.is_revoked(signer, role) for role in _ROLES[caller]):
-                raise PeerError(ErrorCode.REVOKED, f"this key's time is over by key ring {run.keys.version}")
-            raise PeerError(ErrorCode.WRONG_ROLE, f"this is for {caller} keys of the run only")
+                raise PeerError(ErrorCode.REVOKED, f"key ring {run.keys.version} has revoked this key")
+            raise PeerError(ErrorCode.WRONG_ROLE, f"only {caller} keys of the run may send this request")
         return
     worker = state.workers.get(signer)
     if caller is Caller.KNOWN and worker is not None:
@@ -178,7 +178,7 @@ def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -
     if worker is not None and worker.banned is not None:
         raise PeerError(ErrorCode.BANNED, f"this key is banned: {worker.banned.reason}")
     if caller in (Caller.WORKER, Caller.KNOWN) and (worker is None or not worker.active):
-        raise PeerError(ErrorCode.UNKNOWN_WORKER, "this key does not take part; join first")
+        raise PeerError(ErrorCode.UNKNOWN_WORKER, "this key has not joined the run; join first")
 
 
 def wrong_run(named: str, run: PinnedRun) -> PeerError:

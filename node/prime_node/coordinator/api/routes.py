@@ -214,7 +214,7 @@ class _ServedEndpoint:
         except Exception as error:
             outcome = ErrorCode.INTERNAL
             log.exception("%s from %s failed", path, request.remote)
-            raise PeerError(ErrorCode.INTERNAL, "a fault of the coordinator; the operator can see it") from error
+            raise PeerError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log") from error
         finally:
             self.metrics.add("prime_requests_total", endpoint=path, outcome=outcome)
         return response
@@ -248,7 +248,9 @@ def _sent(request: Request) -> bytes:
     if header is None:
         return request.body
     if request.body:
-        raise PeerError(ErrorCode.MALFORMED, f"a request is in the header {REQUEST_HEADER} or in the body, not in both")
+        raise PeerError(
+            ErrorCode.MALFORMED, f"send the request in the header {REQUEST_HEADER} or in the body, not in both"
+        )
     sent = header.encode("utf-8", "replace")
     if len(sent) > limits.HEADER_ENVELOPE_BYTES_MAX:
         raise LimitExceeded("HEADER_ENVELOPE_BYTES_MAX", len(sent), limits.HEADER_ENVELOPE_BYTES_MAX)

@@ -25,7 +25,10 @@ def require_session(state: State, presence: Presence, signer: str, session: str,
     wait_s = presence.lasts_s(signer, now_s)
     raise PeerError(
         ErrorCode.IN_USE,
-        f"another machine uses this key since {since:%Y-%m-%d %H:%M:%S} UTC. Give each machine an identity of its own, or stop "
-        f"the other one. If it is gone, this one is let in {wait_s:.0f} s after its last sign of life",
+        (
+            f"another machine has used this key since {since:%Y-%m-%d %H:%M:%S} UTC. Give each machine its own "
+            f"identity, or stop the other one. If it has already stopped, this machine is admitted {wait_s:.0f} s "
+            "after its last request"
+        ),
         retry_after_s=min(wait_s, limits.RETRY_AFTER_S_MAX),
     )

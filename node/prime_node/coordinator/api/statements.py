@@ -53,7 +53,7 @@ def require_own_key(run: PinnedRun, key: SigningKey) -> None:
     """Raise LocalError if the coordinator's key is not in the current key ring, so that its signatures would be rejected."""
     if key.key_id not in run.keys.current.coordinator:
         raise LocalError(
-            f"{key.key_id} is no coordinator key of this run by key ring {run.keys.version}: start with the key that is"
+            f"{key.key_id} is no coordinator key of this run by key ring {run.keys.version}: start with the current key"
         )
 
 
@@ -94,7 +94,9 @@ class KeyRings:
     def read_key_ring(self, version: int) -> Envelope:
         """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
         if not 1 <= version <= self.run.keys.version:
-            raise PeerError(ErrorCode.NOT_FOUND, f"the newest key ring is {self.run.keys.version}; 0 is the RunSpec")
+            raise PeerError(
+                ErrorCode.NOT_FOUND, f"the newest key ring is {self.run.keys.version}; version 0 is the RunSpec"
+            )
         return self.run.keys.rings[version - 1][1]
 
 
@@ -108,7 +110,7 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
         envelope = await read(ring.published.policy_version)
         if envelope.digest != ring.published.manifest:
             raise PeerError(
-                ErrorCode.FORK, f"the ring names another manifest for policy {ring.published.policy_version}"
+                ErrorCode.FORK, f"the key ring names another manifest for policy {ring.published.policy_version}"
             )
         first = ring.published.policy_version + 1
     trainers = ring.keys.of(Role.TRAINER)
@@ -119,7 +121,7 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
         except PeerError:
             raise PeerError(
                 ErrorCode.CHAIN_BROKEN,
-                f"policy {version} is published and not signed by this ring's trainers; make the ring again at the head",
+                f"policy {version} is not signed by this key ring's trainers; make the key ring again at the head",
             ) from None
 
 

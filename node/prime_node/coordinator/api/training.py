@@ -46,7 +46,7 @@ class TrainerBatches:
         if request.step < state.durable_step:
             raise PeerError(
                 ErrorCode.NOT_FOUND,
-                f"step {request.step} is forgotten: the trainer was durable at {state.durable_step}",
+                f"step {request.step} was deleted: the trainer reported step {state.durable_step} as durable",
             )
         if request.train_ms is not None:
             self.observer.trained(request.step, request.train_ms / 1_000)
@@ -74,7 +74,7 @@ class TrainerBatches:
             return False
         if old := stale_slots(state, request.step):
             self.decisions.decide(ev.GroupsDropped(old))
-            log.info("step %d: %d groups had become too old; their slots are leased again", request.step, len(old))
+            log.info("step %d: %d groups became too old; their slots are leased again", request.step, len(old))
         chosen = choose_batch(state)
         if chosen is None or request.part != len(state.batches.get(request.step, ())):
             return False

@@ -19,7 +19,7 @@ from prime_node.ports.web import CallerBounds
 MEMBER_REQUESTS_TIMES = 4
 """Limit on a member's requests, the unsigned ones included, as a multiple of its rate of signed ones."""
 PRIVATE_DOMAINS = ("localhost", "local", "internal")
-"""Domains that nobody owns in the public DNS, like names without a dot (RFC 6761, RFC 6762, ICANN's reservation)."""
+"""Domains without an owner in the public DNS, like names without a dot (RFC 6761, RFC 6762, ICANN's reservation)."""
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,45}(?:%25[0-9a-z._-]{1,32})?\]|[0-9a-z._-]{1,253})(?::[0-9]{1,5})?")
 
 

@@ -11,7 +11,7 @@ from prime_protocol.verdict import RejectReason, Verdict
 
 _ENDED: dict[LeaseEnd | None, str] = {
     LeaseEnd.RETURNED: "was handed back",
-    LeaseEnd.OVERTAKEN: "ended: another worker was given the same groups, and was faster",
+    LeaseEnd.OVERTAKEN: "ended: another worker was leased the same groups and was faster",
 }
 ANOTHER_UPLOADED = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")
 
@@ -45,7 +45,11 @@ def decide_upload(
     if reason is not None:
         return BundleTurnedAway(bundle, lease.lease_id, lease.worker, num_rollouts, reason, detail)
     if len(state.workers[lease.worker].pending) >= state.rules.bundles_pending_per_worker_max:
-        raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "your earlier bundles wait for a validator", retry_after_s=2.0)
+        raise PeerError(
+            ErrorCode.TOO_MANY_REQUESTS,
+            "your earlier bundles still wait for a validator; try again later",
+            retry_after_s=2.0,
+        )
     return BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, num_bytes)
 
 
@@ -59,13 +63,16 @@ def verdict_of_lease(state: State, lease: LeaseRecord) -> Verdict | None:
 def _fault(state: State, header: RolloutHeader, lease: LeaseRecord) -> tuple[RejectReason | None, str]:
     fault = state.rules.admission.check(header.step, header.policy_version, current_step=state.current_step)
     if fault is not None and not state.is_evaluation(lease.slots):
-        detail = f"step {header.step} by policy {header.policy_version} while step {state.current_step} is trained"
+        detail = (
+            f"the bundle is for step {header.step} by policy {header.policy_version}, and step {state.current_step} "
+            "is being trained"
+        )
         return RejectReason(fault.value), detail
     if lease.end is LeaseEnd.LAPSED and state.workers[lease.worker].released:
-        return RejectReason.LEASE_EXPIRED, "the lease lapsed, the run ends, and your surety is credited already"
+        return RejectReason.LEASE_EXPIRED, "the lease expired, and the run is ending: your surety is credited already"
     if not state.is_redeemable(lease):
         return (
             RejectReason.LEASE_EXPIRED,
-            f"the lease {_ENDED.get(lease.end, 'ended, and others took its groups over')}",
+            f"the lease {_ENDED.get(lease.end, 'ended, and its groups were leased to others')}",
         )
     return None, ""

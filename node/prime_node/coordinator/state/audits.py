@@ -52,7 +52,9 @@ def credit(
     mine = Surety(pending.lease, pending.num_rollouts, num_tokens, pending.audited, weighed=weighed)
     worker.surety.append(mine)
     mine.credited = worker.surety.pop(0).num_tokens if len(worker.surety) > bundles_max else 0
-    said = f"its own {num_tokens} tokens are credited when {bundles_max} more bundles are accepted, or the run ends"
+    said = (
+        f"its own {num_tokens} tokens are credited after {bundles_max} more accepted bundles, or at the end of the run"
+    )
     return mine.credited, said
 
 
@@ -69,7 +71,7 @@ def release(state: State, worker: WorkerRecord) -> Settled:
     """
     last, num_tokens = worker.surety[-1], sum(one.num_tokens for one in worker.surety)
     released, worker.surety, worker.released = len(worker.surety), [], True
-    detail = f"the run ends: the {num_tokens} tokens of the last {released} bundles are credited"
+    detail = f"the run is ending: the {num_tokens} tokens of the last {released} bundles are credited"
     weighed = last.weighed if suspicion.still_counts(worker, last.lease) else None
     credited = last.credited + num_tokens
     assert last.lease.bundle is not None

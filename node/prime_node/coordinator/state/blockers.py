@@ -22,11 +22,13 @@ def waits_for(state: State) -> list[str]:
         return []
     waits = []
     if state.unverifiable >= UNVERIFIABLE_TOLD:
-        waits.append(f"the operator: {state.unverifiable} bundles in a row: {state.unverifiable_detail}")
+        waits.append(
+            f"the operator: {state.unverifiable} bundles in a row could not be checked: {state.unverifiable_detail}"
+        )
     if state.is_given(state.head) or choose_batch(state) is not None:
-        return [*waits, f"the trainer: step {state.head} has its rollouts"]
+        return [*waits, f"the trainer: it has the rollouts of step {state.head}"]
     if state.draining:
-        waits.append("nobody: the operator drains the run, and no new work is given out")
+        waits.append("the operator: the run is draining, so no new work is leased")
     # In order, only the current step holds up the trainer. Otherwise any group helps, and the message names the oldest.
     wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
     steps = {number: state.steps[number] for number in wanted if number in state.steps}
@@ -35,7 +37,7 @@ def waits_for(state: State) -> list[str]:
     pending = sum(_is_of(state, bundle.lease, steps) for bundle in state.bundles.values())
     what = f"step {state.head}" if len(steps) == 1 else f"steps {min(steps, default=0)} to {max(steps, default=0)}"
     if num_open:
-        who = "workers: no one takes part" if state.num_active == 0 else "workers to ask for work"
+        who = "workers: none is active" if state.num_active == 0 else "workers to request leases"
         waits.append(f"{who}; {num_open} groups of {what} are open")
     waits += failing.waits(state, steps)
     if leased:

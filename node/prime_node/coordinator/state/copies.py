@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from prime_node.coordinator.state.records import Original, PendingBundle, State
 
 FINGERPRINTS_KEPT_MAX = 32_768
-SAID_BEFORE = "a bundle that came before it, but was judged later, said the same"
+SAID_BEFORE = "a bundle that arrived earlier and was judged later has the same completions"
 
 
 def found_earlier(state: State, pending: PendingBundle, marks: Sequence[tuple[int, str]]) -> Original | None:

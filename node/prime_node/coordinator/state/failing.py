@@ -79,7 +79,7 @@ def waits(state: State, steps: Mapping[int, StepSlots]) -> list[str]:
     said = max((state.failing[slot] for slot in failing), key=len)
     needed = voices_needed(state, said)
     return [
-        f"{len(failing)} problems that fail, the first at slot {min(failing)}: {len(said)} of {needed} have said so"
+        f"{len(failing)} problems that fail, the first at slot {min(failing)}: {len(said)} of {needed} needed reports"
     ]
 
 

@@ -36,11 +36,17 @@ def _check_slots(state: State) -> None:
             held.setdefault(slot, []).append(lease.lease_id)
     for number, current in state.steps.items():
         assert current.open == sorted(current.open, reverse=True), f"step {number}: open slots out of order"
-        assert current.taken.keys() <= current.accepted.keys(), f"step {number}: a slot was trained that is not there"
-        assert current.fixed == (len(current.taken) == size), f"step {number}: fixed before all was given"
+        assert current.taken.keys() <= current.accepted.keys(), (
+            f"step {number}: a trained slot is not among the accepted ones"
+        )
+        assert current.fixed == (len(current.taken) == size), (
+            f"step {number}: fixed before all its groups were in a batch"
+        )
         for slot in range(number * size, (number + 1) * size):
             holders = sorted(held.get(slot, ()))
-            assert sorted(current.held.get(slot, ())) == holders, f"slot {slot}: held by others than it says"
+            assert sorted(current.held.get(slot, ())) == holders, (
+                f"slot {slot}: its holders are not those of the leases"
+            )
             assert len(holders) <= max(2, state.rules.leases_per_slot_max), f"slot {slot}: leased too often at once"
             is_open = not holders and slot not in current.accepted
             assert current.open.count(slot) == is_open, f"slot {slot} lost or doubled"
@@ -56,8 +62,8 @@ def _check_evaluations(state: State) -> None:
         holders = [*state.leases.values(), *(pending.lease for pending in state.bundles.values())]
         held = [slot for lease in holders if state.step_of(lease) is current for slot in lease.slots]
         assert sorted(held) == sorted(slot for slot, leases in current.held.items() for _ in leases)
-        assert not current.taken, f"evaluation of policy {version}: trained on"
-        assert current.open or current.held, f"evaluation of policy {version}: over, and not settled"
+        assert not current.taken, f"evaluation of policy {version}: a slot was trained on"
+        assert current.open or current.held, f"evaluation of policy {version}: complete and not settled"
         known = {*current.open, *current.held, *current.accepted}
         given_up = sum(slot not in known for slot, number in current.attempts.items() if number >= ATTEMPTS_MAX)
         assert current.retired or len(known) + given_up == current.num_slots, (
@@ -68,7 +74,7 @@ def _check_evaluations(state: State) -> None:
 
 def _check_batches(state: State) -> None:
     rules = state.rules
-    assert all(number >= state.durable_step for number in state.batches), "a batch was not forgotten"
+    assert all(number >= state.durable_step for number in state.batches), "a batch below the durable step is still kept"
     given = {slot: number for number, batches in state.batches.items() for batch in batches for slot in batch}
     for number, batches in state.batches.items():
         assert len(batches) <= rules.batches_per_step, f"step {number} has too many batches"
@@ -124,8 +130,8 @@ def _check_workers(state: State) -> None:
     assert sum(len(worker.leases) for worker in state.workers.values()) == len(state.leases)
     assert sum(len(worker.pending) for worker in state.workers.values()) == len(state.bundles)
     for worker in state.workers.values():
-        assert worker.active or not worker.leases, "somebody who is away holds a lease"
-        assert not worker.banned or not (worker.active or worker.pending), "a banned worker takes part"
+        assert worker.active or not worker.leases, "an absent worker holds a lease"
+        assert not worker.banned or not (worker.active or worker.pending), "a banned worker is active"
         assert len(worker.leases) <= state.rules.leases_per_worker_max
         assert all(lease.end is not None for lease in worker.ended)
 
@@ -144,24 +150,26 @@ def _check_networks(state: State) -> None:
             known.passed += worker.streak
         if is_forgettable(worker):
             known.away[worker.worker] = None
-    assert state.networks.keys() == expected.keys(), "a network too many or too few"
+    assert state.networks.keys() == expected.keys(), "the set of networks differs from the workers' networks"
     for name, known in state.networks.items():
         other = expected[name]
         other.bans, other.banned_at_ms, other.broken = known.bans, known.banned_at_ms, known.broken
-        assert known == other, f"network {name}: sums {known} where its keys give {other}"
+        assert known == other, f"network {name}: sums {known}, but its keys give {other}"
         assert known.bans >= bans[name], f"network {name}: a ban is not counted"
-        assert not name or not known.away or name in state.by_away[len(known.away)], f"network {name}: out of its place"
+        assert not name or not known.away or name in state.by_away[len(known.away)], (
+            f"network {name}: not in the index of its count of absent keys"
+        )
     assert sum(map(len, state.by_away.values())) == sum(bool(name and one.away) for name, one in state.networks.items())
-    assert state.crowd == sum(known.crowd for known in state.networks.values()), "a crowd miscounted"
+    assert state.crowd == sum(known.crowd for known in state.networks.values()), "the crowd's total is wrong"
 
 
 def check_ways(state: State) -> None:
     """Check that a newcomer finds an update path to the head, and to every policy that a lease may name."""
     routes = {version: publication.routes for version, publication in state.published.items()}
     for version in range(oldest_policy_needed(state), state.head + 1):
-        assert search(version, routes).path is not None, f"no way leads to policy {version}"
+        assert search(version, routes).path is not None, f"no update path leads to policy {version}"
 
 
 def _check_progress(state: State) -> None:
     """Check that some participant has to act next, unless the run is over."""
-    assert waits_for(state) or state.head >= state.rules.max_steps, "everything waits for nobody"
+    assert waits_for(state) or state.head >= state.rules.max_steps, "the run is not over, and no participant has to act"

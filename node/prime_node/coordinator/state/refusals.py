@@ -18,7 +18,7 @@ from prime_node.coordinator.state.records import Ban, LeaseRecord, PendingBundle
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
 
-UNPROVEN_DETAIL = "not audited, and the worker was found out before it could stand for itself"
+UNPROVEN_DETAIL = "not audited, and the worker was caught cheating before an audit could confirm it"
 
 
 def refuse_late(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:

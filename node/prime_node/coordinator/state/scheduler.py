@@ -81,24 +81,29 @@ def choose_slots(
     assert policy_version in state.published
     rules = state.rules
     if state.draining:
-        return NothingToLease("the operator drains the run: no more work", is_worth_waiting=False)
+        return NothingToLease("the operator drains the run: no new leases", is_worth_waiting=False)
     if state.is_complete:
-        return NothingToLease("all rollouts of the run are in", is_worth_waiting=False)
+        return NothingToLease("the run has all its rollouts", is_worth_waiting=False)
     is_wasteful = worker.is_wasteful
     if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
     if len(worker.leases) >= rules.leases_per_worker_max:
-        return NothingToLease(f"you hold {len(worker.leases)} leases, the most allowed", is_worth_waiting=False)
+        return NothingToLease(f"you hold {len(worker.leases)} leases, which is the limit", is_worth_waiting=False)
     if len(worker.leases) + len(worker.pending) >= rules.bundles_pending_per_worker_max:
         waiting, held = len(worker.pending), len(worker.leases)
-        detail = f"{waiting} of your bundles wait for a validator and you hold {held} leases, the most allowed together"
+        detail = (
+            f"{waiting} of your bundles wait for a validator and you hold {held} leases: together they reach the limit"
+        )
         return NothingToLease(detail, is_worth_waiting=waiting > 0)
     groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
     count_max = 1 if is_wasteful else max(1, groups_max)
     budget = newcomers.budget(state, worker)
     if budget is not None:
         if budget.leases == 0:
-            reason = "newcomers of your network hold as many leases as one newcomer may; more once bundles are accepted"
+            reason = (
+                "newcomers of your network together hold the limit of one newcomer's leases; it rises with accepted "
+                "bundles"
+            )
             return NothingToLease(reason, is_worth_waiting=True)
         count_max = min(count_max, budget.groups)
     found = None
@@ -111,9 +116,12 @@ def choose_slots(
     if found is not None:
         return found
     if policy_version < state.head:
-        reason = f"policy {policy_version} has no open work left; policy {state.head} is the newest"
+        reason = f"policy {policy_version} has no open work left; fetch policy {state.head}"
         return NothingToLease(reason, is_worth_waiting=False)
-    return NothingToLease(f"all work for policy {policy_version} is given out", is_worth_waiting=True)
+    return NothingToLease(
+        f"all work for policy {policy_version} is leased; wait for the next policy or an expired lease",
+        is_worth_waiting=True,
+    )
 
 
 def is_work_left(state: State) -> bool:
@@ -240,10 +248,12 @@ def _make_wait(worker: WorkerRecord, now_ms: int) -> NothingToLease | None:
     """Return why a worker with abandoned leases has to wait: its pause is not over, or it holds a lease."""
     pause_s = (worker.pause_until_ms - now_ms) / 1_000
     if pause_s > 0:
-        reason = f"your last {worker.wasted} leases brought nothing; wait {pause_s:.0f} s"
+        reason = f"you abandoned your last {worker.wasted} leases; wait {pause_s:.0f} s"
         return NothingToLease(reason, is_worth_waiting=False, pause_s=pause_s)
     if worker.leases:
-        return NothingToLease("your last leases brought nothing: one group at a time", is_worth_waiting=False)
+        return NothingToLease(
+            "you abandoned your last leases: you may hold one lease of one group at a time", is_worth_waiting=False
+        )
     return None
 
 

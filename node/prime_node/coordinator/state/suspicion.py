@@ -14,7 +14,7 @@ from prime_protocol.calibration import NEED_NONE
 from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
 from prime_protocol.verdict import BanKind, RejectReason
 
-ALL_TOGETHER = "an honest worker's bundles, all taken together, are not like this one's and those before it"
+ALL_TOGETHER = "this bundle and the worker's earlier ones together are too unlikely for an honest worker"
 
 
 def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> Weighed | None:
@@ -58,10 +58,10 @@ def ban_after(
         return None
     if is_proven(state.rules, weighed):
         assert weighed is not None
-        why = f"{weighed.number} bundles together are evidence of {weighed.log_evidence:.1f} nats"
+        why = f"the evidence of {weighed.number} bundles together is {weighed.log_evidence:.1f} nats"
         return Ban(at_ms, state.current_step, why, bundle, BanKind.STATISTICAL)
     if reason.is_dishonest and worker.strikes >= state.rules.strikes_max:
-        why = f"{worker.strikes} bundles refused, the last one as {reason}"
+        why = f"{worker.strikes} bundles were rejected, the last one for {reason}"
         return Ban(at_ms, state.current_step, why, bundle, BanKind.HARD)
     return None
 

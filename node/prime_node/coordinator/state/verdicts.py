@@ -37,7 +37,7 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
     reason, detail = event.reason, event.detail
     marks = event.fingerprints
     if reason is None and marks and (original := copies.found_earlier(state, pending, marks)) is not None:
-        reason, detail = RejectReason.COPIED, f"bundle {original.bundle[:12]} said the same before"
+        reason, detail = RejectReason.COPIED, f"bundle {original.bundle[:12]} has the same completions and came before"
     if (reason is None or not reason.is_dishonest) and suspicion.is_proven(state.rules, weighed):
         reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
     if reason is None:
@@ -62,7 +62,7 @@ def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) 
     assert lease is not None
     assert lease.worker == event.worker
     reason = RejectReason.EQUIVOCATION
-    detail = f"its worker signed another bundle for the same lease too: {event.other[:12]}"
+    detail = f"its worker also signed another bundle for the same lease: {event.other[:12]}"
     if lease.bundle in state.bundles:
         return refusals.refuse_judged(state, state.bundles[lease.bundle], reason, detail, None, at_ms)
     return refusals.refuse_accepted(state, lease, reason, detail, event.replaced, at_ms)
