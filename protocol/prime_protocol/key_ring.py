@@ -178,6 +178,16 @@ class KeyChain:
         """Return a stored payload that was verified on arrival: any key that ever had the role may sign. Raises PeerError."""
         return envelope.verify(kind, trusted=self.ever(role))
 
+    def replaced_by(self, envelope: Envelope, role: Role) -> KeyRing | None:
+        """Return the ring that replaced the signers of a statement that `verify_kept` returned; None if one is current."""
+        signers = {one.key_id for one in envelope.signatures}
+        replaced = None
+        for ring, _ in reversed(self.rings):
+            if not signers.isdisjoint(ring.keys.of(role)):
+                return replaced
+            replaced = ring
+        return replaced
+
     def verify_manifest(self, envelope: Envelope, here: ChainPoint) -> None:
         """Check that the trainer keys responsible for this place of the chain signed the policy.
 

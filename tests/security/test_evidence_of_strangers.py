@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 import zstandard
-from tests.builder import build_header
+from tests.builder import build_header, role_keys
 from tests.node.cases_world import check
-from tests.node.coordinator_world import ANNA, COORDINATOR, ENGINE, make_run
+from tests.node.coordinator_world import ANNA, COORDINATOR, ENGINE, ROOT, TRAINER, VALIDATOR, make_run
+from tests.node.ledger_world import command, rewritten
 
+from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
+from prime_node.broadcast.audit.ledger_file import export_ledger
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.case import BanStatement
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import KeyRing
+from prime_protocol.ledger import LedgerChain
 from prime_protocol.limits import UNPINNED_CASE_BYTES_MAX, Limits
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.run_spec import PinnedRun
@@ -107,3 +115,111 @@ def test_a_file_without_end_is_not_read_where_the_run_is_not_named(tmp_path: Pat
     code, said = check(file)
     assert code == 1
     assert f"{padded.name} has more than 268,435,456 bytes" in str(said["fault"])
+
+
+NEW = SigningKey(b"n" * 32)
+"""The coordinator's key after the former one was stolen."""
+RING_AT_MS = 1_000
+FORMER = "signed by a former key, replaced by ring 1 of 1970-01-01 00:00 UTC"
+
+
+def ring_of(run: PinnedRun) -> Envelope:
+    keys = role_keys(ROOT, NEW, TRAINER, VALIDATOR)
+    ring = KeyRing(
+        run=run.digest,
+        version=1,
+        previous=run.digest,
+        keys=keys,
+        published=None,
+        created_at_ms=RING_AT_MS,
+        reason="stolen",
+    )
+    return seal(ring, PayloadType.KEY_RING, ROOT)
+
+
+@pytest.mark.parametrize(
+    ("ban_key", "receipt_ms", "ban_ms", "holds"),
+    [
+        (COORDINATOR, RING_AT_MS, RING_AT_MS, True),  # a thief can write this: no signature shows a date
+        (COORDINATOR, RING_AT_MS, RING_AT_MS + 1, False),
+        (COORDINATOR, RING_AT_MS + 1, RING_AT_MS, False),
+        (
+            NEW,
+            RING_AT_MS + 1,
+            RING_AT_MS + 2,
+            True,
+        ),  # the present coordinator counts receipts that the former key signed
+    ],
+)
+def test_a_ban_by_a_former_key_is_named_and_fails_where_it_is_dated_after_the_ring(
+    tmp_path: Path, ban_key: SigningKey, receipt_ms: int, ban_ms: int, holds: bool
+) -> None:
+    run = make_run()
+    receipts = [refused(run, digit * 64, at_ms=receipt_ms) for digit in "12"]
+    ban = BanStatement(
+        run=run.digest,
+        worker=ANNA.key_id,
+        kind=BanKind.HARD,
+        reason="2 bundles refused",
+        bundle="2" * 64,
+        step=0,
+        at_ms=ban_ms,
+        num_receipts=2,
+    )
+    file = tmp_path / "case.jsonl"
+    signed = [seal(ban, PayloadType.BAN, ban_key), *(seal(one, PayloadType.RECEIPT, COORDINATOR) for one in receipts)]
+    file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (run.envelope, ring_of(run), *signed)))
+    code, said = check(file, "--run", run.digest)
+    assert (code, said["ok"]) == (0 if holds else 1, holds)
+    if holds:
+        assert any(FORMER in note for note in said["notes"])  # type: ignore[attr-defined]
+    else:
+        assert said["fault"] == f"a statement is {FORMER}, and dated after it"
+
+
+def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, known: tuple[Envelope, ...] = ()) -> LedgerReport:
+    """Audit a ledger of one receipt under this head."""
+    shown = rewritten(run, [refused(run, "1" * 64).model_dump_json().encode()], at_ms=head_ms)
+    shown.head = seal(shown.head.payload, PayloadType.LEDGER_HEAD, head_key)
+    return asyncio.run(audit_ledger(shown, run, known=known))
+
+
+@pytest.mark.parametrize(("at_ms", "is_void"), [(RING_AT_MS, False), (RING_AT_MS + 1, True)])
+def test_a_head_by_a_former_key_convicts_nobody_where_it_is_dated_after_the_ring(at_ms: int, is_void: bool) -> None:
+    run = make_run()
+    run.keys.add(ring_of(run))
+    chain = LedgerChain(run.digest)
+    chain.add(refused(run, "2" * 64).model_dump_json().encode())
+    other = seal(chain.head(at_ms), PayloadType.LEDGER_HEAD, COORDINATOR)
+    report = audited(run, NEW, 9_000, known=(other,))
+    (fault,) = report.faults
+    assert FORMER in fault
+    assert ("it convicts nobody" in fault) == is_void
+    assert len(report.evidence) == (0 if is_void else 2)
+    assert any(FORMER in note for note in report.notes)
+
+
+def test_a_ledger_whose_head_a_former_key_signed_after_the_ring_fails() -> None:
+    run = make_run()
+    run.keys.add(ring_of(run))
+    assert audited(run, COORDINATOR, RING_AT_MS + 1).faults == [f"the signed head is {FORMER}, and dated after it"]
+    earlier = audited(run, COORDINATOR, RING_AT_MS)
+    assert (earlier.faults, earlier.notes) == ([], [f"1 statement is {FORMER}"])
+    assert audited(run, NEW, RING_AT_MS + 1).notes == []
+
+
+def test_a_missing_receipt_that_a_former_key_signed_after_the_ring_fails_and_convicts_nobody(tmp_path: Path) -> None:
+    run = make_run()
+    run.keys.add(ring_of(run))
+    late = seal(refused(run, "2" * 64, at_ms=RING_AT_MS + 1), PayloadType.RECEIPT, COORDINATOR)
+    (tmp_path / "receipts.jsonl").write_bytes(late.to_bytes() + b"\n")
+    shown = rewritten(run, [], at_ms=9_000)
+    shown.head = seal(shown.head.payload, PayloadType.LEDGER_HEAD, NEW)
+    asyncio.run(export_ledger(shown, run, tmp_path / "ledger.jsonl"))
+    options = ["--receipts", str(tmp_path), "--evidence", str(tmp_path / "proof"), "--run", run.digest]
+    result = command("verify", str(tmp_path / "ledger.jsonl"), *options, "--json")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert told["notes"] == [f"1 statement is {FORMER}, and dated after it"]
+    assert "it convicts nobody" in told["faults"][0]
+    assert not (tmp_path / "proof").exists()

@@ -41,6 +41,7 @@ NOT_PARSERS = {
     "key_ring.KeyChain.__init__": "holds what `check` has read",
     "key_ring.KeyChain.verify": "driven by the signed statements",
     "key_ring.KeyChain.verify_kept": "the same",
+    "key_ring.KeyChain.replaced_by": "looks up the signers of a verified statement",
     "key_ring.KeyChain.verify_manifest": "the same",
     "ledger.LedgerChain.add": "writes",
     "manifest.SignedManifest": "holds what open_manifest has read",

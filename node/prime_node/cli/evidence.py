@@ -60,6 +60,8 @@ class _Case:
     statement: BanStatement
     lease: Lease | None
     receipts: list[Receipt]
+    notes: list[str]
+    """Statements by former keys, as text for people."""
 
 
 @evidence.callback()
@@ -100,7 +102,7 @@ def evidence_verify(
 
     \b
     --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, bundle: what was found about it, and
-    seeds: the result of --ledger.
+    seeds: the result of --ledger; notes: statements by former keys.
     """
     opened, said, seeds, fault = None, "", "", ""
     try:
@@ -113,7 +115,18 @@ def evidence_verify(
     if as_json:
         about = opened.statement.model_dump(mode="json") if opened else {}
         shown = {name: about.get(name) for name in ("run", "worker", "kind", "reason", "num_receipts")}
-        print(json.dumps({"ok": not fault, **shown, "fault": fault, "bundle": said, "seeds": seeds}))
+        print(
+            json.dumps(
+                {
+                    "ok": not fault,
+                    **shown,
+                    "fault": fault,
+                    "bundle": said,
+                    "seeds": seeds,
+                    "notes": opened.notes if opened else [],
+                }
+            )
+        )
     elif opened is not None:
         statement = opened.statement
         say(f"run {opened.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
@@ -121,6 +134,8 @@ def evidence_verify(
         say(f"     {statement.num_receipts} signed receipts" + (f"; deciding bundle: {said}" if said else ""))
         if seeds:
             say(f"     {seeds}")
+        for note in opened.notes:
+            say(f"note {note}")
     if not as_json:
         say(
             f"FAIL {fault}"
@@ -149,20 +164,36 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
         found.setdefault(envelope.payload_type, []).append(envelope)
     for ring in found.pop(PayloadType.KEY_RING, []):
         run.keys.add(ring)
-    opened = {
-        kind: [run.keys.verify_kept(one, kind, Role.COORDINATOR) for one in found.pop(kind, [])]
-        for kind in (PayloadType.BAN, PayloadType.LEASE, PayloadType.RECEIPT)
-    }
+    kinds = (PayloadType.BAN, PayloadType.LEASE, PayloadType.RECEIPT)
+    signed = {kind: found.pop(kind, []) for kind in kinds}
+    opened = {kind: [run.keys.verify_kept(one, kind, Role.COORDINATOR) for one in signed[kind]] for kind in kinds}
     if found or len(opened[PayloadType.BAN]) != 1 or len(opened[PayloadType.LEASE]) > 1:
         raise PeerError(ErrorCode.MALFORMED, "a ban dossier holds one ban, at most one lease, and receipts")
     leases = [parse_json(payload, Lease) for payload in opened[PayloadType.LEASE]]
-    return _Case(
-        run,
-        pinned is not None,
-        parse_json(opened[PayloadType.BAN][0], BanStatement),
-        leases[0] if leases else None,
-        [parse_json(payload, Receipt) for payload in opened[PayloadType.RECEIPT]],
-    )
+    statement = parse_json(opened[PayloadType.BAN][0], BanStatement)
+    receipts = [parse_json(payload, Receipt) for payload in opened[PayloadType.RECEIPT]]
+    dated = [
+        (signed[PayloadType.BAN][0], statement.at_ms),
+        *zip(signed[PayloadType.LEASE], (one.issued_at_ms for one in leases), strict=True),
+        *zip(signed[PayloadType.RECEIPT], (one.at_ms for one in receipts), strict=True),
+    ]
+    return _Case(run, pinned is not None, statement, leases[0] if leases else None, receipts, _former_keys(run, dated))
+
+
+def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]:
+    """Return notes on statements by former keys; the first one is the ban.
+
+    Raises PeerError if one is dated after the ring that replaced its key. A ban by a later key vouches for the receipts
+    that it counts: between a ring's date and its arrival at the coordinator, the former key signed them.
+    """
+    from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
+
+    formers = [former_key(run, envelope, at_ms) for envelope, at_ms in dated]
+    ban = formers[0]
+    for former in formers:
+        if former is not None and former.is_void and ban is not None and ban.ring <= former.ring:
+            raise PeerError(ErrorCode.REVOKED, f"a statement is {former.text}")
+    return former_key_notes(formers)
 
 
 def _read_file(path: Path, bytes_max: int | None) -> bytes:

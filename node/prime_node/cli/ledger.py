@@ -100,7 +100,7 @@ def ledger_verify(
 
     \b
     --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, num_newer_receipts (of them,
-    absent and not dated before the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over}, faults, and
+    absent and not dated before the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over}, faults, notes, and
     workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
     """
     from prime_node.broadcast.audit.ledger_audit import audit_ledger
@@ -194,6 +194,7 @@ def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
         "num_newer_receipts": report.num_newer_receipts,
         "seeds": asdict(report.seeds),
         "faults": report.faults,
+        "notes": report.notes,
         "workers": {
             worker: {"rollouts": account.rollouts, "tokens": account.tokens, "refused": dict(account.refused)}
             for worker, account in report.accounts.items()
@@ -214,6 +215,8 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
     console.print(table)
     pinned = "" if opened.pinned else " (not pinned: give --run)"
     say(f"run {opened.run.digest[:12]}{pinned}, {report.num_entries:,} entries", console=console)
+    for note in report.notes:
+        say(f"note {note}", console=console)
     for fault in report.faults:
         say(f"FAIL {fault}", console=console)
     if report.faults:

@@ -7,7 +7,8 @@
     (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
         accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
 
-If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. If (5)
+If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
+statement by a former key that is dated after the key ring that replaced it convicts nobody. If (5)
 fails, the head alone convicts it, with the lines that it stands for.
 """
 
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
 from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
@@ -57,6 +59,8 @@ class LedgerReport:
     """Findings of check (5)."""
     evidence: list[Envelope] = field(default_factory=list)
     """Statements by the coordinator that cannot all be true."""
+    notes: list[str] = field(default_factory=list)
+    """Statements by former keys, as text for people."""
 
 
 async def audit_ledger(
@@ -77,6 +81,11 @@ async def audit_ledger(
     kept_heads = [await one.ledger_head() for one in kept]
     heads = [(open_ledger_head(one, run), one) for one in (signed, *known, *kept_heads)]
     mine = _settled(receipts, run)
+    formers = [former_key(run, envelope, head.at_ms) for head, envelope in heads]
+    formers += [former_key(run, envelope, receipt.at_ms) for receipt, envelope in mine.values()]
+    report.notes = former_key_notes(formers)
+    if formers[0] is not None and formers[0].is_void:
+        report.faults.append(f"the signed head is {formers[0].text}")
     reader = _Reader(run, report, heads, missing=dict(mine))
     try:
         await reader.read(source)
@@ -107,6 +116,7 @@ class _Reader:
         *,
         missing: dict[str, tuple[Receipt, Envelope]],
     ) -> None:
+        self._run = run
         self._report = report
         self._heads = heads
         self._missing = missing
@@ -151,10 +161,8 @@ class _Reader:
         if (chain.num_entries, chain.digest) != (known.num_entries, known.digest):
             raise LocalError(f"a kept ledger is damaged: its {chain.num_entries} entries do not lead to its own head")
         if named != head.digest:
-            self._report.faults.append(
-                f"the signed head names another entry {head.num_entries - 1} than the kept ledger of {known.num_entries} has"
-            )
-            self._report.evidence += [signed, envelope]
+            fault = f"the signed head names another entry {head.num_entries - 1} than the kept ledger of {known.num_entries} has"
+            self._accuse(fault, (head, signed), (known, envelope))
 
     def finish(self) -> None:
         """Make the checks that need the end: kept heads longer than the ledger, missing receipts, and (5)."""
@@ -166,25 +174,37 @@ class _Reader:
             self._report.evidence.append(signed)
         for known, envelope in self._heads[1:]:
             if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
-                self._report.faults.append(
-                    f"an earlier head counts {known.num_entries} entries, this one {head.num_entries}"
-                )
-                self._report.evidence += [signed, envelope]
+                fault = f"an earlier head counts {known.num_entries} entries, this one {head.num_entries}"
+                self._accuse(fault, (head, signed), (known, envelope))
         for receipt, envelope in self._missing.values():
             if receipt.at_ms >= head.at_ms:  # perhaps settled after the head was signed
                 self._report.num_newer_receipts += 1
                 continue
-            self._report.faults.append(f"a signed receipt is missing: bundle {receipt.bundle[:12]}, {receipt.status}")
-            self._report.evidence += [envelope] if self._report.evidence else [signed, envelope]
+            fault = f"a signed receipt is missing: bundle {receipt.bundle[:12]}, {receipt.status}"
+            self._accuse(fault, (head, signed), (receipt, envelope))
+
+    def _accuse(self, fault: str, *statements: tuple[LedgerHead | Receipt, Envelope]) -> None:
+        """Report a contradiction, and keep the statements as evidence unless one of them is void."""
+        formers = [former_key(self._run, envelope, one.at_ms) for one, envelope in statements]
+        void = next((former for former in formers if former is not None and former.is_void), None)
+        named = void or next((former for former in formers if former is not None), None)
+        proves = ": it convicts nobody" if void else ""
+        self._report.faults.append(f"{fault} (one of the two is {named.text}{proves})" if named else fault)
+        if void is None:
+            is_there = bool(self._report.evidence)  # the shown head, the first of the two, then is its first item
+            self._report.evidence += [envelope for _, envelope in statements[is_there:]]
 
     def _compare(self) -> None:
         for head, envelope in self._heads:
             if head.num_entries == self._chain.num_entries and head.digest != self._chain.digest:
-                first = self._heads[0][1]
-                what = "the signed head" if envelope is first else "an earlier signed head"
-                self._report.faults.append(f"{what} names another entry {head.num_entries - 1} than the ledger has")
-                if envelope is not first:
-                    self._report.evidence += [first, envelope]
+                first = self._heads[0]
+                if envelope is first[1]:
+                    self._report.faults.append(
+                        f"the signed head names another entry {head.num_entries - 1} than the ledger has"
+                    )
+                else:
+                    fault = f"an earlier signed head names another entry {head.num_entries - 1} than the ledger has"
+                    self._accuse(fault, first, (head, envelope))
 
     def _count(self, receipt: Receipt) -> None:
         account = self._report.accounts.setdefault(receipt.worker, Account())
