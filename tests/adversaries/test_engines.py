@@ -62,7 +62,7 @@ def test_rounding_has_as_many_levels_as_it_says() -> None:
 
 
 def test_an_unknown_cheat_is_the_users_mistake_and_the_known_ones_are_named() -> None:
-    with pytest.raises(LocalError, match="known are altered, stale"):
+    with pytest.raises(LocalError, match="choose one of altered, stale"):
         cheating_engine(TableEngine(), "kind", honest_loads=0)
 
 

@@ -194,7 +194,7 @@ async def test_an_engine_that_nobody_has_calibrated_is_told_so_when_it_joins() -
     known = PairMoments(worker="vllm/bf16/cuda", validator="transformers/fp32/cpu", moments={"margin": moments})
     spec = make_run(checks=CheckPolicy(calibration=Calibration(pairs=(known,))))
     async with running(memory_parts(spec)) as world:
-        assert "does not know toy/fp32/cpu" in (await world.client(ANNA).join(request())).notice
+        assert "has no calibration for toy/fp32/cpu" in (await world.client(ANNA).join(request())).notice
         engine = ENGINE.model_copy(update={"name": "vllm", "dtype": "bf16", "device": "cuda"})
         assert (await world.client(BEN).join(request(engine=engine))).notice == ""
 

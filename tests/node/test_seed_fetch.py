@@ -151,7 +151,7 @@ async def test_fetch_says_what_is_not_there_yet(tmp_path: Path) -> None:
         with pytest.raises(LocalError, match="nothing is published yet"):
             await _fetch(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "out")
         await made.publish()
-        with pytest.raises(LocalError, match="policy 7 is not published yet; the head is 0"):
+        with pytest.raises(LocalError, match="policy 7 is not published yet; the newest is 0"):
             await _fetch(link, SETTINGS, tmp_path / "fetch", 7, tmp_path / "out")
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_bytes(b"x")

@@ -200,6 +200,6 @@ async def test_a_scorer_that_never_computes_a_policy_judges_nobody_and_says_so()
         await run_validator(validator, stop)
     (fault,) = causes_of(raised.value)
     assert isinstance(fault, LocalError)
-    assert "does not compute policy 0" in str(fault)
+    assert "computes policy 0 wrongly" in str(fault)
     assert queue.results == {}
     assert validator.held.version == -1
