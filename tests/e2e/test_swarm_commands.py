@@ -100,5 +100,5 @@ def gives_no_chunks(up: Up, head: int) -> bool:
         urllib.request.urlopen(f"{url}v1/blobs/{manifest['encodings'][0]['parts'][0]['digest']}", timeout=5).close()
     except urllib.error.HTTPError as error:
         with error:
-            return error.code == 404 and b"gives no chunks" in error.read()
+            return error.code == 404 and b"serves no chunks" in error.read()
     return False
