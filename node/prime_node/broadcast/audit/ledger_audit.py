@@ -8,8 +8,8 @@
         accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
 
 If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
-statement by a former key that is dated after the key ring that replaced it convicts nobody. If (5)
-fails, the head alone convicts it, with the lines that it stands for.
+statement by a former key that is dated after the key ring that replaced it is no evidence. If (5) fails, the
+head alone convicts the coordinator, with the lines that it stands for.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class _Reader:
         formers = [former_key(self._run, envelope, one.at_ms) for one, envelope in statements]
         void = next((former for former in formers if former is not None and former.is_void), None)
         named = void or next((former for former in formers if former is not None), None)
-        proves = ": it convicts nobody" if void else ""
+        proves = ": it is no evidence" if void else ""
         self._report.faults.append(f"{fault} (one of the two is {named.text}{proves})" if named else fault)
         if void is None:
             is_there = bool(self._report.evidence)  # the shown head, the first of the two, then is its first item
