@@ -222,7 +222,7 @@ PEER_RANGE_BYTES_MAX = 16 * 2**20
 PEER_LISTENERS_MAX = 256
 """Peers subscribed to one peer's notifications at a time."""
 PEER_LISTENERS_NETWORK_MAX = 64
-"""Of these, peers of one network: a /24 of IPv4, a /48 of IPv6, or one IPv4 address outside the public internet."""
+"""Such peers of one network: a /24 of IPv4, a /48 of IPv6, or one IPv4 address outside the public internet."""
 PEER_LISTENERS_EACH_MAX = 2
 """Subscriptions of one such peer at a time: an old link may take a while to close."""
 PEER_STRANGERS_LISTENING_MAX = 16
@@ -246,11 +246,11 @@ PEER_HTTP_CONNECTIONS_MAX = 20
 HTTP_CONNECTIONS_MAX = 20_000
 """Connections to one HTTP server, a coordinator's or a peer's."""
 HTTP_STRANGERS_MAX = 10_000
-"""Of these, connections that have not yet carried a signed request of a member."""
+"""Connections among them that have not yet carried a signed request of a member."""
 HTTP_STRANGERS_EACH_MAX = 512
 """Such connections from one network: a /24 of IPv4, a /48 of IPv6."""
 HTTP_MEMBERS_MAX = 9_000
-"""Of these, connections of members. The rest, which neither strangers nor members may use, is reserved for the run's own keys."""
+"""Connections among them of members. The rest, for neither strangers nor members, is reserved for the run's own keys."""
 HTTP_MEMBERS_NETWORK_MAX = 2_048
 """Such connections from one network (/24, /48) that the operator does not trust. Further ones count as strangers'."""
 HTTP_MEMBERS_EACH_MAX = 32
@@ -296,7 +296,7 @@ PEER_OFFERS_PER_NETWORK_MAX = 256
 PEER_GUESTS_MAX = 64
 """Non-members that a coordinator of an open run remembers for its lists, apart from its members."""
 PEER_GUESTS_LISTED_MAX = 16
-"""Of these, in one list."""
+"""Such non-members in one list."""
 DIAL_BACKS_MAX = 64
 """Concurrent dial-backs of a coordinator."""
 DIAL_BACK_S_MAX = 5.0

@@ -1,4 +1,4 @@
-"""Does cheating pay? Ways of cheating against the default audit policy (lab/prime_lab/cheating.py), beside full audits.
+"""Does cheating pay? Ways of cheating against the default audit policy (lab/prime_lab/cheating.py), compared with full audits.
 
     python scripts/bench/cheating.py [--quick] [--json]
 

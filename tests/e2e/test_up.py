@@ -117,7 +117,7 @@ def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
-    """vLLM on this machine's CPU, then beside a transformers worker; its rollouts pass the same checks.
+    """vLLM on this machine's CPU, alone and then with a transformers worker; its rollouts pass the same checks.
 
     The run has no other worker while vLLM starts: it would train hundreds of policies and leave vLLM hardly a core.
     """

@@ -380,3 +380,31 @@ async def test_a_peer_that_shows_the_manifest_of_a_newer_timestamp_ends_a_freeze
     await trust.refresh()
     assert trust.newest is not None
     assert trust.newest.policy_version == 1
+
+
+async def test_a_peers_timestamp_that_was_overtaken_while_its_manifest_came_is_not_taken(tmp_path: Path) -> None:
+    clock = JumpClock()
+    source = make_source(clock, policies=2)
+
+    class Slow(Thief):
+        async def timestamp(self) -> Envelope:
+            return late
+
+        async def manifest(self, policy_version: int) -> Envelope:
+            clock.seconds += 1
+            source.publish(table_weights(2))
+            source.shown_timestamp = None
+            linked.clear()
+            await trust.refresh()
+            return await super().manifest(policy_version)
+
+    source.shown_timestamp = source.timestamp_of(source.manifests[0])
+    clock.seconds += 1
+    late = source.timestamp_of(source.manifests[1])
+    linked = [("slow", Slow(source))]
+    trust = Trust(
+        make_run(), [("source", source)], tmp_path, clock=clock, rng=random.Random(1), peers=lambda: list(linked)
+    )
+    await trust.refresh()
+    assert trust.newest is not None
+    assert trust.newest.policy_version == 2

@@ -93,7 +93,7 @@ def print_bomb(size: str) -> str:
 
 
 def plant(_: str) -> str:
-    """Leave a file that the next Python process would load: in site-packages, beside our sources, among compiled code."""
+    """Leave a file that the next Python process would load: in site-packages, next to our sources, among compiled code."""
     import prime_node
     import prime_protocol
 

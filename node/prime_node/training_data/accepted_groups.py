@@ -58,8 +58,8 @@ def content_fault(entry: BatchGroup, part: Rollouts, spec: RunSpec) -> str | Non
     fault = turns_fault(part, [entry.problem.environment] * len(entry.rewards), spec)
     if fault is not None:
         return fault
-    context_max = 0 if part.context_P is None or not len(part.context_P) else int(part.context_P.max())
-    if max(int(part.token_ids_T.max()), context_max) >= spec.vocab_size:
+    context_max = 0 if part.context_P is None else int(part.context_P.max(initial=0))
+    if max(int(part.token_ids_T.max(initial=0)), context_max) >= spec.vocab_size:
         return f"a token id is not below {spec.vocab_size}"
     return termination_fault(part, spec.sampling)
 

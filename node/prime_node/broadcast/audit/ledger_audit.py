@@ -52,7 +52,7 @@ class LedgerReport:
     num_receipts: int = 0
     """Settled receipts of the caller's own."""
     num_newer_receipts: int = 0
-    """Of these, receipts that are not in the ledger and not dated before its head: nothing shows that they must be in it."""
+    """Receipts among them that are not in the ledger and not dated before its head: nothing shows that they must be in it."""
     faults: list[str] = field(default_factory=list)
     """Inconsistencies, as text for people; empty if there are none."""
     seeds: SeedReport = field(default_factory=SeedReport)

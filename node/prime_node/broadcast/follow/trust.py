@@ -15,7 +15,6 @@ take new work must wait: the run may have gone on, and we may be shown an old st
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -68,6 +67,7 @@ class Trust:
     ) -> None:
         """Start from what was known last time. Raises LocalError if the folder is unusable."""
         self.newest: Timestamp | None = None
+        self._newest_envelope: Envelope | None = None
         self.peers = peers
         """Function that returns the currently linked peers."""
         self.run = run
@@ -143,9 +143,9 @@ class Trust:
         reason = ""
         try:
             await self._follow_rings(source)
-            await self._take_timestamp(await source.timestamp())
-            if not self._is_over and self.newest is not None and (last := self._last(self.newest)) is not None:
-                self._is_over = await self._is_shown(last, source)
+            self._take_timestamp(await source.timestamp())
+            if (last := self._unseen_last()) is not None and await self._is_shown(last, source):
+                self._is_over = True
         except (PeerError, Unreachable) as error:
             reason = str(error)
             if reason != self._reasons.get(name):
@@ -161,7 +161,7 @@ class Trust:
                     return
                 known = None if self.newest is None else self.newest.head
                 if stamp.head is None or stamp.head == known or await self._is_shown(stamp.head, peer):
-                    self._take(stamp, envelope)
+                    self._take_timestamp(envelope)  # compared again: a newer one may have come meanwhile
         except (PeerError, Unreachable, TimeoutError) as error:
             log.debug("peer %s shows no timestamp that counts: %s", name, error)
 
@@ -190,9 +190,11 @@ class Trust:
         signed = await asyncio.to_thread(open_manifest, envelope, self.run)
         return signed.point == head
 
-    def _last(self, stamp: Timestamp) -> ChainPoint | None:
-        """Return the run's last policy if the timestamp names it."""
-        return stamp.head if stamp.policy_version == self.run.spec.max_steps else None
+    def _unseen_last(self) -> ChainPoint | None:
+        """Return the run's last policy if the timestamp names it and its manifest was not seen yet."""
+        if self._is_over or self.newest is None or self.newest.policy_version != self.run.spec.max_steps:
+            return None
+        return self.newest.head
 
     def _compared(self, envelope: Envelope) -> Timestamp | None:
         """Return a timestamp that is newer than the known one, else None. Raises PeerError; keeps evidence."""
@@ -203,33 +205,27 @@ class Trust:
             self._keep_evidence(envelope, error)
             raise
 
-    async def _take_timestamp(self, envelope: Envelope) -> None:
+    def _take_timestamp(self, envelope: Envelope) -> None:
+        """Take a timestamp if it is newer than the known one. Raises PeerError; keeps evidence."""
         if (stamp := self._compared(envelope)) is not None:
-            self._take(stamp, envelope)
-
-    def _take(self, stamp: Timestamp, envelope: Envelope) -> None:
-        check_fresh(stamp, self._clock.now_ms())
-        self._write("timestamp.json", envelope)
-        self.newest = stamp
+            check_fresh(stamp, self._clock.now_ms())
+            self._write("timestamp.json", envelope)
+            self.newest, self._newest_envelope = stamp, envelope
 
     def _void_if_revoked(self) -> None:
-        """Forget the newest timestamp if its signer has lost its role."""
-        path = self._folder / "timestamp.json"
-        try:
-            open_timestamp(open_envelope(path.read_bytes()), self.run)
-        except FileNotFoundError:
+        """Forget the newest timestamp if its signer has lost its role. A restart does not read it again (`_restore`)."""
+        if self._newest_envelope is None:
             return
-        except (PeerError, OSError) as error:
+        try:
+            open_timestamp(self._newest_envelope, self.run)
+        except PeerError as error:
             log.warning("the newest timestamp is void: %s; asking for another", error)
-            self.newest, self._is_over = None, False
-            path.unlink(missing_ok=True)
+            self.newest = self._newest_envelope = None
 
     def _keep_evidence(self, envelope: Envelope, error: PeerError) -> None:
         """Keep the coordinator's new and earlier statement, both signed by its key."""
         folder = self._folder / "evidence"
-        said = [envelope.to_bytes()]
-        with contextlib.suppress(OSError):
-            said.append((self._folder / "timestamp.json").read_bytes())
+        said = [one.to_bytes() for one in (envelope, self._newest_envelope) if one is not None]
         try:
             folder.mkdir(exist_ok=True)
             for data in said:
@@ -254,7 +250,8 @@ class Trust:
         path = self._folder / "timestamp.json"
         if path.exists():
             try:
-                self.newest = open_timestamp(open_envelope(path.read_bytes()), self.run)
+                envelope = open_envelope(path.read_bytes())
+                self.newest, self._newest_envelope = open_timestamp(envelope, self.run), envelope
             except PeerError as error:  # or its signer's time is over
                 log.warning("%s: %s; asking for it again", path, error)
 

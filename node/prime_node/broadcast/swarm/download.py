@@ -152,13 +152,13 @@ class Download:
         self._picker = Picker(sizes, rng=shared.rng, rules=shared.rules, have=have, share=share)
         self._parents = shared.plan.parents(self._encoding.sent_bytes)
         self._tree_until_s = self._clock.monotonic_s() + TREE_S_MAX
-        beside = asyncio.create_task(self._listen()), asyncio.create_task(shared.plan.prepare())
+        helpers = asyncio.create_task(self._listen()), asyncio.create_task(shared.plan.prepare())
         try:
             await self._fetch_all()
         finally:
-            for task in (*beside, *self._tasks):
+            for task in (*helpers, *self._tasks):
                 task.cancel()
-            await asyncio.gather(*beside, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*helpers, *self._tasks, return_exceptions=True)
 
     # From the sources
 
