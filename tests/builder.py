@@ -98,7 +98,12 @@ def provenance(version: int, *, batch: str | None = None) -> Provenance:
 
 
 def build_manifest(
-    run: PinnedRun, after: SignedManifest | None, weights: Weights, /, *ways: EncodedCheckpoint, **changes: object
+    run: PinnedRun,
+    after: SignedManifest | None,
+    weights: Weights,
+    /,
+    *update_paths: EncodedCheckpoint,
+    **changes: object,
 ) -> Manifest:
     """The policy after `after`, with these ways to get it."""
     version = 0 if after is None else after.manifest.policy_version + 1
@@ -110,7 +115,7 @@ def build_manifest(
         "model_config_digest": next(file.digest for file in run.spec.model_files if file.name == "config.json"),
         "state_root": root_of_table(tensors),
         "tensors": tensors,
-        "encodings": tuple(way.encoding for way in ways),
+        "encodings": tuple(way.encoding for way in update_paths),
         "produced_by": provenance(version),
         "created_at_ms": 0,
     }

@@ -93,7 +93,7 @@ PICKS_ADAPTERS = {
         "wire_sandbox",
         "wire_swarm",
         "wire_training",
-        "wire_walls",
+        "wire_restrictions",
     )
 }
 
@@ -242,8 +242,8 @@ def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
         ("prime_node.cli.wire", "from prime_node.adapters import http_server"),
         ("prime_node.cli.main", "from prime_node import __version__\nimport typer"),
         (
-            "prime_node.broadcast.seed.mirror",
-            "from prime_node.broadcast.follow import ways\nfrom ..swarm import download",
+            "prime_node.broadcast.seed.seeder",
+            "from prime_node.broadcast.follow import update_paths\nfrom ..swarm import download",
         ),
         ("prime_node.broadcast.swarm.download", "from prime_node.broadcast import routes\nfrom . import holdings"),
         ("prime_node", "from prime_node.cli.api import join_run as join"),

@@ -31,9 +31,9 @@ from prime_protocol.run_spec import ALL_AUDITED, CheckPolicy
 class CheatView:
     """A cheat's knowledge when it decides."""
 
-    streak: int
+    audit_score: int
     """Audits passed in a row, as its receipts show."""
-    surety: int
+    escrow: int
     """Own bundles that are not credited yet."""
     since_audit: int
     """Bundles since the last audited one."""
@@ -48,9 +48,9 @@ def at_rate(rate: float) -> Strategy:
     return lambda seen, rng: rng.random() < rate
 
 
-def once_trusted(streak: int) -> Strategy:
+def once_trusted(audit_score: int) -> Strategy:
     """Be honest until the audit share is lowest, then never again."""
-    return lambda seen, rng: seen.streak >= streak
+    return lambda seen, rng: seen.audit_score >= audit_score
 
 
 def after_audits(seen: CheatView, rng: random.Random) -> bool:
@@ -60,7 +60,7 @@ def after_audits(seen: CheatView, rng: random.Random) -> bool:
 
 def with_little_at_stake(most: int) -> Strategy:
     """Cheat only while few bundles are in escrow."""
-    return lambda seen, rng: seen.streak > 0 and seen.surety <= most
+    return lambda seen, rng: seen.audit_score > 0 and seen.escrow <= most
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Outcome:
     cheated: float
     """Share of cheated bundles."""
     poisoned: float
-    """Cheated bundles that were accepted and not revoked; at most the last `surety_bundles` may still be."""
+    """Cheated bundles that were accepted and not revoked; at most the last `escrow_bundles` may still be."""
     bans: float
     audited: float
     """Share of audited bundles: the validators' remaining work."""
@@ -139,7 +139,7 @@ def _live(
     standing: set[str] = set()  # cheated bundles that were accepted
     for number in range(num_bundles):
         draw, notices = rng.random(), rng.random() < detection  # the same for every strategy
-        cheats = strategy(CheatView(worker.streak, len(worker.surety), since_audit), rng)
+        cheats = strategy(CheatView(worker.audit_score, len(worker.escrow), since_audit), rng)
         audited = draw < audits.audit_share(state.rules, worker)
         since_audit = 0 if audited else since_audit + 1
         life.cheated += cheats
@@ -147,7 +147,7 @@ def _live(
         life.earned -= work * cost if cheats else cost
         if cheats and audited and notices:
             worker.strikes += 1
-            standing -= {one.lease.lease_id for one in worker.surety if not one.audited}
+            standing -= {one.lease.lease_id for one in worker.escrow if not one.audited}
             refusals.forfeit_escrow(state, worker)
             if worker.strikes >= checks.strikes_max:
                 life.bans += 1
@@ -159,7 +159,7 @@ def _live(
         life.earned += audits.credit(state, worker, pending, 1)[0]
         worker.accepted += 1
         state.accepted += 1
-    life.earned += len(worker.surety)
+    life.earned += len(worker.escrow)
     life.poisoned = len(standing)
     return life
 
@@ -180,7 +180,7 @@ def _state(checks: CheckPolicy) -> State:
             bundles_pending_per_worker_max=1,
             audit_share_min=policy.share_min,
             newcomer_bundles=policy.newcomer_bundles,
-            surety_bundles=policy.surety_bundles,
+            escrow_bundles=policy.escrow_bundles,
         )
     )
 

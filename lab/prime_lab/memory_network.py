@@ -25,7 +25,7 @@ from prime_node.ports.peer_network import (
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import KeyId
 
 
@@ -183,7 +183,7 @@ class MemoryNetwork:
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
-        """Send a request and return the reply. Raises PeerError or Unreachable."""
+        """Send a request and return the reply. Raises RemoteError or Unreachable."""
         other = self._switch.peers.get(peer)
         if peer not in self._links or other is None:
             raise Unreachable(f"no link to {peer}")
@@ -219,7 +219,9 @@ class MemoryNetwork:
         if len(payload) > request_bytes_max:
             raise LimitExceeded("request_bytes_max", len(payload), request_bytes_max)
         if self._under_way[asker] >= limits.PEER_REQUESTS_MAX:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress")
+            raise RemoteError(
+                ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress"
+            )
         self._under_way[asker] += 1
         task = asyncio.ensure_future(handler(asker, payload))
         self._answering.add(task)
@@ -260,4 +262,4 @@ class MemoryNetwork:
 
 
 async def _serves_nobody(asker: KeyId, payload: bytes) -> NoReturn:
-    raise PeerError(ErrorCode.NOT_FOUND, "this peer does not serve this request")
+    raise RemoteError(ErrorCode.NOT_FOUND, "this peer does not serve this request")

@@ -102,7 +102,7 @@ class _Node:
     """Neighbours in both directions: links carry requests both ways."""
     asked: dict[tuple[int, int], int] = field(default_factory=dict)
     """Request by (server, piece)."""
-    news: int = 0
+    updates: int = 0
     """Pieces not announced yet, as a bit mask."""
     done_at_s: float = math.inf
     is_here: bool = False
@@ -209,7 +209,7 @@ class Simulation:
         node.is_here = True
 
     def _add_origin(self, node: _Node) -> None:
-        node.picker.add(self._names[ORIGIN], is_fallback=not self._world.origin_is_peer)
+        node.picker.add(self._names[ORIGIN], is_web_seed=not self._world.origin_is_peer)
         node.picker.has_all(self._names[ORIGIN])
 
     def _join(self, node: _Node) -> None:
@@ -340,9 +340,9 @@ class Simulation:
         node.choker.gave(server.name, self._sizes[piece], at_s)
         if others:
             self._cancel(node, piece, others)
-        if not node.news:
+        if not node.updates:
             self._at(at_s + self._world.announce_s + 2 * node.home.delay_ms / 1e3, self._announce, node)
-        node.news |= 1 << piece
+        node.updates |= 1 << piece
         self._missing_of[node.index] = node.picker.missing
         if node.picker.is_done:
             node.done_at_s = at_s
@@ -381,13 +381,13 @@ class Simulation:
 
     def _announce(self, node: _Node) -> None:
         """Announce new pieces to all neighbours at the same time, which saves more than it distorts."""
-        news, node.news = node.news, 0
+        updates, node.updates = node.updates, 0
         if not node.is_here:
             return
         for index in node.neighbours:
-            if not news & self._missing_of[index]:
+            if not updates & self._missing_of[index]:
                 continue  # a peer need not hear of pieces that it has
             other = self._nodes[index]
-            other.picker.has(node.name, news)
-            if news & other.picker.unasked:
+            other.picker.has(node.name, updates)
+            if updates & other.picker.unasked:
                 self._ask(other, node.index)

@@ -187,7 +187,7 @@ class SimulatedRun:
             WaitingRules(rules.admission, rules.batches_per_step),
             workers=scenario.num_workers,
             train_seconds=lambda step: self.train_seconds[step],
-            usable_seconds=scenario.broadcast_seconds,
+            available_seconds=scenario.broadcast_seconds,
             num_steps=scenario.num_steps,
         )
 

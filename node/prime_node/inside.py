@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.names import file_name
 from prime_protocol.visible import printable
 
@@ -31,7 +31,7 @@ class NotRegular(OSError):
 
 
 def place(folder: Path, name: str) -> Path:
-    """Return `folder / name`, for a name with parts from outside. Raises PeerError for the name.
+    """Return `folder / name`, for a name with parts from outside. Raises RemoteError for the name.
 
     `/` separates folders.
     """
@@ -41,7 +41,7 @@ def place(folder: Path, name: str) -> Path:
 def write_inside(folder: Path, name: str, data: bytes) -> None:
     """Create or replace, durably, the file of a name from outside.
 
-    A link of that name is replaced and not followed. Raises PeerError for the name, OSError for the disk.
+    A link of that name is replaced and not followed. Raises RemoteError for the name, OSError for the disk.
     """
     with _opened(folder, name) as (directory, name):
         partial = f"{name[:100]}.{secrets.token_hex(4)}.partial"
@@ -62,7 +62,7 @@ def write_inside(folder: Path, name: str, data: bytes) -> None:
 def read_inside(folder: Path, name: str, *, bytes_max: int) -> bytes | None:
     """Return the content of the file of a name from outside.
 
-    None if there is none, or one of another kind or above `bytes_max`. Raises PeerError for the name, OSError for the
+    None if there is none, or one of another kind or above `bytes_max`. Raises RemoteError for the name, OSError for the
     disk.
     """
     try:
@@ -128,7 +128,7 @@ def _opened(folder: Path, name: str) -> Iterator[tuple[int, str]]:
     """
     name = file_name(name)
     if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
-        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is not a valid file name")
+        raise RemoteError(ErrorCode.MALFORMED, f"{name[:80]!r} is not a valid file name")
     directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield directory, name

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ class Backoff:
         """Return the pause after this failure. A peer may ask for a longer one, up to PAUSE_S_MAX."""
         pause_s = self._pause_s * self._rng.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
-        asked_s = error.retry_after_s if isinstance(error, PeerError) else None
+        asked_s = error.retry_after_s if isinstance(error, RemoteError) else None
         return max(pause_s, min(asked_s or 0.0, PAUSE_S_MAX))
 
 
 async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clock: Clock) -> T:
     """Return the answer of `call`, retried with growing pauses while it is unreachable or transiently refused.
 
-    Any other PeerError is raised. There is no deadline: the caller cancels it to end it.
+    Any other RemoteError is raised. There is no deadline: the caller cancels it to end it.
     """
     backoff = Backoff()
     since_s = clock.monotonic_s()
@@ -71,8 +71,8 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
     while True:
         try:
             answer = await call()
-        except (Unreachable, PeerError) as error:
-            if isinstance(error, PeerError) and not error.is_transient:
+        except (Unreachable, RemoteError) as error:
+            if isinstance(error, RemoteError) and not error.is_transient:
                 raise
             pause_s, reason = backoff.next_s(error), str(error)
         else:

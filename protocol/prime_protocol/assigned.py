@@ -23,7 +23,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count, GroupAssignment, Lease, Problem
 from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.run_spec import RunSpec
 
@@ -130,7 +130,7 @@ class SeedRule:
     def check_receipt(
         self, said: Assigned, secret: bytes, *, step: int, policy_version: int, num_rollouts: int
     ) -> None:
-        """Check that a receipt's assignment follows from its step's secret. Raises PeerError.
+        """Check that a receipt's assignment follows from its step's secret. Raises RemoteError.
 
         (1) there are as many slots as the bundle has groups, all of the step; (2) no draw is beyond what is ever
         needed: with unlimited draws a coordinator could pick seeds; (3) problems and seeds follow from the secret.
@@ -138,16 +138,16 @@ class SeedRule:
         places = said.places()
         num_slots, num_seeds = self._spec.groups_per_step, self._spec.rollouts_per_group
         if len(places) * num_seeds != num_rollouts or any(slot // num_slots != step for slot, _ in places):  # (1)
-            raise PeerError(ErrorCode.MALFORMED, f"the slots do not belong to step {step}, or their number is wrong")
+            raise RemoteError(ErrorCode.MALFORMED, f"the slots do not belong to step {step}, or their number is wrong")
         if any(draw >= limits.LEASE_DRAWS_MAX for draw in said.draws):  # (2)
-            raise PeerError(ErrorCode.MALFORMED, f"a draw is not below {limits.LEASE_DRAWS_MAX}")
+            raise RemoteError(ErrorCode.MALFORMED, f"a draw is not below {limits.LEASE_DRAWS_MAX}")
         drawn = [(slot, self.problem(secret, slot, draw)) for slot, draw in places]
         groups = [(slot, problem, self.seeds(secret, policy_version, problem, slot)) for slot, problem in drawn]
         if digest_of_groups(groups) != said.seeds:  # (3)
-            raise PeerError(ErrorCode.MALFORMED, "problems or seeds differ from those that the step's secret gives")
+            raise RemoteError(ErrorCode.MALFORMED, "problems or seeds differ from those that the step's secret gives")
 
     def check_evaluation(self, said: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
-        """Check what is visible in a receipt for held-out problems, whose seeds stay secret. Raises PeerError.
+        """Check what is visible in a receipt for held-out problems, whose seeds stay secret. Raises RemoteError.
 
         There are as many slots as the bundle has groups, all beyond the run's; no draws; and its step is its policy's
         version.
@@ -160,23 +160,23 @@ class SeedRule:
             or len(places) * self._spec.rollouts_per_group != num_rollouts
             or step != policy_version
         ):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.MALFORMED,
                 f"not the slots of an evaluation of policy {policy_version}, or their number is wrong",
             )
 
     def check_lease(self, lease: Lease, secret: bytes) -> None:
-        """Check that a lease follows from its step's secret. Raises PeerError.
+        """Check that a lease follows from its step's secret. Raises RemoteError.
 
         Its problems may be any of the first LEASE_DRAWS_MAX draws.
         """
         for group in lease.groups:
             draws = (self.problem(secret, group.slot, draw) for draw in range(limits.LEASE_DRAWS_MAX))
             if group.slot // self._spec.groups_per_step != lease.step or group.problem not in draws:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.MALFORMED, f"slot {group.slot}: the leased problem is not that of the step's secret"
                 )
             if group.seeds != self.seeds(secret, lease.policy_version, group.problem, group.slot):
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.MALFORMED, f"slot {group.slot}: the leased seeds are not those of the step's secret"
                 )

@@ -15,7 +15,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import Epoch, Nonce
 
@@ -54,7 +54,7 @@ def claim_of(body: bytes, key: SigningKey, *, run: str, action: str, nonce: str,
 
 
 def open_claim(header: str) -> Envelope:
-    """Open the envelope in the header `Prime-Body`. Nothing is trusted yet. Raises PeerError."""
+    """Open the envelope in the header `Prime-Body`. Nothing is trusted yet. Raises RemoteError."""
     data = header.encode("utf-8", "replace")
     if len(data) > limits.HEADER_ENVELOPE_BYTES_MAX:
         raise LimitExceeded("HEADER_ENVELOPE_BYTES_MAX", len(data), limits.HEADER_ENVELOPE_BYTES_MAX)
@@ -62,12 +62,14 @@ def open_claim(header: str) -> Envelope:
 
 
 def read_claim(envelope: Envelope, signer: str, *, action: str, body_bytes: int) -> BodyClaim:
-    """Return the claim after checking its signature, endpoint and length. Raises PeerError."""
+    """Return the claim after checking its signature, endpoint and length. Raises RemoteError."""
     claim = parse_json(envelope.verify(PayloadType.BODY_CLAIM, trusted=(signer,)), BodyClaim)
     if claim.action != action:
-        raise PeerError(ErrorCode.MALFORMED, f"the header {CLAIM_HEADER} is for /v1/{claim.action}, not for this path")
+        raise RemoteError(
+            ErrorCode.MALFORMED, f"the header {CLAIM_HEADER} is for /v1/{claim.action}, not for this path"
+        )
     if claim.body_bytes != body_bytes:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.MALFORMED, f"the header {CLAIM_HEADER} says {claim.body_bytes} bytes, Content-Length {body_bytes}"
         )
     return claim

@@ -22,7 +22,7 @@ from pydantic import Field, model_validator
 from prime_protocol.assignment import Count, Name, Text
 from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Moments, sums_of
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
@@ -107,7 +107,7 @@ def evidence_of(
 
 
 def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> None:
-    """Check that the sums are possible under the run's moments for the two engines. Raises PeerError(MALFORMED).
+    """Check that the sums are possible under the run's moments for the two engines. Raises RemoteError(MALFORMED).
 
     No token adds more than the cap, and the reward ranks match the compared rewards, if these are listed.
     """
@@ -115,10 +115,10 @@ def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> 
         moments = known.get(name)
         if moments is None or len(moments.lambdas) != len(sums.log_e):
             detail = f"no {name} of {evidence.worker} under {evidence.validator} in the run's calibration"
-            raise PeerError(ErrorCode.MALFORMED, detail)
+            raise RemoteError(ErrorCode.MALFORMED, detail)
         for rate, log_moment, log_e in zip(moments.lambdas, moments.log_moments, sums.log_e, strict=True):
             if log_e > sums.num_tokens * (rate * moments.cap - log_moment) + NATS_ERROR_MAX:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.MALFORMED, f"{name} of a bundle is above the maximum for its number of tokens"
                 )
     if evidence.compared:
@@ -126,12 +126,12 @@ def require_possible(evidence: BundleEvidence, known: Mapping[str, Moments]) -> 
 
 
 def _require_ranks(evidence: BundleEvidence) -> None:
-    told = {name: sums for name, sums in evidence.sums.items() if name in REWARD_RANKS}
+    claimed = {name: sums for name, sums in evidence.sums.items() if name in REWARD_RANKS}
     found = rank_sums([(one.mine, one.trusted) for one in evidence.compared])
-    if told.keys() == found.keys() and all(
+    if claimed.keys() == found.keys() and all(
         sums.num_tokens == found[name].num_tokens
         and all(abs(a - b) <= NATS_ERROR_MAX for a, b in zip(sums.log_e, found[name].log_e, strict=True))
-        for name, sums in told.items()
+        for name, sums in claimed.items()
     ):
         return
-    raise PeerError(ErrorCode.MALFORMED, "the reward ranks do not match the compared rewards")
+    raise RemoteError(ErrorCode.MALFORMED, "the reward ranks do not match the compared rewards")

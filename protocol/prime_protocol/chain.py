@@ -13,13 +13,13 @@ from prime_protocol import limits
 from prime_protocol.checkpoint import check_root
 from prime_protocol.chunk_index import INDEX_BYTES_MAX
 from prime_protocol.codec import DTYPES
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.manifest import CheckpointKind, Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
 
 def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
-    """Check everything that one manifest must satisfy by itself. Raises PeerError.
+    """Check everything that one manifest must satisfy by itself. Raises RemoteError.
 
     (1) it is of this run; (2) its policy version is within the run, the step before made it, and only policy 0 has
     neither predecessor nor batch; (3) it describes the run's model; (4) an anchor has no base, a delta has an older
@@ -30,12 +30,12 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
     spec = run.spec
     here = f"manifest {manifest.policy_version}"
     if manifest.run != run.digest:  # (1)
-        raise PeerError(ErrorCode.WRONG_RUN, f"{here} belongs to run {manifest.run[:12]}, not {run.digest[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"{here} belongs to run {manifest.run[:12]}, not {run.digest[:12]}")
     if manifest.policy_version > spec.max_steps:  # (2)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: the run ends with policy {spec.max_steps}")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{here}: the run ends with policy {spec.max_steps}")
     _check_origin(manifest)  # (2)
     if manifest.model_config_digest != spec.model_config_digest:  # (3)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: its config.json differs from the run's")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{here}: its config.json differs from the run's")
     _check_bases(manifest)  # (4)
     _check_tensors(manifest, spec.limits)  # (5)
     check_root(manifest)  # (6)
@@ -44,31 +44,31 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
 
 
 def check_link(manifest: Manifest, previous: SignedManifest | None) -> None:
-    """Check that `manifest` directly follows `previous` (None: it is policy 0). Raises PeerError(CHAIN_BROKEN)."""
+    """Check that `manifest` directly follows `previous` (None: it is policy 0). Raises RemoteError(CHAIN_BROKEN)."""
     here = f"manifest {manifest.policy_version}"
     if previous is None:
         if manifest.policy_version != 0 or manifest.previous is not None:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN, f"{here}: the chain must begin with policy 0, which has no predecessor"
             )
         return
     if manifest.policy_version != previous.manifest.policy_version + 1 or manifest.previous != previous.digest:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.CHAIN_BROKEN,
             f"{here} does not continue manifest {previous.manifest.policy_version} ({previous.digest[:12]})",
         )
     shape = [(t.name, t.dtype, t.shape) for t in manifest.tensors]
     if shape != [(t.name, t.dtype, t.shape) for t in previous.manifest.tensors]:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: its tensors have other names, types or shapes than before")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{here}: its tensors have other names, types or shapes than before")
 
 
 def check_not_a_fork(new: SignedManifest, known: SignedManifest) -> None:
     """Check that two manifests of one version are the same one.
 
-    Raises PeerError(FORK): keep both envelopes, they are evidence.
+    Raises RemoteError(FORK): keep both envelopes, they are evidence.
     """
     if new.manifest.policy_version == known.manifest.policy_version and new.digest != known.digest:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.FORK,
             f"two signed manifests for policy {new.manifest.policy_version}: {known.digest[:12]} and {new.digest[:12]}",
         )
@@ -77,9 +77,11 @@ def check_not_a_fork(new: SignedManifest, known: SignedManifest) -> None:
 def _check_origin(manifest: Manifest) -> None:
     version, is_first = manifest.policy_version, manifest.policy_version == 0
     if (manifest.previous is None) != is_first or (manifest.produced_by.batch is None) != is_first:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: only policy 0 has neither predecessor nor batch")
+        raise RemoteError(
+            ErrorCode.CHAIN_BROKEN, f"manifest {version}: only policy 0 has neither predecessor nor batch"
+        )
     if manifest.produced_by.step != version - 1:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy n + 1 must be the product of step n")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: policy n + 1 must be the product of step n")
 
 
 def _check_bases(manifest: Manifest) -> None:
@@ -89,11 +91,11 @@ def _check_bases(manifest: Manifest) -> None:
         if (encoding.kind is CheckpointKind.DELTA) != (base is not None) or (
             base is not None and base.policy_version >= manifest.policy_version
         ):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN, f"{here}: a delta must name an older base, an anchor must name none"
             )
     if len({encoding.base_version for encoding in manifest.encodings}) != len(manifest.encodings):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"{here}: two encodings have the same base")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{here}: two encodings have the same base")
 
 
 def _check_sizes(encoding: Encoding, bounds: limits.Limits) -> None:
@@ -111,11 +113,11 @@ def _check_tensors(manifest: Manifest, bounds: limits.Limits) -> None:
     if len(manifest.tensors) > bounds.checkpoint_tensors_max:
         raise LimitExceeded("checkpoint_tensors_max", len(manifest.tensors), bounds.checkpoint_tensors_max)
     if len({tensor.name for tensor in manifest.tensors}) != len(manifest.tensors):
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: two tensors have the same name")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: two tensors have the same name")
     total = 0
     for tensor in manifest.tensors:
         if tensor.dtype not in DTYPES:
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"tensor {tensor.name} has unknown type {tensor.dtype}")
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"tensor {tensor.name} has unknown type {tensor.dtype}")
         total += prod(tensor.shape) * DTYPES[tensor.dtype]
     if total > bounds.checkpoint_bytes_max:
         raise LimitExceeded("checkpoint_bytes_max", total, bounds.checkpoint_bytes_max)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prime_protocol.chunk_index import ChunkIndex, pack_index
 from prime_protocol.codec import Target, decode_chunks, encode_tensors
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import BasePolicy, CheckpointKind, Encoding, Manifest, PartEntry, TensorEntry
 from prime_protocol.weights import Weights, WeightTensor, empty_like, root_of, state_root, tensor_digests
 
@@ -133,7 +133,7 @@ class CheckpointDecoder:
 
         A caller that has just decoded `base` passes its `base_root`; otherwise all of `base` is hashed first. A pool of
         threads hashes tensors in parallel and decodes the input of `feed_part`; it must not be the pool that calls
-        this. `allocate` makes the tensors to decode into. Raises PeerError(CHAIN_BROKEN) if `base` is not the
+        this. `allocate` makes the tensors to decode into. Raises RemoteError(CHAIN_BROKEN) if `base` is not the
         encoding's base.
         """
         self._manifest = manifest
@@ -152,10 +152,10 @@ class CheckpointDecoder:
         self._missing = set(range(len(index)))
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
-        """Decode all chunks of one part. Raises PeerError."""
+        """Decode all chunks of one part. Raises RemoteError."""
         entry = self._encoding.parts[index]
         if len(data) != entry.size:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.DIGEST_MISMATCH, f"part {index} has {len(data)} bytes, its manifest declares {entry.size}"
             )
         runs = self._runs(self._index.of_part(index), data)
@@ -163,7 +163,7 @@ class CheckpointDecoder:
             pass
 
     def feed_chunks(self, numbers: range, data: bytes | memoryview) -> None:
-        """Decode neighbouring chunks of one part from their joined bytes. Repeating this is harmless. Raises PeerError."""
+        """Decode neighbouring chunks of one part from their joined bytes. Repeating this is harmless. Raises RemoteError."""
         for run in self._runs(numbers, data):
             self._feed_run(run)
 
@@ -178,7 +178,7 @@ class CheckpointDecoder:
         numbers, chunks = run
         for number, data in zip(numbers, chunks, strict=True):
             if digest_of(data) != self._index.digest(number):
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.DIGEST_MISMATCH,
                     f"manifest {self._manifest.policy_version}: digest mismatch in chunk {number}; fetch it from another source",
                 )
@@ -189,13 +189,13 @@ class CheckpointDecoder:
         self._missing.difference_update(numbers)
 
     def finish(self) -> dict[str, WeightTensor]:
-        """Return the weights, after comparing every tensor's digest with the manifest. Raises PeerError."""
+        """Return the weights, after comparing every tensor's digest with the manifest. Raises RemoteError."""
         if self._missing:
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"{len(self._missing)} chunks are missing")
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{len(self._missing)} chunks are missing")
         digests = tensor_digests(self._weights.values(), self._pool)
         for entry, digest in zip(self._manifest.tensors, digests, strict=True):
             if digest != entry.digest:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.DIGEST_MISMATCH,
                     f"manifest {self._manifest.policy_version}: tensor {entry.name} has a wrong digest after decoding",
                 )
@@ -203,16 +203,16 @@ class CheckpointDecoder:
 
 
 def _checked_base(manifest: Manifest, wanted: BasePolicy, base: Weights | None, root: str | None) -> Weights:
-    """Return `base` if it is the delta's base and has the same tensors. Raises PeerError(CHAIN_BROKEN)."""
+    """Return `base` if it is the delta's base and has the same tensors. Raises RemoteError(CHAIN_BROKEN)."""
     if base is None or root != wanted.state_root:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.CHAIN_BROKEN,
             f"manifest {manifest.policy_version} needs policy {wanted.policy_version} as its base; the given weights differ",
         )
     if {name: (old.dtype, old.shape) for name, old in base.items()} != {
         entry.name: (entry.dtype, entry.shape) for entry in manifest.tensors
     }:
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has different tensors")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has different tensors")
     return base
 
 
@@ -222,9 +222,9 @@ def root_of_table(tensors: Iterable[TensorEntry]) -> str:
 
 
 def check_root(manifest: Manifest) -> None:
-    """Check that the tensor table hashes to the state root. Raises PeerError(CHAIN_BROKEN)."""
+    """Check that the tensor table hashes to the state root. Raises RemoteError(CHAIN_BROKEN)."""
     if root_of_table(manifest.tensors) != manifest.state_root:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.CHAIN_BROKEN,
             f"manifest {manifest.policy_version}: the state root does not match the tensor table",
         )

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from prime_protocol import limits
 from prime_protocol.codec import CHUNK_ELEMENTS
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, TensorEntry
 
 MAGIC = b"PRX1"
@@ -103,22 +103,22 @@ def pack_index(chunks: Iterable[tuple[int, int, str]]) -> bytes:
 
 
 def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) -> ChunkIndex:
-    """Open the index of an encoding whose manifest has passed chain.check_manifest. Raises PeerError.
+    """Open the index of an encoding whose manifest has passed chain.check_manifest. Raises RemoteError.
 
     (1) it has the size and digest that the manifest names; (2) magic, and as many rows as it declares; (3) no chunk is
     empty or larger than the codec's; (4) every part ends where a chunk ends, and the last chunk ends the last part; (5)
     the same for tensors.
     """
     if len(data) != encoding.index.size or digest_of(data) != encoding.index.digest:  # (1)
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} does not match its digest")
+        raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"index {encoding.index.digest[:12]} does not match its digest")
     if len(data) < HEAD_BYTES or data[: len(MAGIC)] != MAGIC:  # (2)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, "an index must begin with PRX1 and its number of rows")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, "an index must begin with PRX1 and its number of rows")
     if len(data) - HEAD_BYTES != int.from_bytes(data[len(MAGIC) : HEAD_BYTES], "little") * ROW.itemsize:  # (2)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, "the number of rows of an index differs from the declared one")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, "the number of rows of an index differs from the declared one")
     rows = np.frombuffer(data, dtype=ROW, offset=HEAD_BYTES)
     sizes, counts = rows["size"].astype(np.int64), rows["count"].astype(np.int64)
     if not (sizes.all() and counts.all() and (counts <= CHUNK_ELEMENTS).all()):  # (3)
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.CHAIN_BROKEN, f"a chunk must have at least one byte and 1 to {CHUNK_ELEMENTS} elements"
         )
     parts, offsets = _places(sizes, [part.size for part in encoding.parts], "part")  # (4)
@@ -128,14 +128,14 @@ def open_index(data: bytes, encoding: Encoding, tensors: Sequence[TensorEntry]) 
 
 
 def _places(lengths: Array, rooms: Sequence[int], what: str) -> tuple[Array, Array]:
-    """Return each chunk's room and its place in it, as chunks fill rooms in order. Raises PeerError unless they fit exactly."""
+    """Return each chunk's room and its place in it, as chunks fill rooms in order. Raises RemoteError unless they fit exactly."""
     bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     ends = np.cumsum(np.array(rooms, np.int64))
     room_end = int(ends[-1]) if len(ends) else 0
     unmet = np.flatnonzero(bounds[np.minimum(np.searchsorted(bounds, ends), len(bounds) - 1)] != ends)
     if len(unmet) or int(bounds[-1]) != room_end:
         place = int(unmet[0]) if len(unmet) else len(rooms)
-        raise PeerError(ErrorCode.CHAIN_BROKEN, f"the chunks of an index do not end where {what} {place} ends")
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"the chunks of an index do not end where {what} {place} ends")
     numbers = np.searchsorted(ends, bounds[:-1], side="right")
     begins = ends - np.array(rooms, np.int64)
     return numbers, bounds[:-1] - begins[numbers]

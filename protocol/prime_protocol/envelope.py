@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from prime_protocol import limits
 from prime_protocol.constraints import refuse_dropped
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import PublicKey, SigningKey
 
 
@@ -90,12 +90,12 @@ class Envelope:
     def verify(self, payload_type: PayloadType, *, trusted: Collection[str], threshold: int = 1) -> bytes:
         """Return the payload once `threshold` different keys of `trusted` (key ids) are found to sign it.
 
-        Raises PeerError: WRONG_PAYLOAD_TYPE, or BAD_SIGNATURE if too few trusted keys signed. As DSSE asks, signatures
+        Raises RemoteError: WRONG_PAYLOAD_TYPE, or BAD_SIGNATURE if too few trusted keys signed. As DSSE asks, signatures
         by untrusted keys are ignored, and a key that signs twice counts once. This is stricter than DSSE: an invalid
         signature that claims a trusted key is an error even if enough others verify.
         """
         if self.payload_type != payload_type:
-            raise PeerError(ErrorCode.WRONG_PAYLOAD_TYPE, f"expected {payload_type}, got {self.payload_type[:100]}")
+            raise RemoteError(ErrorCode.WRONG_PAYLOAD_TYPE, f"expected {payload_type}, got {self.payload_type[:100]}")
         message = pre_authentication_encoding(self.payload_type, self.payload)
         signers = set()
         for signature in self.signatures:
@@ -103,13 +103,13 @@ class Envelope:
                 PublicKey.from_key_id(signature.key_id).verify(signature.signature, message)
                 signers.add(signature.key_id)
         if len(signers) < threshold:
-            raise PeerError(ErrorCode.BAD_SIGNATURE, f"{len(signers)} trusted signatures, {threshold} needed")
+            raise RemoteError(ErrorCode.BAD_SIGNATURE, f"{len(signers)} trusted signatures, {threshold} needed")
         return self.payload
 
     def sole_signer(self) -> str:
         """Return the key id that claims to have signed; exactly one is allowed. It is still unverified."""
         if len(self.signatures) != 1:
-            raise PeerError(ErrorCode.BAD_SIGNATURE, f"exactly one signature expected, got {len(self.signatures)}")
+            raise RemoteError(ErrorCode.BAD_SIGNATURE, f"exactly one signature expected, got {len(self.signatures)}")
         return self.signatures[0].key_id
 
     def to_bytes(self) -> bytes:
@@ -146,7 +146,7 @@ def seal(payload: BaseModel | bytes, payload_type: PayloadType, *keys: SigningKe
 
 
 def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, unsigned: bool = False) -> Envelope:
-    """Parse an envelope: framing and size only, so nothing is trusted afterwards. Raises PeerError.
+    """Parse an envelope: framing and size only, so nothing is trusted afterwards. Raises RemoteError.
 
     `unsigned` allows an envelope without signatures: a signing request that passes from one root key's machine to the
     next.
@@ -155,20 +155,20 @@ def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, un
         raise LimitExceeded("envelope_bytes_max", len(data), bytes_max)
     fields = load_json(data)
     if not isinstance(fields, dict):
-        raise PeerError(ErrorCode.MALFORMED, "an envelope is a JSON object")
+        raise RemoteError(ErrorCode.MALFORMED, "an envelope is a JSON object")
     unknown = fields.keys() - {"payload", "payloadType", "signatures"}
     if unknown:
-        raise PeerError(ErrorCode.UNKNOWN_FIELD, f"envelope has unknown field {min(unknown)[:100]!r}")
+        raise RemoteError(ErrorCode.UNKNOWN_FIELD, f"envelope has unknown field {min(unknown)[:100]!r}")
     payload, payload_type, signatures = (fields.get(name) for name in ("payload", "payloadType", "signatures"))
     if not isinstance(payload_type, str) or not isinstance(signatures, list) or not (signatures or unsigned):
-        raise PeerError(ErrorCode.WRONG_TYPE, "envelope needs payload, payloadType and signatures")
+        raise RemoteError(ErrorCode.WRONG_TYPE, "envelope needs payload, payloadType and signatures")
     if len(signatures) > limits.SIGNATURES_MAX:
         raise LimitExceeded("SIGNATURES_MAX", len(signatures), limits.SIGNATURES_MAX)
     return Envelope(payload_type, _base64(payload, "payload"), tuple(_signature(item) for item in signatures))
 
 
 def load_json(data: bytes) -> Any:
-    """Parse JSON strictly by RFC 8259 and I-JSON (RFC 7493). Raises PeerError(MALFORMED or TOO_LARGE).
+    """Parse JSON strictly by RFC 8259 and I-JSON (RFC 7493). Raises RemoteError(MALFORMED or TOO_LARGE).
 
     Requires UTF-8 without a byte order mark. Rejects duplicate keys, NaN, numbers that overflow a float64, lone
     surrogates, and nesting deeper than JSON_DEPTH_MAX. Python's own parser accepts all of these.
@@ -180,12 +180,12 @@ def load_json(data: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError, UnicodeError, integers of 4,300 digits
         reason = str(error).partition(";")[0][:200]
-        raise PeerError(ErrorCode.MALFORMED, f"not valid JSON: {reason}") from None
+        raise RemoteError(ErrorCode.MALFORMED, f"not valid JSON: {reason}") from None
     return value
 
 
 def parse_json(payload: bytes, model: type[Model]) -> Model:
-    """Parse a verified payload as a typed message. Raises PeerError with the location and kind of the first fault."""
+    """Parse a verified payload as a typed message. Raises RemoteError with the location and kind of the first fault."""
     load_json(payload)  # pydantic's parser accepts duplicate keys; load_json rejects them
     try:
         return model.model_validate_json(payload)
@@ -193,7 +193,7 @@ def parse_json(payload: bytes, model: type[Model]) -> Model:
         fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
         place = ".".join((model.__name__, *map(str, fault["loc"])))[:200]
         code = _CODE_OF_FAULT.get(fault["type"], ErrorCode.WRONG_TYPE)
-        raise PeerError(code, f"{place}: {fault['msg'][:300]}") from None
+        raise RemoteError(code, f"{place}: {fault['msg'][:300]}") from None
 
 
 _CODE_OF_FAULT = {"extra_forbidden": ErrorCode.UNKNOWN_FIELD, "json_invalid": ErrorCode.MALFORMED}
@@ -201,7 +201,7 @@ _CODE_OF_FAULT = {"extra_forbidden": ErrorCode.UNKNOWN_FIELD, "json_invalid": Er
 
 def _signature(item: object) -> Signature:
     if not isinstance(item, dict) or item.keys() != {"keyid", "sig"} or not isinstance(item["keyid"], str):
-        raise PeerError(ErrorCode.WRONG_TYPE, "a signature has exactly keyid and sig")
+        raise RemoteError(ErrorCode.WRONG_TYPE, "a signature has exactly keyid and sig")
     if len(item["keyid"]) > limits.NAME_CHARS_MAX:
         raise LimitExceeded("NAME_CHARS_MAX", len(item["keyid"]), limits.NAME_CHARS_MAX)
     return Signature(item["keyid"], _base64(item["sig"], "sig"))
@@ -210,14 +210,14 @@ def _signature(item: object) -> Signature:
 def _base64(value: object, name: str) -> bytes:
     """Decode padded base64 of the standard alphabet. Reject other encodings of the same bytes: the unused last bits are zero."""
     if not isinstance(value, str):
-        raise PeerError(ErrorCode.WRONG_TYPE, f"{name} is a base64 string")
+        raise RemoteError(ErrorCode.WRONG_TYPE, f"{name} is a base64 string")
     try:
         text = value.encode("ascii")
         data = base64.b64decode(text, validate=True)
     except ValueError:  # binascii.Error and UnicodeEncodeError are ValueErrors
         data = None
     if data is None or base64.b64encode(data) != text:
-        raise PeerError(ErrorCode.MALFORMED, f"{name} is not canonical base64")
+        raise RemoteError(ErrorCode.MALFORMED, f"{name} is not canonical base64")
     return data
 
 

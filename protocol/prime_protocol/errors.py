@@ -1,11 +1,11 @@
 """All error types of the protocol.
 
     PrimeError                      base of every error that this project raises on purpose
-    |-- PeerError                   the other side is at fault: carries an ErrorCode, becomes an HTTP answer or a verdict
+    |-- RemoteError                   the other side is at fault: carries an ErrorCode, becomes an HTTP answer or a verdict
     |   `-- LimitExceeded           the other side sent more than limits.py allows
     `-- LocalError                  this machine, its disk or its configuration is at fault; the message says what to do
 
-Parsers turn every fault of a peer into a PeerError, never another exception type. A bug (assertion, TypeError, ...)
+Parsers turn every fault of a peer into a RemoteError, never another exception type. A bug (assertion, TypeError, ...)
 keeps its own type, so that it is not mistaken for a bad message.
 
 A rollout that is well formed but not acceptable is not an error: it gets a verdict (verdict.py).
@@ -120,7 +120,7 @@ class PrimeError(Exception):
     """Base of all errors that this project raises on purpose."""
 
 
-class PeerError(PrimeError):
+class RemoteError(PrimeError):
     """Error caused by the other side.
 
     `detail` may be shown to that side, so it never holds a secret. It may quote the other side, and it goes to logs and
@@ -146,7 +146,7 @@ class PeerError(PrimeError):
         return self.code in _TRANSIENT
 
 
-class LimitExceeded(PeerError):
+class LimitExceeded(RemoteError):
     """Peer exceeded a limit of limits.py. Example: LimitExceeded("rollout_bytes_max", 70_000_000, 67_108_864)."""
 
     def __init__(self, limit: str, value: int | None, maximum: int, *, code: ErrorCode = ErrorCode.TOO_LARGE) -> None:

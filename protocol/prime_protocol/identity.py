@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from pydantic import AfterValidator
 
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")  # multihash: identity, 36 bytes; protobuf: type 1, 32 bytes follow
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -33,24 +33,24 @@ class PublicKey:
 
     def __init__(self, raw: bytes) -> None:
         if len(raw) != 32:
-            raise PeerError(ErrorCode.BAD_KEY, f"an Ed25519 public key has 32 bytes, got {len(raw)}")
+            raise RemoteError(ErrorCode.BAD_KEY, f"an Ed25519 public key has 32 bytes, got {len(raw)}")
         if _is_weak(raw):
-            raise PeerError(ErrorCode.BAD_KEY, "public key is not a canonical curve point, or has low order")
+            raise RemoteError(ErrorCode.BAD_KEY, "public key is not a canonical curve point, or has low order")
         self.raw = raw
         self.key_id = _encode_base58(_PEER_ID_PREFIX + raw)
         self._key = Ed25519PublicKey.from_public_bytes(raw)
 
     @staticmethod
     def from_key_id(key_id: str) -> PublicKey:
-        """Read the key from a peer id. Raises PeerError(BAD_KEY). Keys are cached, because checking one takes a millisecond."""
+        """Read the key from a peer id. Raises RemoteError(BAD_KEY). Keys are cached, because checking one takes a millisecond."""
         return _key_from_id(key_id)
 
     def verify(self, signature: bytes, message: bytes) -> None:
-        """Raise PeerError(BAD_SIGNATURE) unless `signature` is this key's signature over exactly `message`."""
+        """Raise RemoteError(BAD_SIGNATURE) unless `signature` is this key's signature over exactly `message`."""
         try:
             self._key.verify(signature, message)
         except InvalidSignature:
-            raise PeerError(ErrorCode.BAD_SIGNATURE, f"signature does not verify under {self.key_id}") from None
+            raise RemoteError(ErrorCode.BAD_SIGNATURE, f"signature does not verify under {self.key_id}") from None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PublicKey) and other.raw == self.raw
@@ -97,17 +97,17 @@ class SigningKey:
 @lru_cache(maxsize=16_384)
 def _key_from_id(key_id: str) -> PublicKey:
     if not 40 <= len(key_id) <= 60:
-        raise PeerError(ErrorCode.BAD_KEY, "key id is not a libp2p peer id of an Ed25519 key")
+        raise RemoteError(ErrorCode.BAD_KEY, "key id is not a libp2p peer id of an Ed25519 key")
     data = _decode_base58(key_id)
     if len(data) != 38 or not data.startswith(_PEER_ID_PREFIX):
-        raise PeerError(ErrorCode.BAD_KEY, "key id is not a libp2p peer id of an Ed25519 key")
+        raise RemoteError(ErrorCode.BAD_KEY, "key id is not a libp2p peer id of an Ed25519 key")
     return PublicKey(data[len(_PEER_ID_PREFIX) :])
 
 
 def _valid_key_id(value: str) -> str:
     try:
         PublicKey.from_key_id(value)
-    except PeerError as error:
+    except RemoteError as error:
         raise ValueError(error.detail) from None
     return value
 
@@ -130,7 +130,7 @@ def _decode_base58(text: str) -> bytes:
     number = 0
     for char in text:
         if char not in _BASE58_VALUE:
-            raise PeerError(ErrorCode.BAD_KEY, "key id is not base58")
+            raise RemoteError(ErrorCode.BAD_KEY, "key id is not base58")
         number = number * 58 + _BASE58_VALUE[char]
     leading_zeros = len(text) - len(text.lstrip("1"))
     return b"\0" * leading_zeros + number.to_bytes((number.bit_length() + 7) // 8, "big")

@@ -16,7 +16,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
 
@@ -42,7 +42,7 @@ def invite_text(envelope: Envelope) -> str:
 
 
 def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
-    """Verify an invitation and parse it. Raises PeerError.
+    """Verify an invitation and parse it. Raises RemoteError.
 
     (1) size and framing; (2) a current root or coordinator key signed it; (3) schema; (4) this run; (5) it has not
     expired.
@@ -52,12 +52,12 @@ def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
     try:
         envelope = open_envelope(base64.b64decode(text.encode(), altchars=b"-_", validate=True))
     except (ValueError, binascii.Error):
-        raise PeerError(ErrorCode.MALFORMED, "an invitation is base64; copy it whole") from None
+        raise RemoteError(ErrorCode.MALFORMED, "an invitation is base64; copy it whole") from None
     keys = run.keys.current
     payload = envelope.verify(PayloadType.INVITE, trusted=keys.of(Role.ROOT) + keys.of(Role.COORDINATOR))  # (2)
     invite = parse_json(payload, Invite)  # (3)
     if invite.run != run.digest:  # (4)
-        raise PeerError(ErrorCode.WRONG_RUN, f"the invitation is for run {invite.run[:12]}, not {run.digest[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the invitation is for run {invite.run[:12]}, not {run.digest[:12]}")
     if invite.expires_at_ms < now_ms:  # (5)
-        raise PeerError(ErrorCode.EXPIRED, "this invitation has expired; ask the operator for another one")
+        raise RemoteError(ErrorCode.EXPIRED, "this invitation has expired; ask the operator for another one")
     return invite

@@ -13,7 +13,7 @@ from pydantic import Field
 from prime_protocol import limits
 from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain, Role
 from prime_protocol.parcel import ParcelHeader, open_parcel, pack_parcel
@@ -42,19 +42,19 @@ def open_logprobs(
 ) -> tuple[LogprobsHeader, npt.NDArray[np.float32]]:
     """Return the header and the logprobs [T], signed by any current or former validator key. `bytes_max` limits the body.
 
-    `bundle` and `num_tokens` are the expected values, if known. Raises PeerError.
+    `bundle` and `num_tokens` are the expected values, if known. Raises RemoteError.
     """
     opened = open_parcel(parcel, body_bytes_max=bytes_max)
     header = parse_json(keys.verify_kept(opened.envelope, PayloadType.LOGPROBS, Role.VALIDATOR), LogprobsHeader)
     if header.run != run:
-        raise PeerError(ErrorCode.WRONG_RUN, f"the logprobs belong to run {header.run[:12]}, not {run[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the logprobs belong to run {header.run[:12]}, not {run[:12]}")
     if bundle is not None and header.bundle != bundle:
-        raise PeerError(ErrorCode.MALFORMED, f"the logprobs belong to bundle {header.bundle[:12]}, not {bundle[:12]}")
+        raise RemoteError(ErrorCode.MALFORMED, f"the logprobs belong to bundle {header.bundle[:12]}, not {bundle[:12]}")
     if header.num_tokens != (header.num_tokens if num_tokens is None else num_tokens):
-        raise PeerError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs for a bundle of {num_tokens} tokens")
+        raise RemoteError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs for a bundle of {num_tokens} tokens")
     if header.body_bytes != 4 * header.num_tokens:
-        raise PeerError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs in {header.body_bytes} bytes")
+        raise RemoteError(ErrorCode.MALFORMED, f"{header.num_tokens} logprobs in {header.body_bytes} bytes")
     logprobs_T = np.frombuffer(opened.check_body(header), "<f4").astype(np.float32)
     if not (np.isfinite(logprobs_T) & (logprobs_T <= 0.0)).all():
-        raise PeerError(ErrorCode.MALFORMED, "a logprob is not finite, or above 0")
+        raise RemoteError(ErrorCode.MALFORMED, "a logprob is not finite, or above 0")
     return header, logprobs_T

@@ -21,7 +21,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import KeyId
 
 Keys = Annotated[tuple[KeyId, ...], Field(min_length=1, max_length=limits.SIGNATURES_MAX)]
@@ -132,7 +132,7 @@ class KeyChain:
         return key_id in self.ever(role) and key_id not in self.current.of(role)
 
     def check(self, envelope: Envelope) -> KeyRing:
-        """Return the next ring, if the envelope holds it. Raises PeerError.
+        """Return the next ring, if the envelope holds it. Raises RemoteError.
 
         (1) size; (2) a threshold of the newest ring's root keys signed it; (3) schema and run; (4) it directly follows
         the newest ring; (5) a threshold of its own root keys signed it; (6) its manifest is not older than the last
@@ -144,9 +144,9 @@ class KeyChain:
         payload = envelope.verify(PayloadType.KEY_RING, trusted=old.root, threshold=old.threshold(Role.ROOT))  # (2)
         ring = parse_json(payload, KeyRing)  # (3)
         if ring.run != self.run:
-            raise PeerError(ErrorCode.WRONG_RUN, f"key ring {ring.version} belongs to run {ring.run[:12]}")
+            raise RemoteError(ErrorCode.WRONG_RUN, f"key ring {ring.version} belongs to run {ring.run[:12]}")
         if (ring.version, ring.previous) != (self.version + 1, self.digest):  # (4)
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 f"key ring {ring.version} does not follow ring {self.version} ({self.digest[:12]})",
             )
@@ -157,13 +157,13 @@ class KeyChain:
             or named.policy_version < before.policy_version
             or (named.policy_version == before.policy_version and named != before)
         ):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN, f"key ring {ring.version} names an earlier policy than {before.policy_version}"
             )
         return ring
 
     def add(self, envelope: Envelope) -> KeyRing:
-        """Add the next ring. Idempotent for the newest one. Raises PeerError."""
+        """Add the next ring. Idempotent for the newest one. Raises RemoteError."""
         if self.rings and envelope.payload == self.rings[-1][1].payload:
             return self.rings[-1][0]
         ring = self.check(envelope)
@@ -171,11 +171,11 @@ class KeyChain:
         return ring
 
     def verify(self, envelope: Envelope, kind: PayloadType, role: Role) -> bytes:
-        """Return the payload, signed by the role's current keys. Raises PeerError: REVOKED if its keys have lost the role."""
+        """Return the payload, signed by the role's current keys. Raises RemoteError: REVOKED if its keys have lost the role."""
         return self._verify(envelope, kind, role, self.current)
 
     def verify_kept(self, envelope: Envelope, kind: PayloadType, role: Role) -> bytes:
-        """Return a stored payload that was verified on arrival: any key that ever had the role may sign. Raises PeerError."""
+        """Return a stored payload that was verified on arrival: any key that ever had the role may sign. Raises RemoteError."""
         return envelope.verify(kind, trusted=self.ever(role))
 
     def replaced_by(self, envelope: Envelope, role: Role) -> KeyRing | None:
@@ -191,14 +191,14 @@ class KeyChain:
     def verify_manifest(self, envelope: Envelope, here: ChainPoint) -> None:
         """Check that the trainer keys responsible for this place of the chain signed the policy.
 
-        Raises PeerError: FORK if the root has named another manifest for this policy, REVOKED if the signer had the
+        Raises RemoteError: FORK if the root has named another manifest for this policy, REVOKED if the signer had the
         role at another time only.
         """
         keys = self.first
         for ring, _ in self.rings:
             if ring.published is not None and here.policy_version <= ring.published.policy_version:
                 if here.policy_version == ring.published.policy_version and here != ring.published:
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.FORK,
                         f"policy {here.policy_version} is {here.manifest[:12]}, but the run's root names "
                         f"{ring.published.manifest[:12]}",
@@ -211,12 +211,12 @@ class KeyChain:
         trusted = keys.of(role)
         try:
             return envelope.verify(kind, trusted=trusted, threshold=keys.threshold(role))
-        except PeerError as error:
+        except RemoteError as error:
             if error.code is not ErrorCode.BAD_SIGNATURE:
                 raise
             outdated = self.ever(role).difference(trusted).intersection(one.key_id for one in envelope.signatures)
             if not outdated:
                 raise
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.REVOKED, f"signed by {min(outdated)}, not a {role} key here in key ring {self.version}"
             ) from None

@@ -18,7 +18,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret
@@ -67,7 +67,7 @@ class LedgerChain:
         return line
 
     def follow(self, line: bytes) -> tuple[Receipt, str]:
-        """Return the next line's receipt and the digest of its payload. Raises PeerError and does not advance then.
+        """Return the next line's receipt and the digest of its payload. Raises RemoteError and does not advance then.
 
         (1) size; (2) schema; (3) it is the next line; (4) its receipt is settled, of this run, and written as it was
         signed.
@@ -79,17 +79,19 @@ class LedgerChain:
             detail = (
                 f"entry {entry.index} after {entry.previous[:12]}, expected {self.num_entries} after {self.digest[:12]}"
             )
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"ledger: {detail}")
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"ledger: {detail}")
         head = _head_of_line(entry.index, entry.previous)
         receipt = line[len(head) : -1]
         if not line.startswith(head) or receipt[:1] + receipt[-1:] + line[-1:] != b"{}}":  # (4)
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.MALFORMED, f"ledger: entry {entry.index} is not in the canonical form of SPEC section 21"
             )
         if entry.receipt.status is BundleStatus.PENDING:
-            raise PeerError(ErrorCode.WRONG_TYPE, f"ledger: entry {entry.index} is not settled")
+            raise RemoteError(ErrorCode.WRONG_TYPE, f"ledger: entry {entry.index} is not settled")
         if entry.receipt.run != self.run:
-            raise PeerError(ErrorCode.WRONG_RUN, f"ledger: entry {entry.index} belongs to run {entry.receipt.run[:12]}")
+            raise RemoteError(
+                ErrorCode.WRONG_RUN, f"ledger: entry {entry.index} belongs to run {entry.receipt.run[:12]}"
+            )
         self.num_entries, self.digest = self.num_entries + 1, digest_of(line)
         return entry.receipt, digest_of(receipt)
 
@@ -99,12 +101,12 @@ class LedgerChain:
 
 
 def open_ledger_head(envelope: Envelope, run: PinnedRun) -> LedgerHead:
-    """Open a head that a coordinator of the run signed, at any time: it binds the run permanently. Raises PeerError."""
+    """Open a head that a coordinator of the run signed, at any time: it binds the run permanently. Raises RemoteError."""
     if len(envelope.payload) > limits.LEDGER_LINE_BYTES_MAX:
         raise LimitExceeded("LEDGER_LINE_BYTES_MAX", len(envelope.payload), limits.LEDGER_LINE_BYTES_MAX)
     head = parse_json(run.keys.verify_kept(envelope, PayloadType.LEDGER_HEAD, Role.COORDINATOR), LedgerHead)
     if head.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"the ledger head belongs to run {head.run[:12]}, not {run.digest[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the ledger head belongs to run {head.run[:12]}, not {run.digest[:12]}")
     return head
 
 

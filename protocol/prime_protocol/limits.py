@@ -65,7 +65,7 @@ CALIBRATION_PAIRS_MAX = 64
 """Pairs of engines in one calibration."""
 INVITE_CHARS_MAX = 4 * 2**10
 """An invitation as text."""
-SURETY_BUNDLES_MAX = 1_024
+ESCROW_BUNDLES_MAX = 1_024
 """Bundles of one worker whose tokens are not credited yet."""
 LEDGER_LINE_BYTES_MAX = 160 * 2**10
 """One line of the ledger: a receipt's payload with its place."""
@@ -89,8 +89,8 @@ BLOB_S_PER_MIB_MAX = 64.0
 """Extra validity of a blob's time stamp per MiB, in seconds: the server reads the body after the header."""
 CLOCK_BACK_S_MAX = 1.0
 """A server begins a new epoch if its wall clock falls behind its monotonic clock by more than this, in seconds."""
-UNPINNED_CASE_BYTES_MAX = 256 * 2**20
-"""File of a case whose run the reader did not name, its bundle's file, and that bundle after decompression."""
+UNPINNED_DOSSIER_BYTES_MAX = 256 * 2**20
+"""File of a dossier whose run the reader did not name, its bundle's file, and that bundle after decompression."""
 KEY_RINGS_MAX = 1_024
 """Key rings of one run over its lifetime."""
 KEY_RING_BYTES_MAX = 64 * 2**10
@@ -117,11 +117,11 @@ PEER_TEXT_CHARS_MAX = 192 * 2**10
 """The envelope of a list or a ticket as JSON text."""
 PEER_TICKET_BYTES_MAX = 4 * 2**10
 """The envelope of a ticket, a token or an answer to a challenge."""
-PEER_NEWS_BYTES_MAX = 256 * 2**10
+PEER_UPDATE_BYTES_MAX = 256 * 2**10
 """One notification line, in which a peer lists what it has."""
-PEER_NEWS_ENCODINGS_MAX = 64
+PEER_UPDATE_ENCODINGS_MAX = 64
 """Encodings in one notification line; a peer announces no more."""
-PEER_NEWS_RUNS_MAX = 8_192
+PEER_UPDATE_RUNS_MAX = 8_192
 """Runs of consecutive pieces of one encoding in one notification line."""
 CHUNKS_MAX = 2**20
 """Tensors of one manifest, parts or chunks of one encoding."""

@@ -141,7 +141,7 @@ def sign_manifest(manifest: Manifest, *keys: SigningKey) -> SignedManifest:
 
 
 def open_manifest(envelope: Envelope, run: PinnedRun) -> SignedManifest:
-    """Verify a manifest's envelope and parse it. Raises PeerError.
+    """Verify a manifest's envelope and parse it. Raises RemoteError.
 
     (1) a trainer key of the run signed it; (2) schema; (3) that key is responsible for this policy.
     """

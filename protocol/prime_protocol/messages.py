@@ -83,7 +83,7 @@ class WorkerState(StrEnum):
     """Downloading or verifying a policy."""
     GENERATING = "generating"
     IDLE = "idle"
-    """Holding a policy and waiting for a lease."""
+    """HeldEncoding a policy and waiting for a lease."""
     DRAINING = "draining"
     """Finishing its leases; it takes no new ones."""
 
@@ -97,10 +97,10 @@ class HeartbeatRequest(WireModel):
     """Policy that its engine holds."""
     bundles_spooled: int = Field(ge=0, le=limits.BUNDLES_SPOOLED_MAX)
     """Bundles on its disk that are not uploaded yet."""
-    usable_after_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
+    available_after_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
     """Milliseconds from the time stamp in that policy's manifest until the engine could use it, as the worker measured them."""
     swap_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
-    """Part of `usable_after_ms` that the engine's swap took."""
+    """Part of `available_after_ms` that the engine's swap took."""
     session: Session = Field(default="", exclude_if=_is_default)
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 FILE_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$"
 """Letters, digits, `_`, `.` and `-` of ASCII. Such a name is not hidden, not an option, and not a path to another folder."""
@@ -23,9 +23,9 @@ _DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("c
 
 
 def file_name(name: str) -> str:
-    """Return `name` if every system accepts it as the name of one file in a folder. Raises PeerError(MALFORMED)."""
+    """Return `name` if every system accepts it as the name of one file in a folder. Raises RemoteError(MALFORMED)."""
     if fault := _fault(name):
-        raise PeerError(ErrorCode.MALFORMED, f"{name[:80]!r} is not a valid file name: {fault}")
+        raise RemoteError(ErrorCode.MALFORMED, f"{name[:80]!r} is not a valid file name: {fault}")
     return name
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from prime_protocol import limits
 from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
 
 MAGIC = b"PRP1"
@@ -42,9 +42,9 @@ class Parcel:
     body: memoryview
 
     def check_body(self, header: ParcelHeader) -> memoryview:
-        """Return the body if the (verified) header names it. Raises PeerError(DIGEST_MISMATCH)."""
+        """Return the body if the (verified) header names it. Raises RemoteError(DIGEST_MISMATCH)."""
         if len(self.body) != header.body_bytes or digest_of(self.body) != header.body_digest:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the parcel's body does not match its signed header")
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the parcel's body does not match its signed header")
         return self.body
 
 
@@ -60,16 +60,16 @@ def pack_parcel(header: ParcelHeader, body: bytes, payload_type: PayloadType, ke
 
 
 def open_parcel(data: bytes, *, body_bytes_max: int) -> Parcel:
-    """Split a parcel into envelope and body. Raises PeerError."""
+    """Split a parcel into envelope and body. Raises RemoteError."""
     view = memoryview(data)
     if len(view) < _PREFIX_BYTES or view[: len(MAGIC)] != MAGIC:
-        raise PeerError(ErrorCode.MALFORMED, "not a parcel: it does not begin with PRP1")
+        raise RemoteError(ErrorCode.MALFORMED, "not a parcel: it does not begin with PRP1")
     envelope_bytes = int.from_bytes(view[len(MAGIC) : _PREFIX_BYTES], "big")
     if envelope_bytes > _ENVELOPE_BYTES_MAX:
         raise LimitExceeded("parcel_envelope_bytes_max", envelope_bytes, _ENVELOPE_BYTES_MAX)
     body = view[_PREFIX_BYTES + envelope_bytes :]
     if len(view) < _PREFIX_BYTES + envelope_bytes:
-        raise PeerError(ErrorCode.MALFORMED, "the parcel ends inside its header")
+        raise RemoteError(ErrorCode.MALFORMED, "the parcel ends inside its header")
     if len(body) > body_bytes_max:
         raise LimitExceeded("body_bytes_max", len(body), body_bytes_max)
     envelope = open_envelope(bytes(view[_PREFIX_BYTES : _PREFIX_BYTES + envelope_bytes]), bytes_max=_ENVELOPE_BYTES_MAX)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from prime_protocol import limits
 from prime_protocol.envelope import parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.messages import ErrorBody
 
 _REQUEST = struct.Struct(">II")
@@ -54,7 +54,7 @@ def pack_answer(number: int, payload: bytes) -> bytes:
     return _REPLY.pack(number, ANSWER, len(payload)) + payload
 
 
-def pack_refusal(number: int, error: PeerError) -> bytes:
+def pack_refusal(number: int, error: RemoteError) -> bytes:
     """Frame an error as the reply to a request."""
     body = ErrorBody(code=error.code, detail=error.detail, retry_after_s=error.retry_after_s)
     payload = body.model_dump_json().encode()
@@ -62,17 +62,17 @@ def pack_refusal(number: int, error: PeerError) -> bytes:
 
 
 def parse_reply_header(header: bytes) -> ReplyHeader:
-    """Parse the header of a reply. Raises PeerError(MALFORMED) or LimitExceeded."""
+    """Parse the header of a reply. Raises RemoteError(MALFORMED) or LimitExceeded."""
     number, status, num_bytes = _REPLY.unpack(header)
     if status not in (ANSWER, REFUSAL):
-        raise PeerError(ErrorCode.MALFORMED, f"a reply has status 0 or 1, got {status}")
+        raise RemoteError(ErrorCode.MALFORMED, f"a reply has status 0 or 1, got {status}")
     return ReplyHeader(number, status == REFUSAL, _bounded(num_bytes))
 
 
-def parse_refusal(payload: bytes) -> PeerError:
-    """Return the error that the other side replied with. Raises PeerError if it cannot be parsed."""
+def parse_refusal(payload: bytes) -> RemoteError:
+    """Return the error that the other side replied with. Raises RemoteError if it cannot be parsed."""
     body = parse_json(payload, ErrorBody)
-    return PeerError(body.code, body.detail, retry_after_s=body.retry_after_s)
+    return RemoteError(body.code, body.detail, retry_after_s=body.retry_after_s)
 
 
 def _bounded(num_bytes: int) -> int:

@@ -17,7 +17,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
@@ -74,7 +74,7 @@ class PeerAnswer(WireModel):
     nonce: Nonce
 
 
-class PeerNews(WireModel):
+class PeerUpdate(WireModel):
     """Changes in what a peer has since its last notification.
 
     Example: {"cursor": 7, "head": 41, "pieces": {"ab..": [[0, 12]]}}.
@@ -84,18 +84,18 @@ class PeerNews(WireModel):
     """Cursor for the next request."""
     head: int = Field(default=-1, ge=-1, le=limits.STEP_MAX)
     """Newest policy that it has completely."""
-    pieces: dict[Digest, Annotated[tuple[Run, ...], Field(max_length=limits.PEER_NEWS_RUNS_MAX)]] = Field(
-        default_factory=dict, max_length=limits.PEER_NEWS_ENCODINGS_MAX
+    pieces: dict[Digest, Annotated[tuple[Run, ...], Field(max_length=limits.PEER_UPDATE_RUNS_MAX)]] = Field(
+        default_factory=dict, max_length=limits.PEER_UPDATE_ENCODINGS_MAX
     )
     """Pieces by encoding, named by its index's digest."""
 
 
 def open_peer_list(text: str, run: PinnedRun) -> PeerList:
-    """Verify a list of peers and parse it. Raises PeerError."""
+    """Verify a list of peers and parse it. Raises RemoteError."""
     envelope = open_envelope(text.encode(), bytes_max=limits.PEER_LIST_BYTES_MAX)
     listed = parse_json(run.keys.verify(envelope, PayloadType.PEER_LIST, Role.COORDINATOR), PeerList)
     if listed.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"the list of peers belongs to run {listed.run[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the list of peers belongs to run {listed.run[:12]}")
     return listed
 
 
@@ -107,7 +107,7 @@ def authorization(ticket: str, audience: KeyId, run: str, key: SigningKey, *, no
 
 
 def check_authorization(header: str, me: KeyId, run: PinnedRun, *, now_ms: int) -> KeyId:
-    """Return the key that presents the header. Raises PeerError.
+    """Return the key that presents the header. Raises RemoteError.
 
     (1) framing; (2) the run's coordinator signed the ticket; (3) it is of this run and has not expired; (4) the
     ticket's key signed the token; (5) the token is of this run, for me, and recent.
@@ -116,34 +116,34 @@ def check_authorization(header: str, me: KeyId, run: PinnedRun, *, now_ms: int) 
         scheme, _, rest = header.partition(" ")
         first, second = (base64.b64decode(part, validate=True) for part in rest.split("."))
     except ValueError:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.MALFORMED, "an authorization must be `Prime <ticket>.<token>`, both in base64"
         ) from None
     if scheme != "Prime":
-        raise PeerError(ErrorCode.MALFORMED, "the authorization scheme is not Prime")
+        raise RemoteError(ErrorCode.MALFORMED, "the authorization scheme is not Prime")
     signed_ticket, signed_token = (_open_small(part) for part in (first, second))  # (1)
     payload = run.keys.verify(signed_ticket, PayloadType.PEER_TICKET, Role.COORDINATOR)  # (2)
     ticket = parse_json(payload, PeerTicket)
     if ticket.run != run.digest:  # (3)
-        raise PeerError(ErrorCode.WRONG_RUN, f"the ticket belongs to run {ticket.run[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the ticket belongs to run {ticket.run[:12]}")
     if ticket.expires_at_ms < now_ms:  # (3)
-        raise PeerError(ErrorCode.EXPIRED, "the ticket has expired; ask the coordinator for a new one")
+        raise RemoteError(ErrorCode.EXPIRED, "the ticket has expired; ask the coordinator for a new one")
     token = parse_json(signed_token.verify(PayloadType.PEER_TOKEN, trusted=(ticket.peer,)), PeerToken)  # (4)
     if token.run != run.digest:  # (5)
-        raise PeerError(ErrorCode.WRONG_RUN, f"the token belongs to run {token.run[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the token belongs to run {token.run[:12]}")
     if token.audience != me:
-        raise PeerError(ErrorCode.WRONG_ROLE, f"the token is for {token.audience}, not for {me}")
+        raise RemoteError(ErrorCode.WRONG_ROLE, f"the token is for {token.audience}, not for {me}")
     if abs(now_ms - token.issued_at_ms) > TOKEN_AGE_S_MAX * 1_000:
-        raise PeerError(ErrorCode.EXPIRED, "the token is too old or too far ahead; check the clock")
+        raise RemoteError(ErrorCode.EXPIRED, "the token is too old or too far ahead; check the clock")
     return ticket.peer
 
 
 def check_answer(data: bytes, peer: KeyId, run: str, nonce: str) -> None:
-    """Check that a dial-back has reached the intended peer. Raises PeerError."""
+    """Check that a dial-back has reached the intended peer. Raises RemoteError."""
     payload = _open_small(data).verify(PayloadType.PEER_ANSWER, trusted=(peer,))
     answer = parse_json(payload, PeerAnswer)
     if (answer.run, answer.nonce) != (run, nonce):
-        raise PeerError(ErrorCode.REPLAYED, "the answer belongs to another challenge")
+        raise RemoteError(ErrorCode.REPLAYED, "the answer belongs to another challenge")
 
 
 def _open_small(data: bytes) -> Envelope:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding
 
 PIECES_WISHED = 1_024
@@ -60,13 +60,13 @@ def cut_pieces(encoding: Encoding, index: ChunkIndex) -> tuple[Piece, ...]:
 def check_piece(piece: Piece, data: bytes | memoryview, index: ChunkIndex) -> None:
     """Check the digest of every chunk of a piece.
 
-    Raises PeerError(MALFORMED) for another length, otherwise PeerError(DIGEST_MISMATCH).
+    Raises RemoteError(MALFORMED) for another length, otherwise RemoteError(DIGEST_MISMATCH).
     """
     if len(data) != piece.size:
-        raise PeerError(ErrorCode.MALFORMED, f"sent {len(data)} bytes for a piece of {piece.size}")
+        raise RemoteError(ErrorCode.MALFORMED, f"sent {len(data)} bytes for a piece of {piece.size}")
     for number, chunk in zip(piece.chunks, index.cut(piece.chunks, data), strict=True):
         if digest_of(chunk) != index.digest(number):
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"chunk {number} does not match its digest")
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"chunk {number} does not match its digest")
 
 
 def _pieces_of(part: int, chunks: range, index: ChunkIndex, wished: int) -> list[Piece]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.proof_polynomial import PRIME, evaluate_polynomial, interpolate
 
 CHUNK_TOKENS = 32
@@ -88,7 +88,7 @@ def build_proofs(hidden_TD: Bits, lengths: Sequence[int]) -> npt.NDArray[np.uint
 def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: Sequence[int]) -> ProofErrors:
     """Measure how far the verifier's own hidden states are from the proofs.
 
-    Raises PeerError(MALFORMED) for malformed proofs.
+    Raises RemoteError(MALFORMED) for malformed proofs.
     """
     moduli_C, coefficients_CK = parse_proofs(proofs_CB, lengths)
     num_chunks = len(proofs_CB)
@@ -113,16 +113,16 @@ def compare_proofs(proofs_CB: npt.NDArray[np.uint8], hidden_TD: Bits, lengths: S
 
 
 def parse_proofs(proofs_CB: npt.NDArray[np.uint8], lengths: Sequence[int]) -> tuple[_Ints, _Ints]:
-    """Return moduli [C] and coefficients [C, 128] after checking number and ranges. Raises PeerError(MALFORMED)."""
+    """Return moduli [C] and coefficients [C, 128] after checking number and ranges. Raises RemoteError(MALFORMED)."""
     expected = (num_proofs(lengths), PROOF_BYTES)
     if proofs_CB.shape != expected:
-        raise PeerError(ErrorCode.MALFORMED, f"proofs have shape {list(proofs_CB.shape)}, not {list(expected)}")
+        raise RemoteError(ErrorCode.MALFORMED, f"proofs have shape {list(proofs_CB.shape)}, not {list(expected)}")
     words = np.ascontiguousarray(proofs_CB).view(">u2").astype(np.int64)
     moduli_C, coefficients_CK = words[:, 0], words[:, 1:]
     if len(words) and not (moduli_C.min() >= MODULUS_MIN and moduli_C.max() <= PRIME):
-        raise PeerError(ErrorCode.MALFORMED, f"a proof's modulus is outside {MODULUS_MIN} to {PRIME}")
+        raise RemoteError(ErrorCode.MALFORMED, f"a proof's modulus is outside {MODULUS_MIN} to {PRIME}")
     if len(words) and coefficients_CK.max() >= PRIME:
-        raise PeerError(ErrorCode.MALFORMED, f"a proof's coefficient is not below {PRIME}")
+        raise RemoteError(ErrorCode.MALFORMED, f"a proof's coefficient is not below {PRIME}")
     return moduli_C, coefficients_CK
 
 

@@ -34,7 +34,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count, Lease, Name, Step
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import ParcelHeader
@@ -225,7 +225,7 @@ def body_bytes_max(
 
 
 def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) -> Rollouts:
-    """Decompress and check a body whose digest has been compared with the header's. Raises PeerError."""
+    """Decompress and check a body whose digest has been compared with the header's. Raises RemoteError."""
     if header.decompressed_bytes > bounds.rollout_decompressed_bytes_max:
         raise LimitExceeded(
             "rollout_decompressed_bytes_max",
@@ -240,7 +240,7 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
 
 
 def decompress_body(body: bytes | memoryview, *, size: int) -> bytes:
-    """Decompress a body that is exactly one zstd frame of `size` bytes. Raises PeerError.
+    """Decompress a body that is exactly one zstd frame of `size` bytes. Raises RemoteError.
 
     zstandard obeys the size that a frame declares, not `max_output_size`: a declared tebibyte raises MemoryError. It
     also stops silently at the end of the first frame. So the frame must declare its size, which is compared first, and
@@ -251,11 +251,11 @@ def decompress_body(body: bytes | memoryview, *, size: int) -> bytes:
         if declared > size:
             raise LimitExceeded("decompressed_bytes", declared, size, code=ErrorCode.DECOMPRESSED_TOO_LARGE)
         if declared < size:  # -1 if the frame declares no size
-            raise PeerError(ErrorCode.MALFORMED, f"the frame must declare the {size} bytes that the header declares")
+            raise RemoteError(ErrorCode.MALFORMED, f"the frame must declare the {size} bytes that the header declares")
         decompressor = zstandard.ZstdDecompressor(max_window_size=limits.ZSTD_WINDOW_BYTES_MAX)
         return decompressor.decompress(body, max_output_size=size, allow_extra_data=False)
     except (zstandard.ZstdError, MemoryError) as error:
-        raise PeerError(ErrorCode.MALFORMED, f"the body is not one zstd frame: {str(error)[:100]}") from None
+        raise RemoteError(ErrorCode.MALFORMED, f"the body is not one zstd frame: {str(error)[:100]}") from None
 
 
 _LAYOUT = {
@@ -280,20 +280,20 @@ def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits)
     num = header.num_rollouts if rollouts.turns_N3 is None else len(rollouts.lengths_N)
     for name in ("lengths_N", "finish_N", "slots_N", "seeds_N"):
         if len(getattr(rollouts, name)) != num:
-            raise PeerError(ErrorCode.MALFORMED, f"{name[:-2]} has {len(getattr(rollouts, name))} entries, not {num}")
+            raise RemoteError(ErrorCode.MALFORMED, f"{name[:-2]} has {len(getattr(rollouts, name))} entries, not {num}")
     if len(rollouts.logprobs_T) != tokens:
-        raise PeerError(ErrorCode.MALFORMED, f"{len(rollouts.logprobs_T)} logprobs for {tokens} tokens")
+        raise RemoteError(ErrorCode.MALFORMED, f"{len(rollouts.logprobs_T)} logprobs for {tokens} tokens")
     lengths = rollouts.lengths_N.astype(np.int64)
     if lengths.min() < 1 or lengths.sum() != tokens:
-        raise PeerError(ErrorCode.MALFORMED, "lengths must be at least 1 and add up to the number of tokens")
+        raise RemoteError(ErrorCode.MALFORMED, "lengths must be at least 1 and add up to the number of tokens")
     if lengths.max() > bounds.completion_tokens_max:
         raise LimitExceeded("completion_tokens_max", int(lengths.max()), bounds.completion_tokens_max)
     if rollouts.finish_N.max() > max(FinishReason):
-        raise PeerError(ErrorCode.MALFORMED, "unknown finish reason")
+        raise RemoteError(ErrorCode.MALFORMED, "unknown finish reason")
     if not np.isfinite(rollouts.logprobs_T).all() or rollouts.logprobs_T.max() > 1e-4:
-        raise PeerError(ErrorCode.MALFORMED, "a logprob is not finite or is above 0")
+        raise RemoteError(ErrorCode.MALFORMED, "a logprob is not finite or is above 0")
     if rollouts.token_ids_T.min() < 0:
-        raise PeerError(ErrorCode.MALFORMED, "a token id is negative")
+        raise RemoteError(ErrorCode.MALFORMED, "a token id is negative")
     _check_spans(rollouts.spans_S3.astype(np.int64), lengths)  # differences of int32 would wrap
     if rollouts.proofs_CB is not None:
         parse_proofs(rollouts.proofs_CB, lengths.tolist())
@@ -303,29 +303,29 @@ def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits)
 def _check_spans(spans_S3: npt.NDArray[np.int64], lengths_N: npt.NDArray[np.int64]) -> None:
     num = len(lengths_N)
     if spans_S3.shape[1] != 3 or spans_S3[:, 1].min() < 0 or spans_S3[:, 2].min() < 1:
-        raise PeerError(ErrorCode.MALFORMED, "spans are rows (completion, policy_version, num_tokens)")
+        raise RemoteError(ErrorCode.MALFORMED, "spans are rows (completion, policy_version, num_tokens)")
     of_S = spans_S3[:, 0]
     if of_S.min() < 0 or of_S.max() >= num or (np.diff(of_S) < 0).any():
-        raise PeerError(ErrorCode.MALFORMED, "spans name their completions in order")
+        raise RemoteError(ErrorCode.MALFORMED, "spans name their completions in order")
     covered_N = np.zeros(num, np.int64)
     np.add.at(covered_N, of_S, spans_S3[:, 2])
     if not np.array_equal(covered_N, lengths_N):
-        raise PeerError(ErrorCode.MALFORMED, "the spans of a completion must cover its tokens exactly")
+        raise RemoteError(ErrorCode.MALFORMED, "the spans of a completion must cover its tokens exactly")
 
 
 def check_turn_rows(rollouts: Rollouts, num_rollouts: int) -> None:
     """Check the tensors `turns` and `context` (turns.py), as far as this is possible without the lease."""
     if rollouts.turns_N3 is None:
         if rollouts.context_P is not None:
-            raise PeerError(ErrorCode.MALFORMED, "context without turns")
+            raise RemoteError(ErrorCode.MALFORMED, "context without turns")
         return
     rows, context = rollouts.turns_N3.astype(np.int64), rollouts.context_P
     if rows.shape != (len(rollouts), 3) or rows.min() < 0:
-        raise PeerError(ErrorCode.MALFORMED, "turns are rows (rollout, kept, new), one for each completion")
+        raise RemoteError(ErrorCode.MALFORMED, "turns are rows (rollout, kept, new), one for each completion")
     steps = np.diff(rows[:, 0], prepend=-1, append=num_rollouts)
     if steps[0] != 1 or steps[-1] != 1 or not np.isin(steps, (0, 1)).all():
-        raise PeerError(ErrorCode.MALFORMED, "turns name every rollout, in order")
+        raise RemoteError(ErrorCode.MALFORMED, "turns name every rollout, in order")
     if rows[:, 2].sum() != (0 if context is None else len(context)):
-        raise PeerError(ErrorCode.MALFORMED, "the new tokens of the turns must be those of context")
+        raise RemoteError(ErrorCode.MALFORMED, "the new tokens of the turns must be those of context")
     if context is not None and context.min() < 0:
-        raise PeerError(ErrorCode.MALFORMED, "a token id of context is negative")
+        raise RemoteError(ErrorCode.MALFORMED, "a token id of context is negative")

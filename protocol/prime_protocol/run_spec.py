@@ -20,7 +20,7 @@ from prime_protocol.calibration import Calibration
 from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.evidence import Moments
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.key_ring import KeyChain, RoleKeys
@@ -91,20 +91,20 @@ class AuditPolicy(WireModel):
     """Minimum share of any worker's bundles that is audited, chosen by a secret after the upload."""
     newcomer_bundles: int = Field(default=16, ge=1, le=limits.COUNT_MAX)
     """N: after n passed audits in a row the share is N / n, and 1 before."""
-    surety_bundles: int = Field(default=8, ge=0, le=limits.SURETY_BUNDLES_MAX)
+    escrow_bundles: int = Field(default=8, ge=0, le=limits.ESCROW_BUNDLES_MAX)
     """D: bundles in escrow. The tokens of a worker's last D accepted bundles are not credited yet; it loses them when
     the first dishonest bundle is found."""
 
     @model_validator(mode="after")
     def _cheating_does_not_pay(self) -> Self:
-        if self.share_min * (1 + self.surety_bundles) < 1.0:
+        if self.share_min * (1 + self.escrow_bundles) < 1.0:
             raise ValueError(
-                "share_min * (1 + surety_bundles) must be at least 1: a cheat must stake more than it saves"
+                "share_min * (1 + escrow_bundles) must be at least 1: a cheat must stake more than it saves"
             )
         return self
 
 
-ALL_AUDITED = AuditPolicy(share_min=1.0, surety_bundles=0)
+ALL_AUDITED = AuditPolicy(share_min=1.0, escrow_bundles=0)
 """Audit policy of a RunSpec without one."""
 
 
@@ -130,7 +130,7 @@ class CheckPolicy(WireModel):
     """Share of unseeded groups, chosen after the upload, that the validator also samples to compare the rewards
     (reward_ranks.py). No other check detects a worker that samples several times and uploads the best. The generation
     cost grows by this share."""
-    references_told: bool = Field(default=False, exclude_if=lambda told: not told)
+    references_public: bool = Field(default=False, exclude_if=lambda is_public: not is_public)
     """Whether a receipt lists the compared rewards, so that anybody can repeat the comparison."""
     flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
     """Whether flips beyond those that the claimed logprobs explain count as evidence (excess_flips.py)."""
@@ -344,7 +344,7 @@ class JoinLink:
 
 
 def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
-    """Check a RunSpec against the digest of the join link. Raises PeerError.
+    """Check a RunSpec against the digest of the join link. Raises RemoteError.
 
     (1) size; (2) digest of the raw payload equals the pinned one; (3) protocol version; (4) schema and bounds; (5)
     every root key that it names has signed it.
@@ -352,11 +352,11 @@ def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
     if len(envelope.payload) > limits.RUN_SPEC_BYTES_MAX:  # (1)
         raise LimitExceeded("RUN_SPEC_BYTES_MAX", len(envelope.payload), limits.RUN_SPEC_BYTES_MAX)
     if envelope.digest != pinned:  # (2)
-        raise PeerError(ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest}, the join link names {pinned}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the server's run is {envelope.digest}, the join link names {pinned}")
     fields = load_json(envelope.payload)
     version = fields.get("protocol_version") if isinstance(fields, dict) else None
     if version != PROTOCOL_VERSION:  # (3)
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.VERSION_UNSUPPORTED,
             f"the run speaks protocol {version!r:.20}, this software {PROTOCOL_VERSION}; install the matching release",
         )

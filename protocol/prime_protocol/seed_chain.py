@@ -16,7 +16,7 @@ from pydantic import Field
 from prime_protocol import limits
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 _LINK = "prime-node 2026-11-22 seed chain link"
 
@@ -66,10 +66,10 @@ def committed(secrets: list[bytes]) -> SeedChain:
     return SeedChain(end=link(secrets[0]).hex(), length=len(secrets))
 
 
-def opened_secrets(chain: SeedChain, told: OpenSecret) -> list[bytes]:
-    """Return the secrets from number 0 to the published one. Raises PeerError if it is not the chain's."""
-    if told.number < chain.length:
-        secrets = chain_from(bytes.fromhex(told.secret), told.number + 1)
+def opened_secrets(chain: SeedChain, opened: OpenSecret) -> list[bytes]:
+    """Return the secrets from number 0 to the published one. Raises RemoteError if it is not the chain's."""
+    if opened.number < chain.length:
+        secrets = chain_from(bytes.fromhex(opened.secret), opened.number + 1)
         if link(secrets[0]).hex() == chain.end:
             return secrets
-    raise PeerError(ErrorCode.CHAIN_BROKEN, f"secret {told.number} is not in the RunSpec's seed chain")
+    raise RemoteError(ErrorCode.CHAIN_BROKEN, f"secret {opened.number} is not in the RunSpec's seed chain")

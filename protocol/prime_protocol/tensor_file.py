@@ -19,7 +19,7 @@ from safetensors.numpy import save
 
 from prime_protocol import limits
 from prime_protocol.envelope import load_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 _NUMPY: dict[str, type[np.generic]] = {
     "U8": np.uint8,
@@ -40,7 +40,7 @@ def pack_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
 def unpack_tensors(
     data: bytes, layout: Mapping[str, tuple[str, int]], *, optional: AbstractSet[str] = frozenset()
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return exactly the tensors of `layout` as read-only views of `data`. Raises PeerError.
+    """Return exactly the tensors of `layout` as read-only views of `data`. Raises RemoteError.
 
     `layout` maps names to (safetensors dtype, rank). Those of `optional` may be missing.
     """
@@ -88,5 +88,5 @@ def _are_sizes(value: object, count: int) -> bool:
     )
 
 
-def _malformed(detail: str) -> PeerError:
-    return PeerError(ErrorCode.MALFORMED, f"tensor file: {detail[: limits.NAME_CHARS_MAX]}")
+def _malformed(detail: str) -> RemoteError:
+    return RemoteError(ErrorCode.MALFORMED, f"tensor file: {detail[: limits.NAME_CHARS_MAX]}")

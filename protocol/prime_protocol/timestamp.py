@@ -15,7 +15,7 @@ from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import ChainPoint, Role
 from prime_protocol.run_spec import PinnedRun
 
@@ -45,7 +45,7 @@ class Timestamp(WireModel):
 
 
 def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
-    """Verify a timestamp's envelope and parse it. Raises PeerError.
+    """Verify a timestamp's envelope and parse it. Raises RemoteError.
 
     Checks size, signature by a current coordinator key, schema and run. check_fresh checks its age.
     """
@@ -53,21 +53,21 @@ def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
         raise LimitExceeded("TIMESTAMP_BYTES_MAX", len(envelope.payload), limits.TIMESTAMP_BYTES_MAX)
     stamp = parse_json(run.keys.verify(envelope, PayloadType.TIMESTAMP, Role.COORDINATOR), Timestamp)
     if stamp.run != run.digest:
-        raise PeerError(ErrorCode.WRONG_RUN, f"the timestamp belongs to run {stamp.run[:12]}, not {run.digest[:12]}")
+        raise RemoteError(ErrorCode.WRONG_RUN, f"the timestamp belongs to run {stamp.run[:12]}, not {run.digest[:12]}")
     return stamp
 
 
 def check_fresh(stamp: Timestamp, now_ms: int) -> None:
-    """Check that it is fresh, allowing a clock difference of REQUEST_AGE_S_MAX. Raises PeerError(EXPIRED)."""
+    """Check that it is fresh, allowing a clock difference of REQUEST_AGE_S_MAX. Raises RemoteError(EXPIRED)."""
     skew_ms = round(limits.REQUEST_AGE_S_MAX * 1_000)
     if stamp.issued_at_ms > now_ms + skew_ms:
         ahead_s = (stamp.issued_at_ms - now_ms) / 1_000
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.EXPIRED, f"the timestamp is {ahead_s:.0f} s ahead of this machine's clock; set the clock"
         )
     if stamp.expires_at_ms + skew_ms < now_ms:
         age_s = (now_ms - stamp.issued_at_ms) / 1_000
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.EXPIRED,
             f"the timestamp of policy {stamp.policy_version} is {age_s:,.0f} s old and has expired, and there is no newer one",
         )
@@ -76,17 +76,17 @@ def check_fresh(stamp: Timestamp, now_ms: int) -> None:
 def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
     """Return whether `stamp` is newer than `known`.
 
-    Raises PeerError if the coordinator contradicts its earlier statement, in whichever order the two arrived. A copy of
+    Raises RemoteError if the coordinator contradicts its earlier statement, in whichever order the two arrived. A copy of
     an earlier timestamp is not a fault: mirrors lag.
     """
     is_newer = stamp.issued_at_ms > known.issued_at_ms
     earlier, later = (known, stamp) if is_newer else (stamp, known)
     if later.policy_version < earlier.policy_version or later.key_ring < earlier.key_ring:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.CHAIN_BROKEN,
             f"rollback: policy {later.policy_version} and key ring {later.key_ring} come in a newer timestamp than "
             f"policy {earlier.policy_version} and key ring {earlier.key_ring}",
         )
     if later.policy_version == earlier.policy_version and later.head != earlier.head:
-        raise PeerError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
+        raise RemoteError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
     return is_newer

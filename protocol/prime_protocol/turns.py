@@ -23,7 +23,7 @@ import numpy as np
 from blake3 import blake3
 
 from prime_protocol.assignment import Lease
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.rollout import Completion, Rollouts, recorded
 from prime_protocol.run_spec import RunSpec
@@ -76,11 +76,11 @@ def rollouts_of_turns(lease: Lease, episodes: Sequence[Sequence[Turn]]) -> Rollo
 def episodes_of(rollouts: Rollouts, lease: Lease) -> list[list[Turn]]:
     """Return the turns of each rollout of a lease, with full prompts.
 
-    Raises PeerError if a turn keeps more tokens than its history has.
+    Raises RemoteError if a turn keeps more tokens than its history has.
     """
     prompts = list(_prompts_of_lease(lease))
     if len(prompts) != rollouts.num_rollouts:
-        raise PeerError(ErrorCode.MALFORMED, f"{rollouts.num_rollouts} rollouts; the lease asks for {len(prompts)}")
+        raise RemoteError(ErrorCode.MALFORMED, f"{rollouts.num_rollouts} rollouts; the lease asks for {len(prompts)}")
     return list(episodes_behind(rollouts, prompts))
 
 
@@ -100,7 +100,7 @@ def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: i
         turns = episodes[number]
         before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else prompts[number - first]
         if kept > len(before):
-            raise PeerError(ErrorCode.MALFORMED, f"a turn of rollout {number} keeps {kept} of {len(before)} tokens")
+            raise RemoteError(ErrorCode.MALFORMED, f"a turn of rollout {number} keeps {kept} of {len(before)} tokens")
         turns.append(Turn(before[:kept] + said, completion))
     yield from episodes.values()
 
@@ -165,7 +165,7 @@ def turns_fault(rollouts: Rollouts, of_rollouts: Sequence[str], spec: RunSpec) -
 def prompt_fault(rollouts: Rollouts, lease: Lease, spec: RunSpec | None) -> str | None:
     """Return why prompts of turns with valid sizes cannot be the lease's, or None.
 
-    Raises PeerError if they cannot be read.
+    Raises RemoteError if they cannot be read.
     """
     if rollouts.turns_N3 is None or spec is None:
         return None

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.assignment import Lease, Sampling
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.excess_flips import apart
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
@@ -100,16 +100,16 @@ class Measured:
 def require_proofs(rollouts: Rollouts, policy: CheckPolicy) -> None:
     """Check that hidden-state proofs are present exactly if the run asks for them. parse_body has checked their number.
 
-    Raises PeerError(MALFORMED).
+    Raises RemoteError(MALFORMED).
     """
     if policy.proofs != (rollouts.proofs_CB is not None):
-        raise PeerError(ErrorCode.MALFORMED, f"the run asks for {'' if policy.proofs else 'no '}hidden-state proofs")
+        raise RemoteError(ErrorCode.MALFORMED, f"the run asks for {'' if policy.proofs else 'no '}hidden-state proofs")
 
 
 def require_seeded(header: RolloutHeader, policy: CheckPolicy) -> None:
-    """Raise PeerError(MALFORMED) if a bundle declares an unseeded engine and the run admits none."""
+    """Raise RemoteError(MALFORMED) if a bundle declares an unseeded engine and the run admits none."""
     if not (header.engine.seeded or policy.unseeded):
-        raise PeerError(ErrorCode.MALFORMED, "the run does not accept unseeded engines")
+        raise RemoteError(ErrorCode.MALFORMED, "the run does not accept unseeded engines")
 
 
 def check_assignment(

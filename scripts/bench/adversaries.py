@@ -45,7 +45,7 @@ from tests.adversaries.watching import Judged, Outcome, Part
 
 from prime_lab.adversaries.table import ADVERSARIES
 from prime_lab.adversaries.uploads import opened_upload
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 QUICK = (
     "older-1",
@@ -204,7 +204,7 @@ class Bench:
         slots = [group.slot for group in judged.lease.groups for _ in group.seeds]
         try:
             _, rollouts = opened_upload(judged.parcel)
-        except PeerError:
+        except RemoteError:
             return [Wrong(slot, True) for slot in slots]
         honest, found = await self._arena.honest(judged.lease), []
         for slot, claimed, mine, theirs in zip(

@@ -16,7 +16,7 @@ from tests.adversaries.watching import Judged
 from prime_lab.adversaries.uploads import opened_upload
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.proof import compare_proofs
 from prime_protocol.verdict import RejectReason
 
@@ -58,7 +58,7 @@ class Baselines:
         reason = None if judged.verdict is None else judged.verdict.reason
         try:
             _, rollouts = opened_upload(judged.parcel)
-        except PeerError:
+        except RemoteError:
             return Numbers(form=True)
         if judged.lease.policy_version != self._loaded:
             self._loaded = judged.lease.policy_version

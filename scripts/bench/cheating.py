@@ -1,4 +1,4 @@
-"""Does cheating pay? Ways of cheating against the default audit policy (lab/prime_lab/cheating.py), compared with full audits.
+"""Does cheating pay? Strategies of cheating compared under the default audit policy (lab/prime_lab/cheating.py) and full audits.
 
     python scripts/bench/cheating.py [--quick] [--json]
 

@@ -46,7 +46,7 @@ async def be_a_peer(settings: dict[str, Any]) -> None:
     from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
     from prime_node.ports.peer_network import PeerAddress
     from prime_node.ports.transport import Unreachable
-    from prime_protocol.errors import PeerError
+    from prime_protocol.errors import RemoteError
     from prime_protocol.identity import SigningKey
 
     async def echo(asker: str, payload: bytes) -> bytes:
@@ -80,7 +80,7 @@ async def be_a_peer(settings: dict[str, Any]) -> None:
                 sent = b"x" * command["bytes"]
                 got = await network.request(command["peer"], "echo", sent, timeout_s=20.0, reply_bytes_max=2**20)
                 answer = {"whole": got == sent}
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         answer |= {"s": time.monotonic() - started_s, "reach": network.reachability(), "addresses": network.addresses()}
         answer |= {"links": {link.peer: link.is_direct for link in network.connected()}, "punched": network.punched()}

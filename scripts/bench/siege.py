@@ -56,7 +56,7 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Sampling
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import JoinRequest
 from prime_protocol.run_spec import PinnedRun
@@ -143,7 +143,7 @@ def upload_all(url: str, core: int | None, pipe: Connection, count: Any) -> None
                     try:
                         await client.upload(parcels[key.key_id])
                         count.value += 1
-                    except (PeerError, Unreachable):
+                    except (RemoteError, Unreachable):
                         await asyncio.sleep(0.1)
 
         await asyncio.gather(*map(member, UPLOADING))
@@ -208,7 +208,7 @@ class Members:
         began = time.perf_counter()
         try:
             await self._clients[number % len(self._clients)].heartbeat(HEARTBEAT)
-        except (PeerError, Unreachable):
+        except (RemoteError, Unreachable):
             seen.num_failed += 1
         seen.latencies_s.append(time.perf_counter() - began)
 
@@ -221,7 +221,7 @@ class Members:
                 try:
                     await client.join(request)
                     break
-                except (PeerError, Unreachable):
+                except (RemoteError, Unreachable):
                     await asyncio.sleep(0.02)
         return time.perf_counter() - began
 

@@ -9,7 +9,7 @@ from typing import Any
 from tests.builder import build_spec, pinned, role_keys
 
 from prime_protocol.assignment import Sampling
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
 from prime_protocol.run_spec import EnvironmentSpec
@@ -28,7 +28,7 @@ class Parser:
     seeds: list[bytes]
     covers: tuple[str, ...] = ()
     """Functions of prime_protocol that it drives: module and name."""
-    refusals: tuple[type[Exception], ...] = (PeerError,)
+    refusals: tuple[type[Exception], ...] = (RemoteError,)
     again: Callable[[Any], bytes] | None = None
     """What was parsed, written: the same bytes, or a finding."""
 

@@ -47,7 +47,7 @@ from prime_node.ports.transport import Unreachable  # noqa: E402
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of  # noqa: E402
 from prime_protocol.digest import digest_of  # noqa: E402
 from prime_protocol.envelope import PayloadType, parse_json, seal  # noqa: E402
-from prime_protocol.errors import HTTP_STATUS, LocalError, PeerError  # noqa: E402
+from prime_protocol.errors import HTTP_STATUS, LocalError, RemoteError  # noqa: E402
 from prime_protocol.identity import SigningKey  # noqa: E402
 from prime_protocol.messages import BlobHeader, ErrorBody  # noqa: E402
 from prime_protocol.parcel import pack_parcel  # noqa: E402
@@ -101,7 +101,7 @@ class Fuzzer:
     async def behave(self) -> None:
         """Join, publish, lease, upload and judge, as far as broken requests have left a way to it."""
         world = self.world
-        with contextlib.suppress(PeerError, Unreachable, AssertionError, TimeoutError):
+        with contextlib.suppress(RemoteError, Unreachable, AssertionError, TimeoutError):
             async with asyncio.timeout(10):
                 await world.learn_epoch()
                 await world.join(cw.ANNA, cw.BEN)
@@ -248,7 +248,7 @@ class Fuzzer:
         if status >= 400 and method != "HEAD":
             try:
                 told = parse_json(text, ErrorBody)
-            except PeerError as error:
+            except RemoteError as error:
                 raise Finding(f"{method} {path}: {status} is no ErrorBody ({error}): {text[:200]!r}") from None
             code = told.code
             if HTTP_STATUS[told.code] != status:

@@ -35,7 +35,7 @@ from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol.envelope import parse_json
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.weights import WeightTensor
 
@@ -110,7 +110,7 @@ def _http() -> list[Parser]:
 
     def error(data: bytes) -> None:
         found = explained(400, data, "Sun, 22 Nov 2026 19:00:00 GMT", SystemClock())
-        assert isinstance(found, PeerError)
+        assert isinstance(found, RemoteError)
 
     refusal = json.dumps({"code": "expired", "detail": "x", "retry_after_s": 1.0}).encode()
     return [
@@ -120,7 +120,7 @@ def _http() -> list[Parser]:
             "http_answer",
             lambda data: _loop().run_until_complete(served(data)),
             [ANSWER, ANSWER.replace(b"206 Partial Content", b"404 x"), b"HTTP/1.1 204 No Content\r\n\r\n"],
-            refusals=(PeerError, Unreachable),
+            refusals=(RemoteError, Unreachable),
         ),
         Parser("http_error", error, [refusal, b"<html>busy</html>"]),
         Parser(

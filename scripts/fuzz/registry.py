@@ -29,9 +29,9 @@ from tests.builder import build_manifest
 from valid_messages import examples, wire_models
 
 from prime_protocol import invite, ledger, peers
-from prime_protocol.case import BanStatement, check_case
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.dossier import BanStatement, check_dossier
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain, KeyRing
@@ -98,7 +98,7 @@ def _statements() -> list[Parser]:
 
     def cases(payload: bytes) -> None:
         found = parse_json(payload, BanStatement)
-        check_case(found, [parse_json(one, Receipt) for one in receipts], run=found.run, spec=SPEC)
+        check_dossier(found, [parse_json(one, Receipt) for one in receipts], run=found.run, spec=SPEC)
 
     def line(data: bytes) -> bytes:
         chain = ledger.LedgerChain(RUN.digest)
@@ -155,7 +155,7 @@ def _statements() -> list[Parser]:
             ),
         ),
         Parser("timestamp", stamps, [json_of(own), *of_our_run("Timestamp")], ("timestamp.open_timestamp",)),
-        Parser("case", cases, of_our_run("BanStatement"), ("case.check_case",)),
+        Parser("case", cases, of_our_run("BanStatement"), ("case.check_dossier",)),
         Parser("ledger_line", line, vector_lines, ("ledger.LedgerChain.follow",), again=lambda same: bytes(same)),
         Parser(
             "ledger_head",

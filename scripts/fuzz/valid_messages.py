@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 import prime_protocol
-from prime_protocol import case, invite, ledger, manifest, messages, peers, rollout, run_spec, timestamp, verdict
+from prime_protocol import dossier, invite, ledger, manifest, messages, peers, rollout, run_spec, timestamp, verdict
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, WireModel, open_envelope, parse_json
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing
 from prime_protocol.parcel import open_parcel
@@ -36,7 +36,7 @@ MODEL_OF: dict[str, type[BaseModel]] = {
     PayloadType.TIMESTAMP: timestamp.Timestamp,
     PayloadType.INVITE: invite.Invite,
     PayloadType.LEDGER_HEAD: ledger.LedgerHead,
-    PayloadType.BAN: case.BanStatement,
+    PayloadType.BAN: dossier.BanStatement,
     PayloadType.PEER_LIST: peers.PeerList,
     PayloadType.PEER_TICKET: peers.PeerTicket,
     PayloadType.PEER_TOKEN: peers.PeerToken,
@@ -87,7 +87,7 @@ def examples() -> dict[str, list[bytes]]:
         if model is not None:
             try:
                 keep(parse_json(envelope.payload, model))
-            except PeerError:
+            except RemoteError:
                 continue
     for name, model in wire_models().items():
         if not found[name]:
@@ -105,7 +105,7 @@ def _envelopes() -> Iterator[Any]:
         for text in texts:
             try:
                 yield open_parcel(text, body_bytes_max=2**30).envelope if text[:4] == b"PRP1" else open_envelope(text)
-            except PeerError:
+            except RemoteError:
                 continue
 
 

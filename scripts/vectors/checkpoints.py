@@ -38,9 +38,9 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
         root = root_of(weights)
         first_root = first_root or root
         base_policy = BasePolicy(policy_version=0, state_root=first_root)
-        ways = [encode_checkpoint(weights, part_bytes=64)]
+        update_paths = [encode_checkpoint(weights, part_bytes=64)]
         if version:
-            ways.insert(0, encode_checkpoint(weights, (base_policy, policies[0]), part_bytes=64))
+            update_paths.insert(0, encode_checkpoint(weights, (base_policy, policies[0]), part_bytes=64))
         manifest = Manifest(
             run=run.digest,
             policy_version=version,
@@ -48,7 +48,7 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
             model_config_digest=digest_of(CONFIG),
             state_root=root,
             tensors=tensor_table(weights),
-            encodings=tuple(way.encoding for way in ways),
+            encodings=tuple(way.encoding for way in update_paths),
             produced_by=Provenance(
                 step=version - 1,
                 optimizer_steps=version,
@@ -61,10 +61,10 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
         file = folder.file(f"policy_{version}.manifest", previous.to_bytes())
         raw = {name: tensor.data.tobytes().hex() for name, tensor in weights.items()}
         told = {"digest": previous.digest, "state_root": root, "tensors": raw}
-        for number, way in enumerate(ways):
+        for number, way in enumerate(update_paths):
             cases.append(_way(folder, version, number, way) | {"input": file, "expect": told})
-        base = {name: value for name, value in cases[-len(ways)].items() if name != "expect"}
-        first = fields(ways[0].encoding)
+        base = {name: value for name, value in cases[-len(update_paths)].items() if name != "expect"}
+        first = fields(update_paths[0].encoding)
         for name, change, code in [
             ("another run", {"run": digest_of(b"other")}, E.WRONG_RUN),
             ("another root", {"state_root": digest_of(b"other")}, E.CHAIN_BROKEN),
@@ -76,7 +76,7 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
             lied = seal(json.dumps(fields(manifest) | change).encode(), PayloadType.MANIFEST, TRAINER)
             file = folder.file(f"policy_{version}_bad_{name.replace(' ', '_')}.manifest", lied.to_bytes())
             cases.append(base | {"name": f"policy_{version}, {name}", "input": file, "error": code})
-        for name, index, code in _bad_indices(ways[0].index):
+        for name, index, code in _bad_indices(update_paths[0].index):
             entry = {"digest": digest_of(index), "size": len(index)}
             changes = {"encodings": [first | {"index": entry}]}
             lied = seal(json.dumps(fields(manifest) | changes).encode(), PayloadType.MANIFEST, TRAINER)
@@ -86,7 +86,7 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
                 "index": folder.file(f"{stem}.index", index),
             }
             cases.append(base | files | {"name": f"policy_{version}, {name}", "error": code})
-        tampered = folder.file(f"policy_{version}_tampered.index", flipped(ways[0].index, -1))
+        tampered = folder.file(f"policy_{version}_tampered.index", flipped(update_paths[0].index, -1))
         cases.append(
             base | {"name": f"policy_{version}, tampered index", "index": tampered, "error": E.DIGEST_MISMATCH}
         )
@@ -94,7 +94,10 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
             f"policy_{version}_forged.manifest", seal(manifest, PayloadType.MANIFEST, STRANGER).to_bytes()
         )
         cases.append(base | {"name": f"policy_{version}, another signer", "input": forged, "error": E.BAD_SIGNATURE})
-        broken = [folder.file(f"policy_{version}_bad.part_0", flipped(ways[0].parts[0], -1)), *base["parts"][1:]]
+        broken = [
+            folder.file(f"policy_{version}_bad.part_0", flipped(update_paths[0].parts[0], -1)),
+            *base["parts"][1:],
+        ]
         cases.append(base | {"name": f"policy_{version}, changed part", "parts": broken, "error": E.DIGEST_MISMATCH})
     folder.cases("checkpoint", cases)
     rows: list[Any] = [["b", "bf16", [2, 3], "00" * 32], ["a", "fp32", [], "11" * 32], ["é", "bf16", [0], "22" * 32]]

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from prime_protocol.assignment import Lease
-from prime_protocol.case import BanStatement
 from prime_protocol.digest import digest_of
+from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
 from prime_protocol.evidence import BundleEvidence, Sums, Weighed
 from prime_protocol.identity import SigningKey

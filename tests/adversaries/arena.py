@@ -31,9 +31,9 @@ from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.transport import ValidatorPort, WorkerPort
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
+from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.leases import requests_for
 from prime_node.worker.loop import run_worker as run_worker
@@ -236,7 +236,7 @@ class Arena:
             config=ValidatorConfig(),
             coordinator=cast("ValidatorPort", port),
             scorer=self._engines[0],
-            lanes=Lanes(lambda: {"spell": self.policies.environment}, lanes_max=1),
+            lanes=ScoringWorkers(lambda: {"spell": self.policies.environment}, workers_max=1),
             tokenizer=self.policies.tokenizer,
             policy=policy,
             policy_versions=lambda: (),

@@ -14,7 +14,7 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import (
     BundleRequest,
@@ -122,7 +122,7 @@ class Noting:
     async def upload(self, parcel: bytes) -> UploadReply:
         try:
             reply = await self._port.upload(parcel)
-        except PeerError as error:
+        except RemoteError as error:
             self._part.replies[str(error.code)] += 1
             raise
         if reply.verdict is not None and reply.verdict.reason is not None:

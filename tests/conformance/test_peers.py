@@ -15,7 +15,7 @@ from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.ports.peer_network import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ class Node:
     network: PeerNetwork
     heard: list[tuple[KeyId, bytes]] = field(default_factory=list)
     judged: list[bytes] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    updates: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     working: int = 0
     sent: int = 0
@@ -48,12 +48,12 @@ class Node:
 
     async def slow(self, asker: KeyId, payload: bytes) -> bytes:
         self.working += 1
-        self.news.set()
+        self.updates.set()
         await self.go_on.wait()
         return payload
 
     async def strict(self, asker: KeyId, payload: bytes) -> bytes:
-        raise PeerError(ErrorCode.BAD_RANGE, "no such bytes", retry_after_s=3.0)
+        raise RemoteError(ErrorCode.BAD_RANGE, "no such bytes", retry_after_s=3.0)
 
     async def big(self, asker: KeyId, payload: bytes) -> bytes:
         return bytes(int(payload))
@@ -63,18 +63,18 @@ class Node:
 
     def count(self) -> None:
         self.sent += 1
-        self.news.set()
+        self.updates.set()
 
     async def judge(self, sender: KeyId, data: bytes) -> GossipJudgement:
         self.judged.append(data)
-        self.news.set()
+        self.updates.set()
         if data.startswith(b"bad"):
             return GossipJudgement.REJECT
         return GossipJudgement.IGNORE if data.startswith(b"old") else GossipJudgement.ACCEPT
 
     async def handle(self, author: KeyId, data: bytes) -> None:
         self.heard.append((author, data))
-        self.news.set()
+        self.updates.set()
 
     @property
     def address(self) -> PeerAddress:
@@ -82,8 +82,8 @@ class Node:
 
     async def until(self, met: Callable[[], bool]) -> None:
         while not met():
-            self.news.clear()
-            await self.news.wait()
+            self.updates.clear()
+            await self.updates.wait()
 
 
 MakeNetwork = Callable[[SigningKey, str, bool], PeerNetwork]
@@ -189,7 +189,7 @@ async def test_requests_of_one_peer_are_bounded(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
     slow = [asyncio.ensure_future(ask(anna, ben, SLOW, b"")) for _ in range(limits.PEER_REQUESTS_MAX)]
     await ben.until(lambda: ben.working == limits.PEER_REQUESTS_MAX)
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         await ask(anna, ben, ECHO, b"one more")
     assert refused.value.code is ErrorCode.TOO_MANY_REQUESTS
     ben.go_on.set()
@@ -198,7 +198,7 @@ async def test_requests_of_one_peer_are_bounded(node: MakeNode) -> None:
 
 async def test_what_a_handler_refuses_reaches_the_asker_with_its_code(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
-    with pytest.raises(PeerError, match="no such bytes") as refused:
+    with pytest.raises(RemoteError, match="no such bytes") as refused:
         await ask(anna, ben, STRICT, b"")
     assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.BAD_RANGE, 3.0)
 
@@ -206,7 +206,7 @@ async def test_what_a_handler_refuses_reaches_the_asker_with_its_code(node: Make
 async def test_an_answer_over_the_bound_is_refused_and_the_link_goes_on(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
     assert len(await ask(anna, ben, BIG, b"1000", reply_bytes_max=1_000)) == 1_000
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         await ask(anna, ben, BIG, b"1001", reply_bytes_max=1_000)
     assert refused.value.code is ErrorCode.TOO_LARGE
     assert await ask(anna, ben, BIG, b"1", reply_bytes_max=1) == b"\0"
@@ -214,14 +214,14 @@ async def test_an_answer_over_the_bound_is_refused_and_the_link_goes_on(node: Ma
 
 async def test_a_request_over_the_bound_is_refused(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         await ask(anna, ben, STRICT, bytes(65))
     assert refused.value.code is ErrorCode.TOO_LARGE
 
 
 async def test_a_protocol_that_nobody_serves_is_not_found(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         await ask(anna, ben, "unheard-of", b"")
     assert refused.value.code is ErrorCode.NOT_FOUND
 
@@ -316,7 +316,7 @@ async def test_an_announcement_over_the_bound_is_the_callers_mistake(node: MakeN
 
 async def test_peers_of_another_run_have_nothing_to_say_to_each_other(node: MakeNode) -> None:
     anna, foreign = await node(), await node(run=OTHER_RUN)
-    with pytest.raises((Unreachable, PeerError)):
+    with pytest.raises((Unreachable, RemoteError)):
         await reach(anna, foreign)
 
 
@@ -325,7 +325,7 @@ async def test_a_private_peer_asks_and_is_not_asked(node: MakeNode) -> None:
     assert (private.network.reachability(), private.network.addresses()) == (Reachability.PRIVATE, ())
     await private.network.connect(public.address)
     assert (await ask(private, public, ECHO, b"hello")).endswith(b"hello")
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         await ask(public, private, ECHO, b"hello")
     assert refused.value.code is ErrorCode.NOT_FOUND
     await public.network.announce("heads", b"policy 41")

@@ -22,7 +22,7 @@ from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
@@ -144,12 +144,12 @@ class BatchCoordinator:
     async def manifest(self, policy_version: int) -> Envelope:
         self._answer()
         if policy_version >= len(self.manifests):
-            raise PeerError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
         return self.manifests[policy_version].envelope
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         if digest not in self.blobs:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no blob {digest}")
         return self.blobs[digest][start:end]
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
@@ -158,7 +158,7 @@ class BatchCoordinator:
         self.fuse.passes("batch")
         self.durable_step = max(self.durable_step, request.durable_step)
         if request.step < self.durable_step:
-            raise PeerError(ErrorCode.NOT_FOUND, f"batch {request.step} is forgotten")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"batch {request.step} is forgotten")
         policy_version = max(0, request.step - self.run.spec.async_level)
         if policy_version >= len(self.manifests):
             await asyncio.sleep(0.001)
@@ -199,7 +199,7 @@ class BatchCoordinator:
         signed = open_manifest(manifest, self.run)
         if self.forgets:
             self.forgets -= 1
-            raise PeerError(ErrorCode.NOT_FOUND, "a blob is not here; upload it first")
+            raise RemoteError(ErrorCode.NOT_FOUND, "a blob is not here; upload it first")
         if signed.digest not in {known.digest for known in self.manifests}:
             check_manifest(signed.manifest, self.run)
             check_link(signed.manifest, self.manifests[-1] if self.manifests else None)

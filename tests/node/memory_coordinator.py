@@ -21,7 +21,7 @@ from prime_node.worker.worker import Worker
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.messages import (
     HeartbeatReply,
@@ -179,11 +179,11 @@ class MemoryCoordinator(MemorySource):
         self._check_reachable()
         self._check_ban()
         if not self.known:
-            raise PeerError(ErrorCode.UNKNOWN_WORKER, "join first")
+            raise RemoteError(ErrorCode.UNKNOWN_WORKER, "join first")
 
     def _check_ban(self) -> None:
         if self.ban_reason is not None:
-            raise PeerError(ErrorCode.BANNED, self.ban_reason)
+            raise RemoteError(ErrorCode.BANNED, self.ban_reason)
 
     def _now_ms(self) -> int:
         return self.clock.now_ms() + int(self.clock_ahead_s * 1_000)

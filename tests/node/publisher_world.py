@@ -11,7 +11,7 @@ from tests.node.batch_coordinator import TRAINER, BatchCoordinator, JumpClock
 from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_protocol.weights import Weights, WeightTensor
 
-Told = list[Published]
+UntrustedRow = list[Published]
 
 
 def weights(version: int, *, other: bool = False) -> Weights:
@@ -20,7 +20,7 @@ def weights(version: int, *, other: bool = False) -> Weights:
 
 
 def make(
-    coordinator: BatchCoordinator, *, pending_max: int = 2, told: Told | None = None, folder: Path | None = None
+    coordinator: BatchCoordinator, *, pending_max: int = 2, told: UntrustedRow | None = None, folder: Path | None = None
 ) -> Publisher:
     on_published = (lambda published: None) if told is None else told.append
     return Publisher(
@@ -43,7 +43,7 @@ def sparse(version: int) -> Weights:
 
 
 async def publish(
-    coordinator: BatchCoordinator, versions: range, *, told: Told | None = None, folder: Path | None = None
+    coordinator: BatchCoordinator, versions: range, *, told: UntrustedRow | None = None, folder: Path | None = None
 ) -> None:
     publisher = make(coordinator, told=told, folder=folder)
     await publisher.start()

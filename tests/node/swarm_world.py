@@ -30,7 +30,7 @@ from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import CallerBounds, Request, Response, Route
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.checkpoint import encode_checkpoint
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, sign_manifest
 from prime_protocol.run_spec import PinnedRun
@@ -58,8 +58,8 @@ class CutServer(AiohttpServer):
     num_bytes = 0
     """Bytes of requested blobs."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
-        return await super().start([self._cuttable(route) for route in routes], host=host, port=port, walls=walls)
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, bounds: CallerBounds | None = None) -> int:
+        return await super().start([self._cuttable(route) for route in routes], host=host, port=port, bounds=bounds)
 
     def _cuttable(self, route: Route) -> Route:
         if (route.method, route.path) != ("GET", "/v1/blobs/{digest}"):
@@ -67,7 +67,7 @@ class CutServer(AiohttpServer):
 
         async def handle(request: Request) -> Response:
             if self.is_cut:
-                raise PeerError(ErrorCode.UNAVAILABLE, "no chunks here any more")
+                raise RemoteError(ErrorCode.UNAVAILABLE, "no chunks here any more")
             response = await route.handler(request)
             self.num_bytes += int(response.headers["Content-Length"])
             return response

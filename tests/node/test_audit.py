@@ -16,7 +16,7 @@ from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 from prime_protocol.weights import root_of
 
@@ -307,14 +307,14 @@ async def test_a_folder_that_is_not_there_fails_the_first_check(tmp_path: Path) 
 async def test_a_folder_without_a_head_has_none(tmp_path: Path) -> None:
     source = FolderSource(tmp_path)
     assert await source.head() is None
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await source.manifest(0)
     assert caught.value.code is ErrorCode.NOT_FOUND
 
 
 @pytest.mark.parametrize("digest", ["", "../../../etc/passwd", "ab/../cd", "A" * 64])
 async def test_a_folder_is_never_left(tmp_path: Path, digest: str) -> None:
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await FolderSource(tmp_path).blob(digest)
     assert caught.value.code is ErrorCode.NOT_FOUND
 
@@ -325,6 +325,6 @@ async def test_a_range_beyond_the_end_is_refused(tmp_path: Path) -> None:
     part = source.signed(0).manifest.encodings[0].parts[0]
     folder = FolderSource(tmp_path)
     assert await folder.blob(part.digest, start=2, end=5) == source.blobs[part.digest][2:5]
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await folder.blob(part.digest, start=0, end=part.size + 1)
     assert caught.value.code is ErrorCode.BAD_RANGE

@@ -24,7 +24,7 @@ from prime_protocol.messages import AdminRequest, LeaseRequest, LeaveRequest, No
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
-AUDITED = dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, surety_bundles=3, max_steps=20)
+AUDITED = dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, escrow_bundles=3, max_steps=20)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def anna(run: Run) -> WorkerRecord:
 def test_the_share_falls_with_the_audits_that_were_passed_and_never_below_the_floor() -> None:
     worker = WorkerRecord("anna", "", "", "", 1, 0)
     shares = []
-    for worker.streak in (0, 1, 2, 3, 4, 8, 9, 1_000):
+    for worker.audit_score in (0, 1, 2, 3, 4, 8, 9, 1_000):
         shares.append(audits.audit_share(AUDITED, worker))
     assert shares == [1.0, 1.0, 1.0, 2 / 3, 0.5, 0.25, 0.25, 0.25]
 
@@ -87,7 +87,7 @@ def test_tokens_are_credited_when_newer_bundles_take_their_place_as_surety(run: 
         credited.append(settled.num_tokens)
         assert "10 tokens are credited after 3 more" in settled.detail
     assert credited == [0, 0, 0, 10, 10, 10]
-    assert anna(run).streak == 3
+    assert anna(run).audit_score == 3
     invariants.check_invariants(run.state)
 
 
@@ -108,7 +108,7 @@ def test_a_dishonest_bundle_takes_back_what_was_not_audited_and_not_trained(run:
         trusted.bundle: RejectReason.UNPROVEN,
         pending: RejectReason.UNPROVEN,
     }
-    assert (anna(run).accepted, anna(run).strikes, anna(run).streak, anna(run).surety) == (before - 2, 1, 0, [])
+    assert (anna(run).accepted, anna(run).strikes, anna(run).audit_score, anna(run).escrow) == (before - 2, 1, 0, [])
     assert audited.slots[0] in run.state.steps[0].accepted, "it passed its audit"
     assert trusted.slots[0] in run.state.steps[0].open, "others may fill it"
     assert kept_pending in run.state.bundles, "it will be judged in full"
@@ -131,7 +131,7 @@ def test_what_is_trained_stays_trained_but_is_not_credited(run: Run) -> None:
 def test_bad_luck_takes_nothing_back(run: Run) -> None:
     accept(run, run.granted("anna", 0, rollouts_max=2), audited=False)
     run.refuse(run.upload(run.granted("anna", 0, rollouts_max=2)), RejectReason.UNVERIFIABLE)
-    assert len(anna(run).surety) == 1
+    assert len(anna(run).escrow) == 1
 
 
 def test_a_lease_without_a_bundle_costs_passed_audits(run: Run) -> None:
@@ -139,7 +139,7 @@ def test_a_lease_without_a_bundle_costs_passed_audits(run: Run) -> None:
         accept(run, run.granted("anna", 0, rollouts_max=2), audited=True)
     before = audits.audit_share(AUDITED, anna(run))
     run.do(ev.LeaseReturned(run.granted("anna", 0).lease_id))
-    assert (anna(run).streak, anna(run).abandoned) == (2, 1)
+    assert (anna(run).audit_score, anna(run).abandoned) == (2, 1)
     assert audits.audit_share(AUDITED, anna(run)) > before
 
 
@@ -155,11 +155,11 @@ def test_the_last_step_is_not_over_while_something_may_be_taken_back() -> None:
 
 def test_a_policy_under_which_cheating_pays_is_refused() -> None:
     with pytest.raises(ValueError, match="a cheat must stake more than it saves"):
-        AuditPolicy(share_min=0.1, surety_bundles=8)
+        AuditPolicy(share_min=0.1, escrow_bundles=8)
 
 
 async def test_what_is_claimed_to_be_sampled_without_the_seeds_is_always_audited() -> None:
-    policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, surety_bundles=19)
+    policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, escrow_bundles=19)
     parts = memory_parts(make_run(checks=CheckPolicy(audits=policy, unseeded=True), groups_per_step=64))
     async with running(parts) as world:
         await world.publish()
@@ -174,7 +174,7 @@ async def test_what_is_claimed_to_be_sampled_without_the_seeds_is_always_audited
 
 
 async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_credited() -> None:
-    policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, surety_bundles=19)
+    policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, escrow_bundles=19)
     spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
     audited = []
     async with running(memory_parts(spec)) as world:
@@ -209,7 +209,7 @@ def test_when_the_run_ends_the_surety_is_credited_once_all_is_judged() -> None:
     assert not audits.is_releasable(run.state, anna(run)), "a bundle waits, and may show that it cheats"
     last = settled_in(run.accept(late))[0]
     assert audits.is_releasable(run.state, anna(run))
-    (released,) = settled_in(run.do(ev.SuretyReleased(("anna",))))
+    (released,) = settled_in(run.do(ev.EscrowReleased(("anna",))))
     assert (released.bundle, released.status) == (late, BundleStatus.ACCEPTED)
     assert credited + released.num_tokens == 60, "the last receipt says what it said, and what was withheld"
     assert released.weighed == last.weighed
@@ -230,7 +230,7 @@ def test_who_leaves_is_credited_no_sooner(run: Run) -> None:
 
 
 async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_does_the_ledger() -> None:
-    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, surety_bundles=4)
+    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, escrow_bundles=4)
     spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
     async with running(memory_parts(spec)) as world:
         await world.publish()
@@ -256,7 +256,7 @@ async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_do
 
 
 async def test_a_lapsed_lease_is_redeemed_no_more_once_nothing_stands_for_it() -> None:
-    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, surety_bundles=4)
+    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, escrow_bundles=4)
     async with running(memory_parts(make_run(checks=CheckPolicy(audits=policy)))) as world:
         manifest = await world.publish()
         await world.join(ANNA)

@@ -22,7 +22,7 @@ from prime_node.cli.evidence import compared, confirmed
 from prime_node.cli.main import app
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.envelope import PayloadType, open_envelope, seal
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.messages import AdminRequest
 from prime_protocol.verdict import RejectReason, Verdict
@@ -118,7 +118,7 @@ def test_a_forward_pass_speaks_of_what_it_can_see_alone() -> None:
     bad = Verdict.refuse(RejectReason.SEED_MISMATCH)
     assert "by a forward pass" in confirmed(RejectReason.SEED_MISMATCH, bad)
     assert "cannot check" in confirmed(RejectReason.COPIED, Verdict.accept())
-    with pytest.raises(PeerError, match="gives accepted"):
+    with pytest.raises(RemoteError, match="gives accepted"):
         confirmed(RejectReason.SEED_MISMATCH, Verdict.accept())
 
 
@@ -130,7 +130,7 @@ def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
         assert "nats by a forward pass" in compared(adds(nats), adds(nats))
     assert compared(adds(), adds()) == "its receipt adds no evidence"
     for found in (adds(2.0), adds(), None):
-        with pytest.raises(PeerError, match="margin adds"):
+        with pytest.raises(RemoteError, match="margin adds"):
             compared(adds(11.0), found)
 
 

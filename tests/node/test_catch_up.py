@@ -20,7 +20,7 @@ from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import BasePolicy, PartEntry, SignedManifest
 from prime_protocol.weights import Weights, WeightTensor, root_of, state_root
 
@@ -199,7 +199,7 @@ async def test_who_waits_for_a_dropped_policy_gets_the_next_one(source: MemorySo
         held.weights["w"].data[0] ^= 1
 
         def refuse(_: str) -> None:
-            raise PeerError(ErrorCode.NOT_FOUND, "not now")
+            raise RemoteError(ErrorCode.NOT_FOUND, "not now")
 
         source.before_blob = refuse
         source.shown_head = source.manifests[41]

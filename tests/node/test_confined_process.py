@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub import constants
 from tests.security.hostile_world import BOUNDS, package, running, tried
 
+from prime_node.adapters.environments.restrictions import ProcessRestrictions, around_command, read_order
 from prime_node.adapters.environments.variables import passed_on
-from prime_node.adapters.environments.walls import Walls, around_command, read_order
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import start_environments
 from prime_node.envs.settings import EnvironmentSettings
@@ -87,7 +87,7 @@ def test_root_becomes_another_user_only_where_all_that_is_read_is_readable_by_al
     monkeypatch.setattr("os.geteuid", lambda: 0)
     file = tmp_path / "rows"
     file.write_text("data")
-    walls = Walls(
+    restrictions = ProcessRestrictions(
         read=(str(file),),
         hidden=(),
         network=False,
@@ -100,7 +100,7 @@ def test_root_becomes_another_user_only_where_all_that_is_read_is_readable_by_al
     )
     for mode, user in ((0o644, 65_534), (0o600, None)):
         file.chmod(mode)
-        line, folder, inside = around_command(["true"], tmp_path, walls, imports=[])
+        line, folder, inside = around_command(["true"], tmp_path, restrictions, imports=[])
         assert (inside.user, inside.isolated, folder) == (user, True, Path("/tmp"))
         assert ("--unshare-user-try" in line) is (user is None)
         assert read_order(line[-1]) == (inside, folder)

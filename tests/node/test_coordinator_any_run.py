@@ -37,7 +37,7 @@ class AnyRun(RuleBasedStateMachine):
         lag_slack=st.integers(0, 2),
         copies=st.integers(1, 3),
         slow_factor=st.none() | st.just(1.5),
-        surety=st.integers(0, 3),
+        escrow=st.integers(0, 3),
     )
     def begin(
         self,
@@ -53,7 +53,7 @@ class AnyRun(RuleBasedStateMachine):
         lag_slack: int,
         copies: int,
         slow_factor: float | None,
-        surety: int,
+        escrow: int,
     ) -> None:
         size = mini_batch * num_batches
         eta = k if quarters is None else quarters / 4
@@ -74,8 +74,8 @@ class AnyRun(RuleBasedStateMachine):
                 staleness_from=staleness_from,
                 leases_per_slot_max=copies,
                 slow_factor=slow_factor,
-                audit_share_min=0.5 if surety else 1.0,
-                surety_bundles=surety,
+                audit_share_min=0.5 if escrow else 1.0,
+                escrow_bundles=escrow,
                 newcomer_bundles=2,
             )
         )

@@ -28,7 +28,7 @@ from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import (
     BlobHeader,
     BundleRequest,
@@ -70,7 +70,7 @@ async def test_a_bundle_for_the_lease_of_somebody_else_is_refused(world: World) 
     await world.join(BEN)
     lease = await world.lease(ANNA)
     await refused(world, ErrorCode.LEASE_FOREIGN, "/v1/rollouts", make_parcel(lease, BEN))
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await world.client(BEN).return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
     assert caught.value.code is ErrorCode.LEASE_FOREIGN
 
@@ -151,7 +151,7 @@ async def test_a_late_bundle_waits_until_fewer_of_its_workers_wait_for_a_verdict
         assert isinstance(decide_upload(decisions.state, header, late, bundle="late", num_bytes=1), ev.BundleArrived)
         lease = await leased(anna)  # the slots that were ben's
         decisions.decide(ev.BundleArrived(f"{number:064d}", lease.lease_id, anna, 2, 1))
-    with pytest.raises(PeerError, match="your earlier bundles still wait") as caught:
+    with pytest.raises(RemoteError, match="your earlier bundles still wait") as caught:
         decide_upload(decisions.state, header, late, bundle="late", num_bytes=1)
     assert caught.value.code is ErrorCode.TOO_MANY_REQUESTS
     refusal = await leasing.lease(anna, asked)
@@ -181,7 +181,7 @@ async def test_a_zstd_bomb_reaches_the_validator_and_no_further(world: World) ->
     bundle = await world.client(VALIDATOR).bundle(BundleRequest(bundle=reply.bundle))
     opened = open_parcel(bundle, body_bytes_max=2**20)
     header = parse_json(opened.envelope.payload, RolloutHeader)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         parse_body(header, opened.check_body(header), world.run.spec.limits)
     assert caught.value.code is ErrorCode.DECOMPRESSED_TOO_LARGE
     await world.judge(reason=RejectReason.MALFORMED)
@@ -191,7 +191,7 @@ async def test_a_zstd_bomb_reaches_the_validator_and_no_further(world: World) ->
 async def test_a_verdict_with_too_few_rewards_is_refused(world: World) -> None:
     reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
     await world.take_task(VALIDATOR)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await world.client(VALIDATOR).check_result(
             CheckResultRequest(bundle=reply.bundle, verdict=Verdict.accept(), rewards=(1.0,))
         )

@@ -27,7 +27,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import BatchRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
 from prime_protocol.verdict import RejectReason, Verdict
@@ -43,7 +43,7 @@ async def persist(call: Callable[[], Awaitable[T]]) -> T:
             return await call()
         except Unreachable:
             await asyncio.sleep(0.02)
-        except PeerError as error:
+        except RemoteError as error:
             if not error.is_transient:
                 raise
             await asyncio.sleep(error.retry_after_s or 0.02)
@@ -86,7 +86,7 @@ class Crowd:
                 result = CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards)
                 try:
                     await persist(lambda result=result: client.check_result(result))
-                except PeerError as error:
+                except RemoteError as error:
                     if error.code is not ErrorCode.NOT_FOUND:  # a restarted coordinator has handed it to nobody
                         raise
                     continue

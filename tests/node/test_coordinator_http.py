@@ -29,7 +29,7 @@ from tests.node.coordinator_world import (
 from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import (
     AdminRequest,
     BatchRequest,
@@ -228,7 +228,7 @@ async def test_a_silent_worker_loses_its_lease_and_may_join_again() -> None:
         await world.join(ANNA)
         await world.lease(ANNA)
         await world.until_status("open_leases", 0)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             await world.client(ANNA).heartbeat(HEARTBEAT)
         assert caught.value.code is ErrorCode.UNKNOWN_WORKER
         await world.join(ANNA)

@@ -41,7 +41,7 @@ from prime_node.coordinator.state.rules import rules_of
 from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.messages import ReceiptsRequest
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.verdict import Verdict
@@ -89,7 +89,7 @@ async def test_when_the_disk_fails_nobody_is_told_anything_and_the_daemon_ends()
         async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
             await world.publish()
             store.broken = True
-            with pytest.raises(PeerError) as refused:
+            with pytest.raises(RemoteError) as refused:
                 await world.join(ANNA)
             assert refused.value.code is ErrorCode.UNAVAILABLE
 
@@ -112,10 +112,10 @@ async def test_an_event_that_cannot_be_applied_ends_the_journal_and_is_not_in_th
     await journal.synced()
     with pytest.raises(KeyError):
         journal.record(ev.WorkersLost(("nobody",)))
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         journal.record(ev.DrainSet())
     assert caught.value.code is ErrorCode.UNAVAILABLE
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         await journal.synced()
     with pytest.raises(LocalError, match="state may be wrong"):
         await writer
@@ -168,7 +168,7 @@ async def test_bundles_are_deleted_once_the_trainer_is_durable() -> None:
             return not await parts.bundles.has(batch.groups[0].bundle)
 
         await world.until(is_deleted)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             await world.fill(0)
         assert caught.value.code is ErrorCode.NOT_FOUND
 
@@ -261,12 +261,12 @@ def test_a_nonce_is_remembered_for_twice_the_window() -> None:
     for age_s in (0.0, MEMORY_S - 1, MEMORY_S):
         memory = Nonces(nonces_max=1_000)
         memory.spend("anna", "n", 1_000.0)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             memory.spend("anna", "n", 1_000.0 + age_s)
         assert caught.value.code is ErrorCode.REPLAYED
     memory.spend("anna", "late", 1_000.0 + MEMORY_S)
     for age_s in (1.0, MEMORY_S):  # the generation that held it is the older one by now
-        with pytest.raises(PeerError, match="received before"):
+        with pytest.raises(RemoteError, match="received before"):
             memory.spend("anna", "late", 1_000.0 + MEMORY_S + age_s)
     nonces.spend("anna", "n", 0.0)
     nonces.spend("ben", "n", 0.0)
@@ -277,10 +277,10 @@ def test_a_full_memory_of_nonces_refuses_rather_than_forgets() -> None:
     nonces = Nonces(nonces_max=2)
     nonces.spend("anna", "1", 0.0)
     nonces.spend("ben", "2", 0.0)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         nonces.spend("anna", "3", 0.0)
     assert caught.value.code is ErrorCode.UNAVAILABLE
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         nonces.spend("anna", "1", 0.0)
     assert caught.value.code is ErrorCode.REPLAYED
 
@@ -290,7 +290,7 @@ def test_a_bucket_fills_up_again() -> None:
     for _ in range(3):
         buckets.require("a", 10.0)
         buckets.charge("a", 10.0)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         buckets.require("a", 10.0)
     assert caught.value.retry_after_s == 0.5
     buckets.require("a", 10.5)

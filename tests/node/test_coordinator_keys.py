@@ -35,7 +35,7 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, Role
 from prime_protocol.manifest import sign_manifest
@@ -140,7 +140,7 @@ async def test_a_revoked_trainer_publishes_nothing_and_the_new_one_goes_on_in_a_
         await world.fill(0)
         assert (await world.post("/v1/keys", ring(world, trainer=(NEW,)).to_bytes()))[0] == 204
         after, blobs = make_manifest(run, first, batch=world.batch)
-        with pytest.raises(PeerError) as refusal:
+        with pytest.raises(RemoteError) as refusal:
             await world.client(TRAINER).put_blob(blobs[0])
         assert refusal.value.code is ErrorCode.REVOKED
         await refused(world, ErrorCode.REVOKED, "/v1/manifests", after.envelope.to_bytes())
@@ -189,10 +189,10 @@ def test_a_revoked_key_has_its_role_no_longer(caller: Caller, key: SigningKey, r
     changed: dict[str, Any] = {role: (NEW,)}
     run.keys.add(next_ring(run.keys, ROOT, **changed))
     require_role(NEW.key_id, caller, run=run, state=state)
-    with pytest.raises(PeerError) as refusal:
+    with pytest.raises(RemoteError) as refusal:
         require_role(key.key_id, caller, run=run, state=state)
     assert refusal.value.code is ErrorCode.REVOKED
-    with pytest.raises(PeerError) as refusal:
+    with pytest.raises(RemoteError) as refusal:
         require_role(ANNA.key_id, caller, run=run, state=state)
     assert refusal.value.code is ErrorCode.WRONG_ROLE
 

@@ -31,7 +31,7 @@ from prime_node.coordinator.state.tick import tick
 from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import BasePolicy, PartEntry, SignedManifest
 
 RUN = make_run(async_level=0)
@@ -61,7 +61,7 @@ async def offer(world: World, encoded: list[EncodedCheckpoint], **changes: objec
 
 async def refused(world: World, encoded: list[EncodedCheckpoint], code: ErrorCode, **changes: object) -> str:
     head = world.head
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await offer(world, encoded, **changes)
     assert caught.value.code is code
     assert world.head is head
@@ -79,7 +79,7 @@ async def test_a_manifest_without_all_its_blobs_is_refused() -> None:
                     if number != missing
                     else world.parts.public.delete(digest_of(blob))
                 )
-            with pytest.raises(PeerError) as caught:
+            with pytest.raises(RemoteError) as caught:
                 await world.client(TRAINER).publish(signed.envelope)
             assert caught.value.code is ErrorCode.NOT_FOUND
         assert (await world.status())["head"] == -1
@@ -143,7 +143,7 @@ async def test_a_failure_between_any_two_writes_leaves_the_old_head_or_the_new(
         await world.fill(0)
         failing.armed = True
         encoded = [delta(1, first)]
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             await offer(world, encoded)
         batch = world.batch
     again = await folder_parts(RUN, tmp_path)
@@ -187,7 +187,7 @@ def test_whatever_is_forgotten_a_way_to_the_head_stays(
         names = {(number, route.base_version) for number, it in state.published.items() for route in it.routes}
         stays = kept_encodings(state, kept)
         tick(state, ev.EncodingsForgotten(tuple(sorted(names - stays, key=str))), 0)
-        invariants.check_ways(state)
+        invariants.check_update_paths(state)
         assert state.published[version].routes == routes
         assert any(route.base_version is None for route in state.published[0].routes)
 
@@ -233,7 +233,7 @@ def test_an_unreachable_policy_is_no_state() -> None:
     tick(state, ev.ManifestPublished(0, "0" * 64, (UpdateRoute(None, 1),)), 0)
     tick(state, ev.EncodingsForgotten(((0, None),)), 0)
     with pytest.raises(AssertionError, match="no update path leads to policy 0"):
-        invariants.check_ways(state)
+        invariants.check_update_paths(state)
 
 
 async def test_a_policy_that_nobody_can_reach_is_refused() -> None:

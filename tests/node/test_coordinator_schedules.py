@@ -23,7 +23,7 @@ from tests.node.coordinator_world import (
 )
 
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import BatchRequest, LeaseRequest, NotYet, TrainBatch
 from prime_protocol.verdict import RejectReason
 
@@ -67,7 +67,7 @@ async def test_short_groups_train_while_long_ones_are_generated() -> None:
         assert isinstance(second, TrainBatch)
         assert (second.part, second.previous) == (1, first_digest)
         assert await ask(world, 0, 0) == first, "the same question gives the same batch"
-        with pytest.raises(PeerError, match="2 batches"):
+        with pytest.raises(RemoteError, match="2 batches"):
             await ask(world, 0, 2)
 
 
@@ -79,12 +79,12 @@ async def test_a_policy_names_the_last_batch_of_its_step() -> None:
             await finish(world, ANNA)
         first = world.batch
         early, _ = make_manifest(world.run, world.head, batch=first)
-        with pytest.raises(PeerError) as refused:
+        with pytest.raises(RemoteError) as refused:
             await world.client(TRAINER).publish(early.envelope)
         assert refused.value.code in (ErrorCode.CHAIN_BROKEN, ErrorCode.NOT_FOUND)
         assert isinstance(await ask(world, 0, 1), TrainBatch)
         world.batch = first
-        with pytest.raises(PeerError, match="another batch"):
+        with pytest.raises(RemoteError, match="another batch"):
             await world.publish()
 
 

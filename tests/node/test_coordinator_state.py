@@ -10,7 +10,7 @@ from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import blockers, endings, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import BATCH_NEWS, LEASE_NEWS, BundleForgotten, Settled, WorkerWasBanned
+from prime_node.coordinator.state.effects import BATCH_CHANGED, LEASE_CHANGED, BundleForgotten, Settled, WorkerWasBanned
 from prime_node.coordinator.state.scheduler import NothingToLease
 from prime_protocol.verdict import RejectReason
 
@@ -156,7 +156,7 @@ def test_a_late_bundle_is_refused_once_a_slot_has_gone_to_another(run: Run) -> N
 
 def test_a_returned_lease_cannot_be_redeemed(run: Run) -> None:
     lease = run.granted("anna", 0)
-    assert LEASE_NEWS in run.do(ev.LeaseReturned(lease.lease_id))
+    assert LEASE_CHANGED in run.do(ev.LeaseReturned(lease.lease_id))
     ended = run.state.lease_of(lease.lease_id, "anna")
     assert ended is not None
     assert not run.state.is_redeemable(ended)
@@ -174,7 +174,7 @@ def test_leases_expire_in_order_and_not_before_their_time(run: Run) -> None:
 
 def test_a_lost_worker_loses_its_leases_and_wakes_those_who_wait(run: Run) -> None:
     lease = run.granted("anna", 0)
-    assert LEASE_NEWS in run.do(ev.WorkersLost(("anna",)))
+    assert LEASE_CHANGED in run.do(ev.WorkersLost(("anna",)))
     assert run.granted("ben", 0).slots[: len(lease.slots)] == lease.slots
 
 
@@ -276,8 +276,8 @@ def test_the_trainer_is_woken_by_the_last_accepted_group_and_not_before() -> Non
     run.join("anna", "ben")
     run.publish()
     bundles = [run.upload(run.granted(worker, 0)) for worker in ("anna", "ben")]
-    assert BATCH_NEWS not in run.accept(bundles[0])
-    assert BATCH_NEWS in run.accept(bundles[1])
+    assert BATCH_CHANGED not in run.accept(bundles[0])
+    assert BATCH_CHANGED in run.accept(bundles[1])
 
 
 def test_a_worker_whose_bundles_wait_for_validators_gets_no_more_work() -> None:

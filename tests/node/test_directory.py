@@ -13,7 +13,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.directory import ASK_S_MAX, ASK_S_MIN, Directory
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord
@@ -61,7 +61,7 @@ async def test_a_coordinator_that_refuses_us_is_asked_ever_less_often_and_that_i
 ) -> None:
     class Refusing(Finder):
         async def find_peers(self, request: PeersRequest) -> PeersReply:
-            raise PeerError(ErrorCode.EXPIRED, "your clock is ahead")
+            raise RemoteError(ErrorCode.EXPIRED, "your clock is ahead")
 
     caplog.set_level("INFO")
     clock = Pauses()

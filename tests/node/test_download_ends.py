@@ -16,14 +16,14 @@ from tests.node.swarm_world import policy_weights
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import piece_decoder, sources
 from prime_node.broadcast.swarm.download import Download, Downloads
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.ports.transport import CheckpointSource
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 
 
@@ -49,20 +49,20 @@ def one_piece(
     index = open_index(made.index, made.encoding, tensor_table(weights))
     parts = PartStore(folder, bytes_max=2**30)
     encoding = made.encoding.model_copy(update={"parts": (made.encoding.parts[0].model_copy(update=entry),)})
-    return Download(Downloads(pool, parts, Holdings(), clock, rng, 2**30), encoding, index, decode), pool
+    return Download(Downloads(pool, parts, HaveSet(), clock, rng, 2**30), encoding, index, decode), pool
 
 
 async def test_a_last_piece_that_does_not_decode_ends_its_download_with_that(tmp_path: Path) -> None:
     def broken(chunks: range, data: bytes | memoryview) -> None:
-        raise PeerError(ErrorCode.MALFORMED, "no chunk")
+        raise RemoteError(ErrorCode.MALFORMED, "no chunk")
 
-    with pytest.raises(PeerError, match="no chunk"):
+    with pytest.raises(RemoteError, match="no chunk"):
         await one_piece(tmp_path, broken)[0].run()
 
 
 async def test_a_part_of_another_digest_ends_its_download_though_it_was_the_last_one(tmp_path: Path) -> None:
     download, _ = one_piece(tmp_path, lambda chunks, data: None, digest="0" * 64)
-    with pytest.raises(PeerError, match="published with another digest"):
+    with pytest.raises(RemoteError, match="published with another digest"):
         await download.run()
 
 

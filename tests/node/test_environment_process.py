@@ -20,8 +20,8 @@ from prime_node.adapters.environments.process import (
     ProcessEnvironment,
     ProcessTurnEnvironment,
 )
+from prime_node.adapters.environments.restrictions import ProcessRestrictions, order
 from prime_node.adapters.environments.variables import passed_on
-from prime_node.adapters.environments.walls import Walls, order
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.cli.environment_service import LEFT_BEHIND_MAX
 from prime_node.cli.wire_environments import build_environments, start_environments
@@ -160,8 +160,8 @@ environment_process.run_environment_process()
 """
 
 
-def walls(model: Path) -> Walls:
-    return Walls(
+def restrictions(model: Path) -> ProcessRestrictions:
+    return ProcessRestrictions(
         read=(str(model),),
         hidden=(),
         network=False,
@@ -177,7 +177,7 @@ def walls(model: Path) -> Walls:
 @pytest.fixture
 def hanging(model: Path) -> Iterator[EnvironmentProcess]:
     def start(folder: Path) -> Start:
-        return Start([sys.executable, "-c", HANGS, order(walls(model), folder)], passed_on(folder))
+        return Start([sys.executable, "-c", HANGS, order(restrictions(model), folder)], passed_on(folder))
 
     process = EnvironmentProcess(start, {"environments": [], "model": {}}, silence_s_max=0.5)
     yield process
@@ -262,7 +262,7 @@ async def test_an_episode_with_many_threads_of_its_own_wears_nothing_out(hanging
 def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(
     model: Path, tmp_path: Path, is_broken: bool
 ) -> None:
-    command = [sys.executable, "-c", HANGS, order(walls(model), tmp_path)]
+    command = [sys.executable, "-c", HANGS, order(restrictions(model), tmp_path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     assert process.stdout is not None

@@ -281,7 +281,7 @@ def test_a_policy_that_is_leased_no_more_is_evaluated_no_further(run: Run) -> No
 
 
 def test_answers_of_a_worker_that_is_found_out_are_taken_back() -> None:
-    run = Run(replace(RULES, strikes_max=1, surety_bundles=4, audit_share_min=0.1))
+    run = Run(replace(RULES, strikes_max=1, escrow_bundles=4, audit_share_min=0.1))
     run.join("anna", "ben")
     run.publish()
     run.do(ev.EvaluationBegun(0, (END, END + 1)))
@@ -292,7 +292,7 @@ def test_answers_of_a_worker_that_is_found_out_are_taken_back() -> None:
 
 
 def test_an_answer_that_bans_its_worker_is_kept_though_the_evaluation_ends_by_it() -> None:
-    run = Run(replace(RULES, strikes_max=1, surety_bundles=4, audit_share_min=0.1))
+    run = Run(replace(RULES, strikes_max=1, escrow_bundles=4, audit_share_min=0.1))
     run.join("anna", "ben")
     run.publish()
     run.do(ev.EvaluationBegun(0, tuple(range(END, END + 3))))

@@ -31,7 +31,7 @@ from prime_node.training_data.bundles import groups_of, open_batch, open_trained
 from prime_node.training_data.feed import Feed, StepBatch
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import BatchGroup, BatchRequest, NotYet, TrainBatch
 from prime_protocol.weights import WeightTensor
@@ -122,7 +122,7 @@ async def test_a_batch_that_does_not_follow_the_one_before_it_in_its_step_is_ref
     if is_honest:
         assert (await feed.take(0, 1)).part == 1
     else:
-        with pytest.raises(PeerError, match="does not follow"):
+        with pytest.raises(RemoteError, match="does not follow"):
             await feed.take(0, 1)
     await feed.close()
 
@@ -173,16 +173,16 @@ async def test_an_answer_that_is_an_error_is_not_asked_for_again() -> None:
 
     async def refuse() -> None:
         asked.append(1)
-        raise PeerError(ErrorCode.WRONG_ROLE, "not a trainer")
+        raise RemoteError(ErrorCode.WRONG_ROLE, "not a trainer")
 
-    with pytest.raises(PeerError, match="not a trainer"):
+    with pytest.raises(RemoteError, match="not a trainer"):
         await ask_until_answered(refuse, what="batch 0", clock=JumpClock())
     assert len(asked) == 1
 
 
 async def test_pauses_grow_and_respect_what_the_coordinator_asks_for() -> None:
     clock = JumpClock()
-    faults: list[Exception] = [Unreachable("cut"), PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow", retry_after_s=60.0)]
+    faults: list[Exception] = [Unreachable("cut"), RemoteError(ErrorCode.TOO_MANY_REQUESTS, "slow", retry_after_s=60.0)]
     at: list[float] = []
 
     async def answer_third() -> str:
@@ -229,7 +229,7 @@ def test_the_valid_batch_opens(coordinator: BatchCoordinator) -> None:
 
 
 def test_a_batch_by_a_stranger_is_refused(coordinator: BatchCoordinator) -> None:
-    with pytest.raises(PeerError, match="bad_signature"):
+    with pytest.raises(RemoteError, match="bad_signature"):
         open_all(coordinator, *parts(coordinator), key=STRANGER)
 
 
@@ -237,19 +237,19 @@ def test_a_batch_by_a_stranger_is_refused(coordinator: BatchCoordinator) -> None
 def test_a_batch_of_another_run_or_step_is_refused(
     coordinator: BatchCoordinator, changes: dict[str, Any], why: str
 ) -> None:
-    with pytest.raises(PeerError, match=why):
+    with pytest.raises(RemoteError, match=why):
         open_all(coordinator, *parts(coordinator), **changes)
 
 
 def test_a_batch_that_names_a_slot_twice_is_refused(coordinator: BatchCoordinator) -> None:
     bundle, groups = parts(coordinator)
-    with pytest.raises(PeerError, match="is not one of step 3"):
+    with pytest.raises(RemoteError, match="is not one of step 3"):
         open_all(coordinator, bundle, [*groups, groups[0]])
 
 
 def test_other_bytes_than_the_batch_names_are_refused(coordinator: BatchCoordinator) -> None:
     bundle, groups = parts(coordinator)
-    with pytest.raises(PeerError, match="the coordinator sent other bytes"):
+    with pytest.raises(RemoteError, match="the coordinator sent other bytes"):
         open_all(coordinator, bundle[:-1] + bytes([bundle[-1] ^ 1]), groups)
 
 
@@ -262,7 +262,7 @@ def test_a_bundle_that_was_never_taken_in_is_an_error_that_names_it_and_its_work
     damaged = bytearray(bundle)
     damaged[place] ^= 1
     digest = digest_of(bytes(damaged))
-    with pytest.raises(PeerError, match=f"bundle {digest[:12]} of worker {WORKER.key_id[:12]}: "):
+    with pytest.raises(RemoteError, match=f"bundle {digest[:12]} of worker {WORKER.key_id[:12]}: "):
         open_trained_bundle(bytes(damaged), digest=digest, worker=WORKER.key_id, run=coordinator.run)
 
 
@@ -286,7 +286,7 @@ def test_a_group_that_does_not_fit_its_bundle_is_an_error_that_names_it(
     bundle, groups = parts(coordinator)
     change, why = TAMPERED[what]
     last = groups[-1]
-    with pytest.raises(PeerError, match=why):
+    with pytest.raises(RemoteError, match=why):
         open_all(coordinator, bundle, [last.model_copy(update=change(last))])
 
 
@@ -307,7 +307,7 @@ def test_the_step_rule_is_asked_once_more(coordinator: BatchCoordinator, policy:
     if fault is None:
         assert open_all(coordinator, bundle, list(groups)) == GROUPS
         return
-    with pytest.raises(PeerError, match=f"slot 9 .* policy {policy} is {fault} for step 3") as raised:
+    with pytest.raises(RemoteError, match=f"slot 9 .* policy {policy} is {fault} for step 3") as raised:
         open_all(coordinator, bundle, list(groups))
     assert digest_of(bundle)[:12] in str(raised.value)
 

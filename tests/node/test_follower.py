@@ -15,7 +15,7 @@ from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import tensor_table
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.weights import root_of
 
 RUN = make_run()
@@ -60,15 +60,15 @@ async def test_what_is_remembered_of_old_policies_is_bounded_and_they_can_still_
 ) -> None:
     monkeypatch.setattr("prime_node.broadcast.follow.known_chain.DIGESTS_MAX", 5)
     monkeypatch.setattr("prime_node.broadcast.follow.known_chain.RECENT_MAX", 2)
-    monkeypatch.setattr("prime_node.broadcast.follow.ways.ROUTES_MAX", 4)
+    monkeypatch.setattr("prime_node.broadcast.follow.update_paths.ROUTES_MAX", 4)
     source = MemorySource(RUN)
     async with following(make_follower(tmp_path, source)) as follower:
         for version in range(12):
             source.publish(table_weights(version))
             await follower.wait_newer(version - 1)
-        chain, ways = follower.heads.chain, follower._ways
+        chain, update_paths = follower.heads.chain, follower._update_paths
         assert [version for version in range(12) if chain.digest(version)] == [7, 8, 9, 10, 11]
-        assert max(len(ways._routes), len(ways._roots)) <= 5  # four, and the one that was found last
+        assert max(len(update_paths._routes), len(update_paths._roots)) <= 5  # four, and the one that was found last
         assert root_of(await follower.weights(1)) == root_of(table_weights(1))
 
 
@@ -227,7 +227,7 @@ async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp
         await settle()
         assert follower.latest() is None
         assert len(source.blobs_asked) == 2
-        with pytest.raises(PeerError, match="published damaged") as caught:
+        with pytest.raises(RemoteError, match="published damaged") as caught:
             await follower.weights(0)
         assert caught.value.code is ErrorCode.CHAIN_BROKEN
         source.publish(table_weights(1))

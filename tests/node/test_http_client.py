@@ -18,7 +18,7 @@ from prime_node.adapters.web.http_answers import reason_of
 from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import (
     AdminRequest,
     BatchRequest,
@@ -152,7 +152,7 @@ async def test_ranges_of_a_blob(server: Server, client: HttpClient) -> None:
 
 async def test_a_server_that_ignores_ranges_is_found_out(server: Server, client: HttpClient) -> None:
     server.says(b"0123456789")
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await client.blob("0" * 64, start=2, end=12)
     assert caught.value.code is ErrorCode.BAD_RANGE
 
@@ -160,15 +160,15 @@ async def test_a_server_that_ignores_ranges_is_found_out(server: Server, client:
 async def test_a_bundle_must_have_the_digest_that_was_asked_for(server: Server, client: HttpClient) -> None:
     server.says(b"bundle")
     assert await client.bundle(BundleRequest(bundle=digest_of(b"bundle"))) == b"bundle"
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await client.bundle(BundleRequest(bundle=digest_of(b"other")))
     assert caught.value.code is ErrorCode.DIGEST_MISMATCH
 
 
 @pytest.mark.parametrize("code", ErrorCode)
 async def test_every_error_comes_through_with_its_code(server: Server, client: HttpClient, code: ErrorCode) -> None:
-    server.says(error_body(code, retry_after_s=1.5), status=PeerError(code, "").http_status)
-    with pytest.raises(PeerError) as caught:
+    server.says(error_body(code, retry_after_s=1.5), status=RemoteError(code, "").http_status)
+    with pytest.raises(RemoteError) as caught:
         await client.heartbeat(HEARTBEAT)
     assert caught.value.code is code
     assert caught.value.detail.startswith("because")
@@ -178,21 +178,21 @@ async def test_every_error_comes_through_with_its_code(server: Server, client: H
 async def test_a_wrong_clock_is_explained_by_how_much(server: Server, client: HttpClient) -> None:
     date = email.utils.formatdate(SystemClock().now_ms() / 1_000 + 3_600, usegmt=True)
     server.says(error_body("expired"), status=401, headers={"Date": date})
-    with pytest.raises(PeerError, match=r"3(599|600|601) s behind the coordinator's"):
+    with pytest.raises(RemoteError, match=r"3(599|600|601) s behind the coordinator's"):
         await client.heartbeat(HEARTBEAT)
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 500, 502, 503])
 async def test_a_proxys_page_is_no_refusal_of_the_coordinator(server: Server, client: HttpClient, status: int) -> None:
     server.says(b"<html>" + b"x" * 100_000, status=status)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await client.upload(b"parcel")
     assert caught.value.is_transient
 
 
 async def test_a_captive_portals_page_is_no_receipt(server: Server, client: HttpClient) -> None:
     server.says(b"<html>Welcome to the hotel</html>")
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await client.upload(b"parcel")
     assert caught.value.is_transient
 
@@ -210,7 +210,7 @@ async def test_a_plain_mirror_is_understood_by_its_status(
     server: Server, client: HttpClient, status: int, code: ErrorCode
 ) -> None:
     server.says(b"nope", status=status)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await client.blob("0" * 64)
     assert caught.value.code is code
 

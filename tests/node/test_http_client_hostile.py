@@ -1,4 +1,4 @@
-"""The HTTP client against a server that lies, stalls, floods or is not HTTP: PeerError or Unreachable within its bounds."""
+"""The HTTP client against a server that lies, stalls, floods or is not HTTP: RemoteError or Unreachable within its bounds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_node.adapters.web.http_peer import HttpPeer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.errors import LimitExceeded, PeerError
+from prime_protocol.errors import LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.messages import HeartbeatRequest, LeaseRequest, NotYet, ReceiptsRequest, WorkerState
-from prime_protocol.peers import PeerNews
+from prime_protocol.peers import PeerUpdate
 
 RUN = make_run()
 HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
@@ -63,16 +63,16 @@ async def test_nonsense_is_a_peer_error(server: Server, client: HttpClient, body
         client.run_spec,
     ]
     for call in calls:
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             await call()
 
 
 async def test_redirects_and_compression_are_not_followed(server: Server, client: HttpClient) -> None:
     server.says(b"", status=302, headers={"Location": "http://127.0.0.1:1/"})
-    with pytest.raises(PeerError, match="redirects"):
+    with pytest.raises(RemoteError, match="redirects"):
         await client.run_spec()
     server.says(b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
-    with pytest.raises(PeerError, match="compressed"):
+    with pytest.raises(RemoteError, match="compressed"):
         await client.run_spec()
 
 
@@ -203,7 +203,7 @@ async def test_what_is_no_http_is_no_traceback(raw: bytes) -> None:
     listener = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
     async with listener, HttpClient(f"http://127.0.0.1:{port}", run=RUN.digest, clock=SystemClock()) as client:
-        with pytest.raises((PeerError, Unreachable)):
+        with pytest.raises((RemoteError, Unreachable)):
             await client.head()
 
 
@@ -228,8 +228,8 @@ async def test_a_broken_connection_is_opened_again(server: Server, client: HttpC
     for _ in range(4):
         try:
             outcomes.append(await client.upload(b"x") is not None)
-        except (Unreachable, PeerError) as error:
-            outcomes.append(isinstance(error, PeerError))
+        except (Unreachable, RemoteError) as error:
+            outcomes.append(isinstance(error, RemoteError))
     assert outcomes == [False, True, False, True]
 
 
@@ -272,7 +272,7 @@ async def test_a_peer_whose_news_end_in_silence_is_unreachable(server: Server, m
     async def one_line(request: web.Request) -> web.StreamResponse:
         stream = web.StreamResponse()
         await stream.prepare(request)
-        await stream.write(PeerNews(cursor=1, head=2).model_dump_json().encode() + b"\n")
+        await stream.write(PeerUpdate(cursor=1, head=2).model_dump_json().encode() + b"\n")
         await over.wait()
         return stream
 

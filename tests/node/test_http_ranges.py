@@ -1,4 +1,4 @@
-"""Pieces over kept connections, from a server that is honest, slow, broken or hostile: PeerError or Unreachable within bounds."""
+"""Pieces over kept connections, from an honest, slow, broken or hostile server: RemoteError or Unreachable within bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_peer import HttpPeer
 from prime_node.adapters.web.http_ranges import HEADER_BYTES_MAX, RangeClient
 from prime_node.ports.transport import Unreachable
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
 
 PIECE = bytes(range(256)) * 1_024
@@ -188,7 +188,7 @@ REFUSED = {
 @pytest.mark.parametrize("raw", REFUSED.values(), ids=REFUSED)
 async def test_what_is_no_plain_answer_is_refused(raw: bytes) -> None:
     async with listening(raw) as (_, client):
-        with pytest.raises(PeerError) as refused:
+        with pytest.raises(RemoteError) as refused:
             await client.get("/", {}, bytes_max=100)
         assert refused.value.code is ErrorCode.MALFORMED
 
@@ -202,7 +202,7 @@ async def test_a_longer_body_than_was_asked_for_is_refused_unread() -> None:
 
 async def test_what_comes_unasked_closes_the_connection() -> None:
     async with listening(answer(b"1") + answer(b"stray"), answer(b"2")) as (server, client):
-        with contextlib.suppress(PeerError):  # it may come together with the answer, or after it
+        with contextlib.suppress(RemoteError):  # it may come together with the answer, or after it
             await client.get("/", {}, bytes_max=1)
         assert (await client.get("/", {}, bytes_max=1)).body == b"2"
         assert server.connections == 2
@@ -259,12 +259,12 @@ async def test_a_peers_refusal_is_told_with_its_code_and_shows_our_ticket() -> N
     body = b'{"code": "unavailable", "detail": "no free slot in time", "retry_after_s": 1.5}'
     async with listening(answer(body, "503 Service Unavailable"), answer(status="302 Found")) as (server, client):
         peer = HttpPeer(client.url, run="0" * 64, clock=SystemClock(), bounds=Limits(), authorization=lambda: "ticket")
-        with pytest.raises(PeerError, match="no free slot in time") as refused:
+        with pytest.raises(RemoteError, match="no free slot in time") as refused:
             await peer.blob("0" * 64, start=0, end=8)
         assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.UNAVAILABLE, 1.5)
         assert b"\r\nAuthorization: ticket\r\n" in server.asked[0]
         assert b"\r\nRange: bytes=0-7\r\n" in server.asked[0]
-        with pytest.raises(PeerError, match="redirects"):
+        with pytest.raises(RemoteError, match="redirects"):
             await peer.blob("0" * 64, start=0, end=8)
         await peer.close()
 

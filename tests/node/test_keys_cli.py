@@ -24,7 +24,7 @@ from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import KeyChain, Role
 from prime_protocol.run_spec import JoinLink
 
@@ -131,7 +131,7 @@ def test_a_request_of_yesterday_is_no_request_of_today(run_dir: RunDir) -> None:
     keys("rotate", run_dir.path, "--role", "validator", "--out", run_dir.path / "late.json")
     keys("rotate", run_dir.path, "--role", "coordinator")
     keys("submit", run_dir.path / "key-ring-1.json", run_dir.path)
-    with pytest.raises(PeerError) as refusal:
+    with pytest.raises(RemoteError) as refusal:
         keys("submit", run_dir.path / "late.json", run_dir.path)
     assert refusal.value.code is ErrorCode.CHAIN_BROKEN
 

@@ -34,7 +34,7 @@ from prime_node.cli.shipped import config_path
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.assigned import Assigned
 from prime_protocol.envelope import PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX, LEDGER_PAGE_BYTES_MAX
 from prime_protocol.messages import ReceiptsRequest
@@ -138,11 +138,11 @@ async def test_an_export_of_another_run_and_a_file_that_is_none_are_told_apart(t
         await export_ledger(world.client(ANNA), world.run, tmp_path / "empty.jsonl")
     with open_ledger_file(tmp_path / "empty.jsonl", pinned=world.run.digest) as file:
         assert (await audit_ledger(file, file.run)).num_entries == 0
-    with pytest.raises(PeerError) as caught, open_ledger_file(tmp_path / "empty.jsonl", pinned="00" * 32):
+    with pytest.raises(RemoteError) as caught, open_ledger_file(tmp_path / "empty.jsonl", pinned="00" * 32):
         pass
     assert caught.value.code is ErrorCode.WRONG_RUN
     (tmp_path / "novel.txt").write_text("It was a dark and stormy night.")
-    with pytest.raises(PeerError), open_ledger_file(tmp_path / "novel.txt", pinned=None):
+    with pytest.raises(RemoteError), open_ledger_file(tmp_path / "novel.txt", pinned=None):
         pass
     with pytest.raises(LocalError), open_ledger_file(tmp_path / "nothing", pinned=None):
         pass

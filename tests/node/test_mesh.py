@@ -17,13 +17,13 @@ from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.swarm.directory import Directory
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.mesh import LINKS_WISHED, Mesh
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
-from prime_node.broadcast.swarm.tended import Tended
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.peer_network import ConnectedPeer, PeerAddress
 from prime_protocol import limits
@@ -158,8 +158,8 @@ async def test_a_hole_that_was_not_punched_is_told_and_what_follows_from_it(tmp_
     network = Home(MemorySwitch(), ANNA.key_id, run=RUN.digest)
     directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
     parts = PartStore(tmp_path / "parts", bytes_max=2**20)
-    service = PeerService(RUN, ANNA, Holdings(), parts, Uplink(clock=clock), clock, lambda version: None)
-    peer = Peer(SwarmConfig(), service, AiohttpServer(), directory, Tended(clock), None, network)
+    service = PeerService(RUN, ANNA, HaveSet(), parts, Uplink(clock=clock), clock, lambda version: None)
+    peer = Peer(SwarmConfig(), service, AiohttpServer(), directory, SwarmTasks(clock), None, network)
     assert "hole punching" not in peer.describe()
     network.holes = (3, 3)
     assert peer.describe().endswith("(hole punching worked for 3 of 3 peers)")

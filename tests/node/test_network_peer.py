@@ -12,7 +12,7 @@ from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_manifest, 
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet, HeldEncoding
 from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span
@@ -20,7 +20,7 @@ from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.peers import PeerRecord, PeerTicket, authorization
 from prime_protocol.pieces import cut_pieces
 
@@ -34,13 +34,13 @@ async def linked(folder: Path, *, shows_ticket: bool = True) -> AsyncIterator[tu
     """ANNA serves policy 0; BEN is linked to her."""
     switch = MemorySwitch()
     anna, ben = (MemoryNetwork(switch, key.key_id, run=RUN.digest) for key in (ANNA, BEN))
-    parts, holdings = PartStore(folder, bytes_max=2**30), Holdings()
+    parts, have_set = PartStore(folder, bytes_max=2**30), HaveSet()
     for entry, blob in zip(ENCODING.blobs, BLOBS, strict=True):
         parts.write(entry.digest, blob)
     service = PeerService(
         RUN,
         ANNA,
-        holdings,
+        have_set,
         parts,
         Uplink(clock=CLOCK),
         CLOCK,
@@ -66,7 +66,7 @@ async def test_a_policy_is_read_over_the_network_as_over_http(tmp_path: Path) ->
     async with linked(tmp_path) as (link, service):
         assert (await link.run_spec()).digest == RUN.digest
         assert await link.head() is None
-        service.holdings.staged(0)
+        service.have_set.staged(0)
         head = await link.head()
         assert head is not None
         assert head.digest == SIGNED.digest
@@ -81,12 +81,12 @@ async def test_a_policy_is_read_over_the_network_as_over_http(tmp_path: Path) ->
 async def test_news_come_when_there_are_some(tmp_path: Path) -> None:
     pieces = cut_pieces(ENCODING, open_index(BLOBS[0], ENCODING, SIGNED.manifest.tensors))
     async with linked(tmp_path) as (link, service):
-        news = link.news()
-        assert (await anext(news)).pieces == {}
-        service.holdings.add(Holding(ENCODING, pieces, span(0, len(pieces))))
-        assert (await anext(news)).pieces == {ENCODING.index.digest: ((0, len(pieces)),)}
-        service.holdings.staged(0)
-        assert (await anext(news)).head == 0
+        updates = link.updates()
+        assert (await anext(updates)).pieces == {}
+        service.have_set.add(HeldEncoding(ENCODING, pieces, span(0, len(pieces))))
+        assert (await anext(updates)).pieces == {ENCODING.index.digest: ((0, len(pieces)),)}
+        service.have_set.staged(0)
+        assert (await anext(updates)).head == 0
 
 
 class Hurried(SystemClock):
@@ -102,12 +102,12 @@ async def test_news_of_what_a_listener_has_wait_for_a_piece_that_he_lacks(tmp_pa
     async with linked(tmp_path) as (_, service):
         service.clock = Hurried()
         service.heard_of = lambda peer: {name: span(0, last)} if peer == BEN.key_id else {}
-        cursor = service.holdings.news(0).cursor
+        cursor = service.have_set.updates(0).cursor
         for_ben, for_others = (asyncio.create_task(service._fresh(who, cursor, -1)) for who in (BEN.key_id, "others"))
-        service.holdings.add(Holding(ENCODING, pieces, 1))
+        service.have_set.add(HeldEncoding(ENCODING, pieces, 1))
         assert (await for_others).pieces == {name: 1}
         assert not for_ben.done()
-        service.holdings.came(name, last)
+        service.have_set.came(name, last)
         assert (await for_ben).pieces == {name: 1 | 1 << last}
 
 
@@ -121,16 +121,16 @@ async def test_news_of_what_a_listener_has_wait_for_a_piece_that_he_lacks(tmp_pa
 )
 async def test_what_is_not_there_is_said_so(tmp_path: Path, path: str, code: ErrorCode) -> None:
     async with linked(tmp_path) as (link, _):
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             await link._ask(path, 1_000)
         assert caught.value.code is code
 
 
 async def test_strangers_hear_what_is_here_and_not_who_is_there(tmp_path: Path) -> None:
     async with linked(tmp_path, shows_ticket=False) as (link, service):
-        service.holdings.staged(0)
-        assert (await anext(link.news())).head == 0
-        with pytest.raises(PeerError) as caught:
+        service.have_set.staged(0)
+        assert (await anext(link.updates())).head == 0
+        with pytest.raises(RemoteError) as caught:
             await link.peers()
         assert caught.value.code is ErrorCode.BAD_SIGNATURE
 
@@ -138,16 +138,16 @@ async def test_strangers_hear_what_is_here_and_not_who_is_there(tmp_path: Path) 
 async def test_strangers_who_listen_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_protocol.limits.PEER_STRANGERS_LISTENING_MAX", 1)
     async with linked(tmp_path, shows_ticket=False) as (link, service):
-        first, second = link.news(), link.news()
+        first, second = link.updates(), link.updates()
         await anext(first)
         await anext(second)
         waiting = asyncio.ensure_future(anext(first))
         await asyncio.sleep(0)
         while not service._listeners:  # noqa: ASYNC110 - the request is on its way, and tells nobody
             await asyncio.sleep(0)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             await anext(second)
         assert caught.value.code is ErrorCode.UNAVAILABLE
-        service.holdings.staged(0)
+        service.have_set.staged(0)
         assert (await waiting).head == 0
         assert not service._listeners

@@ -31,7 +31,7 @@ from prime_node.coordinator.state.scheduler import NothingToLease, fair_share
 from prime_protocol import limits
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
@@ -101,7 +101,7 @@ def test_a_thousand_idle_keys_leave_the_others_their_share() -> None:
 
 def test_who_has_passed_his_audits_stands_for_himself() -> None:
     run = world_of(["anna", "ben"])
-    while run.state.workers["anna"].streak < CROWDED.newcomer_bundles:
+    while run.state.workers["anna"].audit_score < CROWDED.newcomer_bundles:
         run.accept(run.upload(run.granted("anna", 0, rollouts_max=2)))
     assert newcomers.budget(run.state, run.state.workers["anna"]) is None
     assert newcomers.budget(run.state, run.state.workers["ben"]) == newcomers.Budget(leases=1, groups=1)
@@ -136,8 +136,8 @@ def test_new_keys_of_a_network_wait_longer_after_each_ban() -> None:
         assert newcomers.pause_ms(run.state, "theirs", run.now_ms) == pause_ms, "a day at most"
 
 
-async def turned_away(world: World, key: SigningKey, code: ErrorCode, **changes: object) -> PeerError:
-    with pytest.raises(PeerError) as caught:
+async def turned_away(world: World, key: SigningKey, code: ErrorCode, **changes: object) -> RemoteError:
+    with pytest.raises(RemoteError) as caught:
         await world.client(key).join(request(**changes))
     assert caught.value.code is code, caught.value
     return caught.value

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from prime_node.cli.main import app
 from prime_node.coordinator.api import status
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.invite import open_invite
 
 
@@ -22,14 +22,14 @@ async def test_a_worker_is_banned_and_forgiven_and_the_run_drained(tmp_path: Pat
         await world.join(ANNA)
         place = run_dir_of(world, tmp_path)
         await operate("ban", place.path, ANNA.key_id, "--reason", "noise in the cellar")
-        with pytest.raises(PeerError, match="noise in the cellar") as caught:
+        with pytest.raises(RemoteError, match="noise in the cellar") as caught:
             await world.client(ANNA).heartbeat(HEARTBEAT)
         assert caught.value.code is ErrorCode.BANNED
         await operate("unban", place.path, ANNA.key_id)
         await world.join(ANNA)
         assert "no new work" in await operate("drain", place.path)
         assert (await world.client(ANNA).heartbeat(HEARTBEAT)).draining
-        with pytest.raises(PeerError) as unknown:
+        with pytest.raises(RemoteError) as unknown:
             await operate("ban", place.path, COORDINATOR.key_id)
         assert unknown.value.code is ErrorCode.UNKNOWN_WORKER
     with pytest.raises(LocalError, match="does not answer"):
@@ -63,7 +63,7 @@ async def test_a_worker_is_named_by_the_end_of_its_key_where_that_is_one_key(tmp
         place = run_dir_of(world, tmp_path)
         assert f"banned {ANNA.key_id}" in await operate("ban", place.path, ANNA.key_id[-8:])
         assert (await world.client(BEN).heartbeat(HEARTBEAT)).head == 0
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             await world.client(ANNA).heartbeat(HEARTBEAT)
         for unclear in ("aaaaaaaa", BEN.key_id[-3:]):
             with pytest.raises(LocalError, match="must name one"):

@@ -34,12 +34,12 @@ def published(draw: st.DrawFn) -> dict[int, list[UpdateRoute]]:
 @given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
 def test_the_cheapest_way_is_found(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
     target = max(routes)
-    ways = every_way(target, routes, held)
+    update_paths = every_way(target, routes, held)
     found = search(target, routes, held)
     if found.path is None:
-        assert ways == []
+        assert update_paths == []
     else:
-        assert found.path.sent_bytes == min(ways)
+        assert found.path.sent_bytes == min(update_paths)
     assert found.unread == ()
 
 

@@ -116,7 +116,7 @@ def test_receivers_with_shares_of_their_own_ask_the_origin_for_different_pieces(
 def test_a_fallback_gives_only_what_no_peer_has() -> None:
     of = picker(4)
     of.add("peer", has=piece_set([0, 1, 2]))
-    of.add("origin", has=span(0, 4), is_fallback=True)
+    of.add("origin", has=span(0, 4), is_web_seed=True)
     assert picks(of, "origin") == [3]
 
 
@@ -131,9 +131,9 @@ def test_a_source_far_below_the_others_gives_only_what_no_other_has() -> None:
 
 
 def test_pieces_that_only_slow_sources_have_are_asked_of_them_and_of_a_fallback() -> None:
-    for is_fallback in (True, False):
+    for is_web_seed in (True, False):
         of = picker(100)
-        of.add("fast", has=span(0, 100 if is_fallback else 50), is_fallback=is_fallback)
+        of.add("fast", has=span(0, 100 if is_web_seed else 50), is_web_seed=is_web_seed)
         give(of, "fast", rate=100, until_s=0.4)
         for slow in ("slow", "slower"):
             of.add(slow, has=of.missing)
@@ -143,7 +143,7 @@ def test_pieces_that_only_slow_sources_have_are_asked_of_them_and_of_a_fallback(
             picks(of, slow, now_s=9.0)
         assert not {"slow", "slower"}.intersection(of.idle())
         give(of, "fast", rate=100, until_s=20.0, now_s=9.0)
-        assert (of.unasked == 0) == is_fallback
+        assert (of.unasked == 0) == is_web_seed
 
 
 def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
@@ -189,7 +189,7 @@ def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_oth
     for num_unasked, late_s in ((0, 0.1), (5, 2.1)):
         of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
         of.add("peer", has=of.missing & ~1)
-        of.add("origin", has=of.missing, is_fallback=True)
+        of.add("origin", has=of.missing, is_web_seed=True)
         give(of, "origin", rate=10, until_s=0.1)
         give(of, "peer", rate=1, until_s=2.0)
         stuck = of.pick("peer", 2.0)  # expected within a second
@@ -201,7 +201,7 @@ def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_oth
 def test_peers_that_claim_everything_and_give_nothing_do_not_keep_a_receiver_from_the_fallback() -> None:
     claimers = [f"claims-{number}" for number in range(16)]
     of = picker(256, size=2**18)
-    of.add("origin", has=of.missing, is_fallback=True)
+    of.add("origin", has=of.missing, is_web_seed=True)
     for name in claimers:
         of.add(name, has=of.missing)
     now_s = 0.0
@@ -216,7 +216,7 @@ def test_a_peer_that_was_late_is_believed_again_once_it_gives_something() -> Non
     of = picker(8, rules=PickerRules(sources_few=0))
     of.add("peer", has=span(4, 8))
     of.add("other", has=span(0, 4))
-    of.add("origin", has=of.missing, is_fallback=True)
+    of.add("origin", has=of.missing, is_web_seed=True)
     asked = picks(of, "peer")
     give(of, "other", rate=10, until_s=60.0)
     assert of.pick("origin", 3.0) in asked
@@ -228,7 +228,7 @@ def test_a_peer_that_was_late_is_believed_again_once_it_gives_something() -> Non
 def test_peers_that_together_need_seconds_for_a_piece_do_not_set_the_pace_where_a_fallback_is_faster() -> None:
     of = picker(128, size=2**18)
     of.add("home", has=of.missing)
-    of.add("origin", has=of.missing, is_fallback=True)
+    of.add("origin", has=of.missing, is_web_seed=True)
     now_s = coming_s = 0.0
     while not of.is_done and now_s < 60.0:
         coming_s = give(of, "home", rate=0.5, until_s=now_s + 0.1, now_s=coming_s)
@@ -238,7 +238,7 @@ def test_peers_that_together_need_seconds_for_a_piece_do_not_set_the_pace_where_
 
 def test_a_fallback_gives_nothing_where_two_slow_peers_together_bring_more_than_a_piece_a_second() -> None:
     of = picker(128, size=2**18)
-    of.add("origin", has=of.missing, is_fallback=True)
+    of.add("origin", has=of.missing, is_web_seed=True)
     for name in ("home", "other"):
         of.add(name, has=of.missing)
         give(of, name, rate=0.6, until_s=1.0)
@@ -321,7 +321,7 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
     of = Picker(sizes, rng=random.Random(seed))
     fallbacks = {number for number, _ in enumerate(rates) if rng.random() < 0.2}
     for number, _ in enumerate(rates):
-        of.add(str(number), is_fallback=number in fallbacks)
+        of.add(str(number), is_web_seed=number in fallbacks)
     of.has_all(str(len(rates) - 1))
     asked: dict[str, set[int]] = {name: set() for name in of.sources}
     for _ in range(200 * len(sizes) + 1000):

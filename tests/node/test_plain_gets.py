@@ -10,7 +10,7 @@ import pytest
 from prime_node.adapters.web import http_replies
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.ports.web import Request, Response, Route
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 LARGE = bytes(2**24)
 
@@ -33,7 +33,7 @@ class Blobs:
                 self.cancelled.set()
                 raise
         if name == "refused":
-            raise PeerError(ErrorCode.UNAVAILABLE, "no slot", retry_after_s=2.0)
+            raise RemoteError(ErrorCode.UNAVAILABLE, "no slot", retry_after_s=2.0)
         if name == "fault":
             raise ZeroDivisionError
         body: bytes | AsyncIterator[bytes] = name.encode()
@@ -47,7 +47,7 @@ class Blobs:
     async def _chunks(self, name: str) -> AsyncIterator[bytes]:
         yield b"abc"
         if name == "broken":
-            raise PeerError(ErrorCode.NOT_FOUND, "it has just been removed")
+            raise RemoteError(ErrorCode.NOT_FOUND, "it has just been removed")
         yield b"def"
 
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.builder import build_manifest, provenance
 from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fuse, JumpClock, KilledError, make_run
-from tests.node.publisher_world import Told, make, publish, sparse, weights
+from tests.node.publisher_world import UntrustedRow, make, publish, sparse, weights
 
 from prime_node.broadcast.publish.encoder import SpanEncoder
 from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.broadcast.publish.spans import SpanRules
 from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.weights import root_of
 
 
@@ -33,7 +33,7 @@ async def publisher(coordinator: BatchCoordinator) -> AsyncIterator[Publisher]:
 
 
 async def test_policies_are_published_in_order_as_one_chain(coordinator: BatchCoordinator) -> None:
-    told: Told = []
+    told: UntrustedRow = []
     publisher = make(coordinator, told=told)
     await publisher.start()
     for version in range(5):
@@ -155,7 +155,7 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
     await honest.close()
     forger = Publisher(coordinator, coordinator.run, STRANGER, clock=JumpClock(), pending_max=0)
     await forger.start()
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         await forger.submit(1, weights(1), provenance(1))
     assert refused.value.code is ErrorCode.BAD_SIGNATURE
     await forger.close()
@@ -187,7 +187,7 @@ def bases_of(coordinator: BatchCoordinator, version: int) -> set[int | None]:
 
 
 async def test_policies_are_sent_as_deltas_over_one_four_and_sixteen_steps(coordinator: BatchCoordinator) -> None:
-    told: Told = []
+    told: UntrustedRow = []
     await publish(coordinator, range(18), told=told)
     assert [bases_of(coordinator, version) for version in (0, 1, 4, 5, 16)] == [{None}, {0}, {3, 0}, {4}, {15, 12, 0}]
     assert set(told[16].encodings) == {"delta_1", "delta_4", "delta_16"}
@@ -249,7 +249,7 @@ async def test_a_coordinator_that_loses_every_blob_is_an_error(coordinator: Batc
     await publisher.start()
     coordinator.forgets = 99
     await publisher.submit(0, sparse(0), provenance(0))
-    with pytest.raises(PeerError, match="not here"):
+    with pytest.raises(RemoteError, match="not here"):
         await publisher.flush()
     await publisher.close()
 

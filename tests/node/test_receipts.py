@@ -47,12 +47,12 @@ def test_the_last_accepted_bundles_stand_surety_until_a_dishonest_one_costs_them
     for number in range(5):
         note(book, number, BundleStatus.PENDING)
         note(book, number, BundleStatus.ACCEPTED)
-        held.append(book.num_sureties(3))
+        held.append(book.num_escrows(3))
     assert held == [1, 2, 3, 3, 3]
     note(book, 5, BundleStatus.REFUSED, RejectReason.STALE)
-    assert book.num_sureties(3) == 3
+    assert book.num_escrows(3) == 3
     note(book, 6, BundleStatus.REFUSED, RejectReason.SEED_MISMATCH)
-    assert book.num_sureties(3) == 0
+    assert book.num_escrows(3) == 0
 
 
 def test_a_line_that_a_crash_cut_short_costs_no_receipt_that_comes_after_it(book: ReceiptBook, tmp_path: Path) -> None:
@@ -77,15 +77,15 @@ def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path:
 def test_nothing_stands_surety_once_the_runs_end_has_credited_it(book: ReceiptBook, tmp_path: Path) -> None:
     for number in (0, 1, 2, 2):
         note(book, number, BundleStatus.ACCEPTED)
-    assert book.num_sureties(3) == 3, "a receipt that is fetched twice says nothing new"
+    assert book.num_escrows(3) == 3, "a receipt that is fetched twice says nothing new"
     note(book, 2, BundleStatus.ACCEPTED, num_tokens=30)
-    assert book.num_sureties(3) == 0
-    assert ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id).num_sureties(3) == 0
+    assert book.num_escrows(3) == 0
+    assert ReceiptBook(tmp_path, run=RUN, worker=WORKER.key_id).num_escrows(3) == 0
     note(book, 3, BundleStatus.ACCEPTED)
-    assert book.num_sureties(3) == 1
+    assert book.num_escrows(3) == 1
 
 
 def test_the_line_for_the_owner_says_how_many_bundles_stand_surety() -> None:
-    status = Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0, bundles_in_surety=8)
-    assert " | surety 8 | " in status.line()
+    status = Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0, bundles_in_escrow=8)
+    assert " | 8 in escrow | " in status.line()
     assert "surety" not in Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0).line()

@@ -63,7 +63,7 @@ def test_who_checks_a_case_again_is_told_whether_ranks_can_be_repeated() -> None
 
 
 async def test_what_was_compared_is_told_where_the_run_says_so_and_gives_the_same_sums() -> None:
-    lease, checks = make_lease(), COMPARED.model_copy(update={"references_told": True})
+    lease, checks = make_lease(), COMPARED.model_copy(update={"references_public": True})
     result = await judged(await sampled(1, lease), lease, run=make_run(rollouts_per_group=16, checks=checks))
     assert result.evidence is not None
     assert len(result.evidence.compared) == len(lease.groups)

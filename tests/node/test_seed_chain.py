@@ -36,7 +36,7 @@ from prime_protocol import limits
 from prime_protocol.assigned import SeedRule, digest_of_groups
 from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.messages import ReceiptList
 from prime_protocol.run_spec import PinnedRun
@@ -327,7 +327,7 @@ def test_a_secret_gives_those_of_the_steps_before_and_the_last_one_waits_for_the
             told = OpenSecret(number=number, secret=secrets[number].hex())
             assert opened_secrets(run.spec.seed_chain, told) == secrets[: number + 1]
     longer = committed(chain(21)).model_copy(update={"length": 20})
-    with pytest.raises(PeerError, match="secret 20 is not in"):
+    with pytest.raises(RemoteError, match="secret 20 is not in"):
         opened_secrets(longer, OpenSecret(number=20, secret=chain(21)[20].hex()))
     assert run.spec.seed_chain.number(57) == 19, (
         "steps beyond the chain share its last secret, told when the run is over"

@@ -16,7 +16,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.audit.safetensors_file import read_weights
-from prime_node.broadcast.seed.mirror import Mirror
+from prime_node.broadcast.seed.seeder import Seeder
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.fetch import _fetch
@@ -36,14 +36,14 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_node.cli.fetch.PEERS_S", 0.3)
 
 
-async def seeder(made: Swarm, folder: Path) -> tuple[Mirror, Peer]:
+async def seeder(made: Swarm, folder: Path) -> tuple[Seeder, Peer]:
     """Run what `prime-node seed` runs."""
     run = made.world.run
     client = await made.stack.enter_async_context(
         HttpClient(made.world.url, run=run.digest, clock=SystemClock(), key=CORA, bounds=run.spec.limits)
     )
     await wire.pinned_run(client, run.digest, folder)
-    mirror, peer = await made.stack.enter_async_context(wire_swarm.mirror(run, CORA, client, folder, SETTINGS))
+    mirror, peer = await made.stack.enter_async_context(wire_swarm.seeder(run, CORA, client, folder, SETTINGS))
     made.stack.push_async_callback(ended, asyncio.create_task(mirror.follow()))
     return mirror, peer
 
@@ -53,7 +53,7 @@ async def test_a_seeder_serves_every_encoding_to_workers_when_nobody_else_does(t
         mirror, peer = await seeder(made, tmp_path / "seed")
         await made.publish()
         published = await made.publish(delta=True)
-        await until(lambda: mirror.holdings.head == 1)
+        await until(lambda: mirror.have_set.head == 1)
         made.chunks.is_cut = True
         await made.seeder.web.stop(grace_s=0.0)
         follower, _ = await made.worker(ANNA)
@@ -72,9 +72,9 @@ async def test_a_trainer_that_starts_again_seeds_what_it_had_published(tmp_path:
         run, client = made.world.run, made.world.client(TRAINER)
         again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
         await again.restore()
-        assert again.holdings.head == 1
-        assert sum(holding.is_whole for holding in again.holdings) == 2
-        assert again.shelf.manifest_at_hand(0) == first.envelope
+        assert again.have_set.head == 1
+        assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 2
+        assert again.seed_store.manifest_at_hand(0) == first.envelope
 
 
 async def test_what_a_disk_has_damaged_is_not_seeded_again(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ async def test_what_a_disk_has_damaged_is_not_seeded_again(tmp_path: Path) -> No
         run, client = made.world.run, made.world.client(TRAINER)
         again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
         await again.restore()
-        assert again.holdings.head == 0
-        assert sum(holding.is_whole for holding in again.holdings) == 1
+        assert again.have_set.head == 0
+        assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 1
 
 
 async def test_fetch_exports_a_policy_that_peers_have(tmp_path: Path) -> None:

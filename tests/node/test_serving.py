@@ -15,7 +15,7 @@ from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.serving import CHECKED_AGAIN_S, READ_BYTES_MAX, PeerService
@@ -25,7 +25,7 @@ from prime_node.ports.web import Request
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.peers import PeerRecord, PeerTicket, authorization
 
 RUN, CLOCK = make_run(), SystemClock()
@@ -65,7 +65,7 @@ async def serving(tmp_path: Path) -> AsyncIterator[Serving]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / RUN.spec.model_files[0].name).write_bytes(CONFIG_JSON)
     service = PeerService(
-        RUN, ANNA, Holdings(), parts, Uplink(clock=CLOCK), CLOCK, lambda version: None, folder=tmp_path
+        RUN, ANNA, HaveSet(), parts, Uplink(clock=CLOCK), CLOCK, lambda version: None, folder=tmp_path
     )
     server = AiohttpServer()
     port = await server.start(service.routes(), host="127.0.0.1", port=0)
@@ -128,7 +128,7 @@ async def test_over_libp2p_an_answer_is_held_whole_and_so_bounded(
     link = NetworkPeer(ben, record, bounds=RUN.spec.limits, authorization=lambda: None)
     assert await link.blob(DIGEST, start=1, end=len(BLOB)) == BLOB[1:]
     monkeypatch.setattr(limits, "PEER_RANGE_BYTES_MAX", 2 * READ_BYTES_MAX)
-    with pytest.raises(PeerError, match="peer_range_bytes_max"):
+    with pytest.raises(RemoteError, match="peer_range_bytes_max"):
         await link.blob(DIGEST, start=1, end=len(BLOB))
     assert serving.service.uplink._choker.serving == 0
     await ben.close()
@@ -138,26 +138,26 @@ async def test_over_libp2p_an_answer_is_held_whole_and_so_bounded(
 async def test_a_ticket_of_replaced_keys_no_longer_counts(tmp_path: Path) -> None:
     run = make_run()
     service = PeerService(
-        run, ANNA, Holdings(), PartStore(tmp_path, bytes_max=1), Uplink(clock=CLOCK), CLOCK, lambda version: None
+        run, ANNA, HaveSet(), PartStore(tmp_path, bytes_max=1), Uplink(clock=CLOCK), CLOCK, lambda version: None
     )
     ticket = PeerTicket(run=run.digest, peer=BEN.key_id, expires_at_ms=CLOCK.now_ms() + 60_000)
     text = seal(ticket, PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode()
     request = asked(authorization=authorization(text, ANNA.key_id, run.digest, BEN, now_ms=CLOCK.now_ms()))
     assert service.member(request) == BEN.key_id
     run.keys.add(next_ring(run.keys, ROOT, coordinator=(TRAINER,)))
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         service.member(request)
 
 
 async def test_an_authorization_ends_soon_after_its_ticket_has_expired(tmp_path: Path) -> None:
     clock = SetClock(1_800_000_000_000)
     service = PeerService(
-        RUN, ANNA, Holdings(), PartStore(tmp_path, bytes_max=1), Uplink(clock=CLOCK), clock, lambda version: None
+        RUN, ANNA, HaveSet(), PartStore(tmp_path, bytes_max=1), Uplink(clock=CLOCK), clock, lambda version: None
     )
     ticket = PeerTicket(run=RUN.digest, peer=BEN.key_id, expires_at_ms=clock.time_ms + 10_000)
     text = seal(ticket, PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode()
     request = asked(authorization=authorization(text, ANNA.key_id, RUN.digest, BEN, now_ms=clock.time_ms))
     assert service.member(request) == BEN.key_id
     clock.time_ms += int(CHECKED_AGAIN_S * 1_000)
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         service.member(request)

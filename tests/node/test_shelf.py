@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tests.node.coordinator_world import make_manifest, make_run
 
-from prime_node.broadcast.seed.shelf import POLICIES_KEPT, Shelf
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.seed.seed_store import POLICIES_KEPT, SeedStore
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_protocol.digest import digest_of
 from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, SignedManifest
@@ -23,7 +23,7 @@ class Library:
     """A seed store, and blobs whose length equals their cost."""
 
     parts: PartStore
-    shelf: Shelf
+    seed_store: SeedStore
 
     def encoding(self, version: int, base: int | None, size: int) -> Encoding:
         """Return an encoding whose one part is on the disk."""
@@ -37,7 +37,7 @@ class Library:
         made = tuple(self.encoding(version, base, size) for base, size in encodings)
         manifest = SIGNED.manifest.model_copy(update={"policy_version": version, "encodings": made})
         signed = SignedManifest(manifest, SIGNED.digest, SIGNED.envelope)
-        self.shelf.put(signed)
+        self.seed_store.put(signed)
         return signed
 
     def kept(self, signed: SignedManifest) -> list[int | None]:
@@ -48,7 +48,7 @@ class Library:
 @pytest.fixture
 def library(tmp_path: Path) -> Library:
     parts = PartStore(tmp_path / "parts", bytes_max=2**30)
-    return Library(parts, Shelf(parts, Holdings(), tmp_path / "manifests"))
+    return Library(parts, SeedStore(parts, HaveSet(), tmp_path / "manifests"))
 
 
 def test_the_newest_policies_are_kept_with_all_their_encodings(library: Library) -> None:
@@ -67,8 +67,8 @@ def test_what_a_newcomer_needs_to_reach_them_outlives_their_number(library: Libr
     assert library.kept(put[0]) == [None]
     assert [library.kept(put[version]) for version in (4, 8, 12, 16, 20)] == [[0], [4], [8], [12], [16]]
     assert library.kept(put[3]) == library.kept(put[13]) == []
-    assert library.shelf.manifest_at_hand(4) is not None
-    assert library.shelf.manifest_at_hand(3) is None
+    assert library.seed_store.manifest_at_hand(4) is not None
+    assert library.seed_store.manifest_at_hand(3) is None
 
 
 def test_a_new_anchor_lets_the_old_one_and_its_deltas_go(library: Library) -> None:

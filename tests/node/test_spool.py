@@ -17,7 +17,7 @@ from tests.node.worker_world import JumpClock, names_in
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.spool import REFUSED_LINES_MAX, Spool
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.messages import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
 
@@ -77,7 +77,7 @@ async def test_a_new_process_uploads_what_the_last_one_left_in_the_same_order(tm
 
 async def test_a_coordinator_that_is_away_loses_nothing(tmp_path: Path) -> None:
     spool = make_spool(tmp_path)
-    faults = [Unreachable("refused")] * 50 + [PeerError(ErrorCode.UNAVAILABLE, "starting")] * 3
+    faults = [Unreachable("refused")] * 50 + [RemoteError(ErrorCode.UNAVAILABLE, "starting")] * 3
     receiver = Receiver(*faults)
     await spool.put(b"a", LEASE)
     await spool.put(b"b", LEASE)
@@ -90,12 +90,12 @@ async def test_the_server_says_for_how_long_to_wait(tmp_path: Path) -> None:
     spool = Spool(tmp_path, bytes_max=100, clock=clock, rng=random.Random(1))
     await spool.put(b"a", LEASE)
     began = clock.monotonic_s()
-    await flush_all(spool, Receiver(PeerError(ErrorCode.TOO_MANY_REQUESTS, "slower", retry_after_s=20.0)))
+    await flush_all(spool, Receiver(RemoteError(ErrorCode.TOO_MANY_REQUESTS, "slower", retry_after_s=20.0)))
     assert clock.monotonic_s() - began >= 20.0
 
 
 async def test_a_refused_bundle_is_dropped_with_its_reason_and_the_next_one_goes_out(tmp_path: Path) -> None:
-    spool, receiver = make_spool(tmp_path), Receiver(PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease"))
+    spool, receiver = make_spool(tmp_path), Receiver(RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease"))
     await spool.put(b"bad", LEASE)
     await spool.put(b"good", LEASE)
     await flush_all(spool, receiver)
@@ -120,7 +120,7 @@ async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:
     notes.write_text("".join(f'{{"old": {number}}}\n' for number in range(REFUSED_LINES_MAX)))
     spool = make_spool(tmp_path)
     await spool.put(b"bad", LEASE)
-    await flush_all(spool, Receiver(PeerError(ErrorCode.WRONG_RUN, "another run")))
+    await flush_all(spool, Receiver(RemoteError(ErrorCode.WRONG_RUN, "another run")))
     lines = notes.read_text().splitlines()
     assert len(lines) == REFUSED_LINES_MAX
     assert "wrong_run" in lines[-1]

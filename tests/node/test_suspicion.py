@@ -16,7 +16,7 @@ from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect, Settled, WorkerWasBanned
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.messages import (
@@ -213,12 +213,12 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
         assert (shown[BEN.key_id]["evidence_nats"], shown[BEN.key_id]["calibrated"]) == (0.0, None)
         told = await world.client(ANNA).receipts(ReceiptsRequest())
         assert told.receipts == tuple(one.envelope for one in stored), "the banned can read why"
-        with pytest.raises(PeerError) as refused:
+        with pytest.raises(RemoteError) as refused:
             await world.client(ANNA).heartbeat(
                 HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
             )
         assert refused.value.code is ErrorCode.BANNED
-        with pytest.raises(PeerError) as refused:
+        with pytest.raises(RemoteError) as refused:
             await world.client(COORDINATOR).receipts(ReceiptsRequest())
         assert refused.value.code is ErrorCode.UNKNOWN_WORKER
 
@@ -249,7 +249,7 @@ async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes
             ("a", "margin", 1.0, 1.0),
         ]
         for found in wrong:
-            with pytest.raises(PeerError) as refused:
+            with pytest.raises(RemoteError) as refused:
                 await verdict(*found)
             assert refused.value.code is ErrorCode.MALFORMED
         await verdict(CLASS, "margin", 1.0, 1.0)

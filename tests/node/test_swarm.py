@@ -14,7 +14,7 @@ from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.swarm.topology import TopologyRules, parents
 from prime_node.cli import wire
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.weights import root_of
 
@@ -71,7 +71,7 @@ async def test_a_coordinator_that_gives_no_chunks_gives_model_files_and_words(tm
         assert made.world.url not in follower.received
         client = made.clients[ANNA.key_id]
         assert await client.blob(digest_of(CONFIG_JSON)) == CONFIG_JSON
-        with pytest.raises(PeerError, match="serves no chunks"):
+        with pytest.raises(RemoteError, match="serves no chunks"):
             await client.blob(published.manifest.encodings[0].parts[0].digest)
 
 
@@ -88,13 +88,13 @@ async def test_a_poisoned_peer_is_blamed_and_left_and_the_others_complete(tmp_pa
         follower, peer = await made.worker(BEN)
         assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
         assert peer.neighbours is not None
-        assert set(peer.neighbours.liars) <= {ANNA.key_id}
+        assert set(peer.neighbours.blocklist) <= {ANNA.key_id}
         _, honest = await made.worker(CORA)
         follower = made.workers[-1][0]
         assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
         assert honest.neighbours is not None
-        assert set(honest.neighbours.liars) <= {ANNA.key_id}
-        assert {*peer.neighbours.liars, *honest.neighbours.liars} == {ANNA.key_id}
+        assert set(honest.neighbours.blocklist) <= {ANNA.key_id}
+        assert {*peer.neighbours.blocklist, *honest.neighbours.blocklist} == {ANNA.key_id}
 
 
 async def test_a_private_worker_gets_everything_and_serves_nobody(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_who_serves_when_idle_refuses_while_he_fetches_or_his_cores_are_bu
         async def is_served() -> bool:
             try:
                 (await peer.service.uplink.slot(BEN.key_id, 1, is_member=True))()
-            except PeerError:
+            except RemoteError:
                 return False
             return True
 

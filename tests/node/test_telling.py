@@ -10,65 +10,65 @@ import pytest
 from tests.node.swarm_world import until
 
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.swarm import telling
-from prime_node.broadcast.swarm.holdings import Holdings
-from prime_node.broadcast.swarm.telling import HoldingsBroadcast
+from prime_node.broadcast.swarm import have_broadcast
+from prime_node.broadcast.swarm.have_broadcast import HaveBroadcast
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_protocol.envelope import parse_json
-from prime_protocol.peers import PeerNews
+from prime_protocol.peers import PeerUpdate
 
 
 @pytest.fixture
-def holdings(monkeypatch: pytest.MonkeyPatch) -> Holdings:
-    monkeypatch.setattr(telling, "NEWS_EVERY_S", 0.0)
-    return Holdings()
+def have_set(monkeypatch: pytest.MonkeyPatch) -> HaveSet:
+    monkeypatch.setattr(have_broadcast, "UPDATES_EVERY_S", 0.0)
+    return HaveSet()
 
 
 @contextlib.asynccontextmanager
-async def listener(made: HoldingsBroadcast) -> AsyncIterator[AsyncIterator[bytes]]:
+async def listener(made: HaveBroadcast) -> AsyncIterator[AsyncIterator[bytes]]:
     async with contextlib.aclosing(made.lines()) as lines:
         yield lines
 
 
 def head_of(line: bytes) -> int:
     assert line.endswith(b"\n")
-    return parse_json(line[:-1], PeerNews).head
+    return parse_json(line[:-1], PeerUpdate).head
 
 
-async def test_all_who_have_heard_as_much_are_told_the_same_line(holdings: Holdings) -> None:
-    made = HoldingsBroadcast(holdings, SystemClock())
+async def test_all_who_have_heard_as_much_are_told_the_same_line(have_set: HaveSet) -> None:
+    made = HaveBroadcast(have_set, SystemClock())
     async with listener(made) as first, listener(made) as second:
         assert head_of(await anext(first)) == head_of(await anext(second)) == -1
         waiting = [asyncio.ensure_future(anext(lines)) for lines in (first, second)]
         await asyncio.sleep(0)
-        holdings.staged(3)
+        have_set.staged(3)
         one, other = await asyncio.gather(*waiting)
         assert one is other
         assert head_of(one) == 3
 
 
-async def test_who_reads_slowly_is_told_at_once_what_he_missed(holdings: Holdings) -> None:
-    made = HoldingsBroadcast(holdings, SystemClock())
+async def test_who_reads_slowly_is_told_at_once_what_he_missed(have_set: HaveSet) -> None:
+    made = HaveBroadcast(have_set, SystemClock())
     async with listener(made) as slow, listener(made) as quick:
         await anext(slow)
         await anext(quick)
         for version in (1, 2):
             waiting = asyncio.ensure_future(anext(quick))
             await asyncio.sleep(0)
-            holdings.staged(version)
+            have_set.staged(version)
             assert head_of(await waiting) == version
         assert head_of(await anext(slow)) == 2
 
 
 async def test_a_line_comes_now_and_then_although_nothing_is_new(
-    holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+    have_set: HaveSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "KEEP_ALIVE_S", 0.01)
-    async with listener(HoldingsBroadcast(holdings, SystemClock())) as lines:
+    monkeypatch.setattr(have_broadcast, "KEEP_ALIVE_S", 0.01)
+    async with listener(HaveBroadcast(have_set, SystemClock())) as lines:
         assert [head_of(await anext(lines)) for _ in range(3)] == [-1, -1, -1]
 
 
-async def test_listeners_end_when_it_is_closed_and_nothing_runs_on_without_them(holdings: Holdings) -> None:
-    made = HoldingsBroadcast(holdings, SystemClock())
+async def test_listeners_end_when_it_is_closed_and_nothing_runs_on_without_them(have_set: HaveSet) -> None:
+    made = HaveBroadcast(have_set, SystemClock())
     async with listener(made) as lines:
         await anext(lines)
         waiting = asyncio.ensure_future(anext(lines))

@@ -173,7 +173,7 @@ class Kept:
         """Do nothing: nothing is open."""
 
 
-class Told(Run):
+class UntrustedRow(Run):
     """A run with the daemon's observer."""
 
     def __init__(self, rules: SchedulerRules) -> None:
@@ -190,7 +190,7 @@ class Told(Run):
 
 @pytest.mark.parametrize(("lost_ms", "closeness"), [(0, 1.0), (500, 5 / 6)])
 def test_closeness_is_what_the_same_work_would_have_taken_over_what_it_took(lost_ms: int, closeness: float) -> None:
-    run = Told(replace(RULES, async_level=0, max_steps=20))
+    run = UntrustedRow(replace(RULES, async_level=0, max_steps=20))
     run.join("anna")
     run.publish()
     for version in range(STEPS_COMPARED):
@@ -210,7 +210,7 @@ def test_closeness_is_what_the_same_work_would_have_taken_over_what_it_took(lost
 
 
 def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
-    run = Told(RULES)
+    run = UntrustedRow(RULES)
     run.join("anna")
     run.publish()
     run.observer.made(0, run.now_ms - 50)
@@ -235,7 +235,7 @@ def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
 
 
 def test_groups_that_are_taken_back_from_a_cheat_are_told_as_dropped() -> None:
-    run = Observed(replace(RULES, audit_share_min=0.25, newcomer_bundles=1, surety_bundles=3))
+    run = Observed(replace(RULES, audit_share_min=0.25, newcomer_bundles=1, escrow_bundles=3))
     run.join("anna", "ben")
     run.publish()
     run.accept(run.upload(run.granted("anna", 0, 4), audited=False))

@@ -29,7 +29,7 @@ from prime_node.broadcast.follow.trust import Trust
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint
 from prime_protocol.timestamp import Timestamp
@@ -209,14 +209,14 @@ async def test_what_is_signed_by_a_key_that_is_new_is_checked_again_after_asking
     def check() -> int:
         tried.append(trust.run.keys.version)
         if not trust.run.keys.version:
-            raise PeerError(ErrorCode.BAD_SIGNATURE, "who is that?")
+            raise RemoteError(ErrorCode.BAD_SIGNATURE, "who is that?")
         return 7
 
     rotate(source)
     assert await trust.verified(check) == 7
     assert tried == [0, 1]
-    with pytest.raises(PeerError, match="banned"):
-        await trust.verified(lambda: exec_raise(PeerError(ErrorCode.BANNED, "other faults are not about keys")))
+    with pytest.raises(RemoteError, match="banned"):
+        await trust.verified(lambda: exec_raise(RemoteError(ErrorCode.BANNED, "other faults are not about keys")))
 
 
 def exec_raise(error: Exception) -> None:

@@ -18,7 +18,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Row, RunProgress, one_line, render, size, sparkline
 from prime_node.cli.supervisor import ChildState
 from prime_node.folder_lock import FolderLock
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
 RUN = make_run()
 
@@ -47,7 +47,7 @@ def test_up_makes_no_folder_before_it_has_understood_its_command_line(tmp_path: 
 
 
 def test_an_error_on_purpose_is_one_line_though_a_task_group_wraps_it() -> None:
-    full, banned = LocalError("the disk is full"), PeerError(ErrorCode.BANNED, "forged")
+    full, banned = LocalError("the disk is full"), RemoteError(ErrorCode.BANNED, "forged")
     assert outcome_of(full) == (3, "the disk is full")
     assert outcome_of(ExceptionGroup("tasks", [banned, ExceptionGroup("more", [full])])) == (3, "the disk is full")
     assert outcome_of(ExceptionGroup("tasks", [banned])) == (4, "refused by the other side: banned: forged")

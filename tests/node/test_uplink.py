@@ -11,7 +11,7 @@ from tests.node.worker_world import JumpClock
 from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.broadcast.swarm.rate_limit import BURST_S, RateLimit
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 DAY_MS = 86_400_000
 
@@ -101,13 +101,13 @@ async def test_nothing_is_served_when_the_cap_is_reached_or_the_owner_does_not_w
     idle = [True]
     uplink = Uplink(clock=clock, cap=cap, may_serve=lambda: idle[0])
     (await uplink.slot("anna", 1_000, is_member=True))()
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await uplink.slot("anna", 1, is_member=True)
     assert caught.value.code is ErrorCode.UNAVAILABLE
     clock.seconds += 86_400
     (await uplink.slot("anna", 1, is_member=True))()
     idle[0] = False
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         await uplink.slot("anna", 1, is_member=True)
     assert uplink.served_bytes == 1_001
 
@@ -117,7 +117,7 @@ async def test_answers_that_are_under_way_together_do_not_go_over_the_cap(tmp_pa
     cap = DataCap(1_000, days=1, file=tmp_path / "uploaded.json", clock=clock)
     uplink = Uplink(clock=clock, cap=cap)
     asked = [uplink.slot(f"peer-{number}", 300, is_member=True) for number in range(8)]
-    given = [slot for slot in await asyncio.gather(*asked, return_exceptions=True) if not isinstance(slot, PeerError)]
+    given = [slot for slot in await asyncio.gather(*asked, return_exceptions=True) if not isinstance(slot, RemoteError)]
     assert len(given) == 3
     assert cap.used_bytes == 900
 
@@ -130,7 +130,7 @@ async def test_who_waited_is_not_served_once_the_owner_wants_his_machine_back() 
     await asyncio.sleep(0)
     idle[0] = False
     first()
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         await waiting
     idle[0] = True
     (await uplink.slot("cora", 10, is_member=True))()
@@ -174,7 +174,7 @@ async def test_too_many_requests_of_one_peer_are_refused() -> None:
     first = await uplink.slot("anna", 10, is_member=True)
     waiting = asyncio.create_task(uplink.slot("anna", 10, is_member=True))
     await asyncio.sleep(0)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await uplink.slot("anna", 10, is_member=True)
     assert caught.value.is_transient
     first()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.node.coordinator_world import ANNA, BEN, make_run, memory_parts, running
 
-from prime_node.coordinator.usable import POLICIES_MAX, TimesToUsable
+from prime_node.coordinator.availability import POLICIES_MAX, TimesToAvailable
 from prime_protocol.messages import HeartbeatRequest, WorkerState
 
 
 def test_the_spread_is_that_of_the_workers_first_words() -> None:
-    usable = TimesToUsable()
+    usable = TimesToAvailable()
     for worker, after_ms in (("a", 400), ("b", 1_900), ("c", 500), ("a", 9_000)):
         usable.heard(worker, 3, after_ms)
     [spread] = usable.spreads()
@@ -17,7 +17,7 @@ def test_the_spread_is_that_of_the_workers_first_words() -> None:
 
 
 def test_only_the_newest_policies_are_remembered() -> None:
-    usable = TimesToUsable()
+    usable = TimesToAvailable()
     for version in range(2 * POLICIES_MAX):
         usable.heard("a", version, 1)
     assert len(usable.spreads()) == POLICIES_MAX
@@ -35,7 +35,7 @@ async def test_status_and_metrics_show_what_the_heartbeats_say() -> None:
                 state=WorkerState.IDLE,
                 policy_version=version,
                 bundles_spooled=0,
-                usable_after_ms=after_ms,
+                available_after_ms=after_ms,
                 swap_ms=after_ms // 5,
             )
             await world.client(key).heartbeat(beat)

@@ -25,10 +25,10 @@ from prime_node.ports.engine import EngineMismatch
 from prime_node.ports.environment import Environment
 from prime_node.ports.transport import Unreachable
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import run_validator
+from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_protocol.assignment import Lease, Problem
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.verdict import RejectReason
 from prime_protocol.weights import Weights
 
@@ -59,7 +59,7 @@ async def test_each_bundle_is_judged_by_its_own_policy_and_a_policy_is_loaded_on
 async def test_an_absent_or_confused_coordinator_costs_time_only() -> None:
     stop = asyncio.Event()
     queue = await make_queue(stop, [0, 0])
-    queue.failures = [Unreachable("refused"), PeerError(ErrorCode.UNAVAILABLE, "starting"), Unreachable("cut")]
+    queue.failures = [Unreachable("refused"), RemoteError(ErrorCode.UNAVAILABLE, "starting"), Unreachable("cut")]
     await run_validator(make_validator(queue, TableScorer()), stop)
     assert len(queue.results) == 2
 
@@ -158,7 +158,7 @@ async def test_where_no_second_set_of_environments_can_be_started_the_first_does
         return {"toy": made[0]}
 
     validator = make_validator(queue, TableScorer())
-    validator.lanes = Lanes(make, lanes_max=3)
+    validator.scoring_workers = ScoringWorkers(make, workers_max=3)
     await run_validator(validator, stop)
     assert len(queue.results) == 3
     assert all(result.verdict.accepted for result in queue.results.values())

@@ -184,12 +184,12 @@ def test_one_tensor_is_proven_with_no_more_than_its_own_bytes(world: World, poli
     assert tensor["manifest"] == world.source.signed(policy).digest
     assert [check["number"] for check in said["checks"]] == [1, 2, 3, 4, 6, 7, 9]
     path = [world.source.signed(version).manifest for version in (range(policy % 3 + 1) if policy < 3 else [3])]
-    ways = [(manifest, manifest.encodings[0]) for manifest in path]
-    tables = [open_index(world.source.blobs[way.index.digest], way, manifest.tensors) for manifest, way in ways]
+    update_paths = [(manifest, manifest.encodings[0]) for manifest in path]
+    tables = [open_index(world.source.blobs[way.index.digest], way, manifest.tensors) for manifest, way in update_paths]
     chunks = [table[number] for table in tables for number in range(len(table))]
     own = sum(chunk.size for chunk in chunks if chunk.tensor == tensor["index"])
-    indices = sum(way.index.size for _, way in ways)
-    assert tensor["num_bytes"] == own + indices < sum(way.sent_bytes for _, way in ways)
+    indices = sum(way.index.size for _, way in update_paths)
+    assert tensor["num_bytes"] == own + indices < sum(way.sent_bytes for _, way in update_paths)
     assert tensor["num_policies"] == len(path)
 
 
@@ -282,7 +282,7 @@ def test_the_help_documents_every_exit_code() -> None:
         assert f"\n   {code}" in said or f"\n    {code}" in said
 
 
-class Mirror(BaseHTTPRequestHandler):
+class Seeder(BaseHTTPRequestHandler):
     """Server of the published folder `folder` under a coordinator's addresses, byte ranges included."""
 
     folder: Path
@@ -332,7 +332,7 @@ def test_a_join_link_is_verified_over_the_network(world: World, arguments: list[
 
 def over_the_network(world: World, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the output of --json under the run's link, and under another run's."""
-    handler = type("Handler", (Mirror,), {"folder": world.folder})
+    handler = type("Handler", (Seeder,), {"folder": world.folder})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         serving.start()

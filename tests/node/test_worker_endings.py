@@ -16,7 +16,7 @@ from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import Sampling
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import HeartbeatRequest
 from prime_protocol.rollout import Completion
 
@@ -104,10 +104,12 @@ async def test_a_worker_that_is_newer_than_its_coordinator_says_so(tmp_path: Pat
     world = WorkerWorld(tmp_path)
 
     async def refuse(request: HeartbeatRequest) -> NoReturn:
-        raise PeerError(ErrorCode.UNKNOWN_FIELD, "request.heartbeat.swap_ms")
+        raise RemoteError(ErrorCode.UNKNOWN_FIELD, "request.heartbeat.swap_ms")
 
     world.coordinator.heartbeat = refuse  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match=r"older release .*swap_ms.*: install that release, or wait until its operator"):
+    with pytest.raises(
+        RemoteError, match=r"older release .*swap_ms.*: install that release, or wait until its operator"
+    ):
         await run_worker(world.worker(), world.stop)
 
 

@@ -17,7 +17,7 @@ from prime_node.worker.pace import GenerationPace
 from prime_node.worker.rehearsal import rehearse
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.messages import LeaseRequest
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
@@ -63,7 +63,7 @@ def test_an_honest_lease_is_taken() -> None:
 )
 def test_a_lease_that_is_not_ours_or_not_the_runs_is_not_taken(changes: dict[str, object], code: ErrorCode) -> None:
     envelope, asked, pinned = offer(**changes)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
     assert caught.value.code is code
 
@@ -82,7 +82,7 @@ def test_a_prompt_outside_the_vocabulary_is_not_taken() -> None:
         "seeds": [1, 2, 3, 4],
     }
     envelope, asked, pinned = offer(groups=[group])
-    with pytest.raises(PeerError, match="vocabulary"):
+    with pytest.raises(RemoteError, match="vocabulary"):
         open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
 
 

@@ -20,7 +20,7 @@ from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import HELD_OUT_START, Sampling
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.messages import LeaseRequest, WorkerState
@@ -135,8 +135,8 @@ async def test_the_coordinator_is_told_when_a_policy_could_be_used_and_what_the_
     )
     told = world.coordinator.beats[-1]
     assert told.swap_ms is not None
-    assert told.usable_after_ms is not None
-    assert 30_000 <= told.swap_ms <= told.usable_after_ms
+    assert told.available_after_ms is not None
+    assert 30_000 <= told.swap_ms <= told.available_after_ms
 
 
 class SwapsUnderWay(TableEngine):
@@ -168,7 +168,7 @@ async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path)
     await engine.swapped.wait()
     await until(lambda: worker.loaded.version == 1)
     assert worker.loaded.swap_ms is not None
-    assert worker.loaded.usable_after_ms is not None
+    assert worker.loaded.available_after_ms is not None
     world.stop.set()
     await working
 
@@ -314,7 +314,7 @@ async def test_a_new_coordinator_key_is_looked_up_and_its_leases_and_receipts_be
     again = ReceiptBook(tmp_path, run=worker.run, worker=WORKER.key_id)
     assert again.tally() == worker.receipts.tally(), "those by the former key are kept"
     asked = LeaseRequest(policy_version=0, policy_digest="00" * 32, rollouts_max=8)
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         open_lease(seal(b"{}", PayloadType.LEASE, COORDINATOR), asked, run=worker.run, worker=WORKER.key_id)
     assert refused.value.code is ErrorCode.REVOKED
 
@@ -332,7 +332,7 @@ async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
 
 async def test_a_wrong_run_behind_the_join_link_is_refused() -> None:
     coordinator = MemoryCoordinator(make_run(name="other"), JumpClock())
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         await fetch_run(RUN.digest, coordinator, clock=JumpClock())
     assert caught.value.code is ErrorCode.WRONG_RUN
 

@@ -20,7 +20,7 @@ def times(
     works = [Work(slot, 1, each) for slot, each in enumerate(seconds)]
     steps = len(seconds) // R
     return published_at(
-        works, how, workers=workers, train_seconds=lambda step: train, usable_seconds=usable, num_steps=steps
+        works, how, workers=workers, train_seconds=lambda step: train, available_seconds=usable, num_steps=steps
     )
 
 
@@ -60,12 +60,12 @@ def test_the_time_of_a_step_is_that_of_the_formula(k: int, usable: float) -> Non
 def test_leases_that_do_not_tile_the_steps_wedge_nothing() -> None:
     works = [Work(0, 3, 2.0), Work(3, 3, 2.0), Work(6, 2, 2.0)]
     how = WaitingRules(Admission(R, R, is_in_order=True))
-    found = published_at(works, how, workers=2, train_seconds=lambda step: 1.0, usable_seconds=0.0, num_steps=2)
+    found = published_at(works, how, workers=2, train_seconds=lambda step: 1.0, available_seconds=0.0, num_steps=2)
     assert found == [3.0, 6.0]
 
 
 def test_one_lease_may_hold_several_groups() -> None:
     mode = WaitingRules(Admission(R, R, is_in_order=True))
     works = [Work(0, 3, 2.0), Work(3, 1, 1.0)]
-    found = published_at(works, mode, workers=1, train_seconds=lambda step: 0.5, usable_seconds=0.0, num_steps=1)
+    found = published_at(works, mode, workers=1, train_seconds=lambda step: 0.5, available_seconds=0.0, num_steps=1)
     assert found == [3.5]

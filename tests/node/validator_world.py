@@ -15,8 +15,8 @@ from tests.node.worker_world import WORKER, JumpClock, MemorySource, make_run
 from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import Environment, HeldOutProblem
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
+from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
@@ -198,7 +198,7 @@ def make_validator(
         config=ValidatorConfig(),
         coordinator=queue,
         scorer=scorer,
-        lanes=Lanes(lambda: {"toy": environment()}, lanes_max=2),
+        scoring_workers=ScoringWorkers(lambda: {"toy": environment()}, workers_max=2),
         tokenizer=LetterTokenizer(),
         policy=policy,
         policy_versions=lambda: (),

@@ -16,9 +16,9 @@ from tests.node.coordinator_world import (
 
 from prime_node.ports.engine import ScoreRequest
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.lanes import Lanes
 from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
+from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_protocol.assignment import Sampling
 from prime_protocol.identity import SigningKey
 from prime_protocol.verify import Prefill
@@ -53,7 +53,7 @@ def validator_of(world: World, key: SigningKey, scorer: Scorer) -> Validator:
         config=ValidatorConfig.load({"validator": {"wait_seconds": 0.2, "prefetch": 1}}),
         coordinator=world.client(key),
         scorer=scorer,  # type: ignore[arg-type]
-        lanes=Lanes(lambda: {"letters": Letters()}, lanes_max=1),
+        scoring_workers=ScoringWorkers(lambda: {"letters": Letters()}, workers_max=1),
         tokenizer=Bytes(),
         policy=policy,
         policy_versions=lambda: (0,),

@@ -24,7 +24,7 @@ from prime_protocol.assignment import Sampling
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing
 from prime_protocol.manifest import Manifest, PartEntry, SignedManifest, sign_manifest
@@ -185,13 +185,13 @@ class MemorySource:
     async def manifest(self, policy_version: int) -> Envelope:
         self._check_reachable()
         if policy_version not in self.manifests:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no manifest {policy_version}")
         return self.manifests[policy_version]
 
     async def key_ring(self, version: int) -> Envelope:
         self._check_reachable()
         if version > len(self.key_rings):
-            raise PeerError(ErrorCode.NOT_FOUND, f"no key ring {version}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no key ring {version}")
         return self.key_rings[version - 1]
 
     async def timestamp(self) -> Envelope:
@@ -220,7 +220,7 @@ class MemorySource:
         self.before_blob(digest)
         self.blobs_asked.append(digest)
         if digest not in self.blobs:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no blob {digest}")
         return self.blobs[digest][start:end]
 
     def _check_reachable(self) -> None:

@@ -13,7 +13,7 @@ from tests.builder import base_of, build_header, build_lease, build_manifest, bu
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
 from prime_protocol.envelope import PayloadType, WireModel
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, sign_manifest
 from prime_protocol.parcel import pack_parcel
@@ -24,7 +24,7 @@ from prime_protocol.weights import Weights, WeightTensor
 NOW_MS = 1_790_000_000_000
 CONFIG = b'{"model_type": "qwen3"}'
 STOP = 257
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 Model = TypeVar("Model", bound=WireModel)
 
 
@@ -105,10 +105,10 @@ def sample() -> Sample:
 
 @pytest.fixture(scope="session")
 def raises() -> Raises:
-    """`raises(ErrorCode.X, call, *args)`: the call raises exactly that PeerError."""
+    """`raises(ErrorCode.X, call, *args)`: the call raises exactly that RemoteError."""
 
-    def check(code: ErrorCode, call: Callable[..., object], *args: object, **named: object) -> PeerError:
-        with pytest.raises(PeerError) as caught:
+    def check(code: ErrorCode, call: Callable[..., object], *args: object, **named: object) -> RemoteError:
+        with pytest.raises(RemoteError) as caught:
             call(*args, **named)
         assert caught.value.code is code, caught.value
         return caught.value

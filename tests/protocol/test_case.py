@@ -9,9 +9,9 @@ import pytest
 
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments
-from prime_protocol.case import BanStatement, check_case
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import PeerError
+from prime_protocol.dossier import BanStatement, check_dossier
+from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import Moments, Sums, Wealth, Weighed, folded, log_evidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
@@ -83,7 +83,7 @@ def statement(receipts: Sequence[Receipt], kind: BanKind) -> BanStatement:
 
 
 def check(receipts: Sequence[Receipt], kind: BanKind, *, of: RunSpec | None = None, **changes: object) -> None:
-    check_case(statement(receipts, kind).model_copy(update=changes), receipts, run=RUN, spec=of or spec())
+    check_dossier(statement(receipts, kind).model_copy(update=changes), receipts, run=RUN, spec=of or spec())
 
 
 STRIKES = [receipt(n, reason=RejectReason.SEED_MISMATCH) for n in (1, 2)]
@@ -99,35 +99,35 @@ def test_bans_that_follow_from_their_receipts_hold() -> None:
 def test_1_receipts_of_another_run_or_worker_and_doubled_ones_are_no_case() -> None:
     changes: list[dict[str, Any]] = [{"run": digest_of(b"other")}, {"worker": OTHER}]
     for change in changes:
-        with pytest.raises(PeerError, match="another run or worker"):
+        with pytest.raises(RemoteError, match="another run or worker"):
             check([STRIKES[0].model_copy(update=change), STRIKES[1]], BanKind.HARD)
-        with pytest.raises(PeerError, match="another run or worker"):
+        with pytest.raises(RemoteError, match="another run or worker"):
             check(STRIKES, BanKind.HARD, **change)
-    with pytest.raises(PeerError, match="twice"):
+    with pytest.raises(RemoteError, match="twice"):
         check([STRIKES[0], STRIKES[0]], BanKind.HARD)
 
 
 def test_2_a_receipt_that_is_missing_or_out_of_place_is_no_case() -> None:
-    with pytest.raises(PeerError, match="2 receipts instead of the statement's 3"):
+    with pytest.raises(RemoteError, match="2 receipts instead of the statement's 3"):
         check(STRIKES, BanKind.HARD, num_receipts=3)
-    with pytest.raises(PeerError, match="order is wrong"):
+    with pytest.raises(RemoteError, match="order is wrong"):
         check(STRIKES, BanKind.HARD, bundle=STRIKES[0].bundle)
 
 
 def test_3_too_few_strikes_are_no_case() -> None:
     for reasons in ((RejectReason.SEED_MISMATCH,), (RejectReason.SEED_MISMATCH, RejectReason.STALE)):
-        with pytest.raises(PeerError, match="1 strikes"):
+        with pytest.raises(RemoteError, match="1 strikes"):
             check([receipt(n, reason=reason) for n, reason in enumerate(reasons)], BanKind.HARD)
 
 
 def test_4_evidence_that_does_not_add_up_is_no_case() -> None:
-    with pytest.raises(PeerError, match="no calibration"):
+    with pytest.raises(RemoteError, match="no calibration"):
         check(PROOF, BanKind.STATISTICAL, of=spec(None))
-    with pytest.raises(PeerError, match="receipt 1 is not the worker's bundle 1"):
+    with pytest.raises(RemoteError, match="receipt 1 is not the worker's bundle 1"):
         check(PROOF[1:], BanKind.STATISTICAL)
-    with pytest.raises(PeerError, match="not the worker's bundle 2"):
+    with pytest.raises(RemoteError, match="not the worker's bundle 2"):
         check([PROOF[0], receipt(7)], BanKind.STATISTICAL)
-    with pytest.raises(PeerError, match="below the run's limit"):
+    with pytest.raises(RemoteError, match="below the run's limit"):
         check(PROOF[:2], BanKind.STATISTICAL)
 
 
@@ -137,12 +137,12 @@ def altered(one: Receipt, **changes: object) -> Receipt:
 
 
 def test_4_sums_that_were_changed_are_no_case() -> None:
-    with pytest.raises(PeerError, match="do not add up to its stated evidence"):
+    with pytest.raises(RemoteError, match="do not add up to its stated evidence"):
         check([*PROOF[:2], altered(PROOF[2], log_evidence=20.0)], BanKind.STATISTICAL)
     louder = {"margin": Sums(num_tokens=64, log_e=(9.0, 12.0))}
-    with pytest.raises(PeerError, match="do not add up to its stated evidence"):
+    with pytest.raises(RemoteError, match="do not add up to its stated evidence"):
         check([*PROOF[:2], altered(PROOF[2], sums=louder)], BanKind.STATISTICAL)
-    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
+    with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
         check(weighed(-0.3, 200.0), BanKind.STATISTICAL)
-    with pytest.raises(PeerError, match=r"no margin of .* under other"):
+    with pytest.raises(RemoteError, match=r"no margin of .* under other"):
         check([altered(PROOF[0], validator="other"), *PROOF[1:]], BanKind.STATISTICAL)

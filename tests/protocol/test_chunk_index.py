@@ -16,11 +16,11 @@ from prime_protocol.checkpoint import CheckpointDecoder, EncodedCheckpoint, enco
 from prime_protocol.chunk_index import HEAD_BYTES, MAGIC, ROW, ChunkIndex, open_index, pack_index
 from prime_protocol.codec import CHUNK_ELEMENTS
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import CheckpointKind, Encoding, Manifest, PartEntry, TensorEntry
 from prime_protocol.weights import WeightTensor
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 Rows = list[tuple[int, int, str]]
 
 
@@ -115,7 +115,7 @@ def test_a_signed_index_of_another_form_is_refused(
 
 @given(data=st.binary(min_size=1, max_size=400))
 def test_any_bytes_are_refused_as_an_index(sample: Any, data: bytes) -> None:
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         opened(sample, data)
 
 
@@ -126,7 +126,7 @@ def test_an_index_of_small_numbers_is_refused_or_fits_exactly(sample: Any, sizes
     manifest, encoding = sample.manifests[0].manifest, sample.encoded[0].encoding
     try:
         index = opened(sample, pack_index([(*size, digest_of(b"")) for size in sizes]))
-    except PeerError:
+    except RemoteError:
         return
     assert sum(size for size, _ in sizes) == sum(part.size for part in encoding.parts)
     for number in range(len(index)):
@@ -156,7 +156,7 @@ def test_opening_and_feeding_take_linear_time(sample: Any, changed: Callable[...
     for number in range(0, count, 20):
         decoder.feed_part(number, data)
     assert time.process_time() - began < 3.0
-    with pytest.raises(PeerError, match=f"{count - count // 20} chunks are missing"):
+    with pytest.raises(RemoteError, match=f"{count - count // 20} chunks are missing"):
         decoder.finish()
 
 

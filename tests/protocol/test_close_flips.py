@@ -19,7 +19,7 @@ from prime_protocol.close_flips import (
     close_flip_sums,
     contexts_of,
 )
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.excess_flips import apart
 from prime_protocol.run_spec import CheckPolicy
@@ -134,7 +134,7 @@ def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
     silent = close_flip_sums(np.zeros(8), np.zeros(8), np.arange(8))
     assert not speaks_for(evidence.model_copy(update={"sums": {CLOSE_FLIPS: silent}}), evidence_max=1e5)
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
-    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
+    with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {CLOSE_FLIPS: louder}}), known)
-    with pytest.raises(PeerError, match="in the run's calibration"):
+    with pytest.raises(RemoteError, match="in the run's calibration"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))

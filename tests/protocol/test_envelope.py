@@ -23,10 +23,10 @@ from prime_protocol.envelope import (
     pre_authentication_encoding,
     seal,
 )
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 KEY, OTHER, THIRD = (SigningKey(bytes([i]) * 32) for i in (11, 12, 13))
 LEASE, RECEIPT = PayloadType.LEASE, PayloadType.RECEIPT
 
@@ -249,7 +249,7 @@ def test_hostile_bytes_cost_linear_time(unit: bytes) -> None:
     """A quadratic scan takes minutes for these two megabytes, and took five seconds for forty kilobytes."""
     for prefix in (b"", b'"', b"["):
         began = time.process_time()
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             load_json(prefix + unit * (2 * 2**20 // len(unit)))
         assert time.process_time() - began < 5.0
 
@@ -308,10 +308,10 @@ VALID = seal(Message(number=3, text="héllo", options={"a": 1}), LEASE, KEY).to_
 
 
 def outcome(data: bytes) -> Message | None:
-    """Return what a receiver makes of some bytes: the message, or None for a PeerError. Any other error is a bug."""
+    """Return what a receiver makes of some bytes: the message, or None for a RemoteError. Any other error is a bug."""
     try:
         return parse_json(open_envelope(data).verify(LEASE, trusted=[KEY.key_id]), Message)
-    except PeerError:
+    except RemoteError:
         return None
 
 
@@ -330,7 +330,7 @@ def test_a_cut_or_spliced_envelope_is_refused_or_the_same(start: int, end: int, 
 def test_any_bytes_are_json_or_a_peer_error(data: bytes) -> None:
     try:
         value = load_json(data)
-    except PeerError:
+    except RemoteError:
         return
     assert load_json(json.dumps(value).encode()) == value
 

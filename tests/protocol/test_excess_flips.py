@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prime_protocol.calibration import require_possible, speaks_for
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS, MOMENTS, SLACK, STAKES, apart, flip_sums
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
@@ -72,7 +72,7 @@ def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
         evidence.model_copy(update={"sums": {EXCESS_FLIPS: flip_sums(np.zeros(8), np.zeros(8))}}), evidence_max=1e5
     ), "thresholds stay narrow where no calibration knows the engines"
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
-    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
+    with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {EXCESS_FLIPS: louder}}), known)
-    with pytest.raises(PeerError, match="in the run's calibration"):
+    with pytest.raises(RemoteError, match="in the run's calibration"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))

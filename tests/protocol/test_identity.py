@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, PublicKey, SigningKey
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 P = 2**255 - 19
 L = 2**252 + 27742317777372353535851937790883648493
 D = -121665 * pow(121666, -1, P) % P
@@ -179,7 +179,7 @@ def test_any_seed_makes_a_key_that_reads_back_and_signs(seed: bytes) -> None:
     assert len(key.key_id) == 52
     public = PublicKey.from_key_id(key.key_id)
     public.verify(key.sign(seed), seed)
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         public.verify(key.sign(seed), seed + b"x")
 
 
@@ -188,6 +188,6 @@ def test_any_bytes_and_any_text_are_a_key_or_a_bad_key(data: bytes | str) -> Non
     code = None
     try:
         key = PublicKey(data) if isinstance(data, bytes) else PublicKey.from_key_id(data)
-    except PeerError as error:
+    except RemoteError as error:
         code = error.code
     assert code is ErrorCode.BAD_KEY or PublicKey.from_key_id(key.key_id).raw == key.raw

@@ -10,13 +10,13 @@ import pytest
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, Role
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest, sign_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 ROOTS = [SigningKey(bytes([40 + number]) * 32) for number in range(3)]
 NEW_TRAINER, NEW_COORDINATOR = SigningKey(b"\x50" * 32), SigningKey(b"\x51" * 32)
 
@@ -116,7 +116,7 @@ def test_gaps_rollbacks_and_foreign_rings_are_refused(
 def test_every_changed_byte_of_a_ring_is_noticed(run: PinnedRun, sample: Any) -> None:
     data = ring(run.keys, sample.root, keys={"trainer": ids(NEW_TRAINER)}).to_bytes()
     for place in range(0, len(data), 5):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             run.keys.add(open_envelope(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]))
     assert run.keys.version == 0
 

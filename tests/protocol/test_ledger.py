@@ -11,7 +11,7 @@ from prime_protocol import limits
 from prime_protocol.assigned import Assigned
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.ledger import LedgerChain, open_ledger_head
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
@@ -51,7 +51,7 @@ def refused(code: ErrorCode, *read: bytes) -> None:
     *good, bad = read
     chain = chain_of(*good)
     before = (chain.num_entries, chain.digest)
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         chain.follow(bad)
     assert caught.value.code is code, caught.value
     assert (chain.num_entries, chain.digest) == before
@@ -140,6 +140,6 @@ def test_a_head_is_believed_by_the_coordinator_s_key_and_for_its_run_alone() -> 
         ),
         (seal(b" " * (limits.LEDGER_LINE_BYTES_MAX + 1), PayloadType.LEDGER_HEAD, COORDINATOR), ErrorCode.TOO_LARGE),
     ]:
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             open_ledger_head(envelope, RUN)
         assert caught.value.code is code

@@ -21,7 +21,7 @@ from prime_protocol.checkpoint import (
 from prime_protocol.chunk_index import INDEX_BYTES_MAX, open_index
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.limits import ENVELOPE_BYTES_MAX
 from prime_protocol.manifest import (
     BasePolicy,
@@ -33,7 +33,7 @@ from prime_protocol.manifest import (
 )
 from prime_protocol.weights import WeightTensor, root_of, state_root
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 Changed = Callable[..., Manifest]
 
 
@@ -292,7 +292,7 @@ def test_a_base_that_was_just_decoded_needs_no_second_hashing_but_the_right_root
     raises(ErrorCode.CHAIN_BROKEN, lambda: decoder_of(manifest, encoded, None, base_root=root))
     # A root that is claimed wrongly gives nothing away: the result's digests are still compared.
     wrong = decoder_of(manifest, encoded, sample.weights[1], base_root=root)
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         feed_all(wrong, encoded)
 
 
@@ -366,6 +366,6 @@ def test_any_mutation_of_a_signed_manifest_is_refused(sample: Any, data: st.Data
     place, value = data.draw(st.integers(0, len(wire) - 1)), data.draw(st.integers(0, 255))
     try:
         opened = open_manifest(open_envelope(wire[:place] + bytes([value]) + wire[place + 1 :]), sample.run)
-    except PeerError:
+    except RemoteError:
         return
     assert opened == sample.manifests[1]

@@ -9,9 +9,9 @@ import pytest
 from prime_protocol import assignment, limits, messages, verdict
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 
 
 def stamped(request: dict[str, Any], /, **fields: Any) -> bytes:
@@ -52,7 +52,7 @@ def test_a_field_of_the_wrong_kind_is_refused(action: str, field: str, value: ob
     """For every field, hypothesis generates only the few of these values that the field's own schema allows."""
     body = request(action) | {field: value}
     if (field, value) not in [("policy_versions", []), ("measured", {"x": 1})]:
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             parse_json(stamped(body), messages.Stamped)
         assert caught.value.code in (ErrorCode.WRONG_TYPE, ErrorCode.UNKNOWN_FIELD)
         return

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, ParcelHeader, open_parcel, pack_parcel
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 KEY = SigningKey(b"\x21" * 32)
 BODY = b"some bulk bytes"
 HEADER = ParcelHeader(body_digest=digest_of(BODY), body_bytes=len(BODY))
@@ -94,12 +94,12 @@ def test_a_parcel_of_another_kind_is_refused(raises: Raises) -> None:
 
 @given(st.integers(0, len(PARCEL) - 1), st.integers(0, 255))
 def test_a_changed_byte_changes_nothing_or_is_refused(place: int, value: int) -> None:
-    with suppress(PeerError):
+    with suppress(RemoteError):
         assert receive(PARCEL[:place] + bytes([value]) + PARCEL[place + 1 :]) == BODY
 
 
 @given(st.binary(max_size=100))
 def test_any_bytes_are_refused_politely(data: bytes) -> None:
     for prefix in (b"", b"PRP1", b"PRP1\0\0\0"):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             receive(prefix + data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prime_protocol import limits, peer_frames
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 def test_a_request_is_its_number_its_length_and_its_payload() -> None:
@@ -22,7 +22,7 @@ def test_an_answer_names_its_request() -> None:
 
 
 def test_a_refusal_carries_code_detail_and_pause() -> None:
-    frame = peer_frames.pack_refusal(7, PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=2.5))
+    frame = peer_frames.pack_refusal(7, RemoteError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=2.5))
     header = peer_frames.parse_reply_header(frame[: peer_frames.REPLY_HEADER_BYTES])
     assert (header.number, header.refused) == (7, True)
     error = peer_frames.parse_refusal(frame[peer_frames.REPLY_HEADER_BYTES :])
@@ -32,7 +32,7 @@ def test_a_refusal_carries_code_detail_and_pause() -> None:
 def test_a_status_that_nobody_defined_is_refused() -> None:
     header = bytearray(peer_frames.pack_answer(7, b"")[: peer_frames.REPLY_HEADER_BYTES])
     header[4] = 2
-    with pytest.raises(PeerError) as refused:
+    with pytest.raises(RemoteError) as refused:
         peer_frames.parse_reply_header(bytes(header))
     assert refused.value.code is ErrorCode.MALFORMED
 
@@ -43,7 +43,7 @@ def test_a_length_over_the_bound_is_refused_before_anything_is_read() -> None:
         (peer_frames.parse_request_header, bytes(4) + too_long),
         (peer_frames.parse_reply_header, bytes(5) + too_long),
     ):
-        with pytest.raises(PeerError) as refused:
+        with pytest.raises(RemoteError) as refused:
             parse(header)
         assert refused.value.code is ErrorCode.TOO_LARGE
 
@@ -52,7 +52,7 @@ def test_a_length_over_the_bound_is_refused_before_anything_is_read() -> None:
     "body", [b"", b"{}", b'{"code":"no_such_code","detail":""}', b'{"code":"expired","code":"expired"}']
 )
 def test_a_refusal_that_makes_no_sense_is_the_peers_fault(body: bytes) -> None:
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         peer_frames.parse_refusal(body)
 
 

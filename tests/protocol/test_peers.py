@@ -9,16 +9,16 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, ROOT, make_run
 
 from prime_protocol.envelope import PayloadType, WireModel, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.peers import (
     TOKEN_AGE_S_MAX,
     PeerAnswer,
     PeerList,
-    PeerNews,
     PeerRecord,
     PeerTicket,
     PeerToken,
+    PeerUpdate,
     authorization,
     check_answer,
     check_authorization,
@@ -54,7 +54,7 @@ def header(**changes: object) -> str:
 
 
 def refused(shown: str) -> ErrorCode:
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         check_authorization(shown, BEN.key_id, RUN, now_ms=NOW_MS)
     return caught.value.code
 
@@ -107,7 +107,7 @@ def test_a_list_counts_when_the_coordinator_signed_it_for_this_run() -> None:
     )
     assert open_peer_list(text(listed, PayloadType.PEER_LIST, COORDINATOR), RUN) == listed
     for other, run in ((ANNA, RUN), (COORDINATOR, OTHER_RUN)):
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             open_peer_list(text(listed, PayloadType.PEER_LIST, other), run)
         assert caught.value.code is (ErrorCode.WRONG_RUN if other is COORDINATOR else ErrorCode.BAD_SIGNATURE)
 
@@ -143,7 +143,7 @@ Make = Callable[[], bytes]
     ],
 )  # fmt: skip
 def test_a_dial_back_believes_only_the_answer_of_the_peer_itself(make: Callable[[], object], code: ErrorCode) -> None:
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         check_answer(make().to_bytes(), ANNA.key_id, RUN.digest, NONCE)  # type: ignore[attr-defined]
     assert caught.value.code is code
     right = seal(PeerAnswer(run=RUN.digest, nonce=NONCE), PayloadType.PEER_ANSWER, ANNA)
@@ -155,5 +155,5 @@ def test_a_dial_back_believes_only_the_answer_of_the_peer_itself(make: Callable[
     [b"{}x", b'{"head": -2}', b'{"pieces": {"ab": []}}', b'{"pieces": {"' + b"0" * 64 + b'": [[1]]}}', b'{"cursor": -1}'],
 )  # fmt: skip
 def test_news_that_make_no_sense_are_a_peers_fault(line: bytes) -> None:
-    with pytest.raises(PeerError):
-        parse_json(line, PeerNews)
+    with pytest.raises(RemoteError):
+        parse_json(line, PeerUpdate)

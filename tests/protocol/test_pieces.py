@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prime_protocol.chunk_index import ChunkIndex, open_index, pack_index
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry
 from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, check_piece, cut_pieces
 
@@ -79,7 +79,7 @@ def test_one_wrong_byte_is_found_wherever_it_is() -> None:
     for place in (0, piece.size // 2, piece.size - 1):
         wrong = bytearray(right)
         wrong[place] ^= 1
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             check_piece(piece, bytes(wrong), index)
         assert caught.value.code is ErrorCode.DIGEST_MISMATCH
 
@@ -88,6 +88,6 @@ def test_a_piece_of_another_length_is_refused() -> None:
     encoding, index = encoding_of([[bytes(100)]])
     [piece] = cut_pieces(encoding, index)
     for data in (bytes(99), bytes(101), b""):
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             check_piece(piece, data, index)
         assert caught.value.code is ErrorCode.MALFORMED

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as arrays
 
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.proof import (
     MANTISSA_ERROR_MAX,
     PROOF_BYTES,
@@ -97,7 +97,7 @@ def test_a_proof_of_zeros_agrees_with_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(0, PROOF_BYTES), (1, PROOF_BYTES), (3, PROOF_BYTES), (2, PROOF_BYTES - 2), (2, 2)])
 def test_another_number_or_size_of_proofs_is_refused(shape: tuple[int, int]) -> None:
-    with pytest.raises(PeerError, match="shape"):
+    with pytest.raises(RemoteError, match="shape"):
         compare_proofs(np.zeros(shape, np.uint8), to_bf16(hidden_states(64)), [64])
 
 
@@ -108,7 +108,7 @@ def test_numbers_out_of_range_are_refused(word: int, value: int, what: str) -> N
     bits = to_bf16(hidden_states(32))
     proofs = build_proofs(bits, [32])
     proofs[0, 2 * word : 2 * word + 2] = divmod(value, 256)
-    with pytest.raises(PeerError, match=what):
+    with pytest.raises(RemoteError, match=what):
         compare_proofs(proofs, bits, [32])
 
 
@@ -117,7 +117,7 @@ def test_no_bytes_from_a_peer_can_crash_the_comparison(proofs: np.ndarray, bits:
     proofs[:, 0] |= 0x80  # else nearly every example stops at the modulus
     try:
         errors = compare_proofs(proofs, bits, [40])
-    except PeerError:
+    except RemoteError:
         return
     assert (errors.exponent_mismatches_C <= errors.values_C).all()
     assert np.isfinite(errors.mantissa_error_mean_C).all()

@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from prime_protocol.calibration import require_possible
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, ComparedRewards, Sums, folded, log_evidence
 from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.reward_ranks import MOMENTS, RATES, REWARD_RANKS, rank_sums
@@ -73,7 +73,7 @@ def test_told_rewards_that_do_not_give_the_sums_are_refused() -> None:
         {"sums": {}},
     ]
     for changed in changes:
-        with pytest.raises(PeerError, match="do not match the compared rewards"):
+        with pytest.raises(RemoteError, match="do not match the compared rewards"):
             require_possible(honest.model_copy(update=changed), known)
     one_more = ComparedRewards(mine=(0.0,) * COMPARED_REWARDS_MAX, trusted=(1.0,))
     with pytest.raises(ValidationError, match="compared rewards are allowed"):
@@ -84,12 +84,12 @@ def test_more_than_ranks_can_say_and_ranks_where_the_run_compares_none_are_refus
     checks = CheckPolicy(unseeded=True, reference_share=0.5)
     forged = Sums(num_tokens=8, log_e=tuple(8 * rate * MOMENTS.cap + 0.01 for rate in RATES))
     evidence = BundleEvidence(worker="a", validator="b", sums={"rewards_above": forged})
-    with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
+    with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
         require_possible(evidence, checks.moments_of(worker="a", validator="b"))
     honest = evidence.model_copy(update={"sums": rank_sums([([1.0], [0.0])])})
     for other in (CheckPolicy(unseeded=True), CheckPolicy(reference_share=0.5)):
         assert other.statistics == ()
-        with pytest.raises(PeerError, match="in the run's calibration"):
+        with pytest.raises(RemoteError, match="in the run's calibration"):
             require_possible(honest, other.moments_of(worker="a", validator="b"))
 
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, Rollouts, decompress_body, pack_body, parse_body
 from prime_protocol.tensor_file import pack_tensors
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 BOUNDS = Limits()
 TEXT = b"a" * 1_000
 FRAME = zstandard.ZstdCompressor().compress(TEXT)
@@ -109,13 +109,13 @@ def test_a_frame_that_wants_a_huge_window_is_refused(raises: Raises) -> None:
 
 def test_a_frame_cut_anywhere_is_refused() -> None:
     for end in range(len(FRAME)):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             decompress_body(FRAME[:end], size=1_000)
 
 
 @given(st.integers(0, len(FRAME) - 1), st.integers(0, 255), st.integers(1, 5_000))
 def test_a_mutated_frame_is_refused_or_gives_its_size(place: int, value: int, size: int) -> None:
-    with suppress(PeerError):
+    with suppress(RemoteError):
         assert len(decompress_body(FRAME[:place] + bytes([value]) + FRAME[place + 1 :], size=size)) == size
 
 
@@ -216,7 +216,7 @@ def test_any_change_of_the_tensors_bytes_is_refused_or_well_formed(sample: Any, 
         )
     try:
         rollouts = parse_body(sample.header, zstandard.ZstdCompressor(level=1).compress(bytes(raw)), BOUNDS)
-    except PeerError:
+    except RemoteError:
         return
     assert sum(len(completion.token_ids) for completion in rollouts.completions()) == rollouts.num_tokens
 

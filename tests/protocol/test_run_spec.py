@@ -9,12 +9,12 @@ import pytest
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PROTOCOL_VERSION, JoinLink, RunSpec, open_run_spec
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 RUN = "ab" * 32
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prime_protocol.calibration import require_possible, speaks_for
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.shading import (
@@ -158,9 +158,9 @@ def test_the_sums_are_taken_from_any_engine_are_bounded_and_speak_for_none() -> 
     ), "thresholds stay narrow where no calibration knows the engines"
     for name, moments in ((SHADING, MOMENTS), (SHADING_BY_REWARD, MOMENTS_BY_REWARD)):
         louder = Sums(num_tokens=8, log_e=tuple(8 * rate * moments.cap + 0.01 for rate in moments.lambdas))
-        with pytest.raises(PeerError, match="above the maximum for its number of tokens"):
+        with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
             require_possible(evidence.model_copy(update={"sums": {name: louder}}), known)
-    with pytest.raises(PeerError, match="in the run's calibration"):
+    with pytest.raises(RemoteError, match="in the run's calibration"):
         require_possible(evidence, CheckPolicy().moments_of(worker="a", validator="b"))
 
 

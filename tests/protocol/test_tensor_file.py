@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.tensor_file import pack_tensors, unpack_tensors
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 LAYOUT = {"a": ("I32", 1), "b": ("F32", 2), "c": ("U8", 1), "d": ("I64", 1)}
 TENSORS: dict[str, npt.NDArray[Any]] = {
     "a": np.array([1, -2, 3, 4], np.int32),
@@ -146,7 +146,7 @@ def test_a_header_over_its_limit_is_refused(raises: Raises) -> None:
 
 def test_a_file_cut_anywhere_is_refused() -> None:
     for end in range(len(FILE)):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             unpack_tensors(FILE[:end], LAYOUT)
 
 
@@ -155,7 +155,7 @@ def test_a_changed_byte_is_refused_or_changes_values_only(place: int, value: int
     mutated = FILE[:place] + bytes([value]) + FILE[place + 1 :]
     try:
         arrays = unpack_tensors(mutated, LAYOUT)
-    except PeerError:
+    except RemoteError:
         return
     assert [(array.shape, array.dtype) for array in arrays.values()] == [(a.shape, a.dtype) for a in TENSORS.values()]
 
@@ -163,5 +163,5 @@ def test_a_changed_byte_is_refused_or_changes_values_only(place: int, value: int
 @given(st.binary(max_size=100))
 def test_any_bytes_are_refused_politely(data: bytes) -> None:
     for prefix in (b"", (16).to_bytes(8, "little")):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             unpack_tensors(prefix + data, LAYOUT)

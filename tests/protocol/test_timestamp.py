@@ -10,11 +10,11 @@ import pytest
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.key_ring import ChainPoint
 from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 NOW_MS = 10**12
 
 
@@ -59,7 +59,7 @@ def test_a_timestamp_of_another_run_or_kind_or_size_is_refused(sample: Any, rais
 def test_every_changed_byte_of_a_timestamp_is_noticed(sample: Any) -> None:
     data = signed(stamp(sample), sample.coordinator).to_bytes()
     for place in range(len(data)):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             open_timestamp(open_envelope(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]), sample.run)
 
 

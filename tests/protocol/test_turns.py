@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.protocol.conftest import Sample
 
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.rollout import Completion, FinishReason, Rollouts, pack_body, parse_body
 from prime_protocol.run_spec import EnvironmentSpec, RunSpec
 from prime_protocol.turns import Turn, episodes_of, rollouts_of_turns, turn_seed
@@ -159,13 +159,13 @@ def rows(rollouts: Rollouts, place: int, column: int, value: int) -> Rollouts:
 def test_turns_that_do_not_fit_together_are_malformed(sample: Sample, tamper: Callable[[Rollouts], Rollouts]) -> None:
     body, size = pack_body(tamper(rollouts_of_turns(sample.lease, game(sample))))
     header = sample.header.model_copy(update={"decompressed_bytes": size})
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         parse_body(header, body, sample.run.spec.limits)
 
 
 def test_a_turn_cannot_keep_more_than_was_said(sample: Sample) -> None:
     rollouts = rows(rollouts_of_turns(sample.lease, game(sample)), 1, 1, 100)
-    with pytest.raises(PeerError, match="keeps 100 "):
+    with pytest.raises(RemoteError, match="keeps 100 "):
         check_assignment(sample.header, rollouts, sample.lease, vocab_size=264, turns=spec_of(sample))
 
 

@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.step import StepFault
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 
-Raises = Callable[..., PeerError]
+Raises = Callable[..., RemoteError]
 
 
 def receipt(sample: Any, **fields: Any) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.body_claim import open_claim, read_claim
 from prime_protocol.calibration import require_possible
-from prime_protocol.case import BanStatement
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
 from prime_protocol.close_flips import close_flip_sums, contexts_of
 from prime_protocol.digest import digest_of
+from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import (
     Envelope,
     PayloadType,

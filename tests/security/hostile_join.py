@@ -89,15 +89,15 @@ def write_anywhere(folder: Path, name: str, data: bytes) -> None:
         os._exit(42)
 
 
-def leave_out(wall: str) -> None:
+def leave_out(restriction: str) -> None:
     """Remove this wall, to simulate another mistake in addition to the first."""
     from prime_node.adapters.sandbox import landlock, namespaces
-    from prime_node.adapters.sandbox.rules import Wall
+    from prime_node.adapters.sandbox.rules import Restriction
 
-    if wall == "landlock":
+    if restriction == "landlock":
         landlock.restrict_access = lambda rules: []
-    if wall == "namespaces":
-        namespaces.enter_namespaces = lambda view: Wall(namespaces.WHAT, False, "left out by a test")
+    if restriction == "namespaces":
+        namespaces.enter_namespaces = lambda view: Restriction(namespaces.WHAT, False, "left out by a test")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.noted_resolver import HOSTS_MAX, NotedResolver
 from prime_node.broadcast.swarm.directory import Directory
 from prime_node.cli import wire_swarm
-from prime_node.coordinator.api.finding import announced_from
+from prime_node.coordinator.api.peer_discovery import announced_from
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import Request
 from prime_protocol.addresses import GLOBAL, LOOPBACK, endpoint_of, may_be_named, place_of

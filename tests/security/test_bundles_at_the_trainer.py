@@ -33,7 +33,7 @@ from prime_node.validator.judge import OpenedBundle, open_bundle, reward_bundle
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.limits import REWARD_MAX
 from prime_protocol.messages import BatchGroup, BatchRequest, CheckResultRequest, NotYet, TrainBatch
@@ -230,7 +230,7 @@ async def test_the_coordinator_refuses_a_verdict_with_an_unbounded_reward() -> N
         await world.client(coordinator_world.ANNA).upload(coordinator_world.make_parcel(leased, coordinator_world.ANNA))
         bundle = (await world.take_task(coordinator_world.VALIDATOR)).bundle
         result = CheckResultRequest(bundle=bundle, verdict=Verdict.accept(), rewards=(1e39, 0.0), num_tokens=2)
-        with pytest.raises(PeerError, match="a reward is above 1e\\+06"):
+        with pytest.raises(RemoteError, match="a reward is above 1e\\+06"):
             await world.client(coordinator_world.VALIDATOR).check_result(result)
         await world.client(coordinator_world.VALIDATOR).check_result(
             result.model_copy(update={"rewards": (REWARD_MAX, 0.0)})

@@ -21,7 +21,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.coordinator.usable import OUTLIER_FACTOR, TimesToUsable
+from prime_node.coordinator.availability import OUTLIER_FACTOR, TimesToAvailable
 from prime_node.worker.pace import GenerationPace
 from prime_protocol import limits
 from prime_protocol.body_claim import BodyClaim
@@ -57,8 +57,8 @@ CLAIMS: dict[str, tuple[float, float, str]] = {
     "JoinRequest.hardware.memory_bytes": (0, limits.CLAIMED_MEMORY_BYTES_MAX, "the same text"),
     "HeartbeatRequest.policy_version": (-1, limits.STEP_MAX, "its own row; none that is not published is kept"),
     "HeartbeatRequest.bundles_spooled": (0, limits.BUNDLES_SPOOLED_MAX, "its own row"),
-    "HeartbeatRequest.usable_after_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; not longer than since then"),
-    "HeartbeatRequest.swap_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; no longer than usable_after_ms"),
+    "HeartbeatRequest.available_after_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; not longer than since then"),
+    "HeartbeatRequest.swap_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; no longer than available_after_ms"),
     "LeaseRequest.policy_version": (0, limits.STEP_MAX, "compared with what is published"),
     "LeaseRequest.rollouts_max": (1, limits.LEASE_ROLLOUTS_MAX, "how much this lease may hold"),
     "LeaseRequest.wait_s": (0, limits.WAIT_S_MAX, "how long this request is held"),
@@ -113,11 +113,11 @@ def test_the_stamp_around_a_request_holds_one_number_which_must_be_near_the_coor
 @pytest.mark.parametrize(
     "change",
     [
-        {"usable_after_ms": 2**53},
+        {"available_after_ms": 2**53},
         {"swap_ms": limits.CLAIMED_MS_MAX + 1},
         {"bundles_spooled": 2**53},
         {"policy_version": 2**53},
-        {"usable_after_ms": -1},
+        {"available_after_ms": -1},
     ],
 )
 async def test_a_heartbeat_with_an_absurd_number_is_refused(change: dict[str, int]) -> None:
@@ -151,7 +151,7 @@ async def test_what_one_stranger_claims_moves_nothing_that_is_shown_of_others() 
 
 
 async def say(world: World, key: SigningKey, after_ms: int) -> None:
-    beat = HEARTBEAT.model_copy(update={"usable_after_ms": after_ms, "swap_ms": after_ms})
+    beat = HEARTBEAT.model_copy(update={"available_after_ms": after_ms, "swap_ms": after_ms})
     await world.client(key).heartbeat(beat)
 
 
@@ -179,7 +179,7 @@ async def test_a_policy_that_does_not_exist_is_not_shown_as_held() -> None:
 
 @pytest.mark.parametrize("claims", [[10**9], [1, 10**9], [10, 20, 10**9], [5] * 30 + [10**9]])
 def test_of_several_claims_the_longest_is_never_told(claims: list[int]) -> None:
-    usable = TimesToUsable()
+    usable = TimesToAvailable()
     for worker, after_ms in enumerate(claims):
         usable.heard(str(worker), 0, after_ms)
     [spread] = usable.spreads()

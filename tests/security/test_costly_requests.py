@@ -14,7 +14,7 @@ from prime_node.adapters.models.model_folder import regex_fault
 from prime_node.adapters.web.request_head import read_request_head
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
 from prime_protocol import limits
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 
 def processor_s(action: object) -> float:
@@ -31,7 +31,7 @@ def test_spaces_before_a_bad_byte_of_a_header_are_read_once(space: bytes) -> Non
 
     def read() -> None:
         for _ in range(100):
-            with pytest.raises(PeerError, match="not well formed"):
+            with pytest.raises(RemoteError, match="not well formed"):
                 read_request_head(head)
 
     assert processor_s(read) < 1.0

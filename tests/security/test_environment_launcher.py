@@ -22,7 +22,7 @@ from tests.security.hostile_world import BOUNDS, hostile, model, package, tried
 from prime_node.adapters.environments.child import Start
 from prime_node.adapters.environments.launcher import ORDER_BYTES_MAX, Launched, Launcher, Plan
 from prime_node.adapters.environments.process import EnvironmentProcess, ProcessEnvironment
-from prime_node.adapters.environments.walls import NOBODY, Walls, around_command
+from prime_node.adapters.environments.restrictions import NOBODY, ProcessRestrictions, around_command
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
 from prime_node.cli.wire_environments import end_environments, open_launcher, start_environments
@@ -163,9 +163,11 @@ def test_roles_that_hand_no_keys_on_forget_them(monkeypatch: pytest.MonkeyPatch)
     assert "PRIME_ENVIRONMENT_B" in os.environ
 
 
-def walls(**changes: Any) -> Walls:
-    bounds = {name: value for name, value in BOUNDS.model_dump().items() if name in Walls.__dataclass_fields__}
-    return Walls(**{"read": (), "hidden": (), "network": False, "loopback": True, **bounds, **changes})
+def restrictions(**changes: Any) -> ProcessRestrictions:
+    bounds = {
+        name: value for name, value in BOUNDS.model_dump().items() if name in ProcessRestrictions.__dataclass_fields__
+    }
+    return ProcessRestrictions(**{"read": (), "hidden": (), "network": False, "loopback": True, **bounds, **changes})
 
 
 @contextlib.contextmanager
@@ -190,7 +192,7 @@ def said(made: Launched | subprocess.Popen[bytes]) -> str:
 
 
 def test_an_order_brings_no_command_and_a_bad_one_starts_nothing() -> None:
-    with launching("echo up; exec sleep 987654", Plan(walls())) as launcher:
+    with launching("echo up; exec sleep 987654", Plan(restrictions())) as launcher:
         made = launcher.start(network=False)
         assert made.stdout.readline() == b"up\n"
         arguments = Path(f"/proc/{made.pid}/cmdline")
@@ -219,7 +221,7 @@ def test_an_order_brings_no_command_and_a_bad_one_starts_nothing() -> None:
 
 
 def test_what_it_started_ends_with_its_role() -> None:
-    with launching("echo up; exec sleep 987654", Plan(walls())) as launcher:
+    with launching("echo up; exec sleep 987654", Plan(restrictions())) as launcher:
         made = launcher.start(network=False)
         assert made.stdout.readline() == b"up\n"
     said(made)
@@ -230,11 +232,11 @@ def test_what_it_started_ends_with_its_role() -> None:
 def test_a_process_killed_in_its_set_up_leaves_nothing(direct: bool) -> None:
     """bubblewrap's inner process survived its outer one when that was killed early, and held the pipes open."""
     script = "echo up; exec sleep 987653"
-    with launching(script, Plan(walls())) as launcher:
+    with launching(script, Plan(restrictions())) as launcher:
         for attempt in range(40):
             made: Launched | subprocess.Popen[bytes]
             if direct:
-                line, _, _ = around_command(["/bin/sh", "-c", script], Path("/tmp"), walls(), imports=[])
+                line, _, _ = around_command(["/bin/sh", "-c", script], Path("/tmp"), restrictions(), imports=[])
                 pipe = subprocess.PIPE
                 made = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
             else:
@@ -254,7 +256,7 @@ def test_a_process_sees_the_files_of_its_own_environments_and_no_others(tmp_path
     data.mkdir()
     (data / "mine.jsonl").write_text("mine")
     other.write_text("other")
-    with launching(f"ls {data}; cat {data}/*", Plan(walls(), (str(data),))) as launcher:
+    with launching(f"ls {data}; cat {data}/*", Plan(restrictions(), (str(data),))) as launcher:
         made = launcher.start(network=False, read=[str(data / "mine.jsonl")])
         assert said(made) == "mine.jsonl\nmine"
         made = launcher.start(network=False)
@@ -272,7 +274,7 @@ def test_an_order_opens_nothing_outside_the_plan(tmp_path: Path) -> None:
         *(tmp_path / "secret", run / "worker.key", data / "link", data, data / ".." / "secret", data / "gone"),
         *(tmp_path / "way" / "rows", Path("/etc/shadow"), Path("/"), data / "run" / ".." / "rows"),
     ]
-    with launching("exec true", Plan(walls(hidden=(str(run),)), (str(data),))) as launcher:
+    with launching("exec true", Plan(restrictions(hidden=(str(run),)), (str(data),))) as launcher:
         for path in refused:
             with pytest.raises(LocalError, match="does not start"):
                 launcher.start(network=False, read=[str(path)])
@@ -286,8 +288,10 @@ def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch:
     launcher = open_launcher(BOUNDS, hidden=[tmp_path / "run"])
     if launcher is None:
         pytest.skip(bubblewrap.find_bubblewrap()[1])
-    wide = asdict(walls(read=("/",), network=True, memory_bytes_max=2**40, processes_max=10**6, open_files_max=10**5))
-    hello = {"environments": [hostile().model_dump()], "model": {}, "folder": "/", "walls": wide}
+    wide = asdict(
+        restrictions(read=("/",), network=True, memory_bytes_max=2**40, processes_max=10**6, open_files_max=10**5)
+    )
+    hello = {"environments": [hostile().model_dump()], "model": {}, "folder": "/", "restrictions": wide}
     process = EnvironmentProcess(lambda _: Start(launch=partial(launcher.start, network=False)), hello)
     world = ProcessEnvironment(process, "hostile")
     try:

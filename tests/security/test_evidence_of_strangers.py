@@ -16,13 +16,13 @@ from tests.node.ledger_world import command, rewritten
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
-from prime_protocol.case import BanStatement
 from prime_protocol.digest import digest_of
+from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing
 from prime_protocol.ledger import LedgerChain
-from prime_protocol.limits import UNPINNED_CASE_BYTES_MAX, Limits
+from prime_protocol.limits import UNPINNED_DOSSIER_BYTES_MAX, Limits
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason
@@ -93,7 +93,7 @@ def bomb_in(folder: Path, run: PinnedRun, *, size: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("size", "is_bounded"), [(UNPINNED_CASE_BYTES_MAX, False), (UNPINNED_CASE_BYTES_MAX + 1, True)]
+    ("size", "is_bounded"), [(UNPINNED_DOSSIER_BYTES_MAX, False), (UNPINNED_DOSSIER_BYTES_MAX + 1, True)]
 )
 def test_a_case_does_not_set_its_own_limits_where_the_run_is_not_named(
     tmp_path: Path, size: int, is_bounded: bool
@@ -111,7 +111,7 @@ def test_a_file_without_end_is_not_read_where_the_run_is_not_named(tmp_path: Pat
     file = bomb_in(tmp_path, LARGE, size=2**20)
     padded = file if what == "case" else next(tmp_path.glob("*.parcel"))
     with padded.open("r+b") as opened:
-        opened.truncate(UNPINNED_CASE_BYTES_MAX + 1)  # sparse: it takes no place on the disk
+        opened.truncate(UNPINNED_DOSSIER_BYTES_MAX + 1)  # sparse: it takes no place on the disk
     code, said = check(file)
     assert code == 1
     assert f"{padded.name} has more than 268,435,456 bytes" in str(said["fault"])

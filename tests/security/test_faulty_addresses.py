@@ -10,14 +10,14 @@ from tests.node.coordinator_world import make_run
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.requests import RequestGate
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 ADDRESS = "8.8.8.8"
 
 
 def refuse(gate: RequestGate, code: ErrorCode, now_s: float) -> None:
-    with contextlib.suppress(PeerError), gate.blame(ADDRESS, now_s):
-        raise PeerError(code, "no")
+    with contextlib.suppress(RemoteError), gate.blame(ADDRESS, now_s):
+        raise RemoteError(code, "no")
 
 
 def test_strangers_that_try_again_at_once_do_not_keep_their_address_out() -> None:
@@ -35,7 +35,7 @@ def test_the_addresses_of_one_ipv6_host_share_a_bucket() -> None:
     limiter = Limiter(requests_per_second=1.0, faults_per_second=1.0)
     for number in range(100):
         limiter.by_address.charge(f"2001:db8:1:2::{number:x}", 0.0)
-    with pytest.raises(PeerError, match="slow down"):
+    with pytest.raises(RemoteError, match="slow down"):
         limiter.by_address.require("2001:db8:1:2:ffff::1", 0.0)
     limiter.by_address.require("2001:db8:1:3::1", 0.0)
     limiter.by_address.require("8.8.8.8", 0.0)

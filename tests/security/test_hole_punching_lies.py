@@ -15,7 +15,7 @@ from tests.security.dials import noted_dials
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.ports.peer_network import PeerAddress
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 
 RUN = "a" * 64
@@ -100,7 +100,7 @@ async def test_a_flood_of_dial_backs_to_one_address_is_refused(peer: MakePeer, m
         await asker.connect(where(helper))
         try:
             await asker.request(helper.peer_id, "dial-back", wanted, timeout_s=60.0, reply_bytes_max=4_096)
-        except PeerError as error:
+        except RemoteError as error:
             return error.detail
         return ""
 

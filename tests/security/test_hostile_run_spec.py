@@ -23,7 +23,7 @@ from prime_protocol import names
 from prime_protocol.assignment import Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.names import file_name
 from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec, open_run_spec
@@ -88,7 +88,7 @@ def all_below(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", NO_MODEL_FILES)
 def test_a_run_with_a_hostile_file_name_is_refused_before_anything_is_fetched(name: str) -> None:
-    with pytest.raises(PeerError) as caught:
+    with pytest.raises(RemoteError) as caught:
         opened(with_file(name))
     assert caught.value.code is ErrorCode.WRONG_TYPE
 
@@ -100,13 +100,13 @@ def test_a_run_may_have_files_of_plain_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Config.json", "CONFIG.JSON", "config.json"])
 def test_two_files_whose_names_some_disk_takes_for_one_are_refused(name: str) -> None:
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         opened(with_file(name))
 
 
 @pytest.mark.parametrize("name", [name for name in NO_MODEL_FILES if set(name) & NEVER or set(name) <= {"."}])
 def test_the_one_function_refuses_it_too(name: str) -> None:
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         file_name(name)
 
 
@@ -118,7 +118,7 @@ async def test_without_the_pattern_and_the_one_function_still_nothing_is_written
     model = tmp_path / "home" / "state" / "model"
     model.mkdir(parents=True)
     before = all_below(tmp_path)
-    with pytest.raises((PeerError, OSError)):
+    with pytest.raises((RemoteError, OSError)):
         await fetch_model_files([Source()], unchecked(name), model)  # type: ignore[list-item]
     assert all_below(tmp_path) == before
 
@@ -130,7 +130,7 @@ async def test_without_the_pattern_the_writer_refuses_the_name(name: str, tmp_pa
     if name == "x.py":
         assert (await fetching / name).read_bytes() == DATA
     else:
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             await fetching
         assert all_below(tmp_path) <= {"model"}
 
@@ -233,10 +233,10 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def fault_of(fields: Any) -> str:
-    """What is said of a RunSpec; empty where it is read. Anything but a PeerError fails the test."""
+    """What is said of a RunSpec; empty where it is read. Anything but a RemoteError fails the test."""
     try:
         parse_json(json.dumps(fields).encode(), RunSpec)
-    except PeerError as error:
+    except RemoteError as error:
         return error.detail
     return ""
 

@@ -14,8 +14,8 @@ from tests.node.coordinator_world import ANNA, HEARTBEAT, World, make_parcel, ma
 from tests.security.raw_http import Raw, get
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
-from prime_node.adapters.web.doors import MEMBER_BURST_S, Doors, Entry
-from prime_node.coordinator.api.walls import MEMBER_REQUESTS_TIMES, caller_bounds_of
+from prime_node.adapters.web.connection_counts import MEMBER_BURST_S, ConnectionCounts, Entry
+from prime_node.coordinator.api.caller_bounds import MEMBER_REQUESTS_TIMES, caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits
@@ -24,32 +24,32 @@ MEMBER, ROLE = Sender("member", is_role=False), Sender("trainer", is_role=True)
 LARGE = bytes(2**24)
 
 
-def entered(doors: Doors, address: str = "8.8.8.8") -> Entry:
-    entry = doors.enter(address)
+def entered(connection_counts: ConnectionCounts, address: str = "8.8.8.8") -> Entry:
+    entry = connection_counts.enter(address)
     assert entry is not None
     return entry
 
 
 def test_one_members_connections_beyond_its_bound_count_as_strangers() -> None:
-    doors = Doors(CallerBounds(), lambda: 0.0)
-    entries = [entered(doors, f"9.0.{number}.1") for number in range(limits.HTTP_MEMBERS_EACH_MAX + 3)]
+    connection_counts = ConnectionCounts(CallerBounds(), lambda: 0.0)
+    entries = [entered(connection_counts, f"9.0.{number}.1") for number in range(limits.HTTP_MEMBERS_EACH_MAX + 3)]
     for entry in entries:
         entry.vouch(MEMBER)
-    assert (doors.num_members, doors.num_strangers) == (limits.HTTP_MEMBERS_EACH_MAX, 3)
+    assert (connection_counts.num_members, connection_counts.num_strangers) == (limits.HTTP_MEMBERS_EACH_MAX, 3)
     entries[0].leave()
     entries[-1].vouch(MEMBER)
-    assert (doors.num_members, doors.num_strangers) == (limits.HTTP_MEMBERS_EACH_MAX, 2)
+    assert (connection_counts.num_members, connection_counts.num_strangers) == (limits.HTTP_MEMBERS_EACH_MAX, 2)
 
 
 def test_many_keys_of_one_network_leave_the_rest_of_the_members_share_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "HTTP_MEMBERS_NETWORK_MAX", 5)
-    doors = Doors(caller_bounds_of(CoordinatorConfig(connects_per_second=1e9)), lambda: 0.0)
+    connection_counts = ConnectionCounts(caller_bounds_of(CoordinatorConfig(connects_per_second=1e9)), lambda: 0.0)
     for number in range(10):
-        entered(doors, "8.8.8.8").vouch(Sender(f"key {number}", is_role=False))
-    assert (doors.num_members, doors.num_strangers) == (5, 5)
-    other = entered(doors, "9.9.9.9")
+        entered(connection_counts, "8.8.8.8").vouch(Sender(f"key {number}", is_role=False))
+    assert (connection_counts.num_members, connection_counts.num_strangers) == (5, 5)
+    other = entered(connection_counts, "9.9.9.9")
     other.vouch(MEMBER)
     assert other.sender == MEMBER
 
@@ -57,27 +57,31 @@ def test_many_keys_of_one_network_leave_the_rest_of_the_members_share_to_others(
 def test_members_and_strangers_together_leave_room_for_the_keys_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.HTTP_STRANGERS_MAX + limits.HTTP_MEMBERS_MAX < limits.HTTP_CONNECTIONS_MAX
     monkeypatch.setattr(limits, "HTTP_MEMBERS_MAX", 2)
-    doors = Doors(CallerBounds(), lambda: 0.0)
+    connection_counts = ConnectionCounts(CallerBounds(), lambda: 0.0)
     for number in range(4):
-        entered(doors).vouch(Sender(f"key {number}", is_role=False))
-        entered(doors).vouch(ROLE)
-    assert (doors.num_members, doors.num_strangers, doors.num_connections) == (2, 2, 8)
+        entered(connection_counts).vouch(Sender(f"key {number}", is_role=False))
+        entered(connection_counts).vouch(ROLE)
+    assert (connection_counts.num_members, connection_counts.num_strangers, connection_counts.num_connections) == (
+        2,
+        2,
+        8,
+    )
 
 
 def test_a_members_unsigned_requests_have_a_rate_and_those_of_the_run_do_not() -> None:
     per_second = 10.0
-    walls = caller_bounds_of(CoordinatorConfig(requests_per_second=per_second / MEMBER_REQUESTS_TIMES))
-    doors = Doors(walls, lambda: 1_000.0)
-    first, second, other, role = (entered(doors) for _ in range(4))
+    bounds = caller_bounds_of(CoordinatorConfig(requests_per_second=per_second / MEMBER_REQUESTS_TIMES))
+    connection_counts = ConnectionCounts(bounds, lambda: 1_000.0)
+    first, second, other, role = (entered(connection_counts) for _ in range(4))
     first.vouch(MEMBER)
     second.vouch(MEMBER)
     other.vouch(replace(MEMBER, key="other"))
     role.vouch(ROLE)
     burst = round(per_second * MEMBER_BURST_S)
-    assert [doors.delay_s(first, "") for _ in range(burst)] == [0.0] * burst
-    assert doors.delay_s(second, "") == pytest.approx(1 / per_second), "the same key on another connection"
-    assert doors.delay_s(other, "") == 0.0
-    assert [doors.delay_s(role, "") for _ in range(2 * burst)] == [0.0] * 2 * burst
+    assert [connection_counts.delay_s(first, "") for _ in range(burst)] == [0.0] * burst
+    assert connection_counts.delay_s(second, "") == pytest.approx(1 / per_second), "the same key on another connection"
+    assert connection_counts.delay_s(other, "") == 0.0
+    assert [connection_counts.delay_s(role, "") for _ in range(2 * burst)] == [0.0] * 2 * burst
 
 
 @pytest.mark.parametrize(("sender", "is_bounded"), [(MEMBER, True), (ROLE, False)])
@@ -106,16 +110,18 @@ async def test_large_answers_to_one_member_are_bounded(
 
 
 def test_a_process_that_may_open_few_files_shrinks_every_share() -> None:
-    doors = Doors(CallerBounds(), lambda: 0.0, connections_max=limits.HTTP_CONNECTIONS_MAX // 100)
+    connection_counts = ConnectionCounts(
+        CallerBounds(), lambda: 0.0, connections_max=limits.HTTP_CONNECTIONS_MAX // 100
+    )
     few = limits.HTTP_STRANGERS_MAX // 100
-    entries = [doors.enter("8.8.8.8") for _ in range(few)]
+    entries = [connection_counts.enter("8.8.8.8") for _ in range(few)]
     assert sum(entry is not None for entry in entries) == few // 4, "one network leaves room for others"
-    entries += [doors.enter(f"9.9.9.{number}") for number in range(few)]
+    entries += [connection_counts.enter(f"9.9.9.{number}") for number in range(few)]
     assert sum(entry is not None for entry in entries) == few
     for entry in entries:
         if entry is not None:
             entry.vouch(ROLE)
-    assert entered(doors).is_inside
+    assert entered(connection_counts).is_inside
 
 
 async def test_idle_connections_leave_descriptors_for_members_and_the_journal(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from tests.security.raw_http import Raw, ask, barrier, get, post
 
 from prime_node.adapters.web import guarded_handler
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
-from prime_node.adapters.web.doors import DEBT_S_MAX, Doors
+from prime_node.adapters.web.connection_counts import DEBT_S_MAX, ConnectionCounts
 from prime_node.adapters.web.shares import Turns
-from prime_node.coordinator.api.walls import caller_bounds_of
+from prime_node.coordinator.api.caller_bounds import caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 LARGE = bytes(2**24)
 MEMBER = Sender(ANNA.key_id, is_role=False)
@@ -233,71 +233,73 @@ async def opened(url: str) -> Raw | None:
     return raw
 
 
-def walls(**settings: object) -> CallerBounds:
+def bounds(**settings: object) -> CallerBounds:
     return caller_bounds_of(CoordinatorConfig.model_validate(settings))
 
 
 def test_requests_of_one_network_wait_and_those_of_others_and_of_members_do_not() -> None:
     now_s = 1_000.0
-    doors = Doors(walls(public_requests_per_second=4.0), lambda: now_s)
-    one, same, other = (doors.enter(address) for address in ("8.8.8.8", "8.8.8.9", "9.9.9.9"))
+    connection_counts = ConnectionCounts(bounds(public_requests_per_second=4.0), lambda: now_s)
+    one, same, other = (connection_counts.enter(address) for address in ("8.8.8.8", "8.8.8.9", "9.9.9.9"))
     assert one is not None
     assert same is not None
     assert other is not None
-    assert [doors.delay_s(one, ""), doors.delay_s(same, "")] == [0.0, 0.25]
-    assert doors.delay_s(other, "") == 0.0
+    assert [connection_counts.delay_s(one, ""), connection_counts.delay_s(same, "")] == [0.0, 0.25]
+    assert connection_counts.delay_s(other, "") == 0.0
     one.vouch(MEMBER)
-    assert [doors.delay_s(one, "") for _ in range(100)] == [0.0] * 100
+    assert [connection_counts.delay_s(one, "") for _ in range(100)] == [0.0] * 100
     one.vouch(None)
-    assert doors.delay_s(one, "") > 0.25
+    assert connection_counts.delay_s(one, "") > 0.25
 
 
 def test_a_flood_of_strangers_is_over_soon_after_its_end() -> None:
     now_s = 1_000.0
-    doors = Doors(walls(public_requests_per_second=1e9), lambda: now_s)
-    entry = doors.enter("9.9.9.9")
+    connection_counts = ConnectionCounts(bounds(public_requests_per_second=1e9), lambda: now_s)
+    entry = connection_counts.enter("9.9.9.9")
     assert entry is not None
     refused = 0
     for _ in range(10_000):
         try:
-            assert doors.delay_s(entry, "") <= DEBT_S_MAX
-        except PeerError:
+            assert connection_counts.delay_s(entry, "") <= DEBT_S_MAX
+        except RemoteError:
             refused += 1
     assert refused > 9_000
     now_s += DEBT_S_MAX + 1.0
-    assert doors.delay_s(entry, "") == 0.0
+    assert connection_counts.delay_s(entry, "") == 0.0
 
 
 def test_a_proxy_is_not_one_stranger() -> None:
-    doors = Doors(walls(public_requests_per_second=4.0, proxies=["10.0.0.1"], connects_per_second=1.0), lambda: 1_000.0)
-    entries = [doors.enter("10.0.0.1") for _ in range(limits.HTTP_STRANGERS_EACH_MAX + 1)]
+    connection_counts = ConnectionCounts(
+        bounds(public_requests_per_second=4.0, proxies=["10.0.0.1"], connects_per_second=1.0), lambda: 1_000.0
+    )
+    entries = [connection_counts.enter("10.0.0.1") for _ in range(limits.HTTP_STRANGERS_EACH_MAX + 1)]
     entry = entries[-1]
     assert entry is not None
     entry.vouch(MEMBER)  # of one of the many that it speaks for
-    assert [doors.delay_s(entry, "8.8.8.8"), doors.delay_s(entry, "8.8.8.9")] == [0.0, 0.25]
-    assert doors.delay_s(entry, "9.9.9.9") == 0.0
-    assert doors.num_strangers == 0
+    assert [connection_counts.delay_s(entry, "8.8.8.8"), connection_counts.delay_s(entry, "8.8.8.9")] == [0.0, 0.25]
+    assert connection_counts.delay_s(entry, "9.9.9.9") == 0.0
+    assert connection_counts.num_strangers == 0
 
 
 def test_a_machine_of_the_operators_own_is_a_network_of_its_own() -> None:
-    wall = walls()
-    assert wall.network_of("192.168.0.7", "") != wall.network_of("192.168.0.8", "")
-    assert wall.network_of("8.8.8.8", "") == wall.network_of("8.8.8.9", "")
-    assert wall.network_of("2001:4860:4860::1", "") == wall.network_of("2001:4860:4860:ffff::1", "")
+    caller_bounds = bounds()
+    assert caller_bounds.network_of("192.168.0.7", "") != caller_bounds.network_of("192.168.0.8", "")
+    assert caller_bounds.network_of("8.8.8.8", "") == caller_bounds.network_of("8.8.8.9", "")
+    assert caller_bounds.network_of("2001:4860:4860::1", "") == caller_bounds.network_of("2001:4860:4860:ffff::1", "")
 
 
 def test_what_is_counted_is_given_back_once() -> None:
-    doors = Doors(walls(connects_per_second=1_000.0), lambda: 0.0)
-    entries = [doors.enter("8.8.8.8") for _ in range(limits.HTTP_STRANGERS_EACH_MAX)]
-    assert doors.enter("8.8.8.8") is None
+    connection_counts = ConnectionCounts(bounds(connects_per_second=1_000.0), lambda: 0.0)
+    entries = [connection_counts.enter("8.8.8.8") for _ in range(limits.HTTP_STRANGERS_EACH_MAX)]
+    assert connection_counts.enter("8.8.8.8") is None
     for entry in entries[:2]:
         assert entry is not None
         entry.vouch(MEMBER)
         entry.leave()
         entry.leave()
         entry.vouch(None)
-    assert (doors.num_connections, doors.num_strangers) == (len(entries) - 2,) * 2
-    assert doors.enter("8.8.8.8") is not None
+    assert (connection_counts.num_connections, connection_counts.num_strangers) == (len(entries) - 2,) * 2
+    assert connection_counts.enter("8.8.8.8") is not None
 
 
 def test_turns_are_remembered_for_a_bounded_number_of_networks() -> None:
@@ -353,7 +355,7 @@ async def test_the_operator_lists_other_names() -> None:
 
 
 def test_a_public_caller_and_a_proxy_may_use_any_name() -> None:
-    wall = walls(proxies=["10.0.0.1"])
-    assert wall.is_host("8.8.8.8", "rl.example.org")
-    assert wall.is_host("10.0.0.1", "rl.example.org")
-    assert not wall.is_host("10.0.0.2", "rl.example.org")
+    caller_bounds = bounds(proxies=["10.0.0.1"])
+    assert caller_bounds.is_host("8.8.8.8", "rl.example.org")
+    assert caller_bounds.is_host("10.0.0.1", "rl.example.org")
+    assert not caller_bounds.is_host("10.0.0.2", "rl.example.org")

@@ -28,7 +28,7 @@ from prime_node.validator.loop import run_validator as run_validator
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import open_logprobs, pack_logprobs
 from prime_protocol.messages import CheckResultRequest, CheckTask
@@ -111,17 +111,17 @@ async def judging_of(world: World) -> Judging:
 async def test_an_audited_bundle_is_not_accepted_without_a_validator_s_logprobs_or_with_another_s() -> None:
     async with running(memory_parts(RUN)) as world:
         judging, client = await judging_of(world), world.client(VALIDATOR)
-        with pytest.raises(PeerError, match="has none"):
+        with pytest.raises(RemoteError, match="has none"):
             await judging.verdict(None)
-        with pytest.raises(PeerError, match="upload them first"):
+        with pytest.raises(RemoteError, match="upload them first"):
             await judging.verdict("0" * 64)
         short = await client.put_logprobs(judging.task.bundle, np.full(5, -1.0, np.float32))
-        with pytest.raises(PeerError, match="5 logprobs for a bundle of 6 tokens"):
+        with pytest.raises(RemoteError, match="5 logprobs for a bundle of 6 tokens"):
             await judging.verdict(short)
         await world.client(BEN).upload(shaded_parcel(await world.lease(BEN, rollouts_max=2), BEN))
         other = (await world.take_task(VALIDATOR)).bundle
         foreign = await client.put_logprobs(other, np.full(6, -1.0, np.float32))
-        with pytest.raises(PeerError, match="not " + judging.task.bundle[:12]):
+        with pytest.raises(RemoteError, match="not " + judging.task.bundle[:12]):
             await judging.verdict(foreign)
         good = await client.put_logprobs(judging.task.bundle, np.array(2 * TRUE, np.float32))
         await judging.verdict(good)
@@ -149,24 +149,24 @@ def test_a_trainer_takes_only_what_a_validator_signed_for_this_bundle() -> None:
     bounds = {"run": RUN.digest, "keys": RUN.keys, "bytes_max": 2**20, "bundle": "ab" * 32, "num_tokens": 3}
     good = pack_logprobs(values, run=RUN.digest, bundle="ab" * 32, key=VALIDATOR)
     assert open_logprobs(good, **bounds)[1].tolist() == values.tolist()  # type: ignore[arg-type]
-    with pytest.raises(PeerError):
+    with pytest.raises(RemoteError):
         open_logprobs(pack_logprobs(values, run=RUN.digest, bundle="ab" * 32, key=ANNA), **bounds)  # type: ignore[arg-type]
     for place in range(0, len(good), 7):
         damaged = bytearray(good)
         damaged[place] ^= 1
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             open_logprobs(bytes(damaged), **bounds)  # type: ignore[arg-type]
     header, _ = open_logprobs(good, **bounds)  # type: ignore[arg-type]
     for bad in (np.nan, np.inf, -np.inf, 0.5):
         body = np.array([-0.1, bad, -0.3], "<f4").tobytes()
         forged = header.model_copy(update={"body_digest": digest_of(body)})
-        with pytest.raises(PeerError, match="not finite, or above 0"):
+        with pytest.raises(RemoteError, match="not finite, or above 0"):
             open_logprobs(pack_parcel(forged, body, PayloadType.LOGPROBS, VALIDATOR), **bounds)  # type: ignore[arg-type]
 
 
 async def test_an_unaudited_bundle_keeps_its_claims() -> None:
     """A worker's claim there stands until an audit detects it: three bundles of four at the floor."""
-    never = AuditPolicy.model_construct(share_min=0.0, newcomer_bundles=0, surety_bundles=8)
+    never = AuditPolicy.model_construct(share_min=0.0, newcomer_bundles=0, escrow_bundles=8)
     checks = RUN.spec.checks.model_copy(update={"audits": never})
     run = PinnedRun(RUN.digest, RUN.spec.model_copy(update={"checks": checks}), RUN.envelope)
     async with running(memory_parts(run)) as world:

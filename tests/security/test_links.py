@@ -22,7 +22,7 @@ from prime_node.observe import JsonLines
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.spool import Spool
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.manifest import PartEntry
 
 SECRET = b"-----BEGIN OPENSSH PRIVATE KEY-----"
@@ -125,7 +125,7 @@ async def test_a_folder_that_is_verified_leads_nowhere_and_does_not_hang(state: 
     os.mkfifo(state / "head.json")
     source = FolderSource(state)
     for asked in (source.run_spec(), source.head()):
-        with pytest.raises((Unreachable, PeerError)):
+        with pytest.raises((Unreachable, RemoteError)):
             await asyncio.wait_for(asked, 5.0)
 
 

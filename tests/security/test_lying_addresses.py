@@ -152,7 +152,7 @@ async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Vict
     """Every dial of the coordinator and its honest members is counted at the socket, over HTTP and libp2p."""
     with noted_dials() as dials:
         async with attacked_swarm(tmp_path) as made:
-            liars = await announce_lies(made, victim)
+            blocklist = await announce_lies(made, victim)
             for key in (ANNA, BEN, CORA):
                 await made.worker(key, p2p="on", p2p_listen=LISTEN)
             for _, peer in made.workers:
@@ -164,13 +164,13 @@ async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Vict
             published = await made.publish()
             for follower, _ in made.workers:
                 assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
-            for liar in liars[:10]:  # what a member is told
+            for liar in blocklist[:10]:  # what a member is told
                 listed = open_peer_list((await liar.find_peers(PeersRequest())).peers, made.world.run)
                 assert {record.peer for record in listed.peers} == {
                     *(key.key_id for key in (ANNA, BEN, CORA, TRAINER, COORDINATOR))
                 }
             honest = listening(made)
-            for liar in liars:
+            for liar in blocklist:
                 await liar.close()
     assert victim.visits == 0
     strangers = {dial for dial in dials if dial not in honest}
@@ -195,7 +195,7 @@ async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, 
             for key in (ANNA, BEN):
                 await made.worker(key, p2p="on", p2p_listen=LISTEN)
             networks = [peer.network for _, peer in made.workers]
-            liars = [
+            blocklist = [
                 Lying(
                     SigningKey(bytes([201, number]) + bytes(30)),
                     run=made.world.run.digest,
@@ -206,7 +206,7 @@ async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, 
             for network in networks:
                 assert network is not None
                 await until(lambda network=network: len(network.connected()) >= 3)
-            for liar in liars:
+            for liar in blocklist:
                 await liar.start()
                 for network in networks:
                     assert network is not None
@@ -220,7 +220,7 @@ async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, 
                 assert not [text for text in told if VICTIMS_HOST in text or "169.254" in text or "dns" in text]
             for _, peer in made.workers:
                 await until(lambda peer=peer: peer.directory.is_alone)
-            for liar in liars:
+            for liar in blocklist:
                 await liar.close()
     assert victim.visits == 0
     assert not [dial for dial in dials if dial[0] in (VICTIMS_HOST, "169.254.169.254")]

@@ -8,7 +8,7 @@ from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, TRAINER, make_run
 from prime_node.coordinator.api.limiter import Buckets
 from prime_node.coordinator.api.nonces import MEMORY_S, Nonces, Room
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 SETTINGS = CoordinatorConfig.load({})
 RATE = SETTINGS.requests_per_second
@@ -17,7 +17,7 @@ RATE = SETTINGS.requests_per_second
 def refusal(nonces: Nonces, signer: str, nonce: str, now_s: float, room: Room, network: str = "") -> ErrorCode | None:
     try:
         nonces.spend(signer, nonce.zfill(32), now_s, room=room, network=network)
-    except PeerError as error:
+    except RemoteError as error:
         return error.code
     return None
 
@@ -37,7 +37,7 @@ def test_a_key_that_spends_as_fast_as_its_rate_allows_is_refused_by_its_rate_alo
     while now_s < 1.0 + 2 * MEMORY_S:
         try:
             buckets.spend("greedy", now_s)
-        except PeerError:
+        except RemoteError:
             now_s += 0.1
             continue
         assert refusal(nonces, "greedy", f"{spent}", now_s, Room.MEMBERS) is None

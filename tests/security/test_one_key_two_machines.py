@@ -42,7 +42,7 @@ from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import (
     JoinRequest,
     LeaseRequest,
@@ -215,7 +215,7 @@ async def test_a_state_folder_copied_with_its_spool_loses_nothing_and_counts_onc
         replies = []
         for session in (ONE, TWO):  # each machine uploads what lies in its copy of the spool
             async with HttpClient(world.url, run=plain.digest, clock=SystemClock(), key=ANNA) as client:
-                with contextlib.suppress(PeerError):
+                with contextlib.suppress(RemoteError):
                     await client.join(join(session))
                 replies.append(await client.upload(parcel))
         assert replies[0] == replies[1]
@@ -243,7 +243,7 @@ async def test_the_second_session_can_neither_take_hand_back_nor_end_anything_of
             lambda: client.return_lease(ReturnLeaseRequest(lease_id="0" * 64, session=TWO)),
             lambda: client.leave(LeaveRequest(session=TWO)),
         ):
-            with pytest.raises(PeerError, match="another machine has used this key since") as caught:
+            with pytest.raises(RemoteError, match="another machine has used this key since") as caught:
                 await call()
             assert caught.value.code is ErrorCode.IN_USE
             assert caught.value.retry_after_s is not None
@@ -261,7 +261,7 @@ async def test_a_release_without_sessions_takes_part_and_may_join_again() -> Non
         for _ in range(2):
             await world.join(ANNA)
             await world.client(ANNA).heartbeat(HEARTBEAT)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             await world.client(ANNA).join(join(ONE))
         assert caught.value.code is ErrorCode.IN_USE
 
@@ -275,7 +275,7 @@ async def test_the_session_that_takes_part_outlives_a_restart_of_the_coordinator
             process.kill()
             await process.wait()
             process, _ = await start(tmp_path, port)
-            with pytest.raises(PeerError) as caught:
+            with pytest.raises(RemoteError) as caught:
                 await client.join(join(TWO))
             assert caught.value.code is ErrorCode.IN_USE
             await client.heartbeat(HEARTBEAT.model_copy(update={"session": ONE}))
@@ -300,7 +300,7 @@ async def test_a_bundle_that_others_send_again_keeps_no_session_alive_and_uses_u
         async def is_let_in() -> bool:
             status, _ = await world.post("/v1/rollouts", parcel)
             assert status in (200, 403, 429)
-            with contextlib.suppress(PeerError):
+            with contextlib.suppress(RemoteError):
                 await client.join(join(TWO))
                 return True
             return False

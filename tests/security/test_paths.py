@@ -15,7 +15,7 @@ from tests.security.hostile_world import NEVER, NO_MODEL_FILES
 import prime_node
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.inside import place
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 NODE = Path(str(prime_node.__file__)).parent
 LOOKS_LIKE_A_FOLDER = re.compile(
@@ -34,7 +34,7 @@ ALLOWED = {
     "broadcast/audit/ledger_file.py": OWN_FOLDER,
     "broadcast/audit/safetensors_file.py": "names of a file that the user has named; one component, checked there",
     "broadcast/follow/pinned.py": "the text of an error",
-    "broadcast/seed/shelf.py": "removes what the folder itself has listed",
+    "broadcast/seed/seed_store.py": "removes what the folder itself has listed",
     "broadcast/swarm/topology.py": "numbers",
     "cli/api.py": A_DIGEST,
     "cli/doctor.py": "numbers",
@@ -89,14 +89,14 @@ def test_paths_are_made_by_the_one_function() -> None:
 @pytest.mark.parametrize("name", [name for name in NO_MODEL_FILES if set(name) & (NEVER - {"/"}) or ".." in name])
 def test_the_one_function_refuses_what_leads_elsewhere(name: str, tmp_path: Path) -> None:
     for whole in (name, f"manifests/{name}", f"{name}/x.json"):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             place(tmp_path, whole)
 
 
 def test_the_one_function_takes_folders_of_our_own(tmp_path: Path) -> None:
     assert place(tmp_path, "manifests/00000041.json") == tmp_path / "manifests" / "00000041.json"
     for absolute in ("/etc/passwd", "//x", "a//b", "a/"):
-        with pytest.raises(PeerError):
+        with pytest.raises(RemoteError):
             place(tmp_path, absolute)
 
 
@@ -105,7 +105,7 @@ def test_parts_are_named_by_names_of_files_alone(tmp_path: Path) -> None:
     parts = PartStore(tmp_path / "parts", bytes_max=2**20)
     for name in ("../secret", "/etc/passwd", ".."):
         for call in (lambda: parts.write(name, b"x"), lambda: parts.get(name, 0, 4), lambda: parts.put(name, 0, b"x")):  # noqa: B023
-            with pytest.raises(PeerError):
+            with pytest.raises(RemoteError):
                 call()
     assert (tmp_path / "secret").read_bytes() == b"mine"
 

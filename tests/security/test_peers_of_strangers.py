@@ -25,7 +25,7 @@ from tests.node.swarm_world import CORA, LOCAL, until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.choker import ChokerRules
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.serving import PeerService
@@ -38,7 +38,7 @@ from prime_protocol import limits
 from prime_protocol.addresses import network_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerRecord, PeerTicket, authorization, open_peer_list
@@ -64,7 +64,7 @@ async def find(world: World, key: SigningKey) -> PeersReply:
 @pytest.mark.parametrize("settings", CLOSED, ids=["invited", "listed"])
 async def test_a_run_for_invited_keys_names_its_peers_to_no_other_key(settings: dict[str, object]) -> None:
     async with running(memory_parts(RUN, **settings, seeders=[CORA.key_id])) as world:
-        with pytest.raises(PeerError, match=rf"operator to add key {BEN.key_id} to coordinator\.seeders") as caught:
+        with pytest.raises(RemoteError, match=rf"operator to add key {BEN.key_id} to coordinator\.seeders") as caught:
             await find(world, BEN)
         assert caught.value.code is ErrorCode.NOT_INVITED
         for key in (CORA, TRAINER, VALIDATOR, COORDINATOR):
@@ -166,7 +166,7 @@ async def test_a_seeder_that_a_closed_run_does_not_know_ends_and_says_what_its_o
     await parts.public.put(b"{}")
     async with running(parts) as world:
         await put_model_files(world)
-        with pytest.raises(PeerError, match=rf"operator to add key {CORA.key_id} to coordinator\.seeders"):
+        with pytest.raises(RemoteError, match=rf"operator to add key {CORA.key_id} to coordinator\.seeders"):
             await run_seed(world, tmp_path, asyncio.Event())
 
 
@@ -198,7 +198,7 @@ def service_of(folder: Path) -> PeerService:
     parts = PartStore(folder / "parts", bytes_max=2**30)
     parts.write(digest_of(BLOB), BLOB)
     uplink = Uplink(clock=CLOCK, rules=ChokerRules(slots=16))
-    return PeerService(RUN, ANNA, Holdings(), parts, uplink, CLOCK, lambda version: None, folder=folder)
+    return PeerService(RUN, ANNA, HaveSet(), parts, uplink, CLOCK, lambda version: None, folder=folder)
 
 
 def shown_by(key: SigningKey) -> str:
@@ -228,7 +228,7 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
     streams: list[AsyncIterator[bytes]] = []
     for number in range(limits.PEER_LISTENERS_NETWORK_MAX):
         await listen(number, f"8.8.8.{number}")
-    with pytest.raises(PeerError, match="too many listeners at this peer already"):
+    with pytest.raises(RemoteError, match="too many listeners at this peer already"):
         await listen(1_000, "8.8.8.200")
     await listen(1_001, "9.9.9.9")
     for stream in streams:

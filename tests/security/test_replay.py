@@ -40,7 +40,7 @@ from prime_node.coordinator.api.routes import ENDPOINTS
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import (
     AdminRequest,
@@ -293,7 +293,7 @@ async def test_a_client_is_not_led_round_in_circles_by_a_server_that_names_ever_
         server.says(body.model_dump_json().encode(), status=409)
         async with HttpClient(server.url, run=make_run().digest, clock=SystemClock(), key=ANNA) as client:
             for number in (1, 2):
-                with pytest.raises(PeerError) as caught:
+                with pytest.raises(RemoteError) as caught:
                     await client.heartbeat(HEARTBEAT)
                 assert caught.value.is_transient, "it waits, as for a server that is busy"
                 assert len(server.seen) == 2 * number
@@ -339,7 +339,7 @@ def test_drift_that_begins_no_epoch_outlives_no_nonce() -> None:
     nonces.spend("ben", "1" * 32, MEMORY_S - 0.001)
     last_moment_s = 2 * limits.REQUEST_AGE_S_MAX + limits.CLOCK_BACK_S_MAX
     for seconds in (1.0, last_moment_s / 2, last_moment_s):
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             nonces.spend("anna", "0" * 32, seconds)
         assert caught.value.code is ErrorCode.REPLAYED
 

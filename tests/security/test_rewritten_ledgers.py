@@ -17,7 +17,7 @@ from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.limits import COUNT_MAX, REQUEST_AGE_S_MAX
 from prime_protocol.messages import ReceiptList
@@ -142,7 +142,7 @@ async def test_a_worker_refuses_receipts_dated_ahead_of_its_clock(honest: Honest
         dated = receipt.model_copy(update={"at_ms": receipt.at_ms + ahead_ms})
         return ReceiptList(receipts=(seal(dated, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode(),), next=1)
 
-    with pytest.raises(PeerError, match="ahead of this machine's clock"):
+    with pytest.raises(RemoteError, match="ahead of this machine's clock"):
         book.add(offered(bound_ms + 1), now_ms=receipt.at_ms)
     assert book.cursor == 0
     assert not (tmp_path / "worker" / "receipts.jsonl").exists()

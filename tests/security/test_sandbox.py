@@ -13,7 +13,7 @@ import pytest
 from tests.security.sandbox_world import PREAMBLE, inside
 
 from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces, syscalls
-from prime_node.adapters.sandbox.rules import SandboxLevel, SandboxRules, Wall
+from prime_node.adapters.sandbox.rules import Restriction, SandboxLevel, SandboxRules
 from prime_node.cli.wire_sandbox import level_here
 
 pytestmark = pytest.mark.skipif(
@@ -197,7 +197,11 @@ except RuntimeError as error:
 
 def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
     level = SandboxLevel(
-        (Wall("files", True), Wall("signals", False, "Linux 6.12 and newer"), Wall("system calls", True))
+        (
+            Restriction("files", True),
+            Restriction("signals", False, "Linux 6.12 and newer"),
+            Restriction("system calls", True),
+        )
     )
     assert level.sentence() == "enforced: files, system calls; NOT enforced: signals (Linux 6.12 and newer)"
     assert not level.is_full
@@ -216,9 +220,9 @@ def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
     ],
 )
 def test_what_a_kernel_cannot_enforce_is_named_with_the_version_that_can(version: int, missing: list[str]) -> None:
-    walls = landlock.enforced_walls(SandboxRules(connect_ports=()), version)
-    assert [wall.what for wall in walls if not wall.up] == missing
-    assert all("Linux" in wall.why for wall in walls if not wall.up)
+    restrictions = landlock.enforced_restrictions(SandboxRules(connect_ports=()), version)
+    assert [restriction.what for restriction in restrictions if not restriction.up] == missing
+    assert all("Linux" in restriction.why for restriction in restrictions if not restriction.up)
 
 
 def test_an_older_kernel_leaves_truncation_open_and_the_line_names_it(folder: Path) -> None:

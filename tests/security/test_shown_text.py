@@ -33,7 +33,7 @@ from prime_node.observe import setup_logging
 from prime_node.ports.metrics import Metric, MetricKind
 from prime_node.worker.status import Status
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.messages import JoinRequest, WorkerState
 from prime_protocol.visible import INVISIBLE, VISIBLE, printable
@@ -53,8 +53,8 @@ NOT_SHOWN = {
     "ticket": "the same",
     "path": "is matched with the routes",
     "preset": "is one of the names that the code knows",
-    "options": "are data of environments; where an error quotes them, PeerError makes them printable",
-    "detail": "of an error answer becomes a PeerError, which makes it printable; a verdict's and a receipt's are texts",
+    "options": "are data of environments; where an error quotes them, RemoteError makes them printable",
+    "detail": "of an error answer becomes a RemoteError, which makes it printable; a verdict's and a receipt's are texts",
 }
 """Text fields without a pattern, and why none of them is displayed unescaped."""
 
@@ -230,7 +230,7 @@ def test_the_screen_of_up_shows_nothing_of_it() -> None:
 def test_errors_and_lines_show_nothing_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     say(HOSTILE, HOSTILE)
     say(HOSTILE, console=Console(width=200))
-    for error in (LocalError(HOSTILE), PeerError(ErrorCode.MALFORMED, HOSTILE)):
+    for error in (LocalError(HOSTILE), RemoteError(ErrorCode.MALFORMED, HOSTILE)):
         outcome.tell(error)
     said = capsys.readouterr()
     assert is_clean(said.out)

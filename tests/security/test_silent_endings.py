@@ -21,20 +21,20 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_peer import HttpPeer
 from prime_node.broadcast.swarm.directory import Directory
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.mesh import Mesh
 from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
-from prime_node.broadcast.swarm.tended import Tended
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import PublicKey
-from prime_protocol.peers import PeerNews
+from prime_protocol.peers import PeerUpdate
 
 
 async def test_a_bug_among_the_links_starts_them_again_and_shows_where_the_owner_looks(
@@ -71,7 +71,7 @@ async def test_a_bug_among_the_links_starts_them_again_and_shows_where_the_owner
 async def test_a_bug_in_one_link_is_loud_and_costs_that_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right, calls = HttpPeer.news, 0
 
-    async def wrong_once(self: HttpPeer) -> AsyncIterator[PeerNews]:
+    async def wrong_once(self: HttpPeer) -> AsyncIterator[PeerUpdate]:
         nonlocal calls
         calls += 1
         if calls == 1:
@@ -85,7 +85,7 @@ async def test_a_bug_in_one_link_is_loud_and_costs_that_link(tmp_path: Path, mon
         assert peer.neighbours is not None
         neighbours = peer.neighbours
         await until(lambda: neighbours.linked)
-        assert peer.tended.num_faults == 1
+        assert peer.swarm_tasks.num_faults == 1
         assert "ZeroDivisionError" in peer.describe()
 
 
@@ -98,9 +98,9 @@ async def test_a_peer_network_that_ends_by_a_bug_is_opened_again_and_the_rest_go
     await ben.start()
     directory = Directory(RUN, ANNA, finder, clock=clock, rng=rng)
     parts = PartStore(tmp_path / "parts", bytes_max=2**20)
-    service = PeerService(RUN, ANNA, Holdings(), parts, Uplink(clock=clock), clock, lambda version: None)
+    service = PeerService(RUN, ANNA, HaveSet(), parts, Uplink(clock=clock), clock, lambda version: None)
     mesh = Mesh(RUN, network, directory, clock=clock, rng=rng)
-    peer = Peer(SwarmConfig(private=True), service, AiohttpServer(), directory, Tended(clock), None, network, mesh)
+    peer = Peer(SwarmConfig(private=True), service, AiohttpServer(), directory, SwarmTasks(clock), None, network, mesh)
     async with peer.running():
         await until(network.connected)
         await network.fail()
@@ -150,18 +150,18 @@ async def test_the_coordinators_host_is_opened_again_and_its_faults_are_in_the_m
 
 
 async def test_a_part_that_ends_without_an_error_is_a_fault_as_well() -> None:
-    tended, done = Tended(SystemClock()), asyncio.Event()
+    swarm_tasks, done = SwarmTasks(SystemClock()), asyncio.Event()
 
     async def work() -> None:
-        if tended.num_faults:
+        if swarm_tasks.num_faults:
             done.set()
             await asyncio.Event().wait()
 
-    task = asyncio.create_task(tended.keep("links", work))
+    task = asyncio.create_task(swarm_tasks.keep("links", work))
     async with asyncio.timeout(5):
         await done.wait()
     task.cancel()
-    assert "must never end" in tended.describe()
+    assert "must never end" in swarm_tasks.describe()
 
 
 def test_a_bug_at_the_edge_to_libp2p_is_loud_once_a_place_and_a_peers_failure_is_quiet(
@@ -195,7 +195,7 @@ def test_an_error_of_our_own_code_at_the_edge_to_libp2p_is_loud_unless_its_kind_
     def raised(call: Callable[[], object]) -> Exception:
         try:
             call()
-        except (ValueError, PeerError) as error:
+        except (ValueError, RemoteError) as error:
             return error
         raise AssertionError("nothing was raised")
 

@@ -9,15 +9,15 @@ import pytest
 from tests.security.raw_http import ask, get
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
-from prime_node.adapters.web.doors import DEBT_S_MAX, REQUEST_S, STRANGERS_SHARE, Doors
+from prime_node.adapters.web.connection_counts import DEBT_S_MAX, REQUEST_S, STRANGERS_SHARE, ConnectionCounts
 from prime_node.adapters.web.metered import Meter
-from prime_node.coordinator.api.walls import caller_bounds_of
+from prime_node.coordinator.api.caller_bounds import caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 
-def walls() -> CallerBounds:
+def bounds() -> CallerBounds:
     return caller_bounds_of(CoordinatorConfig.model_validate({"public_requests_per_second": 1e9}))
 
 
@@ -25,35 +25,35 @@ def walls() -> CallerBounds:
 def test_all_strangers_together_get_a_share_of_the_processor_time_whatever_a_request_costs(cost_s: float) -> None:
     """Before, a request counted 2 ms at most, so that pages of the ledger took all of the server's time."""
     now_s = 1_000.0
-    doors = Doors(walls(), lambda: now_s)
-    entry = doors.enter("9.9.9.9")
+    connection_counts = ConnectionCounts(bounds(), lambda: now_s)
+    entry = connection_counts.enter("9.9.9.9")
     assert entry is not None
     used_s = 0.0
     while now_s < 1_020.0:
         try:
-            now_s += doors.delay_s(entry, "")
-        except PeerError:
+            now_s += connection_counts.delay_s(entry, "")
+        except RemoteError:
             now_s += DEBT_S_MAX
             continue
         for _ in range(4):  # as it is used
             now_s += cost_s / 4
-            doors.spent(entry, cost_s / 4)
-        doors.answered(entry)
+            connection_counts.spent(entry, cost_s / 4)
+        connection_counts.answered(entry)
         used_s += cost_s + REQUEST_S
     assert used_s == pytest.approx(STRANGERS_SHARE * 20.0, rel=0.1, abs=2 * cost_s)
 
 
 def test_a_request_that_begins_as_a_strangers_counts_however_it_ends() -> None:
-    doors = Doors(walls(), lambda: 1_000.0)
-    entry, other = doors.enter("9.9.9.9"), doors.enter("8.8.8.8")
+    connection_counts = ConnectionCounts(bounds(), lambda: 1_000.0)
+    entry, other = connection_counts.enter("9.9.9.9"), connection_counts.enter("8.8.8.8")
     assert entry is not None
     assert other is not None
-    doors.delay_s(entry, "")
+    connection_counts.delay_s(entry, "")
     entry.vouch(Sender("a member", is_role=False))
-    doors.spent(entry, 1.0)
-    doors.answered(entry)
-    with pytest.raises(PeerError, match="too many requests of strangers"):
-        doors.delay_s(other, "")
+    connection_counts.spent(entry, 1.0)
+    connection_counts.answered(entry)
+    with pytest.raises(RemoteError, match="too many requests of strangers"):
+        connection_counts.delay_s(other, "")
 
 
 async def spin(request: Request) -> Response:
@@ -66,7 +66,7 @@ async def spin(request: Request) -> Response:
 
 async def test_strangers_are_refused_while_they_owe_processor_time() -> None:
     server = AiohttpServer()
-    port = await server.start([Route("GET", "/spin", spin)], host="127.0.0.1", port=0, walls=walls())
+    port = await server.start([Route("GET", "/spin", spin)], host="127.0.0.1", port=0, bounds=bounds())
     url = f"http://127.0.0.1:{port}"
     try:
         assert (await ask(url, get("/spin"))).status == 200

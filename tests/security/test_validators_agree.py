@@ -24,7 +24,7 @@ from tests.node.coordinator_world import (
 from prime_node.cli.run_status import RunStatus
 from prime_node.coordinator.agreement import RETRY_CHECKS, UNANSWERED_MAX, Agreement, Opinion
 from prime_protocol.envelope import open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
@@ -73,7 +73,7 @@ async def outcome_of(world: World) -> tuple[str, bool]:
     is_banned = False
     try:
         await world.client(ANNA).heartbeat(HEARTBEAT)
-    except PeerError as error:
+    except RemoteError as error:
         is_banned = error.code is ErrorCode.BANNED
     return str(receipt.reason or receipt.status), is_banned
 
@@ -169,7 +169,7 @@ async def test_a_second_validator_that_never_says_anything_shields_few_cheats() 
             await world.client(ANNA).heartbeat(HEARTBEAT)  # which a banned worker may not
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             await world.client(ANNA).heartbeat(HEARTBEAT)
         assert caught.value.code is ErrorCode.BANNED
         (silent,) = (await told(world, 0))["unanswered"]

@@ -23,7 +23,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.coordinator.agreement import Agreement, Opinion
 from prime_node.coordinator.state.records import LeaseRecord, PendingBundle
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import pack_logprobs
@@ -64,7 +64,7 @@ async def say(
 
 async def is_not_its_own(world: World, key: SigningKey, bundle: str, reason: RejectReason | None = None) -> None:
     """Neither the verdict nor the logprobs of this validator are taken."""
-    with pytest.raises(PeerError, match="is not assigned to this validator") as caught:
+    with pytest.raises(RemoteError, match="is not assigned to this validator") as caught:
         await say(world, key, bundle, reason)
     assert caught.value.code is ErrorCode.NOT_FOUND
     parcel = pack_logprobs(VALUES, run=RUN.digest, bundle=bundle, key=key)
@@ -120,7 +120,7 @@ async def test_a_verdict_names_no_logprobs_of_another_validator() -> None:
         await world.take_task(VALIDATOR)
         theirs = await world.client(VALIDATOR).put_logprobs(bundle, VALUES)
         await world.take_task(SECOND)
-        with pytest.raises(PeerError, match="another validator"):
+        with pytest.raises(RemoteError, match="another validator"):
             await say(world, SECOND, bundle, logprobs=theirs)
 
 
@@ -133,7 +133,7 @@ async def test_what_is_said_of_a_bundle_of_another_makes_no_class() -> None:
         assert (await world.take_task(VALIDATOR)).bundle == bundle
         evidence = BundleEvidence(worker="a", validator="a class of its own", sums={})
         claim = CheckResultRequest(bundle=bundle, verdict=Verdict.accept(), rewards=(1.0, 0.0), evidence=evidence)
-        with pytest.raises(PeerError, match="is not assigned to this validator"):
+        with pytest.raises(RemoteError, match="is not assigned to this validator"):
             await world.client(SECOND).check_result(claim)
         assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=())), NotYet)
 

@@ -59,7 +59,7 @@ async def join_run(
     This confines the whole process irrevocably, unless [worker.sandbox] unsafe_off is set. So call it from the main thread
     of a process of its own, before other threads start. It blocks the event loop until then.
 
-    Raises LocalError if this machine or its settings are at fault, PeerError if the run refuses the worker.
+    Raises LocalError if this machine or its settings are at fault, RemoteError if the run refuses the worker.
     """
     # Importing numpy would start threads that cannot be confined any more.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 
-from prime_node.cli.wire_walls import confined
+from prime_node.cli.wire_restrictions import confined
 
 STDIN = 0
 CHUNK_BYTES = 2**16

@@ -159,11 +159,11 @@ async def each_policy(
         figures = await evaluator.evaluate(policy.weights, version)
         rows.record(step=version, **figures, **marks)
         shown = ("eval_greedy", "eval_sampled", "eval_reward")
-        told = "  ".join(
+        line = "  ".join(
             f"{name.removeprefix('eval_')} {figures[name]:.2f} ({figures[f'{name}_low']:.2f} to {figures[f'{name}_high']:.2f})"
             for name in shown
             if f"{name}_low" in figures
         )
         if failed := figures.get("eval_failed"):
-            told += f"  {failed:.0f} answers could not be scored"
-        say(f"policy {version}  {told}")
+            line += f"  {failed:.0f} answers could not be scored"
+        say(f"policy {version}  {line}")

@@ -15,10 +15,10 @@ from prime_node.inside import place
 from prime_protocol import limits
 from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease
-from prime_protocol.case import BanStatement, check_case
 from prime_protocol.digest import digest_of
+from prime_protocol.dossier import BanStatement, check_dossier
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.key_ring import Role
 from prime_protocol.ledger import open_ledger_head
@@ -51,7 +51,7 @@ evidence = typer.Typer(
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class _Dossier:
     """A ban dossier whose signatures all verify."""
 
     run: PinnedRun
@@ -71,7 +71,7 @@ def _group() -> None:
 
 @evidence.command("verify")
 def evidence_verify(
-    case: Annotated[
+    dossier: Annotated[
         Path, typer.Argument(help="Ban dossier: coordinator/evidence/ban-WORKER-TIME.jsonl in the run's folder.")
     ],
     run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
@@ -106,11 +106,11 @@ def evidence_verify(
     """
     opened, said, seeds, fault = None, "", "", ""
     try:
-        opened = _read(case, pinned=run)
-        check_case(opened.statement, opened.receipts, run=opened.run.digest, spec=opened.run.spec)
-        said = _about_the_bundle(opened, case.parent, model)
+        opened = _read(dossier, pinned=run)
+        check_dossier(opened.statement, opened.receipts, run=opened.run.digest, spec=opened.run.spec)
+        said = _about_the_bundle(opened, dossier.parent, model)
         seeds = "" if ledger is None else asyncio.run(_about_the_seeds(opened, ledger))
-    except PeerError as error:
+    except RemoteError as error:
         fault = error.detail
     if as_json:
         about = opened.statement.model_dump(mode="json") if opened else {}
@@ -147,17 +147,17 @@ def evidence_verify(
     raise typer.Exit(DOES_NOT_HOLD if fault else 0)
 
 
-def _read(path: Path, *, pinned: str | None) -> _Case:
-    """Read a dossier. Raises LocalError for disk errors and PeerError for faults in the file's content."""
+def _read(path: Path, *, pinned: str | None) -> _Dossier:
+    """Read a dossier. Raises LocalError for disk errors and RemoteError for faults in the file's content."""
     try:
-        lines = _read_file(path, None if pinned else limits.UNPINNED_CASE_BYTES_MAX).splitlines()
+        lines = _read_file(path, None if pinned else limits.UNPINNED_DOSSIER_BYTES_MAX).splitlines()
     except OSError as error:
         raise LocalError(
             f"{path}: {error.strerror}; a ban dossier is a file in the run's coordinator/evidence/"
         ) from None
     envelopes = [open_envelope(line, bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in lines]
     if not envelopes:
-        raise PeerError(ErrorCode.MALFORMED, "an empty file is not a ban dossier")
+        raise RemoteError(ErrorCode.MALFORMED, "an empty file is not a ban dossier")
     run = open_run_spec(envelopes[0], pinned=pinned or envelopes[0].digest)
     found: dict[str, list[Envelope]] = {}
     for envelope in envelopes[1:]:
@@ -168,7 +168,7 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
     signed = {kind: found.pop(kind, []) for kind in kinds}
     opened = {kind: [run.keys.verify_kept(one, kind, Role.COORDINATOR) for one in signed[kind]] for kind in kinds}
     if found or len(opened[PayloadType.BAN]) != 1 or len(opened[PayloadType.LEASE]) > 1:
-        raise PeerError(ErrorCode.MALFORMED, "a ban dossier holds one ban, at most one lease, and receipts")
+        raise RemoteError(ErrorCode.MALFORMED, "a ban dossier holds one ban, at most one lease, and receipts")
     leases = [parse_json(payload, Lease) for payload in opened[PayloadType.LEASE]]
     statement = parse_json(opened[PayloadType.BAN][0], BanStatement)
     receipts = [parse_json(payload, Receipt) for payload in opened[PayloadType.RECEIPT]]
@@ -177,13 +177,15 @@ def _read(path: Path, *, pinned: str | None) -> _Case:
         *zip(signed[PayloadType.LEASE], (one.issued_at_ms for one in leases), strict=True),
         *zip(signed[PayloadType.RECEIPT], (one.at_ms for one in receipts), strict=True),
     ]
-    return _Case(run, pinned is not None, statement, leases[0] if leases else None, receipts, _former_keys(run, dated))
+    return _Dossier(
+        run, pinned is not None, statement, leases[0] if leases else None, receipts, _former_keys(run, dated)
+    )
 
 
 def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]:
     """Return notes on statements by former keys; the first one is the ban.
 
-    Raises PeerError if one is dated after the ring that replaced its key. A ban by a later key vouches for the receipts
+    Raises RemoteError if one is dated after the ring that replaced its key. A ban by a later key vouches for the receipts
     that it counts: between a ring's date and its arrival at the coordinator, the former key signed them.
     """
     from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
@@ -192,12 +194,12 @@ def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]
     ban = formers[0]
     for former in formers:
         if former is not None and former.is_void and ban is not None and ban.ring <= former.ring:
-            raise PeerError(ErrorCode.REVOKED, f"a statement is {former.text}")
+            raise RemoteError(ErrorCode.REVOKED, f"a statement is {former.text}")
     return former_key_notes(formers)
 
 
 def _read_file(path: Path, bytes_max: int | None) -> bytes:
-    """Read a file. Raises OSError, and PeerError if it has more than `bytes_max` bytes."""
+    """Read a file. Raises OSError, and RemoteError if it has more than `bytes_max` bytes."""
     with path.open("rb") as file:
         data = file.read(-1 if bytes_max is None else bytes_max + 1)
     if bytes_max is not None and len(data) > bytes_max:
@@ -206,48 +208,48 @@ def _read_file(path: Path, bytes_max: int | None) -> bytes:
 
 
 def _require_small(parcel: bytes, bytes_max: int) -> None:
-    """Raise PeerError if the bundle is too large after decompression. `open_bundle` reports a malformed one."""
+    """Raise RemoteError if the bundle is too large after decompression. `open_bundle` reports a malformed one."""
     try:
         header = parse_json(open_parcel(parcel, body_bytes_max=bytes_max).envelope.payload, RolloutHeader)
-    except PeerError:
+    except RemoteError:
         return
     if header.decompressed_bytes > bytes_max:
         raise _too_large("the deciding bundle", bytes_max)
 
 
-def _too_large(what: str, bytes_max: int) -> PeerError:
-    return PeerError(
+def _too_large(what: str, bytes_max: int) -> RemoteError:
+    return RemoteError(
         ErrorCode.TOO_LARGE,
         f"{what} has more than {bytes_max:,} bytes; --run with the run's digest applies the run's own limits",
     )
 
 
-def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
+def _about_the_bundle(dossier: _Dossier, folder: Path, model: Path | None) -> str:
     """Check the bundle itself and return the result.
 
-    Raises PeerError if it contradicts the ban, LocalError for --model without a bundle.
+    Raises RemoteError if it contradicts the ban, LocalError for --model without a bundle.
     """
     from prime_node.validator.judge import OpenedBundle, open_bundle
 
-    bundle, lease = case.statement.bundle, case.lease
+    bundle, lease = dossier.statement.bundle, dossier.lease
     file = place(folder, f"{bundle}.parcel")
     if bundle is None or lease is None or not file.is_file():
         if model is not None:
             raise LocalError(f"{file}: no such bundle, so --model has nothing to check; leave --model out")
         return ""
-    bounds = case.run.spec.limits
+    bounds = dossier.run.spec.limits
     bytes_max = bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
-    if not case.is_pinned:
-        bytes_max = min(bytes_max, limits.UNPINNED_CASE_BYTES_MAX)
-    parcel, decided = _read_file(file, bytes_max), case.receipts[-1]
+    if not dossier.is_pinned:
+        bytes_max = min(bytes_max, limits.UNPINNED_DOSSIER_BYTES_MAX)
+    parcel, decided = _read_file(file, bytes_max), dossier.receipts[-1]
     if digest_of(parcel) != bundle or (lease.lease_id, lease.worker) != (decided.lease_id, decided.worker):
-        raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease does not belong to the deciding bundle")
-    if not case.is_pinned:
-        _require_small(parcel, limits.UNPINNED_CASE_BYTES_MAX)
-    found = open_bundle(parcel, lease, case.run, newest_policy=limits.STEP_MAX)
+        raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease does not belong to the deciding bundle")
+    if not dossier.is_pinned:
+        _require_small(parcel, limits.UNPINNED_DOSSIER_BYTES_MAX)
+    found = open_bundle(parcel, lease, dossier.run, newest_policy=limits.STEP_MAX)
     if not isinstance(found, OpenedBundle):
         if found.verdict.reason is not decided.reason:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, but was refused as {decided.reason}"
             )
         return f"{found.verdict.reason} by its own bytes"
@@ -259,72 +261,72 @@ def _about_the_bundle(case: _Case, folder: Path, model: Path | None) -> str:
             f"a validator of class {judge_class} judged the deciding bundle, but --model can repeat the forward pass of "
             "transformers only; leave --model out to check everything else"
         )
-    return asyncio.run(_judged_again(found, case, model, judge_class))
+    return asyncio.run(_judged_again(found, dossier, model, judge_class))
 
 
-async def _about_the_seeds(case: _Case, ledger: str) -> str:
-    """Check the seeds: step (6) of SPEC.md, section 22. Raises PeerError if the lease does not match the seed chain."""
+async def _about_the_seeds(dossier: _Dossier, ledger: str) -> str:
+    """Check the seeds: step (6) of SPEC.md, section 22. Raises RemoteError if the lease does not match the seed chain."""
     from prime_node.cli.ledger import open_ledger
 
-    lease, chain = case.lease, case.run.spec.seed_chain
+    lease, chain = dossier.lease, dossier.run.spec.seed_chain
     if chain is None or lease is None or lease.is_evaluation:
         return "the run has no seed chain for its seeds"
-    async with open_ledger(ledger, case.run.digest) as source:
-        told = open_ledger_head(await source.source.ledger_head(), source.run).secret
+    async with open_ledger(ledger, dossier.run.digest) as source:
+        secret = open_ledger_head(await source.source.ledger_head(), source.run).secret
     number = chain.number(lease.step)
-    secrets = [] if told is None else chain_opened(chain, told)
+    secrets = [] if secret is None else chain_opened(chain, secret)
     if number >= len(secrets):
         return f"the secret of step {lease.step} is not published in this ledger yet; check again after the step"
-    SeedRule(case.run.digest, case.run.spec).check_lease(lease, secrets[number])
+    SeedRule(dossier.run.digest, dossier.run.spec).check_lease(lease, secrets[number])
     return "its problems and seeds match the seed chain"
 
 
-async def _judged_again(bundle: OpenedBundle, case: _Case, model: Path, judge_class: str) -> str:
-    """Repeat the forward pass. Raises PeerError if it does not confirm the refusal."""
+async def _judged_again(bundle: OpenedBundle, dossier: _Dossier, model: Path, judge_class: str) -> str:
+    """Repeat the forward pass. Raises RemoteError if it does not confirm the refusal."""
     from prime_node.cli import wire
     from prime_node.validator.judge import evidence_in, verdict_on, weigh_bundle
     from prime_node.validator.spans import policies_of
     from prime_protocol.verify import summary
 
-    decided = case.receipts[-1]
+    decided = dossier.receipts[-1]
     if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:
         return "well-formed; several policies sampled it, so --model cannot repeat it"
     scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
-        found, *_ = await weigh_bundle(bundle, scorer, run=case.run)
+        found, *_ = await weigh_bundle(bundle, scorer, run=dossier.run)
     finally:
         await scorer.close()
-    weighed = evidence_in(bundle, found, case.run, judged_by=judge_class)  # on any device that this machine has
-    if case.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
+    weighed = evidence_in(bundle, found, dossier.run, judged_by=judge_class)  # on any device that this machine has
+    if dossier.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
         return compared(decided.evidence, weighed)
-    return confirmed(decided.reason, verdict_on(summary(found), weighed, case.run.spec.checks))
+    return confirmed(decided.reason, verdict_on(summary(found), weighed, dossier.run.spec.checks))
 
 
 def confirmed(reason: RejectReason | None, verdict: Verdict) -> str:
-    """Compare a forward pass with a refusal. Raises PeerError if the pass should have confirmed the refusal and does not."""
+    """Compare a forward pass with a refusal. Raises RemoteError if the pass should have confirmed the refusal and does not."""
     if verdict.reason is reason:
         return f"{reason} by a forward pass"
     if reason in BY_FORWARD_PASS:
-        raise PeerError(ErrorCode.MALFORMED, f"a forward pass gives {verdict.reason or 'accepted'}, not {reason}")
+        raise RemoteError(ErrorCode.MALFORMED, f"a forward pass gives {verdict.reason or 'accepted'}, not {reason}")
     return f"{reason}, which a forward pass cannot check"
 
 
 def compared(claimed: BundleEvidence, found: BundleEvidence | None) -> str:
-    """Compare the evidence of a bundle with the claim in its receipt. Raises PeerError if it is much weaker."""
+    """Compare the evidence of a bundle with the claim in its receipt. Raises RemoteError if it is much weaker."""
     nats = {name: max(sums.log_e) for name, sums in claimed.sums.items() if sums.log_e}
     mine = {name: max(sums.log_e) for name, sums in found.sums.items() if sums.log_e} if found else {}
     if not nats:
         return "its receipt adds no evidence"
     loudest = max(nats, key=lambda name: nats[name])
-    if loudest in REWARD_RANKS and claimed.compared:  # check_case has already recomputed it
+    if loudest in REWARD_RANKS and claimed.compared:  # check_dossier has already recomputed it
         return f"{loudest} adds {nats[loudest]:.1f} nats, as the rewards in its receipt do"
     if loudest in REWARD_RANKS:
         return f"{loudest} adds {nats[loudest]:.1f} nats, by the validator's own samples, which a forward pass does not repeat"
     if loudest == SHADING_BY_REWARD:
         return f"{loudest} adds {nats[loudest]:.1f} nats, by rewards, which a forward pass does not repeat"
     if loudest not in mine or mine[loudest] < nats[loudest] - abs(nats[loudest]) / 2:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.MALFORMED,
             f"{loudest} adds {mine.get(loudest, 0.0):.1f} nats by a forward pass, not {nats[loudest]:.1f}",
         )

@@ -14,7 +14,7 @@ from prime_node import __version__
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set
 from prime_node.cli.place import HOME, parse_link
 from prime_node.cli.say import say
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ async def _fetch(
 
 
 async def _policy(follower: Follower, policy_version: int | None) -> Policy:
-    """Fetch a policy. Raises LocalError if it is not published yet, PeerError if no peer has it any more."""
+    """Fetch a policy. Raises LocalError if it is not published yet, RemoteError if no peer has it any more."""
     from prime_node.ports.transport import Unreachable
 
     await follower.heads.look()
@@ -119,7 +119,7 @@ async def _policy(follower: Follower, policy_version: int | None) -> Policy:
                     f"policy {wanted}: {error}; downloaded pieces are kept: run the command again"
                 ) from None
             log.warning("policy %d: %s; trying again", wanted, error)
-        except PeerError as error:
+        except RemoteError as error:
             # If the coordinator serves no bytes, a peer that is not connected yet may have them.
             if error.code is not ErrorCode.NOT_FOUND or attempt == ATTEMPTS_MAX:
                 raise

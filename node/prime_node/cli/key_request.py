@@ -30,7 +30,7 @@ from prime_protocol.envelope import (
     parse_json,
     pre_authentication_encoding,
 )
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, Role, RoleKeys
 from prime_protocol.manifest import open_manifest
@@ -47,7 +47,7 @@ class Known:
 
 
 async def known_of(target: str) -> Known:
-    """Return the run, every key ring and the newest manifest, verified. Raises LocalError or PeerError."""
+    """Return the run, every key ring and the newest manifest, verified. Raises LocalError or RemoteError."""
     with _answering(target):
         async with open_source(target) as source:
             envelope = await source.run_spec()
@@ -102,7 +102,7 @@ def read_request(file: Path) -> tuple[Envelope, KeyRing]:
         return envelope, parse_json(envelope.payload, KeyRing)
     except OSError as error:
         raise LocalError(f"{file}: {error.strerror}") from None
-    except PeerError as error:
+    except RemoteError as error:
         raise LocalError(f"{file} is not a key ring request: {error.detail}") from None
 
 
@@ -127,7 +127,7 @@ def signatures_missing(known: KeyChain, envelope: Envelope, ring: KeyRing) -> li
 async def submit_to(target: str, known: Known, envelope: Envelope) -> None:
     """Send the ring to the coordinator at the target, or write it to the run's folder if no coordinator runs there.
 
-    Raises PeerError or LocalError.
+    Raises RemoteError or LocalError.
     """
     run_dir = None if is_url(target) else RunDir(Path(target))
     if run_dir is None:

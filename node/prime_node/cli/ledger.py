@@ -20,7 +20,7 @@ from prime_node.cli.target import is_url, named_in
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import LedgerSource, Unreachable
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 
 if TYPE_CHECKING:
     from prime_node.broadcast.audit.ledger_audit import LedgerReport
@@ -126,7 +126,7 @@ def ledger_verify(
 
 @contextlib.asynccontextmanager
 async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
-    """Open a ledger from an exported file, a join link, a URL or a run directory. Raises LocalError and PeerError."""
+    """Open a ledger from an exported file, a join link, a URL or a run directory. Raises LocalError and RemoteError."""
     from prime_node.broadcast.audit.ledger_file import open_ledger_file
     from prime_node.cli import wire, wire_coordinator
     from prime_node.cli.key_request import known_of
@@ -158,7 +158,7 @@ def _receipts(path: Path) -> list[Envelope]:
     found = []
     try:
         for line in file.read_bytes().splitlines():
-            with contextlib.suppress(PeerError):
+            with contextlib.suppress(RemoteError):
                 found.append(open_envelope(line))
     except OSError as error:
         raise LocalError(f"{file}: {error.strerror}; give the worker's folder, where receipts.jsonl is") from None
@@ -167,7 +167,7 @@ def _receipts(path: Path) -> list[Envelope]:
 
 @contextlib.contextmanager
 def _kept(path: Path, run: PinnedRun) -> Iterator[LedgerFile]:
-    """Open a kept ledger of the run, and add its newer key rings to the run's. Raises LocalError and PeerError."""
+    """Open a kept ledger of the run, and add its newer key rings to the run's. Raises LocalError and RemoteError."""
     from prime_node.broadcast.audit.ledger_file import LedgerFile
 
     with contextlib.ExitStack() as files:
@@ -175,7 +175,7 @@ def _kept(path: Path, run: PinnedRun) -> Iterator[LedgerFile]:
             kept = LedgerFile(files.enter_context(path.open("rb")), pinned=run.digest)
         except OSError as error:
             raise LocalError(f"{path}: {error.strerror}; give a ledger that was exported earlier") from None
-        except PeerError as error:
+        except RemoteError as error:
             raise LocalError(f"{path} is no ledger of run {run.digest[:12]}: {error.detail}") from None
         for _, ring in kept.run.keys.rings[run.keys.version :]:
             run.keys.add(ring)

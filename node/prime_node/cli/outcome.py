@@ -25,10 +25,10 @@ DISK_FAULTS = {
 
 def tell(error: BaseException) -> int:
     """Print an expected error as one line and return the exit code. Raise any other error again."""
-    told = outcome_of(error)
-    if told is None:
+    known = outcome_of(error)
+    if known is None:
         raise error
-    code, line = told
+    code, line = known
     say(*f"prime-node: {line}".replace("\n", "\n  ").split("\n"), console=Console(stderr=True))
     return code
 

@@ -29,20 +29,20 @@ STATUS_BYTES_MAX = 16 * 2**20
 ANSWER_S_MAX = 5.0
 
 
-class Told(BaseModel):
+class UntrustedRow(BaseModel):
     """Base of untrusted answers. Unknown fields, which a newer coordinator may send, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class BanRow(Told):
+class BanRow(UntrustedRow):
     """Ban of a worker."""
 
     step: int
     reason: str = ""
 
 
-class WorkerLine(Told):
+class WorkerLine(UntrustedRow):
     """One worker in /v1/status."""
 
     worker: str
@@ -62,7 +62,7 @@ class WorkerLine(Told):
     waiting_for: str = ""
 
 
-class StepLine(Told):
+class StepLine(UntrustedRow):
     """Groups of one step, counted by state."""
 
     step: int
@@ -73,14 +73,14 @@ class StepLine(Told):
     trained: int = 0
 
 
-class RolloutCounts(Told):
+class RolloutCounts(UntrustedRow):
     """Accepted rollouts, and refused ones by reason."""
 
     accepted: int = 0
     refused: dict[str, int] = Field(default_factory=dict)
 
 
-class UsableRow(Told):
+class AvailabilityRow(UntrustedRow):
     """Time until workers could use a policy: half of them, and nine of ten."""
 
     policy_version: int
@@ -89,27 +89,27 @@ class UsableRow(Told):
     most_s: float
 
 
-class Problems(Told):
+class Problems(UntrustedRow):
     """Problems whose environment failed for every worker that tried them."""
 
     redrawn: int = 0
 
 
-class ContradictionRow(Told):
+class ContradictionRow(UntrustedRow):
     """Bundle on which validators disagree."""
 
     bundle: str = ""
     said: dict[str, str] = {}
 
 
-class Differing(Told):
+class Differing(UntrustedRow):
     """Two validators whose findings differ by more than chance."""
 
     validators: tuple[str, ...] = ()
     how: str = ""
 
 
-class Unanswered(Told):
+class Unanswered(UntrustedRow):
     """Validator that sent no verdict on bundles that it was asked to confirm."""
 
     validator: str = ""
@@ -117,7 +117,7 @@ class Unanswered(Told):
     waited_for: bool = True
 
 
-class Validators(Told):
+class Validators(UntrustedRow):
     """Disagreement among the validators."""
 
     num_contradictions: int = 0
@@ -140,7 +140,7 @@ class Validators(Told):
         return found
 
 
-class RunStatus(Told):
+class RunStatus(UntrustedRow):
     """Fields of /v1/status that are shown."""
 
     run: str
@@ -157,7 +157,7 @@ class RunStatus(Told):
     validators: Validators = Validators()
     bytes_published: int = 0
     peers: int = 0
-    usable: tuple[UsableRow, ...] = ()
+    usable: tuple[AvailabilityRow, ...] = ()
     steps: tuple[StepLine, ...] = ()
     num_workers: int = 0
     workers: tuple[WorkerLine, ...] = ()
@@ -211,8 +211,8 @@ def clock_ahead_s(target: str) -> float | None:
     """Return how far this machine's clock is ahead of the server's, accurate to a second; None if no answer contains a date."""
     try:
         with urllib.request.urlopen(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
-            told = parsedate_to_datetime(answer.headers["Date"] or "")
-            return time.time() - told.timestamp()
+            date = parsedate_to_datetime(answer.headers["Date"] or "")
+            return time.time() - date.timestamp()
     except (OSError, HTTPException, ValueError, OverflowError):  # a number in a date may have any size
         return None
 

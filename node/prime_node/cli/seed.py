@@ -14,7 +14,7 @@ from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.have_set import HaveSet
     from prime_node.broadcast.swarm.peer import Peer
     from prime_node.ports.swarm import PeerFinder
     from prime_node.worker.config import WorkerConfig
@@ -74,11 +74,11 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: Signi
         async def serve() -> None:
             run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
             await require_admission(client, key)
-            async with wire_swarm.mirror(run, key, client, folder, settings) as (mirror, peer):
+            async with wire_swarm.seeder(run, key, client, folder, settings) as (seeder, peer):
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(_tell(peer, mirror.holdings))
-                        await mirror.follow()
+                        tasks.create_task(_tell(peer, seeder.have_set))
+                        await seeder.follow()
                 except ExceptionGroup as group:
                     raise causes_of(group)[0] from None
 
@@ -89,17 +89,17 @@ async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: Signi
 async def require_admission(client: PeerFinder, key: SigningKey) -> None:
     """Check that the run admits this key.
 
-    Raises PeerError if the run lists no peers for this key. If the coordinator is unreachable, log a warning and return: the
+    Raises RemoteError if the run lists no peers for this key. If the coordinator is unreachable, log a warning and return: the
     peer asks again later.
     """
     from prime_node.ports.transport import Unreachable
-    from prime_protocol.errors import PeerError
+    from prime_protocol.errors import RemoteError
     from prime_protocol.messages import PeersRequest
 
     try:
         reply = await client.find_peers(PeersRequest())
-    except (Unreachable, PeerError) as error:
-        if isinstance(error, PeerError) and not error.is_transient:
+    except (Unreachable, RemoteError) as error:
+        if isinstance(error, RemoteError) and not error.is_transient:
             raise
         log.warning("the coordinator has not confirmed yet that this seeder may take part: %s", error)
         return
@@ -111,8 +111,8 @@ async def require_admission(client: PeerFinder, key: SigningKey) -> None:
         )
 
 
-async def _tell(peer: Peer, holdings: Holdings) -> NoReturn:
+async def _tell(peer: Peer, have_set: HaveSet) -> NoReturn:
     """Log a status line every STATUS_S seconds."""
     while True:
         await asyncio.sleep(STATUS_S)
-        log.info("policy %d | %s", holdings.head, peer.describe())
+        log.info("policy %d | %s", have_set.head, peer.describe())

@@ -7,7 +7,7 @@ from pathlib import Path
 import prime_node
 from prime_protocol.calibration import Calibration
 from prime_protocol.envelope import parse_json
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 
 
 def config_path(name: str) -> Path:
@@ -27,7 +27,7 @@ def read_calibration(path: Path) -> Calibration:
         return parse_json(path.read_bytes(), Calibration)
     except OSError as error:
         raise LocalError(f"calibration {path}: {error.strerror}; `prime-node calibrate {path}` makes one") from None
-    except PeerError as error:
+    except RemoteError as error:
         raise LocalError(f"calibration {path}: {error.detail}") from None
 
 

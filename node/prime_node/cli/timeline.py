@@ -65,9 +65,9 @@ class Timeline:
 
 def read_timeline(run_dir: RunDir) -> Timeline:
     """Read the timeline of a run. Raises LocalError if the run has no timeline."""
-    told = _read(run_dir.coordinator / "timeline.jsonl")
+    recorded = _read(run_dir.coordinator / "timeline.jsonl")
     names, own = _own_workers(run_dir)
-    activities = [*_of_trainer(read_json_lines(run_dir.trainer_metrics)), *_of_coordinator(told, names, own.keys())]
+    activities = [*_of_trainer(read_json_lines(run_dir.trainer_metrics)), *_of_coordinator(recorded, names, own.keys())]
     for key, rows in own.items():
         activities += [_activity(names[key], str(row["kind"]), row) for row in rows]
     if not activities:

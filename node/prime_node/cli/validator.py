@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.engine import SamplingScorer
     from prime_node.validator.config import ValidatorConfig
-    from prime_node.validator.lanes import Lanes
+    from prime_node.validator.scoring_workers import ScoringWorkers
     from prime_protocol.run_spec import PinnedRun
 
 GRACE_S = 8.0
@@ -76,20 +76,22 @@ async def _validate(
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:
 
-        async def set_up() -> tuple[PinnedRun, SamplingScorer, Lanes]:
+        async def set_up() -> tuple[PinnedRun, SamplingScorer, ScoringWorkers]:
             """Wait for an unreachable coordinator, and build in threads so that signals are still handled."""
             run = await wire.pinned_run(client, place.link.run, place.folder, mirrors=settings.mirrors)
-            lanes = wire.scoring_lanes(
-                run.spec, model, grants, launcher, folder=place.folder, lanes_max=settings.scorers
+            scoring_workers = wire.scoring_workers(
+                run.spec, model, grants, launcher, folder=place.folder, workers_max=settings.scorers
             )
             # The environment process starts while this process imports the scorer's modules: each takes seconds.
-            scorer, _ = await asyncio.gather(asyncio.to_thread(wire.scorer, settings, model, run), lanes.open())
-            return run, scorer, lanes
+            scorer, _ = await asyncio.gather(
+                asyncio.to_thread(wire.scorer, settings, model, run), scoring_workers.open()
+            )
+            return run, scorer, scoring_workers
 
         ready = await unless(stop.wait(), set_up())
         if ready is None:
             return 0
-        run, scorer, lanes = ready
+        run, scorer, scoring_workers = ready
         kept = max(settings.policies_kept, run.spec.async_level + 2)
         following = wire_swarm.swarm_follower(
             run, place.key, client, place.folder, settings.model_copy(update={"policies_kept": kept})
@@ -105,7 +107,7 @@ async def _validate(
                             config=settings,
                             coordinator=client,
                             scorer=scorer,
-                            lanes=lanes,
+                            scoring_workers=scoring_workers,
                             tokenizer=wire.tokenizer(model),
                             policy=follower.weights,
                             policy_versions=follower.versions,
@@ -118,7 +120,7 @@ async def _validate(
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
         finally:
-            lanes.close()
+            scoring_workers.close()
             await scorer.close()
     return 0
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
     from prime_node.validator.config import ValidatorConfig
-    from prime_node.validator.lanes import Lanes
+    from prime_node.validator.scoring_workers import ScoringWorkers
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.telemetry import Hardware
     from prime_protocol.weights import Weights
@@ -99,7 +99,7 @@ async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditRep
 async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: Sequence[str] = ()) -> PinnedRun:
     """Return the run of that digest, with its configuration and tokenizer in `folder`/model.
 
-    They come from the coordinator, or from a mirror if it is unreachable. Raises PeerError, Unreachable, or LocalError for
+    They come from the coordinator, or from a mirror if it is unreachable. Raises RemoteError, Unreachable, or LocalError for
     unreadable files.
     """
     from prime_node.adapters.models.model_folder import require_listed, require_plain
@@ -132,26 +132,26 @@ def environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, f
     return dict(start_environments(spec.environments, model, hidden=_secrets(folder), settings=settings))
 
 
-def scoring_lanes(
+def scoring_workers(
     spec: RunSpec,
     model: Path,
     settings: EnvironmentSettings,
     launcher: Launcher | None,
     *,
     folder: Path,
-    lanes_max: int,
-) -> Lanes:
-    """Return a validator's scoring workers, at most `lanes_max`: each has all environments of the run, in its own process.
+    workers_max: int,
+) -> ScoringWorkers:
+    """Return a validator's scoring workers, at most `workers_max`: each has all environments of the run, in its own process.
 
     `launcher` starts the processes if this process has confined itself.
     """
     from prime_node.cli.wire_environments import end_environments, start_environments
-    from prime_node.validator.lanes import Lanes
+    from prime_node.validator.scoring_workers import ScoringWorkers
 
     start = partial(
         start_environments, spec.environments, model, hidden=_secrets(folder), settings=settings, launcher=launcher
     )
-    return Lanes(start, lanes_max=lanes_max, end=end_environments)
+    return ScoringWorkers(start, workers_max=workers_max, end=end_environments)
 
 
 def check_environments(spec: RunSpec, model: Path, settings: EnvironmentSettings, *, folder: Path) -> None:

@@ -22,7 +22,7 @@ from prime_protocol.run_spec import EnvironmentSpec
 if TYPE_CHECKING:
     from prime_node.adapters.environments.launcher import Launcher as Launcher  # cli names it too
     from prime_node.adapters.environments.process import ProcessEnvironment
-    from prime_node.adapters.environments.walls import Walls
+    from prime_node.adapters.environments.restrictions import ProcessRestrictions
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +90,8 @@ def _start_process(
         ProcessEnvironment,
         ProcessTurnEnvironment,
     )
+    from prime_node.adapters.environments.restrictions import around_command, why_not_isolated
     from prime_node.adapters.environments.variables import module_folders, passed_on
-    from prime_node.adapters.environments.walls import around_command, why_not_isolated
 
     found = [with_file_at_hand(spec, settings, hidden=hidden) for spec in specs]
     alone = [spec.name for spec in specs if spec.id == "verifiers"]
@@ -101,12 +101,14 @@ def _start_process(
             f'bubblewrap, or give it the whole network: environments.unsafe_network = ["{alone[0]}"]'
         )
     files = [str(spec.options["path"]) for spec in found if spec.id in READERS]
-    walls = _walls([*files, *_readable(settings)], hidden, settings, network=network, loopback=bool(alone))
+    restrictions = _restrictions(
+        [*files, *_readable(settings)], hidden, settings, network=network, loopback=bool(alone)
+    )
 
     def start(folder: Path) -> Start:
         if launcher is not None:
             return Start(launch=partial(launcher.start, network=network, loopback=bool(alone), read=files))
-        line, place, _ = around_command(_command(hidden), folder, walls, imports=module_folders())
+        line, place, _ = around_command(_command(hidden), folder, restrictions, imports=module_folders())
         return Start(line, passed_on(place, network=network))
 
     process = EnvironmentProcess(
@@ -136,7 +138,7 @@ def open_launcher(
     """
     from prime_node.adapters.environments.hub_files import cache_folder
     from prime_node.adapters.environments.launcher import Launcher, Plan
-    from prime_node.adapters.environments.walls import why_not_isolated
+    from prime_node.adapters.environments.restrictions import why_not_isolated
 
     if why_not_isolated():
         return None
@@ -148,7 +150,8 @@ def open_launcher(
     chosen = tuple(str(one) for one in choices if one not in whole)
     plans = {
         network: Plan(
-            _walls([*_readable(settings), *map(str, whole)], hidden, settings, network=network, loopback=True), chosen
+            _restrictions([*_readable(settings), *map(str, whole)], hidden, settings, network=network, loopback=True),
+            chosen,
         )
         for network in {False, bool(settings.unsafe_network)}
     }
@@ -192,12 +195,12 @@ def _command(hidden: Sequence[Path]) -> list[str]:
     return [sys.executable, "-P", "-m", "prime_node.cli.environment_process", *map(str, hidden[:1])]
 
 
-def _walls(
+def _restrictions(
     read: Sequence[str], hidden: Sequence[Path], settings: EnvironmentSettings, *, network: bool, loopback: bool
-) -> Walls:
-    from prime_node.adapters.environments.walls import Walls
+) -> ProcessRestrictions:
+    from prime_node.adapters.environments.restrictions import ProcessRestrictions
 
-    return Walls(
+    return ProcessRestrictions(
         read=tuple(read),
         hidden=tuple(str(path.resolve()) for path in hidden),
         network=network,

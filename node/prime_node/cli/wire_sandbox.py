@@ -158,7 +158,7 @@ def level_here() -> SandboxLevel:
     import json
 
     from prime_node.adapters.sandbox.confine import confine
-    from prime_node.adapters.sandbox.rules import SandboxLevel, Wall
+    from prime_node.adapters.sandbox.rules import Restriction, SandboxLevel
     from prime_node.config import SandboxSettings
 
     with tempfile.TemporaryDirectory(prefix="prime-doctor-") as folder:
@@ -169,16 +169,18 @@ def level_here() -> SandboxLevel:
         child = os.fork()
         if child == 0:
             try:
-                walls = [(wall.what, wall.up, wall.why) for wall in confine(rules).walls]
+                restrictions = [
+                    (restriction.what, restriction.up, restriction.why) for restriction in confine(rules).restrictions
+                ]
             except (OSError, RuntimeError) as error:
-                walls = [("files", False, str(error))]
-            os.write(writer, json.dumps(walls).encode())
+                restrictions = [("files", False, str(error))]
+            os.write(writer, json.dumps(restrictions).encode())
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader, "rb") as file:
-            told = file.read()
+            answer = file.read()
         os.waitpid(child, 0)
-    return SandboxLevel(tuple(Wall(*wall) for wall in json.loads(told or b"[]")))
+    return SandboxLevel(tuple(Restriction(*restriction) for restriction in json.loads(answer or b"[]")))
 
 
 def forget_secrets(kept: Iterable[str], *, keys_of_judges: bool) -> None:

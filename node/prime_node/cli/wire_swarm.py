@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.follow.follower import DownloadProgress, Follower
     from prime_node.broadcast.follow.trust import Trust
-    from prime_node.broadcast.seed.mirror import Mirror
+    from prime_node.broadcast.seed.seeder import Seeder
     from prime_node.broadcast.seed.seeding import Seeding
     from prime_node.broadcast.swarm.directory import Directory
-    from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.have_set import HaveSet
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.part_store import PartStore
     from prime_node.broadcast.swarm.peer import Peer
     from prime_node.broadcast.swarm.rate_limit import RateLimit
     from prime_node.broadcast.swarm.sources import SourcePool
     from prime_node.broadcast.swarm.swarm_config import SwarmConfig
-    from prime_node.broadcast.swarm.tended import Tended
+    from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
     from prime_node.broadcast.swarm.uplink import Uplink
     from prime_node.patience import Switch
     from prime_node.ports.peer_network import PeerNetwork
@@ -82,7 +82,7 @@ SEED_BYTES_MAX = 256 * 2**30
 class Served:
     """What a peer serves, and where it is stored."""
 
-    holdings: Holdings
+    have_set: HaveSet
     parts: PartStore
     manifest: Callable[[int], Envelope | None]
     folder: Path
@@ -96,7 +96,7 @@ class PeerLinks:
     network: PeerNetwork | None
     uplink: Uplink
     directory: Directory
-    tended: Tended
+    swarm_tasks: SwarmTasks
     neighbours: Neighbours | None = None
     """Links that fetch; None for a machine that only serves."""
 
@@ -122,7 +122,7 @@ def peer_links(
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.network_peer import NetworkPeer
     from prime_node.broadcast.swarm.rate_limit import RateLimit
-    from prime_node.broadcast.swarm.tended import Tended
+    from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
     from prime_node.broadcast.swarm.topology import TopologyRules
     from prime_node.broadcast.swarm.uplink import DataCap, Uplink
     from prime_protocol.peers import PeerRecord
@@ -157,16 +157,16 @@ def peer_links(
         may_serve=may_serve,
     )
     directory = Directory(run, key, client, clock=clock(), rng=random.Random())
-    tended = Tended(clock(), on_fault)
+    swarm_tasks = SwarmTasks(clock(), on_fault)
     if pool is None:
-        return PeerLinks(network, uplink, directory, tended)
+        return PeerLinks(network, uplink, directory, swarm_tasks)
     if network is not None:
         AnnouncedHeads(network, run, pool, clock())
     rules = TopologyRules(neighbours_max=config.neighbours_max)
     neighbours = Neighbours(
-        directory, pool, connect, uplink, tended, clock=clock(), rng=random.Random(), rules=rules
+        directory, pool, connect, uplink, swarm_tasks, clock=clock(), rng=random.Random(), rules=rules
     )  # fmt: skip
-    return PeerLinks(network, uplink, directory, tended, neighbours)
+    return PeerLinks(network, uplink, directory, swarm_tasks, neighbours)
 
 
 def make_peer(
@@ -191,7 +191,7 @@ def make_peer(
 
     directory, network = links.directory, links.network
     service = PeerService(
-        run, key, served.holdings, served.parts, links.uplink, clock(), served.manifest,
+        run, key, served.have_set, served.parts, links.uplink, clock(), served.manifest,
         peer_list=directory.list_for,
         met=directory.met,
         heard_of=(lambda peer: {}) if pool is None else pool.heard_of,
@@ -203,7 +203,7 @@ def make_peer(
             serve_over(network, service)
         mesh = Mesh(run, network, directory, clock=clock(), rng=random.Random())
     return Peer(
-        config, service, AiohttpServer(), directory, links.tended, links.neighbours, network, mesh, accepted
+        config, service, AiohttpServer(), directory, links.swarm_tasks, links.neighbours, network, mesh, accepted
     )  # fmt: skip
 
 
@@ -292,7 +292,7 @@ async def swarm_follower(
         )
         peer = None
         if links is not None:
-            served = Served(follower.holdings, follower.parts, follower.manifest_at_hand, folder)
+            served = Served(follower.have_set, follower.parts, follower.manifest_at_hand, folder)
             peer = make_peer(run, key, swarm, links, served, pool=pool, accepted=accepted)
             await stack.enter_async_context(peer.running())
         yield follower, trusted, peer
@@ -312,29 +312,29 @@ def trainer_seeding(
     `on_fault` gets the number of the swarm's faults so far.
     """
     from prime_node.broadcast.seed.seeding import Seeding
-    from prime_node.broadcast.swarm.holdings import Holdings
+    from prime_node.broadcast.swarm.have_set import HaveSet
     from prime_node.broadcast.swarm.part_store import PartStore
 
-    holdings, parts = Holdings(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
+    have_set, parts = HaveSet(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     links = peer_links(run, key, client, config, folder / "seed", on_fault=on_fault)
-    seeding = Seeding(client, run, parts, holdings, folder=folder / "seed", network=links.network)
-    served = Served(holdings, parts, seeding.shelf.manifest_at_hand, folder)
+    seeding = Seeding(client, run, parts, have_set, folder=folder / "seed", network=links.network)
+    served = Served(have_set, parts, seeding.seed_store.manifest_at_hand, folder)
     return seeding, make_peer(run, key, config, links, served)
 
 
 @contextlib.asynccontextmanager
-async def mirror(
+async def seeder(
     run: PinnedRun, key: SigningKey, client: HttpClient, folder: Path, settings: WorkerConfig
-) -> AsyncIterator[tuple[Mirror, Peer]]:
+) -> AsyncIterator[tuple[Seeder, Peer]]:
     """Run a seeder of others' policies: it stores and serves them without decoding. The model files are in `folder`/model."""
-    from prime_node.broadcast.seed.mirror import Mirror
+    from prime_node.broadcast.seed.seeder import Seeder
 
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)
         await trust(run, sources, folder)
         pool, swarm = _pool(sources), settings.swarm
         links = peer_links(run, key, client, swarm, folder / "swarm", pool=pool)
-        made = Mirror(
+        made = Seeder(
             run,
             pool,
             folder / "checkpoints",
@@ -345,7 +345,7 @@ async def mirror(
             plan=links.neighbours,
             rate=_download_rate(swarm),
         )
-        served = Served(made.holdings, made.parts, made.shelf.manifest_at_hand, folder)
+        served = Served(made.have_set, made.parts, made.seed_store.manifest_at_hand, folder)
         peer = make_peer(run, key, swarm, links, served, pool=pool)
         await stack.enter_async_context(peer.running())
         yield made, peer

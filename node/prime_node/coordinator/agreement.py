@@ -38,7 +38,7 @@ from prime_protocol.verdict import RejectReason, Verdict
 
 log = logging.getLogger(__name__)
 
-TOLD_MAX = 32
+CONTRADICTIONS_MAX = 32
 """Newest contradictions kept."""
 LOOKS_MAX = 64
 """Accepted bundles that wait for a second look."""
@@ -132,7 +132,7 @@ class Agreement:
     """Classes of validators' engines that the run's calibration knows."""
     looks: dict[str, Look] = field(default_factory=dict)
     """Second looks by bundle."""
-    contradictions: deque[Contradiction] = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
+    contradictions: deque[Contradiction] = field(default_factory=lambda: deque(maxlen=CONTRADICTIONS_MAX))
     num_contradictions: int = 0
     _held: dict[str, HeldVerdict] = field(default_factory=dict)
     """Held verdicts by bundle."""

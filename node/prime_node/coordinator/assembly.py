@@ -14,13 +14,13 @@ from prime_node.coordinator.api.bodies import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.documents import PublicDocuments
-from prime_node.coordinator.api.finding import PeerDiscovery
 from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import Judging
 from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.operating import OperatorActions
+from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists, receipt_signer
 from prime_node.coordinator.api.requests import RequestGate
@@ -36,11 +36,11 @@ from prime_node.coordinator.api.status import StatusPages, StatusReport
 from prime_node.coordinator.api.training import TrainerBatches
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.batch_seals import BatchSeals
-from prime_node.coordinator.cases import BanDossiers
 from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.dossiers import BanDossiers
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import Journal, open_journal, restore_state
 from prime_node.coordinator.listed_peers import Peers
@@ -114,7 +114,7 @@ class Coordinator:
     decisions: Decisions
     gate: RequestGate
     assigner: Assigner
-    news: Notifications
+    notifications: Notifications
     presence: Presence
     manifests: PublishedManifests
     curation: Curation
@@ -165,12 +165,18 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
     check_s = config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1)
     rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"))
     observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=parts.timeline)
-    news, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
+    notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
     checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
     agreement = Agreement(check_s, run.spec.checks.validator_classes)
     evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
     decisions = Decisions(
-        journal, clock, observer=observer, news=news, checks=checks, evaluations=evaluations, metrics=metrics
+        journal,
+        clock,
+        observer=observer,
+        notifications=notifications,
+        checks=checks,
+        evaluations=evaluations,
+        metrics=metrics,
     )
     limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
     gate = RequestGate(run=run, limiter=limiter, nonces=Nonces(nonces_max=config.nonces_max))
@@ -213,7 +219,7 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
             decisions=decisions,
             assigner=assigner,
             curation=curation,
-            news=news,
+            notifications=notifications,
             presence=presence,
             observer=observer,
             blockers=blockers,
@@ -239,7 +245,7 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
             clock=clock,
             decisions=decisions,
             assigner=assigner,
-            news=news,
+            notifications=notifications,
             metrics=metrics,
             checks=checks,
             agreement=agreement,
@@ -248,7 +254,7 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
             storage=storage,
         ),
         bundles=storage,
-        batches=TrainerBatches(decisions, news, observer, seals, blockers),
+        batches=TrainerBatches(decisions, notifications, observer, seals, blockers),
         blobs_in=BlobIntake(run, clock, decisions, gate, public),
         manifests_in=ManifestIntake(
             run=run,
@@ -259,14 +265,14 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
             seals=seals,
             evaluations=evaluations,
             observer=observer,
-            news=news,
+            notifications=notifications,
             public=public,
             private=private,
         ),
         keys=keys,
         timestamps=timestamps,
         ledger=ledger,
-        documents=PublicDocuments(run, manifests, keys, ledger, news),
+        documents=PublicDocuments(run, manifests, keys, ledger, notifications),
         blobs=BlobReader(run, public, serve_chunks=config.serve_chunks),
         discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
         operator=OperatorActions(decisions),
@@ -278,7 +284,7 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
         decisions=decisions,
         gate=gate,
         assigner=assigner,
-        news=news,
+        notifications=notifications,
         presence=presence,
         manifests=manifests,
         curation=curation,

@@ -12,9 +12,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from prime_node.coordinator.api.caller_bounds import caller_bounds_of
 from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import require_own_key
-from prime_node.coordinator.api.walls import caller_bounds_of
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.peering import PeerHost
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX
@@ -51,12 +51,12 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
         tasks.create_task(coordinator.journal.write(trash.put_nowait))
         ticker = tasks.create_task(_keep_time(coordinator, parts))
         emptier = tasks.create_task(_empty(trash, parts.bundles))
-        clerk = tasks.create_task(coordinator.dossiers.keep_cases())
+        clerk = tasks.create_task(coordinator.dossiers.keep_dossiers())
         announcer: asyncio.Task[None] | None = None
         try:
             routes = make_routes(handlers, coordinator.gate, coordinator.decisions, clock, parts.metrics)
             port = await parts.web.start(
-                routes, host=config.host, port=config.port or 0, walls=caller_bounds_of(config)
+                routes, host=config.host, port=config.port or 0, bounds=caller_bounds_of(config)
             )
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             if config.unlimited:
@@ -70,7 +70,7 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
                     parts.network,
                     clock=clock,
                     metrics=parts.metrics,
-                    news=coordinator.news,
+                    notifications=coordinator.notifications,
                     manifests=coordinator.manifests,
                     timestamps=handlers.timestamps,
                 )
@@ -82,7 +82,7 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
         finally:
             if announcer is not None:
                 announcer.cancel()
-            coordinator.news.close()
+            coordinator.notifications.close()
             await parts.web.stop(grace_s=config.grace_seconds)
             ticker.cancel()
             emptier.cancel()
@@ -119,7 +119,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
         handlers.judging.expire_checks()
         await handlers.judging.settle_held()
         if state.is_ending:
-            handlers.receipts.release_sureties()
+            handlers.receipts.release_escrows()
         if bark := watchdog.look(now_s):
             log.warning("%s", bark)
         await coordinator.retention.forget_old_encodings()

@@ -30,17 +30,17 @@ class Decisions:
         clock: Clock,
         *,
         observer: Observer,
-        news: Notifications,
+        notifications: Notifications,
         checks: CheckQueue,
         evaluations: Evaluations,
         metrics: Metrics,
     ) -> None:
         self.banned: asyncio.Queue[str] = asyncio.Queue()
-        """Workers whose ban dossier has to be written (cases.py)."""
+        """Workers whose ban dossier has to be written (dossiers.py)."""
         self._journal = journal
         self._clock = clock
         self._observer = observer
-        self._news = news
+        self._news = notifications
         self._checks = checks
         self._evaluations = evaluations
         self._metrics = metrics
@@ -63,7 +63,7 @@ class Decisions:
             self._carry_out(effect, event)
 
     async def synced(self) -> None:
-        """Return once every event so far is durable. Raise PeerError(UNAVAILABLE) if that has become impossible."""
+        """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible."""
         await self._journal.synced()
 
     def _carry_out(self, effect: Effect, event: ev.Event) -> None:
@@ -72,7 +72,7 @@ class Decisions:
                 self._news.offer(effect.topic, self._is_work_left)
             case Woken():
                 self._news.publish(effect.topic)
-            case Settled() if not isinstance(event, ev.SuretyReleased):  # those were counted before
+            case Settled() if not isinstance(event, ev.EscrowReleased):  # those were counted before
                 self._follow_bundle(effect)
             case Evaluated():
                 row = self._evaluations.row_of(self.state.results[effect.policy_version])

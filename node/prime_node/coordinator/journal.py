@@ -30,7 +30,7 @@ from prime_node.coordinator.state.tick import tick
 from prime_node.ports.clock import Clock
 from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.ledger import LedgerChain
 from prime_protocol.verdict import BundleStatus
 
@@ -99,7 +99,7 @@ class Journal:
         return effects
 
     async def synced(self) -> None:
-        """Return once every event so far is durable. Raise PeerError(UNAVAILABLE) if that has become impossible."""
+        """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible."""
         if self._failed:
             raise _unavailable()
         if self._durable < self._number:
@@ -228,5 +228,5 @@ def _latest(receipts: list[StoredReceipt]) -> list[StoredReceipt]:
     return list({receipt.bundle: receipt for receipt in receipts}.values())
 
 
-def _unavailable() -> PeerError:
-    return PeerError(ErrorCode.UNAVAILABLE, "the coordinator is stopping", retry_after_s=2.0)
+def _unavailable() -> RemoteError:
+    return RemoteError(ErrorCode.UNAVAILABLE, "the coordinator is stopping", retry_after_s=2.0)

@@ -22,7 +22,7 @@ from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.swarm import DialBack
 from prime_protocol import limits
 from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, may_be_named, parse_ip, place_of
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.peers import PeerRecord
 
@@ -154,17 +154,17 @@ class Peers:
         They are the coordinator's own host, if it has one, members in random order, and then a few guests if there is room.
         """
         self._forget(now_s)
-        told = None
+        own = None
         if self._network is not None:
-            told = PeerRecord(peer=self._network.peer_id, addresses=_named(self._network.addresses(), address))
-        first = (told,) if told is not None and told.addresses else ()
+            own = PeerRecord(peer=self._network.peer_id, addresses=_named(self._network.addresses(), address))
+        first = (own,) if own is not None and own.addresses else ()
         members = [offer for peer, offer in self._offers.items() if peer != asker and not offer.is_guest]
         guests = [offer for peer, offer in self._offers.items() if peer != asker and offer.is_guest]
         rng.shuffle(members)
         rng.shuffle(guests)
         # Lazily: to work out what is shown of an offer costs more than all else here.
-        chosen = (shown for offer in members if (shown := self._shown(offer, address, told)) is not None)
-        strange = (shown for offer in guests if (shown := self._shown(offer, address, told)) is not None)
+        chosen = (shown for offer in members if (shown := self._shown(offer, address, own)) is not None)
+        strange = (shown for offer in guests if (shown := self._shown(offer, address, own)) is not None)
         listed = chain(first, islice(chosen, peers_max), islice(strange, limits.PEER_GUESTS_LISTED_MAX))
         return tuple(islice(listed, peers_max))
 
@@ -215,7 +215,7 @@ class Peers:
         if offer.network:
             try:
                 self._rates.require(offer.network, now_s)
-            except PeerError:
+            except RemoteError:
                 return  # tried again with the next announcement
             self._rates.charge(offer.network, now_s)
         verdict.tried_s, verdict.is_under_way = now_s, True

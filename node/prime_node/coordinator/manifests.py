@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from prime_node.coordinator.decisions import Decisions
 from prime_node.ports.documents import Documents
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -31,7 +31,7 @@ class PublishedManifests:
     Also held while a key ring is accepted, so that no manifest comes between."""
 
     async def read(self, policy_version: int) -> Envelope:
-        """Return a published manifest. Raise PeerError(NOT_FOUND)."""
+        """Return a published manifest. Raise RemoteError(NOT_FOUND)."""
         # A file may exist before its event if the daemon was killed between the two; it is not published then.
         newest = self.decisions.state.head
         if policy_version <= newest:
@@ -39,7 +39,7 @@ class PublishedManifests:
                 return open_envelope(await self.published.read(manifest_name(policy_version)))
             except KeyError:
                 log.error("%s is missing in the published folder", manifest_name(policy_version))
-        raise PeerError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published; the newest is {newest}")
+        raise RemoteError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published; the newest is {newest}")
 
     async def write(self, signed: SignedManifest) -> None:
         """Write a manifest's file, before it is published."""

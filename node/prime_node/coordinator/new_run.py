@@ -135,7 +135,7 @@ class RunConfig(Settings):
         """Fill in the checks of new runs. In a RunSpec, an absent check is off and all bundles are audited."""
         if not isinstance(checks, dict):
             return checks
-        compared = {"reference_share": REFERENCE_SHARE, "references_told": True} if checks.get("unseeded") else {}
+        compared = {"reference_share": REFERENCE_SHARE, "references_public": True} if checks.get("unseeded") else {}
         seen = dict.fromkeys(("flips_explained", "close_flips_seen", "shading_seen", "logprobs_judged"), True)
         return {"proofs": True, "audits": {}, **seen, **compared, **checks}
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from prime_node.broadcast.swarm.gossiped_heads import TOPIC, announce
 from prime_node.broadcast.swarm.network_peer import serve_routes
-from prime_node.broadcast.swarm.tended import Tended
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.coordinator.api.statements import TimestampSigner
 from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
@@ -42,7 +42,7 @@ class PeerHost:
     network: PeerNetwork
     clock: Clock
     metrics: Metrics
-    news: Notifications
+    notifications: Notifications
     manifests: PublishedManifests
     timestamps: TimestampSigner
 
@@ -58,7 +58,9 @@ class PeerHost:
         """Announce heads, and reopen the host when it has ended, until cancelled."""
         self.metrics.declare(*HOST_METRICS)
         self.metrics.set(HOST_FAULTS, 0.0)
-        tended = Tended(self.clock, on_fault=lambda num_faults: self.metrics.set(HOST_FAULTS, float(num_faults)))
+        swarm_tasks = SwarmTasks(
+            self.clock, on_fault=lambda num_faults: self.metrics.set(HOST_FAULTS, float(num_faults))
+        )
 
         async def work() -> None:
             if self.network.has_ended():
@@ -68,22 +70,22 @@ class PeerHost:
                 await self.network.ended()
                 raise Unreachable("the libp2p host has ended")
 
-        await tended.keep("the coordinator's libp2p host", work)
+        await swarm_tasks.keep("the coordinator's libp2p host", work)
 
     async def _announce_heads(self) -> None:
         """Announce every new head, until the daemon stops or the host has ended."""
-        told = self.manifests.head
+        announced = self.manifests.head
 
         def is_told(head: SignedManifest | None) -> bool:
-            return head is None or (told is not None and head.digest == told.digest)
+            return head is None or (announced is not None and head.digest == announced.digest)
 
         while True:
-            head = await self.news.until(
+            head = await self.notifications.until(
                 Topic.HEAD, lambda: self.manifests.head, is_worth_waiting=is_told, wait_s=limits.WAIT_S_MAX
             )
             if head is None or is_told(head):
                 continue
-            told = head
+            announced = head
             stamp = self.timestamps.newest
             names_it = stamp is not None and stamp[0].policy_version == head.manifest.policy_version
             if not await announce(self.network, head.envelope, stamp[1] if stamp is not None and names_it else None):

@@ -45,28 +45,28 @@ def bounds_of(spec: RunSpec) -> dict[str, Bounds]:
     return {one.name: Bounds(one.turns_max, spec.context_tokens_max(one) - answer) for one in spec.environments}
 
 
-class Desk:
+class BatchingQueue:
     """A batching queue: it gathers requests into batches of an engine. Run it concurrently with the episodes."""
 
     def __init__(self, generate: Callable[[list[GenerateRequest]], Awaitable[list[Completion]]]) -> None:
         self._generate = generate
         self._waiting: list[tuple[GenerateRequest, asyncio.Future[Completion]]] = []
-        self._news = asyncio.Event()
+        self._arrivals = asyncio.Event()
 
     async def ask(self, request: GenerateRequest) -> Completion:
         """Queue a request and return its completion."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
-        self._news.set()
+        self._arrivals.set()
         return await answer
 
     async def serve(self) -> None:
         """Run until cancelled, or until the engine fails; its error is raised."""
         while True:
-            await self._news.wait()
+            await self._arrivals.wait()
             await asyncio.sleep(0)  # let other tasks add their requests
             asked, self._waiting = [one for one in self._waiting if not one[1].done()], []
-            self._news.clear()
+            self._arrivals.clear()
             if asked:
                 completions = await self._generate([request for request, _ in asked])
                 for (_, answer), completion in zip(asked, completions, strict=True):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 def parse_range(text: str, size: int) -> tuple[int, int]:
-    """Parse one byte range of RFC 9110 into [start, end). Raises PeerError(BAD_RANGE).
+    """Parse one byte range of RFC 9110 into [start, end). Raises RemoteError(BAD_RANGE).
 
     Example: parse_range("bytes=0-9", 100) is (0, 10).
     """
@@ -21,5 +21,5 @@ def parse_range(text: str, size: int) -> tuple[int, int]:
     else:
         start, end = 0, 0
     if start >= end:
-        raise PeerError(ErrorCode.BAD_RANGE, f"of {size} bytes, {text[:60]!r} is no range that can be sent")
+        raise RemoteError(ErrorCode.BAD_RANGE, f"of {size} bytes, {text[:60]!r} is no range that can be sent")
     return start, end

@@ -4,7 +4,7 @@ A peer's name is its key (KeyId), and every link authenticates it: an answer to 
 peer passed to a handler is the one that sent the request. Nothing else about a peer is trusted. The network belongs to
 one run: peers of another run share neither protocols nor topics.
 
-Methods raise Unreachable if there was no answer, and PeerError if the peer refused or sent an invalid answer. Nothing
+Methods raise Unreachable if there was no answer, and RemoteError if the peer refused or sent an invalid answer. Nothing
 is retried internally.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import KeyId, PublicKey
 
 
@@ -63,7 +63,7 @@ class PeerAddress:
             )
         try:
             PublicKey.from_key_id(peer)
-        except PeerError as error:
+        except RemoteError as error:
             raise ValueError(f"{text!r}: {error.detail}") from None
         return PeerAddress(peer, (address,))
 
@@ -94,7 +94,7 @@ class DeferredAnswer:
 
 
 RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | DeferredAnswer]]
-"""(requesting peer, request) -> answer. May raise PeerError, which the requesting peer receives."""
+"""(requesting peer, request) -> answer. May raise RemoteError, which the requesting peer receives."""
 Validate = Callable[[KeyId, bytes], Awaitable[GossipJudgement]]
 """(forwarding peer, announcement) -> outcome. A decision that takes longer than ANNOUNCEMENT_JUDGE_S_MAX counts as IGNORE."""
 HandleAnnouncement = Callable[[KeyId, bytes], Awaitable[None]]
@@ -196,7 +196,7 @@ class PeerNetwork(Protocol):
         """Send a request to a connected peer and return its answer.
 
         Several requests may be in progress; answers come in any order. Raises Unreachable if there is no link or no
-        whole answer came in time. Raises PeerError if the peer refuses (with its code) or answers with more than
+        whole answer came in time. Raises RemoteError if the peer refuses (with its code) or answers with more than
         `reply_bytes_max` (TOO_LARGE).
         """
         ...

@@ -8,13 +8,13 @@ from typing import Protocol
 from prime_node.ports.transport import CheckpointSource, TimestampSource
 from prime_protocol.identity import KeyId
 from prime_protocol.messages import PeersReply, PeersRequest
-from prime_protocol.peers import PeerNews
+from prime_protocol.peers import PeerUpdate
 
 
 class PeerLink(CheckpointSource, TimestampSource, Protocol):
-    """Link to one peer. Methods raise PeerError and Unreachable, as in every CheckpointSource."""
+    """Link to one peer. Methods raise RemoteError and Unreachable, as in every CheckpointSource."""
 
-    def news(self) -> AsyncIterator[PeerNews]:
+    def updates(self) -> AsyncIterator[PeerUpdate]:
         """Iterate over the peer's have-set: first all of it, then each addition.
 
         Raises Unreachable when the link is lost or the peer is silent for PEER_SILENCE_S_MAX.

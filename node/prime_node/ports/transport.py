@@ -1,6 +1,6 @@
 """Ports to the coordinator, and sources of checkpoints.
 
-All methods raise PeerError for an error or an invalid answer, and Unreachable if there was no answer. Nothing is
+All methods raise RemoteError for an error or an invalid answer, and Unreachable if there was no answer. Nothing is
 retried internally: the caller decides how long to retry.
 """
 
@@ -55,11 +55,11 @@ class CheckpointSource(Protocol):
         ...
 
     async def manifest(self, policy_version: int) -> Envelope:
-        """Return the signed manifest of a policy. Raises PeerError(NOT_FOUND)."""
+        """Return the signed manifest of a policy. Raises RemoteError(NOT_FOUND)."""
         ...
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a blob, unverified: the caller compares digests. Raises PeerError(NOT_FOUND)."""
+        """Return bytes [start, end) of a blob, unverified: the caller compares digests. Raises RemoteError(NOT_FOUND)."""
         ...
 
 
@@ -67,7 +67,7 @@ class TimestampSource(Protocol):
     """Untrusted source of the signed timestamp, which names the newest policy."""
 
     async def timestamp(self) -> Envelope:
-        """Return the newest timestamp that the source has. Raises PeerError(NOT_FOUND)."""
+        """Return the newest timestamp that the source has. Raises RemoteError(NOT_FOUND)."""
         ...
 
     async def manifest(self, policy_version: int) -> Envelope:
@@ -79,7 +79,7 @@ class StatementSource(TimestampSource, Protocol):
     """Untrusted source of a run's signed statements."""
 
     async def key_ring(self, version: int) -> Envelope:
-        """Return key ring `version`, 1 or above. Raises PeerError(NOT_FOUND) if there is none yet."""
+        """Return key ring `version`, 1 or above. Raises RemoteError(NOT_FOUND) if there is none yet."""
         ...
 
 

@@ -38,10 +38,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A handler's answer. A handler may also raise PeerError, which becomes its status and an ErrorBody."""
+    """A handler's answer. A handler may also raise RemoteError, which becomes its status and an ErrorBody."""
 
     body: bytes | AsyncIterator[bytes] = b""
-    """Body. An iterator may raise PeerError: the connection is then cut, since the status has already been sent."""
+    """Body. An iterator may raise RemoteError: the connection is then cut, since the status has already been sent."""
     status: int = 200
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class BodyAdmission:
 
 
 Admit = Callable[[Request, int], BodyAdmission]
-"""Decides by a request's header, while its body is still empty, and by the length of the body to come. Raises PeerError."""
+"""Decides by a request's header, while its body is still empty, and by the length of the body to come. Raises RemoteError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Route:
 class WebServer(Protocol):
     """A server that runs until stopped. The adapter cuts slow headers and slow bodies."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, bounds: CallerBounds | None = None) -> int:
         """Bind and serve. Port 0 picks a free one; returns the port. Raises LocalError if it cannot bind."""
         ...
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_node.algo.estimates import Mark, sampled_figures, spread
-from prime_node.envs.episodes import Bounds, Desk, EpisodeRecorder, again_alone
+from prime_node.envs.episodes import BatchingQueue, Bounds, EpisodeRecorder, again_alone
 from prime_node.ports.engine import Engine, GenerateRequest
 from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
 from prime_protocol.assignment import Sampling
@@ -146,21 +146,23 @@ class Evaluator:
         ]
         completions = iter(await self._engine.generate(requests, sampling) if requests else ())
         marks = {place: self._mark(questions[place], [next(completions) for _ in range(samples)]) for place in asked}
-        desk, alone = Desk(lambda batch: self._engine.generate(batch, sampling)), asyncio.Lock()
-        episodes = [self._episode(questions[place], seed, desk, alone) for place in answers for seed in seeds[place]]
-        rewards = iter(await desk.serving(asyncio.gather(*episodes)) if episodes else ())
+        batcher, alone = BatchingQueue(lambda batch: self._engine.generate(batch, sampling)), asyncio.Lock()
+        episodes = [self._episode(questions[place], seed, batcher, alone) for place in answers for seed in seeds[place]]
+        rewards = iter(await batcher.serving(asyncio.gather(*episodes)) if episodes else ())
         for place in answers:
             its = [next(rewards) for _ in range(samples)]
             marks[place] = _marked([None if reward is None else (reward == 1.0, reward) for reward in its])
         return [marks[place] for place in range(len(questions))]
 
-    async def _episode(self, question: HeldOutPrompt, seed: int, desk: Desk, alone: asyncio.Lock) -> float | None:
+    async def _episode(
+        self, question: HeldOutPrompt, seed: int, batcher: BatchingQueue, alone: asyncio.Lock
+    ) -> float | None:
         """Return the reward of one multi-turn rollout; None if the environment fails."""
         problem, bounds = question.problem, self._bounds[question.environment]
         assert isinstance(problem, TurnProblem)
         try:
             return await again_alone(
-                lambda: problem.play(question.prompt_token_ids, EpisodeRecorder(seed, bounds, desk.ask)), alone
+                lambda: problem.play(question.prompt_token_ids, EpisodeRecorder(seed, bounds, batcher.ask)), alone
             )
         except Exception:  # third-party code; the engine's faults are raised by the batching queue
             log.warning("environment %s: an evaluation's episode failed", question.environment, exc_info=True)

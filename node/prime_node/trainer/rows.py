@@ -47,8 +47,8 @@ def line_of(row: Mapping[str, float]) -> str:
     Example: `step 40: reward 0.62, lag 2.0, 0.4 s of which 68 % waiting`.
     """
     if "sft_step" in row:
-        told = f"sampled accuracy {row['sft_accuracy']:.2f}" if "sft_accuracy" in row else f"loss {row['loss']:.2f}"
-        return f"supervised step {row['sft_step']}: {told}"
+        score = f"sampled accuracy {row['sft_accuracy']:.2f}" if "sft_accuracy" in row else f"loss {row['loss']:.2f}"
+        return f"supervised step {row['sft_step']}: {score}"
     if "reward_mean" in row and "step_seconds" in row:
         waiting = f"{row['step_seconds']:.1f} s of which {row['trainer/idle_ratio']:.0%} waiting".replace("%", " %")
         return f"step {row['step']}: reward {row['reward_mean']:.2f}, lag {row['lag_mean']:.1f}, {waiting}"

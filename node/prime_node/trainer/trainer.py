@@ -141,8 +141,8 @@ class Trainer:
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
         self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
-        told = [f"{marks[f'eval_{name}']:.2f} {name}" for name in ("greedy", "sampled") if f"eval_{name}" in marks]
-        log.info("step %d: held-out %s", step, ", ".join(told) or "nothing: no answer could be scored")
+        shown = [f"{marks[f'eval_{name}']:.2f} {name}" for name in ("greedy", "sampled") if f"eval_{name}" in marks]
+        log.info("step %d: held-out %s", step, ", ".join(shown) or "nothing: no answer could be scored")
 
     async def close(self) -> None:
         """Stop everything concurrent with the loop; a call in the trainer's thread ends first. Idempotent."""

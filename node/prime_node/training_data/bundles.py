@@ -26,7 +26,7 @@ from prime_node.training_data.accepted_groups import content_fault, part_of, pro
 from prime_node.training_data.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.key_ring import Role
 from prime_protocol.messages import BatchGroup, TrainBatch
@@ -51,10 +51,10 @@ class Bundle:
 
 
 def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) -> TrainBatch:
-    """Verify a batch: check (1). Raises PeerError."""
+    """Verify a batch: check (1). Raises RemoteError."""
     batch = parse_json(run.keys.verify(envelope, PayloadType.BATCH, Role.COORDINATOR), TrainBatch)
     if batch.run != run.digest:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}"
         )
     slots = [group.slot for group in batch.groups]
@@ -65,28 +65,28 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) 
         or any(run.spec.step_of(slot) >= run.spec.max_steps for slot in slots)
         or len(set(slots)) != len(slots)
     ):
-        raise PeerError(ErrorCode.MALFORMED, f"batch {batch.step} is not one of step {step}: slots {slots[:4]}...")
+        raise RemoteError(ErrorCode.MALFORMED, f"batch {batch.step} is not one of step {step}: slots {slots[:4]}...")
     return batch
 
 
 def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
     """Verify a bundle: check (2).
 
-    A body that cannot be read is the bundle's `fault`. Raises PeerError, which names bundle and worker, for what intake
+    A body that cannot be read is the bundle's `fault`. Raises RemoteError, which names bundle and worker, for what intake
     has checked.
     """
     bounds = run.spec.limits
     try:
         if digest_of(parcel) != digest:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
         opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
         header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(worker,)), RolloutHeader)
         body = opened.check_body(header)
-    except PeerError as error:
-        raise PeerError(error.code, f"bundle {digest[:12]} of worker {worker[:12]}: {error.detail}") from None
+    except RemoteError as error:
+        raise RemoteError(error.code, f"bundle {digest[:12]} of worker {worker[:12]}: {error.detail}") from None
     try:
         return Bundle(header, parse_body(header, body, bounds))
-    except PeerError as error:
+    except RemoteError as error:
         return Bundle(header, None, fault=error.detail)
 
 
@@ -94,11 +94,11 @@ def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, 
     """Replace the claimed logprobs by a validator's: check (2).
 
     `parcel` must have the digest `logprobs`. Another number of logprobs than tokens is the bundle's `fault`. Raises
-    PeerError, which names the bundle.
+    RemoteError, which names the bundle.
     """
     try:
         if digest_of(parcel) != logprobs:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
         _, logprobs_T = open_logprobs(
             parcel,
             run=run.digest,
@@ -106,8 +106,8 @@ def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, 
             bytes_max=run.spec.limits.rollout_bytes_max,
             bundle=digest,
         )
-    except PeerError as error:
-        raise PeerError(error.code, f"logprobs of bundle {digest[:12]}: {error.detail}") from None
+    except RemoteError as error:
+        raise RemoteError(error.code, f"logprobs of bundle {digest[:12]}: {error.detail}") from None
     rollouts = bundle.rollouts
     if rollouts is None:
         return bundle
@@ -119,7 +119,7 @@ def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, 
 def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:
     """Return the usable groups in the batch's order, after checks (3) to (5).
 
-    Each group that is left out is logged as a warning. Raises PeerError for a fault of the coordinator's.
+    Each group that is left out is logged as a warning. Raises RemoteError for a fault of the coordinator's.
     """
     found = []
     for entry in batch.groups:
@@ -135,7 +135,7 @@ def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) 
 
 
 def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Group | str:
-    """Return the group, or why its data cannot be used. Raises PeerError for a fault of the coordinator's."""
+    """Return the group, or why its data cannot be used. Raises RemoteError for a fault of the coordinator's."""
     header, rollouts = bundle.header, bundle.rollouts
     said = (header.run, header.worker, header.step, header.policy_version)
     if said != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
@@ -166,7 +166,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
                 return f"policy {version} is {stale} for step {step}"
     try:
         all_episodes = list(episodes_behind(part, [entry.prompt_token_ids] * len(members)))
-    except PeerError as error:
+    except RemoteError as error:
         return error.detail
     fault = prompts_fault(entry, all_episodes, run.spec)
     if fault is not None:
@@ -187,5 +187,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
     )
 
 
-def _fault(entry: BatchGroup, what: str) -> PeerError:
-    return PeerError(ErrorCode.MALFORMED, f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: {what}")
+def _fault(entry: BatchGroup, what: str) -> RemoteError:
+    return RemoteError(
+        ErrorCode.MALFORMED, f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: {what}"
+    )

@@ -19,7 +19,7 @@ from prime_node.ports.train_backend import Group
 from prime_node.ports.transport import TrainerPort
 from prime_node.training_data.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
 from prime_protocol.run_spec import PinnedRun
 
@@ -81,7 +81,7 @@ class Feed:
     async def take(
         self, step: int, part: int = 0, *, durable_step: int = 0, train_seconds: float | None = None
     ) -> StepBatch:
-        """Return batch number `part` of `step`. A repeated call returns the same batch. Raises PeerError.
+        """Return batch number `part` of `step`. A repeated call returns the same batch. Raises RemoteError.
 
         `durable_step`: where the trainer would resume if it were killed now; the coordinator may delete older batches.
         `train_seconds`: duration of the newest finished step, for the coordinator's metrics.
@@ -112,7 +112,7 @@ class Feed:
         envelope = await self._batch(step, part)
         batch = await self._verified(lambda: open_batch(envelope, self._run, step=step, part=part))
         if previous is not None and batch.previous != (previous.digest if part else None):
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"batch {part} of step {step} does not follow the one before it")
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"batch {part} of step {step} does not follow the one before it")
         bundles = await self._bundles(batch.groups)
         groups = tuple(groups_of(batch, bundles, self._run))
         found = StepBatch(step, part, envelope.digest, groups, num_left_out=len(batch.groups) - len(groups))

@@ -27,7 +27,7 @@ from prime_protocol.calibration import evidence_of, speaks_for
 from prime_protocol.close_flips import CLOSE_FLIPS, close_flip_sums, contexts_of
 from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.excess_flips import EXCESS_FLIPS, flip_sums
 from prime_protocol.limits import COMPARED_REWARDS_MAX
@@ -110,7 +110,7 @@ def open_bundle(
         header = parse_json(payload, RolloutHeader)
         rollouts = parse_body(header, opened.check_body(header), bounds)  # (2)
         require_proofs(rollouts, run.spec.checks)
-    except PeerError as error:
+    except RemoteError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
     newest = newest_policy if run.spec.schedule.swap.spans_policies else None
     vocab_size = run.spec.vocab_size
@@ -119,7 +119,7 @@ def open_bundle(
         verdict = check_assignment(  # (3)
             header, rollouts, lease, vocab_size=vocab_size, newest_policy=newest, turns=run.spec
         )
-    except PeerError as error:
+    except RemoteError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
     return OpenedBundle(header, rollouts, lease) if verdict.accepted else Judgement(verdict)
 
@@ -266,12 +266,12 @@ async def with_ranks(
     pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
     sums = await asyncio.to_thread(rank_sums, pairs)  # takes a while with many rewards
     is_told = (
-        spec.checks.references_told and sum(len(mine) + len(other) for mine, other in pairs) <= COMPARED_REWARDS_MAX
+        spec.checks.references_public and sum(len(mine) + len(other) for mine, other in pairs) <= COMPARED_REWARDS_MAX
     )
-    told = (
+    compared = (
         [ComparedRewards(mine=tuple(mine), trusted=tuple(other)) for mine, other in pairs] if is_told and sums else ()
     )
-    return evidence.model_copy(update={"sums": {**evidence.sums, **sums}, "compared": tuple(told)})
+    return evidence.model_copy(update={"sums": {**evidence.sums, **sums}, "compared": tuple(compared)})
 
 
 def with_shading(

@@ -1,8 +1,8 @@
 """The validator's loop.
 
 Concurrency: `fetch` asks the coordinator for work by long poll and fills a bounded queue. `judge` empties the queue,
-one forward pass after another. Rewards of proven bundles are computed in parallel, each bundle's in a lane of its own,
-and a bounded number of bundles waits for lanes. References for unseeded rewards are sampled before that, in short turns
+one forward pass after another. Rewards of proven bundles are computed in parallel, each bundle's in a scoring worker of its own,
+and a bounded number of bundles waits for scoring workers. References for unseeded rewards are sampled before that, in short turns
 between forward passes (references.py). The follower provides and has verified the policy that a bundle needs.
 
 No wait is endless. An unanswered request is retried with growing pauses. An environment that does not answer fails. A
@@ -28,11 +28,11 @@ from prime_node.ports.transport import ValidatorPort
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.held import HeldScorer
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
-from prime_node.validator.lanes import Lanes
 from prime_node.validator.references import Comparisons, ReferenceComparison
+from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.validator.spans import policies_of
 from prime_protocol.assignment import Sampling
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
@@ -59,7 +59,7 @@ class Validator:
     config: ValidatorConfig
     coordinator: ValidatorPort
     scorer: SamplingScorer
-    lanes: Lanes
+    scoring_workers: ScoringWorkers
     tokenizer: Tokenizer
     policy: Callable[[int], Awaitable[Weights]]
     policy_versions: Callable[[], tuple[int, ...]]
@@ -150,7 +150,7 @@ async def _judge(
 def _is_here(validator: Validator, task: CheckTask) -> bool:
     """Return whether the bundle is already in progress and was handed out again.
 
-    Otherwise a hanging answer would take another lane each time, and references would be sampled twice.
+    Otherwise a hanging answer would take another scoring worker each time, and references would be sampled twice.
     """
     if task.bundle not in validator.scoring:
         return False
@@ -176,7 +176,7 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
     except TimeoutError:
         log.warning("bundle %s: policy %d did not arrive in time", task.bundle[:12], version)
         return None
-    except PeerError as error:  # published broken: no validator can verify it
+    except RemoteError as error:  # published broken: no validator can verify it
         return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, error.detail))
     for attempt in range(1, LOADS_MAX + 1):
         try:
@@ -226,7 +226,7 @@ async def _compare(
 
     try:
         found = await validator.comparisons.sample(proven.comparison, bundle.lease.sampling, generate)
-    except (EngineMismatch, PeerError, TimeoutError) as error:  # the next forward pass reports what is wrong
+    except (EngineMismatch, RemoteError, TimeoutError) as error:  # the next forward pass reports what is wrong
         log.error(
             "bundle %s: policy %d is not available (%r); another validator gets it", task.bundle[:12], version, error
         )
@@ -241,7 +241,7 @@ async def _reward(
 ) -> None:
     """Finish a proven bundle's verdict, in parallel to the next one's forward pass, and release its place."""
     try:
-        async with validator.lanes.lane() as environments:
+        async with validator.scoring_workers.worker() as environments:
             judgement = await reward_bundle(
                 bundle, run=validator.run, environments=environments, tokenizer=validator.tokenizer, proven=proven
             )
@@ -300,7 +300,7 @@ async def _persist(validator: Validator, call: Callable[[], Awaitable[T]], *, wh
     """Return the answer, however long it takes; None if the coordinator refuses."""
     try:
         return await ask_until_answered(call, what=what, clock=validator.clock)
-    except PeerError as error:
+    except RemoteError as error:
         log.warning("%s: refused: %s", what, error)
         await validator.clock.sleep(PAUSE_S_MIN)
         return None

@@ -76,10 +76,10 @@ async def score_rollouts(
             if its.scorings > 1:
                 spreads.append(max(scores) - min(scores))
         except WrongContext as error:
-            told = type(error)(f"rollout {index}, environment {problem.environment}: {error}")
-            if not isinstance(told, CutShort):
-                raise told from None
-            cut_short = told
+            named = type(error)(f"rollout {index}, environment {problem.environment}: {error}")
+            if not isinstance(named, CutShort):
+                raise named from None
+            cut_short = named
         except Exception as error:  # third-party code: whatever it raises, the validator continues
             log.warning("environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True)
             fault = f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"

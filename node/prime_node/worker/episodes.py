@@ -14,7 +14,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from prime_node.envs.episodes import Desk, EpisodeRecorder, again_alone, bounds_of
+from prime_node.envs.episodes import BatchingQueue, EpisodeRecorder, again_alone, bounds_of
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import TurnEnvironment
 from prime_protocol.assignment import GroupAssignment, Lease
@@ -43,15 +43,15 @@ async def play_lease(
 
     Raises NothingSampled, and whatever `sample` raises.
     """
-    desk, alone = Desk(sample), asyncio.Lock()
+    queue, alone = BatchingQueue(sample), asyncio.Lock()
     bounds = bounds_of(spec)
-    played = await desk.serving(
+    played = await queue.serving(
         asyncio.gather(
             *(
                 _turns(
                     group,
                     environments.get(group.problem.environment),
-                    partial(EpisodeRecorder, seed, bounds[group.problem.environment], desk.ask),
+                    partial(EpisodeRecorder, seed, bounds[group.problem.environment], queue.ask),
                     alone,
                 )
                 for group in lease.groups

@@ -38,7 +38,7 @@ LAST_RECEIPTS_S_MAX = 10.0
 async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
     """Run until `stop` is set, the run is over or the worker is banned.
 
-    Raises LocalError if this machine cannot continue, PeerError if the coordinator cannot be used. Cancelling it is safe
+    Raises LocalError if this machine cannot continue, RemoteError if the coordinator cannot be used. Cancelling it is safe
     at any moment: bundles in the spool are uploaded next time.
     """
     outcome = "failed"

@@ -24,7 +24,7 @@ from prime_protocol import limits
 from prime_protocol.assigned import assigned_in
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.key_ring import Role
 from prime_protocol.messages import ReceiptList
@@ -92,7 +92,7 @@ class ReceiptBook:
             try:
                 envelope = open_envelope(line)  # its signature was verified on receipt
                 self._note(self._parsed(envelope.payload), envelope.digest)
-            except PeerError as error:
+            except RemoteError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
 
     def note_lease(self, lease: Lease, envelope: Envelope) -> None:
@@ -104,7 +104,7 @@ class ReceiptBook:
     def add(self, answer: ReceiptList, *, now_ms: int) -> None:
         """Verify and store receipts. `now_ms` is this machine's Unix time in milliseconds.
 
-        Raises PeerError if a receipt is not the coordinator's, not for this worker or dated too far ahead, LocalError
+        Raises RemoteError if a receipt is not the coordinator's, not for this worker or dated too far ahead, LocalError
         for the disk. No ledger head of the near future is later than such a receipt, so none could be proven to lack it.
         """
         if not answer.receipts and answer.next == self.cursor:
@@ -115,7 +115,7 @@ class ReceiptBook:
         latest_ms = max((receipt.at_ms for receipt in receipts), default=0)
         if latest_ms > now_ms + limits.REQUEST_AGE_S_MAX * 1_000:
             ahead_s = (latest_ms - now_ms) // 1_000
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.EXPIRED, f"a receipt is dated {ahead_s} s ahead of this machine's clock; not taken"
             )
         try:
@@ -135,7 +135,7 @@ class ReceiptBook:
         accepted, tokens, pending = (counts.pop(name, 0) for name in (_ACCEPTED, _TOKENS, _PENDING))
         return Tally(accepted=accepted, tokens=tokens, pending=pending, refused=dict(counts))
 
-    def num_sureties(self, bundles_max: int) -> int:
+    def num_escrows(self, bundles_max: int) -> int:
         """Return how many of the last accepted bundles are in escrow.
 
         One bundle found dishonest forfeits all of them; at the run's end all are credited.
@@ -165,7 +165,7 @@ class ReceiptBook:
     def _parsed(self, payload: bytes) -> Receipt:
         receipt = parse_json(payload, Receipt)
         if receipt.run != self._run.digest or receipt.worker != self._worker:
-            raise PeerError(ErrorCode.WRONG_RUN, "a receipt of another run or worker")
+            raise RemoteError(ErrorCode.WRONG_RUN, "a receipt of another run or worker")
         return receipt
 
     def _note(self, receipt: Receipt, digest: str) -> None:

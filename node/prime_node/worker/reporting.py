@@ -12,7 +12,7 @@ from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import Status, write_status
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol import limits
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.messages import HeartbeatRequest, ReceiptList, ReceiptsRequest
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ async def fetch_receipts(worker: Worker) -> NoReturn:
         await worker.clock.sleep(worker.config.receipts_seconds)
         try:
             await _take_receipts(worker, worker.session.ask)
-        except PeerError as error:
+        except RemoteError as error:
             log.warning("receipts: %s", error)
 
 
@@ -33,7 +33,7 @@ async def last_receipts(worker: Worker) -> None:
     try:
         while await _take_receipts(worker, worker.session.attempt):
             continue
-    except (PeerError, Unreachable, KeyBanned) as error:
+    except (RemoteError, Unreachable, KeyBanned) as error:
         log.info("receipts: %s; the next start fetches the missing ones", error)
 
 
@@ -61,7 +61,7 @@ def heartbeat_request(worker: Worker) -> HeartbeatRequest:
         state=worker.activity.state,
         policy_version=worker.loaded.version,
         bundles_spooled=min(worker.spool.num_bundles, limits.BUNDLES_SPOOLED_MAX),
-        usable_after_ms=_claimed(worker.loaded.usable_after_ms),
+        available_after_ms=_claimed(worker.loaded.available_after_ms),
         swap_ms=_claimed(worker.loaded.swap_ms),
         session=worker.session.name,
     )
@@ -89,7 +89,7 @@ def farewell(worker: Worker, ending: Ending) -> str:
         parts.append(f"{refused:,} refused")
     if tally.pending:
         parts.append(f"{tally.pending:,} not checked yet")
-    return f"{ending.told}. Of this key: {'; '.join(parts)}"
+    return f"{ending.message}. Of this key: {'; '.join(parts)}"
 
 
 def status_of(worker: Worker, *, ended: str = "") -> Status:
@@ -110,7 +110,7 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         rollouts_pending=tally.pending,
         tokens_accepted=tally.tokens,
         refused=tally.refused,
-        bundles_in_surety=0 if audits is None else worker.receipts.num_sureties(audits.surety_bundles),
+        bundles_in_escrow=0 if audits is None else worker.receipts.num_escrows(audits.escrow_bundles),
         bundles_spooled=worker.spool.num_bundles,
         bundles_uploaded=worker.spool.num_uploaded,
         leases_dropped=worker.activity.leases_dropped,

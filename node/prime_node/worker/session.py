@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 from prime_node.patience import Backoff, Switch
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable, WorkerPort
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import HeartbeatRequest, JoinRequest, LeaveRequest
 from prime_protocol.run_spec import PinnedRun
 
@@ -78,14 +78,14 @@ class Session:
         return self._clock.now_ms() + self._clock_behind_ms
 
     async def join(self) -> None:
-        """Join, retrying until it succeeds. Raises KeyBanned, or PeerError if a retry cannot help."""
+        """Join, retrying until it succeeds. Raises KeyBanned, or RemoteError if a retry cannot help."""
         await self.ask(self._join)
 
     async def leave(self) -> None:
         """Announce that this worker leaves, once. Optional: four missed heartbeats have the same effect."""
         try:
             await self.port.leave(LeaveRequest(session=self.name))
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             log.info("leaving was not confirmed by the coordinator: %s", error)
 
     async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
@@ -107,14 +107,14 @@ class Session:
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
         """Return the answer, however long it takes.
 
-        Raises KeyBanned, and PeerError if the same request cannot succeed.
+        Raises KeyBanned, and RemoteError if the same request cannot succeed.
         """
         backoff = Backoff(self._rng)
         while True:
             try:
                 return await self.attempt(call)
-            except (Unreachable, PeerError) as error:
-                if isinstance(error, PeerError) and not error.is_transient and error.code not in _ASK_AGAIN:
+            except (Unreachable, RemoteError) as error:
+                if isinstance(error, RemoteError) and not error.is_transient and error.code not in _ASK_AGAIN:
                     raise
                 pause_s = backoff.next_s(error)
                 log.log(
@@ -123,12 +123,12 @@ class Session:
             await self._clock.sleep(pause_s)
 
     async def attempt(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try once, or twice if it must join again first. Raises KeyBanned, PeerError or Unreachable."""
+        """Try once, or twice if it must join again first. Raises KeyBanned, RemoteError or Unreachable."""
         joins = self._joins
         try:
             try:
                 return self._heard(await call())
-            except PeerError as error:
+            except RemoteError as error:
                 if error.code is not ErrorCode.UNKNOWN_WORKER:
                     raise
             await self._join_again(joins)
@@ -136,7 +136,7 @@ class Session:
         except Unreachable:
             self.away_since_s = self.away_since_s or self._clock.monotonic_s()
             raise
-        except PeerError as error:
+        except RemoteError as error:
             self.away_since_s = None
             if error.code is ErrorCode.IN_USE:
                 self.in_use = error.detail
@@ -147,11 +147,11 @@ class Session:
                     f"the coordinator runs an older release ({error.detail}): install that release, or wait until its "
                     "operator updates"
                 )
-                raise PeerError(error.code, detail) from None
+                raise RemoteError(error.code, detail) from None
             if error.code is ErrorCode.BANNED:
                 raise KeyBanned(error.detail) from None
             if error.code is ErrorCode.UNKNOWN_WORKER:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.UNAVAILABLE,
                     (
                         "the coordinator rejects this worker's requests as unknown right "

@@ -26,7 +26,7 @@ from prime_node.inside import place, read_regular
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.messages import UploadReply
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Spool:
     async def flush(self, upload: Callable[[bytes], Awaitable[UploadReply]]) -> NoReturn:
         """Send bundles in order, forever.
 
-        Raises LocalError, and whatever `upload` raises other than PeerError and Unreachable.
+        Raises LocalError, and whatever `upload` raises other than RemoteError and Unreachable.
         """
         while True:
             async with self._changed:
@@ -131,8 +131,8 @@ class Spool:
         while True:
             try:
                 reply = await upload(parcel)
-            except (Unreachable, PeerError) as error:
-                if isinstance(error, PeerError) and not error.is_transient:
+            except (Unreachable, RemoteError) as error:
+                if isinstance(error, RemoteError) and not error.is_transient:
                     await asyncio.to_thread(self._note_refusal, path, error.code, error.detail)
                     return
                 pause_s = backoff.next_s(error)

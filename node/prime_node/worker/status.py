@@ -39,7 +39,7 @@ class Status:
     tokens_accepted: int
     refused: dict[str, int] = field(default_factory=dict)
     """Rollouts by reason, from the receipts."""
-    bundles_in_surety: int = 0
+    bundles_in_escrow: int = 0
     """Accepted bundles whose tokens are not credited yet."""
     bundles_spooled: int = 0
     bundles_uploaded: int = 0
@@ -72,8 +72,8 @@ class Status:
         if self.refused:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.refused.items()))
             parts.append(f"refused {sum(self.refused.values()):,} ({reasons})")
-        if self.bundles_in_surety:
-            parts.append(f"surety {self.bundles_in_surety}")
+        if self.bundles_in_escrow:
+            parts.append(f"{self.bundles_in_escrow} in escrow")
         parts.append(f"spool {self.bundles_spooled}")
         if self.coordinator_away_s is not None:
             parts.append(f"coordinator unreachable for {self.coordinator_away_s:.0f} s")

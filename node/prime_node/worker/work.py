@@ -23,7 +23,7 @@ from prime_node.worker.leases import bundle_for, open_lease
 from prime_node.worker.rehearsal import rehearse
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, WorkerState
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights
@@ -94,7 +94,7 @@ async def _next_lease(worker: Worker) -> Lease:
                 worker.activity.waiting_for = ""
                 return lease
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
-        except PeerError as error:
+        except RemoteError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
         worker.activity.waiting_for = reason  # for the status line
         await worker.clock.sleep(pause_s)
@@ -114,7 +114,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         await hand_back(worker, lease)
         return
     if not worker.activity.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
-        worker.activity.pace.doubt()
+        worker.activity.pace.snub()
         await hand_back(worker, lease)
         return
     # An evaluation is of one policy, so its completions never span two.
@@ -201,11 +201,11 @@ def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Ite
     began_s = worker.clock.monotonic_s()
     with worker.timed("swap", policy_version=policy_version):
         yield
-    usable_after_ms = None
+    available_after_ms = None
     if policy is not None and policy.version == policy_version:
-        usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
+        available_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
     swap_ms = round(1_000 * (worker.clock.monotonic_s() - began_s))
-    worker.loaded.swapped(policy_version, usable_after_ms=usable_after_ms, swap_ms=swap_ms)
+    worker.loaded.swapped(policy_version, available_after_ms=available_after_ms, swap_ms=swap_ms)
 
 
 async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> None:
@@ -223,5 +223,5 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
     request = ReturnLeaseRequest(lease_id=lease.lease_id, failed=failed, session=worker.session.name)
     try:
         await worker.session.attempt(lambda: worker.coordinator.return_lease(request))
-    except (PeerError, Unreachable) as error:
+    except (RemoteError, Unreachable) as error:
         log.info("lease %s: %s; it will expire", lease.lease_id[:12], error)

@@ -47,7 +47,7 @@ class Ending(StrEnum):
     """The coordinator has banned this key."""
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """Return the text for the owner. A ban is reported elsewhere, with its reason."""
         return "left on request" if self is Ending.STOPPED else "the run is over, or its operator drains it"
 

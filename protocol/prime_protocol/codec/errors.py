@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
-class CodecError(PeerError):
+class CodecError(RemoteError):
     """Malformed chunk. Example: CodecError("plane 1: 70000 bytes declared, 65536 expected")."""
 
     def __init__(self, reason: str) -> None:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from prime_node.adapters.environments.restrictions import TMP, ProcessRestrictions, around_command, why_not_isolated
 from prime_node.adapters.environments.variables import (
     for_launcher,
     forget,
@@ -30,7 +31,6 @@ from prime_node.adapters.environments.variables import (
     module_folders,
     passed_on,
 )
-from prime_node.adapters.environments.walls import TMP, Walls, around_command, why_not_isolated
 from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
 from prime_protocol.errors import LocalError
 
@@ -45,21 +45,23 @@ STDIN = 0
 class Plan:
     """Upper bound on a process's access."""
 
-    walls: Walls
+    restrictions: ProcessRestrictions
     """Limits, and the paths that every process reads."""
     choices: tuple[str, ...] = ()
     """Real paths of folders. An order may name files in them, which the process then reads too."""
 
-    def narrowed(self, read: Sequence[str], *, loopback: bool) -> Walls:
+    def narrowed(self, read: Sequence[str], *, loopback: bool) -> ProcessRestrictions:
         """Return the plan's restrictions with access to those files. Raises ValueError and OSError for another path."""
         named = tuple(path for path in read if not self._is_read_anyway(path))
         for path in named:
             self._check(Path(path))
-        return replace(self.walls, read=(*self.walls.read, *named), loopback=self.walls.loopback and loopback)
+        return replace(
+            self.restrictions, read=(*self.restrictions.read, *named), loopback=self.restrictions.loopback and loopback
+        )
 
     def _is_read_anyway(self, path: str) -> bool:
         real = Path(path).resolve()
-        return any(_is_open(real, Path(root).resolve(), self.walls.hidden) for root in self.walls.read)
+        return any(_is_open(real, Path(root).resolve(), self.restrictions.hidden) for root in self.restrictions.read)
 
     def _check(self, path: Path) -> None:
         """Check a path. It must itself be in a choice, so that a role cannot replace a symbolic link on the way."""
@@ -68,7 +70,7 @@ class Plan:
             ".." in path.parts
             or not stat.S_ISREG(real.stat().st_mode)
             or not any(
-                path.is_relative_to(one) and _is_open(real, Path(one), self.walls.hidden) for one in self.choices
+                path.is_relative_to(one) and _is_open(real, Path(one), self.restrictions.hidden) for one in self.choices
             )
         ):
             raise ValueError(f"{path} is not a file that environments may read")
@@ -107,8 +109,8 @@ class Launcher:
                 env=for_launcher(network=True in plans),
                 start_new_session=True,
             )
-        told = {"command": list(command), "plans": {str(network): asdict(plan) for network, plan in plans.items()}}
-        self._channel.send(json.dumps(told).encode())
+        order = {"command": list(command), "plans": {str(network): asdict(plan) for network, plan in plans.items()}}
+        self._channel.send(json.dumps(order).encode())
 
     def start(self, *, network: bool, loopback: bool = False, read: Sequence[str] = ()) -> Launched:
         """Start a process that reads those files besides the common ones. Raises LocalError."""
@@ -116,16 +118,16 @@ class Launcher:
         inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
         outer = [pipes[0][1], pipes[1][0], pipes[2][0]]
         try:
-            told = self._order({"network": network, "loopback": loopback, "read": list(read)}, inner)
+            order = self._order({"network": network, "loopback": loopback, "read": list(read)}, inner)
         finally:
             for descriptor in inner:
                 os.close(descriptor)
-        if "pid" not in told:
+        if "pid" not in order:
             for descriptor in outer:
                 os.close(descriptor)
-            raise LocalError(f"the environment process does not start: {told.get('error', 'its launcher has exited')}")
+            raise LocalError(f"the environment process does not start: {order.get('error', 'its launcher has exited')}")
         stdin, stdout, stderr = (os.fdopen(one, mode) for one, mode in zip(outer, ("wb", "rb", "rb"), strict=True))
-        return Launched(self, told["pid"], stdin, stdout, stderr)
+        return Launched(self, order["pid"], stdin, stdout, stderr)
 
     def kill(self, pid: int) -> None:
         """Kill a process, unless it has ended."""
@@ -151,10 +153,11 @@ class Launcher:
 class Server:
     """The launcher's own side."""
 
-    def __init__(self, told: dict[str, Any]) -> None:
-        self._command: list[str] = told["command"]
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._command: list[str] = order["command"]
         self._plans = {
-            name: Plan(Walls.of(plan["walls"]), tuple(plan["choices"])) for name, plan in told["plans"].items()
+            name: Plan(ProcessRestrictions.of(plan["restrictions"]), tuple(plan["choices"]))
+            for name, plan in order["plans"].items()
         }
         self._imports = module_folders()
         self._variables = {name: passed_on(TMP, network=name == str(True)) for name in self._plans}
@@ -193,8 +196,8 @@ class Server:
             raise ValueError(why)
         name = str(order["network"] is True)
         read = [str(path) for path in order["read"]]
-        walls = self._plans[name].narrowed(read, loopback=order["loopback"] is True)
-        line, _, _ = around_command(self._command, TMP, walls, imports=self._imports)
+        restrictions = self._plans[name].narrowed(read, loopback=order["loopback"] is True)
+        line, _, _ = around_command(self._command, TMP, restrictions, imports=self._imports)
         stdin, stdout, stderr = descriptors
         process = subprocess.Popen(
             line,
@@ -220,8 +223,8 @@ def run_launcher() -> None:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its role ends it
     with socket.socket(fileno=STDIN) as channel, contextlib.suppress(OSError):
-        if told := channel.recv(PLAN_BYTES_MAX):
-            Server(json.loads(told)).serve(channel)
+        if order := channel.recv(PLAN_BYTES_MAX):
+            Server(json.loads(order)).serve(channel)
 
 
 if __name__ == "__main__":

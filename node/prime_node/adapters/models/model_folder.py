@@ -16,7 +16,7 @@ from typing import Any
 
 from prime_protocol import limits
 from prime_protocol.envelope import load_json
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.run_spec import CONFIG_FILE, ModelFile
 from prime_protocol.visible import printable
 
@@ -87,7 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read an object of strict JSON that does not ask to run code. Raises LocalError."""
     try:
         value = load_json(_read(path))
-    except PeerError as error:
+    except RemoteError as error:
         raise LocalError(f"{path}: {error.detail}; {_OPERATOR}") from None
     if not isinstance(value, dict):
         raise LocalError(f"{path}: not a JSON object; {_OPERATOR}")

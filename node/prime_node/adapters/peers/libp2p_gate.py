@@ -77,7 +77,7 @@ class ConnectionGater:
 
         manager.transport_for_dialing = transport_for_dialing
 
-    def guard_what_is_told(
+    def guard_announced_addresses(
         self, host: IHost, links_of: Callable[[str], Collection[str]]
     ) -> Callable[[str, Any], list[Any]]:
         """Restrict the addresses that a host stores about peers, and so passes on, to those that their links come from.

@@ -15,7 +15,7 @@ import trio
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import may_be_named, parse_ip
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId
 
 MEET = "meet"
@@ -48,11 +48,13 @@ class Meetings:
     async def introduce(self, asker: KeyId, payload: bytes) -> bytes:
         """Return the IP addresses of the peer that the payload names, once it asks about the asker; empty if it does not.
 
-        Raises PeerError(TOO_MANY_REQUESTS).
+        Raises RemoteError(TOO_MANY_REQUESTS).
         """
         pair = frozenset((asker, payload.decode("ascii", "replace")))
         if pair not in self._open and len(self._open) >= limits.RELAY_CIRCUITS_MAX:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many peers meet at this relay", retry_after_s=MEET_S_MAX)
+            raise RemoteError(
+                ErrorCode.TOO_MANY_REQUESTS, "too many peers meet at this relay", retry_after_s=MEET_S_MAX
+            )
         meeting = self._open.setdefault(pair, _Meeting())
         meeting.came[asker] = meeting.came.get(asker, 0) + 1
         if len(meeting.came) == 2:
@@ -64,8 +66,8 @@ class Meetings:
                 return b""
             [other] = pair - {asker}
             near = self._hosts_of(asker)
-            told = [host for host in self._hosts_of(other) if near and may_be_named(host, between=near)]
-            return "\n".join(told[: limits.PEER_ADDRESSES_MAX]).encode()
+            hosts = [host for host in self._hosts_of(other) if near and may_be_named(host, between=near)]
+            return "\n".join(hosts[: limits.PEER_ADDRESSES_MAX]).encode()
         finally:
             meeting.came[asker] -= 1
             if not any(meeting.came.values()):
@@ -76,10 +78,10 @@ async def hosts_by(relays: Iterable[KeyId], peer: KeyId, ask: Ask) -> frozenset[
     """Return where a peer's links come from, according to the first of these relays that knows; empty if none does."""
     for relay in relays:
         try:
-            told = await ask(relay, MEET, peer.encode(), MEET_S_MAX + 5.0, HOSTS_BYTES_MAX)
-        except (PeerError, Unreachable):
+            hosts = await ask(relay, MEET, peer.encode(), MEET_S_MAX + 5.0, HOSTS_BYTES_MAX)
+        except (RemoteError, Unreachable):
             continue
-        found = (parse_ip(line) for line in told.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX])
+        found = (parse_ip(line) for line in hosts.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX])
         if hosts := frozenset(str(one) for one in found if one is not None):
             return hosts
     return frozenset()

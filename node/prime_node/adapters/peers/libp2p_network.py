@@ -190,7 +190,7 @@ class Libp2pNetwork:
         host = make_host(self._key, self._settings, advertised=self._advertised)
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
         self._gate.guard(host)
-        proven = self._gate.guard_what_is_told(
+        proven = self._gate.guard_announced_addresses(
             host, lambda peer: () if self._streams is None else self._streams.hosts(peer)
         )
         gossip = Gossip(host, self._block)
@@ -208,7 +208,7 @@ class Libp2pNetwork:
             usable = None if self._settings.private else holes
             self._dialler = Dialler(host, streams, gate, usable, self._blocked)
             self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
-            self._serve(streams, ALIVE, reach.tell_where, request_bytes_max=0)
+            self._serve(streams, ALIVE, reach.announce_addresses, request_bytes_max=0)
             if not self._settings.private:
                 self._holes = holes
                 await stack.enter_async_context(holes.run())

@@ -22,7 +22,7 @@ from prime_node.ports.peer_network import PeerAddress, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Reach:
             await self._look_once()
             await trio.sleep(LOOK_S if self.found is Reachability.UNKNOWN else LOOK_AGAIN_S)
 
-    async def tell_where(self, asker: KeyId, payload: bytes) -> bytes:
+    async def announce_addresses(self, asker: KeyId, payload: bytes) -> bytes:
         """Return the address that the asker's direct link comes from: how a peer behind a NAT learns its outer address."""
         seen = self._seen_at(asker)
         return seen[0].encode() if seen else b""
@@ -86,7 +86,7 @@ class Reach:
         hosts = {_host_of(address) for address in self._seen_at(asker)}
         wanted = [address for address in _addresses(payload) if _host_of(address) in hosts]
         if asker in self._helping or len(self._helping) >= limits.PEER_DIAL_BACKS_MAX:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.TOO_MANY_REQUESTS,
                 "a dial-back to this peer is running already",
                 retry_after_s=limits.DIAL_BACK_S_MAX,
@@ -102,14 +102,14 @@ class Reach:
     def _require_room(self, hosts: set[str], num_dials: int) -> None:
         """Bound the dials to one IP address in a minute, for all asking keys together.
 
-        An asker shares its address with its neighbours. Raises PeerError(TOO_MANY_REQUESTS).
+        An asker shares its address with its neighbours. Raises RemoteError(TOO_MANY_REQUESTS).
         """
         minute = int(trio.current_time() // 60)
         if minute != self._minute:
             self._minute = minute
             self._dialled.clear()
         if any(self._dialled[host] + num_dials > limits.PEER_DIAL_BACKS_PER_MINUTE_MAX for host in hosts):
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many dial-backs to your address", retry_after_s=60.0)
+            raise RemoteError(ErrorCode.TOO_MANY_REQUESTS, "too many dial-backs to your address", retry_after_s=60.0)
         for host in hosts:
             self._dialled[host] += num_dials
 
@@ -131,7 +131,7 @@ class Reach:
                 asked = "\n".join(candidates).encode()
                 wait_s = limits.DIAL_BACK_S_MAX * (len(candidates) + 1)
                 reply = await self._ask(helper, DIAL_BACK, asked, wait_s, TEXT_BYTES_MAX)
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 log.debug("%s does not dial back: %s", helper, error)
                 continue
             answers += 1
@@ -155,8 +155,8 @@ class Reach:
         ports = [str(address).rsplit("/tcp/", 1)[1] for address in self._host.get_transport_addrs()]
         kind = "ip6" if ":" in host else "ip4"
         guessed = [f"/{kind}/{host}/tcp/{port}" for port in ports] if host else []
-        told = [address for address in self._settings.announce if _host_of(address) == host]
-        return list(dict.fromkeys([*told, *guessed]))[: limits.PEER_ADDRESSES_MAX]
+        configured = [address for address in self._settings.announce if _host_of(address) == host]
+        return list(dict.fromkeys([*configured, *guessed]))[: limits.PEER_ADDRESSES_MAX]
 
     async def _places(self) -> AsyncIterator[str]:
         for relay in list(self._bootstrap.values()):

@@ -29,7 +29,7 @@ from prime_node.ports.peer_network import DeferredAnswer
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.peer_frames import (
     REPLY_HEADER_BYTES,
     REQUEST_HEADER_BYTES,
@@ -60,7 +60,7 @@ class _Asked:
     reply_bytes_max: int
     settled: trio.Event = field(default_factory=trio.Event)
     reply: bytes = b""
-    error: PeerError | Unreachable | None = None
+    error: RemoteError | Unreachable | None = None
 
 
 class AskingStream:
@@ -81,7 +81,7 @@ class AskingStream:
         return leads_through_relay(getattr(self._stream, "swarm_conn", self._stream))
 
     async def ask(self, payload: bytes, *, reply_bytes_max: int) -> bytes:
-        """Send a request and return its reply. Raises PeerError or Unreachable; the caller sets the deadline."""
+        """Send a request and return its reply. Raises RemoteError or Unreachable; the caller sets the deadline."""
         number, asked = self._next, _Asked(reply_bytes_max)
         self._next = (self._next + 1) % 2**32
         self._asked[number] = asked
@@ -117,7 +117,7 @@ class AskingStream:
         bytes_max = limits.ERROR_BODY_BYTES_MAX if header.refused else asked.reply_bytes_max if asked else 0
         if header.num_bytes > bytes_max:
             await self._reader.skip(header.num_bytes)
-            error: PeerError = LimitExceeded("reply_bytes_max", header.num_bytes, bytes_max)
+            error: RemoteError = LimitExceeded("reply_bytes_max", header.num_bytes, bytes_max)
             reply = b""
         else:
             reply = await self._reader.exactly(header.num_bytes)
@@ -126,7 +126,7 @@ class AskingStream:
         if header.refused and header.num_bytes <= bytes_max:
             try:
                 error = parse_refusal(reply)
-            except PeerError as nonsense:
+            except RemoteError as nonsense:
                 error = nonsense
         asked.reply = reply
         asked.error = error if header.refused or header.num_bytes > bytes_max else None
@@ -161,7 +161,7 @@ class Streams:
         self._held: Counter[str] = Counter()
 
     async def ask(self, peer: str, protocol: str, payload: bytes, *, reply_bytes_max: int) -> bytes:
-        """Send a request and return its reply. Raises PeerError or Unreachable; the caller sets the deadline."""
+        """Send a request and return its reply. Raises RemoteError or Unreachable; the caller sets the deadline."""
         stream = await self._stream(peer, protocol)
         return await stream.ask(payload, reply_bytes_max=reply_bytes_max)
 
@@ -216,7 +216,7 @@ class Streams:
             raise Unreachable(f"{peer} did not open a stream within {OPEN_S_MAX:g} s") from None
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no protocol, no stream, no link
             if "not supported" in f"{error!r} {error.__cause__!r}":
-                raise PeerError(ErrorCode.NOT_FOUND, f"{peer} does not serve {protocol}") from None
+                raise RemoteError(ErrorCode.NOT_FOUND, f"{peer} does not serve {protocol}") from None
             faults.note(log, f"a stream to {peer}", error)
             raise Unreachable(f"{peer} opens no stream: {error!r}") from None
 
@@ -246,12 +246,12 @@ class Streams:
                 number, num_bytes = parse_request_header(header)
                 if num_bytes > request_bytes_max:
                     await reader.skip(num_bytes)
-                    refused: PeerError = LimitExceeded("request_bytes_max", num_bytes, request_bytes_max)
+                    refused: RemoteError = LimitExceeded("request_bytes_max", num_bytes, request_bytes_max)
                     nursery.start_soon(_send, stream, writing, pack_refusal(number, refused))
                     continue
                 payload = await reader.exactly(num_bytes)
                 if self._answering[peer] >= limits.PEER_REQUESTS_MAX:
-                    refused = PeerError(
+                    refused = RemoteError(
                         ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress"
                     )
                     # Awaited, so that a flood of refused requests is read no faster than it takes its refusals.
@@ -268,13 +268,13 @@ class Streams:
             try:
                 given = await answer(peer, payload)
                 frame = pack_answer(number, given.payload if isinstance(given, DeferredAnswer) else given)
-            except PeerError as error:
+            except RemoteError as error:
                 frame = pack_refusal(number, error)
             except Unreachable as error:
-                frame = pack_refusal(number, PeerError(ErrorCode.UNAVAILABLE, str(error)))
+                frame = pack_refusal(number, RemoteError(ErrorCode.UNAVAILABLE, str(error)))
             except Exception:
                 log.exception("a request of %s could not be answered", peer)
-                frame = pack_refusal(number, PeerError(ErrorCode.INTERNAL, "this peer failed to answer; see its log"))
+                frame = pack_refusal(number, RemoteError(ErrorCode.INTERNAL, "this peer failed to answer; see its log"))
             await _send(stream, writing, frame)
         finally:
             settle_answer(given)

@@ -146,11 +146,11 @@ class LocalPeers:
             faults.note(log, "resolving a peer on the local network", error)
 
     def _take(self, service: AsyncServiceInfo) -> None:
-        for told in read_records(service.properties):
-            near = tuple(one for one in told.addresses if self._is_near(one))
-            if near and told.peer != self._me and self._has_room(told.peer):
-                log.info("peer %s is on the local network, at %s", told.peer, ", ".join(near))
-                self._found(PeerAddress(told.peer, near))
+        for record in read_records(service.properties):
+            near = tuple(one for one in record.addresses if self._is_near(one))
+            if near and record.peer != self._me and self._has_room(record.peer):
+                log.info("peer %s is on the local network, at %s", record.peer, ", ".join(near))
+                self._found(PeerAddress(record.peer, near))
 
     def _is_near(self, address: str) -> bool:
         """Return whether an address is in our own network, and no service of our own machine.

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, Family, SandboxLevel, SandboxRules, Wall
+from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, Family, Restriction, SandboxLevel, SandboxRules
 
 _TASKS = Path("/proc/self/task")
 _OF_UNIX = ("abstract sockets", "Unix sockets by path")
@@ -22,7 +22,7 @@ def confine(rules: SandboxRules) -> SandboxLevel:
     if sys.platform != "linux":
         missing = f"{sys.platform} has neither Landlock nor seccomp"
         names = ("files", "signals", "abstract sockets", "Unix sockets by path", "system calls")
-        return SandboxLevel(tuple(Wall(name, False, missing) for name in names))
+        return SandboxLevel(tuple(Restriction(name, False, missing) for name in names))
     from prime_node.adapters.sandbox import landlock, namespaces, privileges, seccomp
     from prime_node.adapters.sandbox.bubblewrap import View
 
@@ -32,33 +32,41 @@ def confine(rules: SandboxRules) -> SandboxLevel:
     if rules.umask is not None:
         os.umask(rules.umask)
     privileges.apply_limits(rules.limits)
-    walls, further = [], rules.write_in_shared_root
+    restrictions, further = [], rules.write_in_shared_root
     if rules.own_root:
         view = View(read=tuple(landlock.readable(rules)), write=rules.write, devices=rules.devices)
-        walls.append(namespaces.enter_namespaces(view))
-        if walls[0].up:
+        restrictions.append(namespaces.enter_namespaces(view))
+        if restrictions[0].up:
             further, rules = tuple(map(Path, namespaces.EMPTY)), replace(rules, change_modes=True)
     rules = replace(rules, write=(*rules.write, *further))
     if not rules.dumpable:
         privileges.forbid_dumps()
     privileges.no_new_privileges()
-    walls += landlock.restrict_access(rules)
+    restrictions += landlock.restrict_access(rules)
     dropped = privileges.drop_capabilities(rules.keep_capabilities)
     filtered = seccomp.restrict_calls(rules)
-    return SandboxLevel((*_with_other_layers(walls, rules, filtered), filtered, dropped))
+    return SandboxLevel((*_with_other_layers(restrictions, rules, filtered), filtered, dropped))
 
 
-def _with_other_layers(walls: list[Wall], rules: SandboxRules, filtered: Wall) -> list[Wall]:
-    """Add what the other layers enforce of Landlock's walls.
+def _with_other_layers(
+    restrictions: list[Restriction], rules: SandboxRules, filtered: Restriction
+) -> list[Restriction]:
+    """Add what the other layers enforce of Landlock's restrictions.
 
     Without the family of Unix sockets none can be reached; in a root of its own, none by a path that leads outside.
     """
-    if rules.own_root and walls[0].up:
-        walls = [wall for wall in walls if wall.what not in CLOSED_BY_OWN_ROOT]
+    if rules.own_root and restrictions[0].up:
+        restrictions = [restriction for restriction in restrictions if restriction.what not in CLOSED_BY_OWN_ROOT]
     if Family.UNIX not in rules.families and filtered.up:
-        return [*(wall for wall in walls if wall.what not in _OF_UNIX), Wall("Unix sockets", True)]
-    has_own_root = rules.own_root and walls[0].up
-    return [Wall(wall.what, True) if wall.what == _OF_UNIX[1] and has_own_root else wall for wall in walls]
+        return [
+            *(restriction for restriction in restrictions if restriction.what not in _OF_UNIX),
+            Restriction("Unix sockets", True),
+        ]
+    has_own_root = rules.own_root and restrictions[0].up
+    return [
+        Restriction(restriction.what, True) if restriction.what == _OF_UNIX[1] and has_own_root else restriction
+        for restriction in restrictions
+    ]
 
 
 def num_threads() -> int:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import DEVICE_COMMANDS, TRUNCATION, SandboxRules, Wall
+from prime_node.adapters.sandbox.rules import DEVICE_COMMANDS, TRUNCATION, Restriction, SandboxRules
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """Numbers of the system calls, the same on every architecture."""
@@ -66,7 +66,7 @@ def abi() -> int:
     return max(0, int(_libc().syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
-def restrict_access(rules: SandboxRules) -> list[Wall]:
+def restrict_access(rules: SandboxRules) -> list[Restriction]:
     """Bind this thread, and with ABI 8 all threads, to the rules.
 
     The caller has set no_new_privs. Returns what is enforced from now on. Raises OSError if the kernel has Landlock and
@@ -75,7 +75,7 @@ def restrict_access(rules: SandboxRules) -> list[Wall]:
     version = abi()
     if version < 1:
         missing = "this kernel does not enable Landlock, which Linux 5.13 and newer offer"
-        return [Wall(name, False, missing) for name in ("files", *_asked(rules), "Unix sockets by path")]
+        return [Restriction(name, False, missing) for name in ("files", *_asked(rules), "Unix sockets by path")]
     try:
         handled = _handled(rules, version)
         ruleset = _checked(_libc().syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0))
@@ -94,7 +94,7 @@ def restrict_access(rules: SandboxRules) -> list[Wall]:
         _checked(_libc().syscall(_RESTRICT_SELF, ruleset, _flags(rules, version)))
     finally:
         os.close(ruleset)
-    return enforced_walls(rules, version)
+    return enforced_restrictions(rules, version)
 
 
 def around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
@@ -151,22 +151,24 @@ def _flags(rules: SandboxRules, version: int) -> int:
 
 
 def _asked(rules: SandboxRules) -> list[str]:
-    """Return names of the requested restrictions besides files, in the order of `enforced_walls`."""
+    """Return names of the requested restrictions besides files, in the order of `enforced_restrictions`."""
     names = ["TCP ports"] if rules.bind_ports is not None or rules.connect_ports is not None else []
     names += [] if rules.signals_outside else ["signals"]
     return names if rules.abstract_sockets_outside else [*names, "abstract sockets"]
 
 
-def enforced_walls(rules: SandboxRules, version: int) -> list[Wall]:
+def enforced_restrictions(rules: SandboxRules, version: int) -> list[Restriction]:
     """Return what a kernel with that ABI enforces of the rules."""
     # Nothing is missing before ABI 2: such a kernel refuses every move between folders.
-    found = [Wall("files", True)]
-    found += [Wall(name, False, f"Linux {linux} and newer") for name, since, linux in _LATER_WALLS if version < since]
+    found = [Restriction("files", True)]
+    found += [
+        Restriction(name, False, f"Linux {linux} and newer") for name, since, linux in _LATER_WALLS if version < since
+    ]
     for name in _asked(rules):
         since, linux = (ABI_NET, "6.7") if name == "TCP ports" else (ABI_SCOPES, "6.12")
-        found.append(Wall(name, version >= since, "" if version >= since else f"Linux {linux} and newer"))
+        found.append(Restriction(name, version >= since, "" if version >= since else f"Linux {linux} and newer"))
     by_path = version >= ABI_UNIX_PATHS
-    return [*found, Wall("Unix sockets by path", by_path, "" if by_path else "Landlock of Linux 7.1 and newer")]
+    return [*found, Restriction("Unix sockets by path", by_path, "" if by_path else "Landlock of Linux 7.1 and newer")]
 
 
 def _allow_path(ruleset: int, path: Path, rights: int) -> None:

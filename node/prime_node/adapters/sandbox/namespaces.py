@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prime_node.adapters.sandbox.bubblewrap import View
 from prime_node.adapters.sandbox.links import links_on_the_way
-from prime_node.adapters.sandbox.rules import Wall
+from prime_node.adapters.sandbox.rules import Restriction
 
 WHAT = "own file system"
 _NEWNS, _NEWUSER, _NEWIPC = 0x0002_0000, 0x1000_0000, 0x0800_0000
@@ -37,15 +37,15 @@ class _Attributes(ctypes.Structure):
     )
 
 
-def enter_namespaces(view: View) -> Wall:
+def enter_namespaces(view: View) -> Restriction:
     """Restrict this process to the paths of the view. The caller has one thread. `view.network` is ignored: the network stays."""
     if sys.platform != "linux":
-        return Wall(WHAT, False, f"{sys.platform} has no namespaces")
+        return Restriction(WHAT, False, f"{sys.platform} has no namespaces")
     why = _tried(view)
     if why:
-        return Wall(WHAT, False, why)
+        return Restriction(WHAT, False, why)
     _enter(view)
-    return Wall(WHAT, True)
+    return Restriction(WHAT, True)
 
 
 def _tried(view: View) -> str:

@@ -8,7 +8,7 @@ import resource
 import struct
 from collections.abc import Iterable
 
-from prime_node.adapters.sandbox.rules import ProcessLimits, Wall
+from prime_node.adapters.sandbox.rules import ProcessLimits, Restriction
 
 _SET_DUMPABLE, _CAPBSET_READ, _CAPBSET_DROP, _NO_NEW_PRIVS, _CAP_AMBIENT, _AMBIENT_CLEAR_ALL = 4, 23, 24, 38, 47, 4
 _VERSION_3 = 0x20080522
@@ -31,12 +31,12 @@ def forbid_dumps() -> None:
     _prctl(_SET_DUMPABLE, 0)
 
 
-def drop_capabilities(keep: Iterable[int]) -> Wall:
+def drop_capabilities(keep: Iterable[int]) -> Restriction:
     """Drop all other capabilities, also for executed programs. A process without any has nothing to drop."""
     wanted = sum(1 << number for number in set(keep))
     held = _capabilities()[1]
     if held == 0:
-        return Wall("capabilities", True)
+        return Restriction("capabilities", True)
     try:
         _prctl(_CAP_AMBIENT, _AMBIENT_CLEAR_ALL)
         number = 0
@@ -50,8 +50,8 @@ def drop_capabilities(keep: Iterable[int]) -> Wall:
     low, high = left & 0xFFFFFFFF, left >> 32
     header = struct.pack("=Ii", _VERSION_3, 0)
     if _libc().capset(header, struct.pack("=6I", low, low, 0, high, high, 0)) != 0:
-        return Wall("capabilities", False, f"the kernel keeps them ({os.strerror(ctypes.get_errno())})")
-    return Wall("capabilities", True)
+        return Restriction("capabilities", False, f"the kernel keeps them ({os.strerror(ctypes.get_errno())})")
+    return Restriction("capabilities", True)
 
 
 def apply_limits(limits: ProcessLimits) -> None:

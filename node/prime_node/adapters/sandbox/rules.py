@@ -23,7 +23,7 @@ NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
 
 TRUNCATION, DEVICE_COMMANDS = "truncation", "commands to devices"
 CLOSED_BY_OWN_ROOT = (TRUNCATION, DEVICE_COMMANDS)
-"""Walls that no root of its own needs: what is only read is mounted so there, and other devices do not exist."""
+"""ProcessRestrictions that no root of its own needs: what is only read is mounted so there, and other devices do not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class SandboxRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Wall:
+class Restriction:
     """Restriction that is enforced or is not."""
 
     what: str
@@ -102,25 +102,25 @@ class Wall:
 class SandboxLevel:
     """What the system enforces of some rules."""
 
-    walls: tuple[Wall, ...]
+    restrictions: tuple[Restriction, ...]
 
     @property
     def up(self) -> frozenset[str]:
         """Names of the enforced restrictions. Example: level.up >= {"files"}."""
-        return frozenset(wall.what for wall in self.walls if wall.up)
+        return frozenset(restriction.what for restriction in self.restrictions if restriction.up)
 
     @property
     def is_full(self) -> bool:
         """Whether the system enforces all that the rules ask for."""
-        return all(wall.up for wall in self.walls)
+        return all(restriction.up for restriction in self.restrictions)
 
     def sentence(self) -> str:
         """Return one line for a person: what is enforced, then what is not and why."""
-        up = [wall.what for wall in self.walls if wall.up]
+        up = [restriction.what for restriction in self.restrictions if restriction.up]
         down: dict[str, list[str]] = {}
-        for wall in self.walls:
-            if not wall.up:
-                down.setdefault(wall.why, []).append(wall.what)
+        for restriction in self.restrictions:
+            if not restriction.up:
+                down.setdefault(restriction.why, []).append(restriction.what)
         enforced = f"enforced: {', '.join(up)}" if up else "nothing is enforced"
         if not down:
             return enforced

@@ -15,7 +15,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from prime_node.adapters.sandbox.rules import Family, SandboxRules, Wall
+from prime_node.adapters.sandbox.rules import Family, Restriction, SandboxRules
 from prime_node.adapters.sandbox.syscalls import Architecture, architecture
 
 _LD, _JEQ, _JGE, _JSET, _RET, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
@@ -65,11 +65,11 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def restrict_calls(rules: SandboxRules) -> Wall:
+def restrict_calls(rules: SandboxRules) -> Restriction:
     """Bind this process to the filter. The caller has set no_new_privs. Raises OSError if the kernel refuses it."""
     machine = architecture()
     if machine is None:
-        return Wall("system calls", False, "this software has no filter for this processor")
+        return Restriction("system calls", False, "this software has no filter for this processor")
     code = program(rules, machine)
     buffer = ctypes.create_string_buffer(code, len(code))
     what = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
@@ -80,9 +80,9 @@ def restrict_calls(rules: SandboxRules) -> Wall:
     if result < 0:
         number = ctypes.get_errno()
         if number in (errno.ENOSYS, errno.EINVAL):
-            return Wall("system calls", False, "seccomp is not built into this kernel")
+            return Restriction("system calls", False, "seccomp is not built into this kernel")
         raise OSError(number, f"seccomp: {os.strerror(number)}")
-    return Wall("system calls", True)
+    return Restriction("system calls", True)
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from prime_node.inside import open_regular, place
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -43,7 +43,7 @@ class FolderSource:
         """Read the newest manifest; None before the first."""
         try:
             return await self._envelope("head.json")
-        except PeerError as error:
+        except RemoteError as error:
             if error.code is ErrorCode.NOT_FOUND and self.folder.is_dir():
                 return None
             raise
@@ -61,9 +61,9 @@ class FolderSource:
         return await self._envelope("timestamp.json")
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a blob, unverified. Raises PeerError or Unreachable."""
+        """Return bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
         if not _DIGEST.fullmatch(digest):
-            raise PeerError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
         return await asyncio.to_thread(
             self._read, f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max, start, end
         )
@@ -77,7 +77,7 @@ class FolderSource:
                 size = file.seek(0, 2)
                 stop = size if end is None else end
                 if not 0 <= start <= stop <= size:
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.BAD_RANGE, f"{name} has {size} bytes, but the request is for {start} to {stop}"
                     )
                 if stop - start > bytes_max:
@@ -85,6 +85,6 @@ class FolderSource:
                 file.seek(start)
                 return file.read(stop - start)
         except FileNotFoundError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"{self.folder} does not contain {name}") from None
+            raise RemoteError(ErrorCode.NOT_FOUND, f"{self.folder} does not contain {name}") from None
         except OSError as error:
             raise Unreachable(f"{self.folder}: {name}: {error.strerror}") from None

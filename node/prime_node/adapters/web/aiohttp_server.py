@@ -1,9 +1,9 @@
 """The web server on aiohttp.
 
 By itself, aiohttp closes neither a stalled header nor a stalled body. It decompresses request bodies, and its size limit does
-not apply to streamed ones. So connections are counted before they are made (doors.py), and requests are framed before aiohttp
-sees them (guarded_handler.py). Bodies are read here: after the route has admitted their sender, counted on arrival,
-uncompressed, and at a minimum speed that rises with their size.
+not apply to streamed ones. So connections are counted before they are made (connection_counts.py), and requests are framed
+before aiohttp sees them (guarded_handler.py). Bodies are read here: after the route has admitted their sender, counted on
+arrival, uncompressed, and at a minimum speed that rises with their size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import ClientConnectionError, web
 
-from prime_node.adapters.web.doors import Doors, Entry, Listener, connections_max
+from prime_node.adapters.web.connection_counts import ConnectionCounts, Entry, Listener, connections_max
 from prime_node.adapters.web.guarded_handler import GuardedHandler, error_answer
 from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, BODY_GRACE_S, send_s_max
 from prime_node.adapters.web.plain_gets import BulkRoutes, PlainGets
@@ -25,7 +25,7 @@ from prime_node.adapters.web.shares import HeldBytes, Shares
 from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,9 @@ class AiohttpServer:
         self._manager: web.Server | None = None
         self._runner: web.AppRunner | None = None
         self._bulk: BulkRoutes | None = None
-        self._doors: Doors | None = None
+        self._counts: ConnectionCounts | None = None
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, walls: CallerBounds | None = None) -> int:
+    async def start(self, routes: Sequence[Route], *, host: str, port: int, bounds: CallerBounds | None = None) -> int:
         """Serve `routes` and return the port. Raises LocalError if the address is unavailable."""
         app = web.Application(middlewares=[_explain_unknown])
         for route in routes:
@@ -84,15 +84,15 @@ class AiohttpServer:
             log.warning(
                 "at most %d connections: the limit of open files is low; raise it (ulimit -n, LimitNOFILE)", most
             )
-        self._doors = Doors(walls or CallerBounds(), asyncio.get_running_loop().time, connections_max=most)
+        self._counts = ConnectionCounts(bounds or CallerBounds(), asyncio.get_running_loop().time, connections_max=most)
         if any(route.is_bulk for route in routes):
             self._bulk = BulkRoutes(
                 routes,
                 idle_s_max=self._header_s_max,
-                is_host=self._doors.walls.is_host,
+                is_host=self._counts.bounds.is_host,
                 hand_over=self._guarded,
             )
-        self._listener = Listener(self._doors, self._connection)
+        self._listener = Listener(self._counts, self._connection)
         try:
             return await self._listener.open(host, port)
         except OSError as error:
@@ -120,9 +120,9 @@ class AiohttpServer:
 
     def _guarded(self, entry: Entry, first_header_s: float) -> GuardedHandler:
         assert self._manager is not None
-        assert self._doors is not None
+        assert self._counts is not None
         return GuardedHandler(
-            self._manager, self._doors, entry, header_s_max=self._header_s_max, first_header_s=first_header_s
+            self._manager, self._counts, entry, header_s_max=self._header_s_max, first_header_s=first_header_s
         )
 
     def _adapt(self, route: Route) -> Any:
@@ -142,7 +142,7 @@ class AiohttpServer:
                     body = await self._read_body(request, held)
                     response = await route.handler(replace(plain, body=body))
                 return await self._send(request, response)
-            except PeerError as error:
+            except RemoteError as error:
                 answer = error_answer(error)
                 if guard.is_given_up:
                     answer.force_close()  # sets the header, too
@@ -151,21 +151,21 @@ class AiohttpServer:
         return handle
 
     def _admitted(self, request: web.Request, route: Route, plain: Request) -> _Body:
-        """Return the shares that a body will count against. Nothing of it has been read. Raises PeerError."""
+        """Return the shares that a body will count against. Nothing of it has been read. Raises RemoteError."""
         length = request.content_length or 0
         try:
             if "Content-Encoding" in request.headers:
-                raise PeerError(ErrorCode.MALFORMED, "a compressed body is not accepted here")
+                raise RemoteError(ErrorCode.MALFORMED, "a compressed body is not accepted here")
             if length > route.body_bytes_max:
                 raise LimitExceeded("body_bytes_max", length, route.body_bytes_max)
             admission = BodyAdmission(()) if route.admit is None else route.admit(plain, length)
             return _Body(length, admission.digest, self._bodies.open(admission.shares))
-        except PeerError:
+        except RemoteError:
             _guard_of(request).give_up()
             raise
 
     async def _read_body(self, request: web.Request, body: _Body) -> bytes:
-        """Read the whole body, checked against the announced length and digest. Raises PeerError."""
+        """Read the whole body, checked against the announced length and digest. Raises RemoteError."""
         guard, loop = _guard_of(request), asyncio.get_running_loop()
         chunks: list[bytes] = []
         num_bytes, began_s = 0, loop.time()
@@ -183,16 +183,16 @@ class AiohttpServer:
                 chunks.append(chunk)
         except TimeoutError:
             guard.give_up()
-            raise PeerError(ErrorCode.MALFORMED, "the body arrived too slowly") from None
+            raise RemoteError(ErrorCode.MALFORMED, "the body arrived too slowly") from None
         except (ConnectionError, ClientConnectionError, web.RequestPayloadError):
             guard.give_up()
-            raise PeerError(ErrorCode.MALFORMED, "the body is incomplete") from None
-        except PeerError:
+            raise RemoteError(ErrorCode.MALFORMED, "the body is incomplete") from None
+        except RemoteError:
             guard.give_up()
             raise
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if body.digest is not None and await _digest_of(whole) != body.digest:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, "the body does not match its signed header")
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the body does not match its signed header")
         return whole
 
     async def _send(self, request: web.Request, response: Response) -> web.StreamResponse:
@@ -262,7 +262,9 @@ async def _explain_unknown(request: web.Request, handler: Any) -> web.StreamResp
         response: web.StreamResponse = await handler(request)
         return response
     except web.HTTPException as error:
-        answer = error_answer(PeerError(ErrorCode.NOT_FOUND, f"{request.method} {request.path[:100]}: {error.reason}"))
+        answer = error_answer(
+            RemoteError(ErrorCode.NOT_FOUND, f"{request.method} {request.path[:100]}: {error.reason}")
+        )
         if request.body_exists:
             _guard_of(request).give_up()
             answer.force_close()
@@ -282,7 +284,7 @@ async def _stream(request: web.Request, response: Response, headers: dict[str, s
                 # Sized bodies have a deadline; others may be endless streams.
                 async with asyncio.timeout(send_s_max(response) if is_sized else None):
                     await _copy(response.body, stream)
-    except (TimeoutError, PeerError):
+    except (TimeoutError, RemoteError):
         if request.transport is not None:
             # A stalled reader must not hold what `after` returns; a cut body must not look complete.
             request.transport.abort()

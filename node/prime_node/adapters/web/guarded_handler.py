@@ -16,12 +16,12 @@ from typing import Any
 
 from aiohttp import web
 
-from prime_node.adapters.web.doors import Doors, Entry
+from prime_node.adapters.web.connection_counts import ConnectionCounts, Entry
 from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, explanation
 from prime_node.adapters.web.metered import Meter
 from prime_node.adapters.web.request_head import Head, find_end, read_request_head
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class GuardedHandler(web.RequestHandler):
 
     __slots__ = (
         "_body_left",
-        "_doors",
+        "_counts",
         "_dropped",
         "_first_header_s",
         "_has_begun",
@@ -64,7 +64,13 @@ class GuardedHandler(web.RequestHandler):
     )
 
     def __init__(
-        self, manager: web.Server, doors: Doors, entry: Entry, *, header_s_max: float, first_header_s: float
+        self,
+        manager: web.Server,
+        connection_counts: ConnectionCounts,
+        entry: Entry,
+        *,
+        header_s_max: float,
+        first_header_s: float,
     ) -> None:
         super().__init__(
             manager,
@@ -79,7 +85,7 @@ class GuardedHandler(web.RequestHandler):
         """Whether the sender waits for a go-ahead before it sends the body."""
         self.is_given_up = False
         """Whether a body is left unread, so that no other request can follow."""
-        self._doors = doors
+        self._counts = connection_counts
         self._header_s_max = header_s_max
         self._first_header_s = first_header_s
         self._header_timer: asyncio.TimerHandle | None = None
@@ -92,7 +98,7 @@ class GuardedHandler(web.RequestHandler):
         self._readings = self._request_bytes = self._dropped = 0
         self._is_busy = self._is_held_back = self._has_begun = False
         self._unsent = 0
-        self._meter = Meter(lambda seconds: doors.spent(entry, seconds))
+        self._meter = Meter(lambda seconds: connection_counts.spent(entry, seconds))
 
     # Called by the event loop
 
@@ -183,10 +189,10 @@ class GuardedHandler(web.RequestHandler):
         """Return an ErrorBody. Server faults are logged; invalid HTTP is the peer's fault, and scanners send it all day."""
         if status >= 500:
             super().handle_error(request, status, exc, message)  # logs, and raises if an answer has begun
-            error = PeerError(ErrorCode.INTERNAL, "internal error of the server; its operator finds it in the log")
+            error = RemoteError(ErrorCode.INTERNAL, "internal error of the server; its operator finds it in the log")
         else:
             log.debug("%s does not speak HTTP: %r", self.entry.address, exc)
-            error = PeerError(ErrorCode.MALFORMED, "this is not HTTP")
+            error = RemoteError(ErrorCode.MALFORMED, "this is not HTTP")
         answer = error_answer(error)
         answer.force_close()
         return answer
@@ -216,11 +222,11 @@ class GuardedHandler(web.RequestHandler):
                     return
                 elif not self._next_request():
                     return
-        except PeerError as error:
+        except RemoteError as error:
             self._refuse(error)
 
     def _next_request(self) -> bool:
-        """Look for the next header. Return False if it is incomplete, or if its turn has not come. Raises PeerError."""
+        """Look for the next header. Return False if it is incomplete, or if its turn has not come. Raises RemoteError."""
         end = find_end(self._held, self._searched)
         if end < 0:
             self._searched = len(self._held)
@@ -229,13 +235,13 @@ class GuardedHandler(web.RequestHandler):
                 self._wait_for_header(min(self._header_s_max, limits.HTTP_HEADER_S_MAX))
             return False
         head = read_request_head(bytes(self._held[:end]))
-        if not self._doors.walls.is_host(self.entry.address, head.host):
-            raise PeerError(
+        if not self._counts.bounds.is_host(self.entry.address, head.host):
+            raise RemoteError(
                 ErrorCode.MALFORMED,
                 f"unknown host name {head.host[:100]!r}; its operator can add it to coordinator.hosts",
             )
         self._has_begun, self._searched = False, 0
-        delay_s = self._doors.delay_s(self.entry, head.forwarded)
+        delay_s = self._counts.delay_s(self.entry, head.forwarded)
         if delay_s > 0.0:
             self._hold_back()
             self._stop_header_timer()
@@ -261,7 +267,7 @@ class GuardedHandler(web.RequestHandler):
     def _answered(self) -> None:
         self._is_busy = False
         self._meter.report()
-        self._doors.answered(self.entry)
+        self._counts.answered(self.entry)
         self._readings, self._request_bytes = 0, len(self._held)
         if self.is_given_up or self.transport is None:
             return
@@ -269,7 +275,7 @@ class GuardedHandler(web.RequestHandler):
         self._go_on_reading()
         self._advance()
 
-    def _refuse(self, error: PeerError) -> None:
+    def _refuse(self, error: RemoteError) -> None:
         """Answer a request that never reaches the framework, and end the connection."""
         self.is_given_up = True
         self._held.clear()
@@ -277,16 +283,16 @@ class GuardedHandler(web.RequestHandler):
         if self.transport is None:
             return
         log.debug("%s: %s", self.entry.address, error)
-        told = explanation(error)
-        assert isinstance(told.body, bytes)
+        response = explanation(error)
+        assert isinstance(response.body, bytes)
         lines = [
-            f"HTTP/1.1 {told.status} {http.HTTPStatus(told.status).phrase}",
+            f"HTTP/1.1 {response.status} {http.HTTPStatus(response.status).phrase}",
             f"Date: {email.utils.formatdate(usegmt=True)}",
-            f"Content-Type: {told.content_type}",
-            f"Content-Length: {len(told.body)}",
+            f"Content-Type: {response.content_type}",
+            f"Content-Length: {len(response.body)}",
             "Connection: close",
         ]
-        self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + told.body)
+        self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + response.body)
         self._header_timer = asyncio.get_running_loop().call_later(REFUSED_S, self.abort)
 
     def _hold_back(self) -> None:
@@ -321,8 +327,10 @@ class GuardedHandler(web.RequestHandler):
             self._header_timer = None
 
 
-def error_answer(error: PeerError) -> web.Response:
-    """Return a PeerError as the framework's answer."""
-    told = explanation(error)
-    assert isinstance(told.body, bytes)
-    return web.Response(body=told.body, status=told.status, content_type=told.content_type, headers=told.headers)
+def error_answer(error: RemoteError) -> web.Response:
+    """Return a RemoteError as the framework's answer."""
+    response = explanation(error)
+    assert isinstance(response.body, bytes)
+    return web.Response(
+        body=response.body, status=response.status, content_type=response.content_type, headers=response.headers
+    )

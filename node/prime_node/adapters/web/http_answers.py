@@ -17,7 +17,7 @@ import aiohttp
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.messages import ErrorBody
 
 CONNECT_S_MAX = 10.0
@@ -35,8 +35,8 @@ _PIECE_BYTES = 2**16
 Reply = TypeVar("Reply", bound=WireModel)
 
 
-class ExplainedRefusal(PeerError):
-    """A PeerError that the server itself explained with an ErrorBody."""
+class ExplainedRefusal(RemoteError):
+    """A RemoteError that the server itself explained with an ErrorBody."""
 
 
 class Patience:
@@ -132,24 +132,24 @@ async def _until_whole(content: aiohttp.StreamReader, patience: Patience) -> Non
             seen = content.total_bytes
 
 
-async def error_of(answer: aiohttp.ClientResponse, patience: Patience, clock: Clock) -> PeerError:
+async def error_of(answer: aiohttp.ClientResponse, patience: Patience, clock: Clock) -> RemoteError:
     """Return the error that an answer of 400 or above means."""
     try:
         body = await read_bounded(answer, patience, bytes_max=limits.ERROR_BODY_BYTES_MAX)
-    except PeerError:
+    except RemoteError:
         body = b""
     return explained(answer.status, body, answer.headers.get("Date"), clock)
 
 
-def explained(status: int, body: bytes, date: str | None, clock: Clock) -> PeerError:
+def explained(status: int, body: bytes, date: str | None, clock: Clock) -> RemoteError:
     """Return the error that a status and a body mean. For a proxy's HTML page, the status alone counts."""
     try:
         fault = parse_json(body, ErrorBody)
-    except PeerError:
+    except RemoteError:
         code = _CODE_OF_STATUS.get(status)
         if code is None:
             code = ErrorCode.UNAVAILABLE if status >= 500 else ErrorCode.MALFORMED
-        return PeerError(code, f"HTTP {status} without an explanation")
+        return RemoteError(code, f"HTTP {status} without an explanation")
     detail = fault.detail
     if fault.code is ErrorCode.EXPIRED:
         detail += _clock_difference(date, clock)
@@ -167,27 +167,27 @@ def _clock_difference(date: str | None, clock: Clock) -> str:
 
 
 def sensible(body: bytes, model: type[Reply]) -> Reply:
-    """Parse the body of a successful answer. Raises PeerError(UNAVAILABLE)."""
+    """Parse the body of a successful answer. Raises RemoteError(UNAVAILABLE)."""
     try:
         return parse_json(body, model)
-    except PeerError as error:
+    except RemoteError as error:
         raise nonsense(error) from None
 
 
 def sensible_envelope(body: bytes) -> Envelope:
-    """Parse an envelope from a successful answer. Raises PeerError(UNAVAILABLE)."""
+    """Parse an envelope from a successful answer. Raises RemoteError(UNAVAILABLE)."""
     try:
         return open_envelope(body)
-    except PeerError as error:
+    except RemoteError as error:
         raise nonsense(error) from None
 
 
-def nonsense(error: PeerError) -> PeerError:
+def nonsense(error: RemoteError) -> RemoteError:
     """Return the error for an unintelligible answer, from a proxy, a captive portal or a broken server.
 
     It is not the coordinator's decision on the request, so it is transient.
     """
-    return PeerError(
+    return RemoteError(
         ErrorCode.UNAVAILABLE, f"the answer is not valid: {error.detail}", retry_after_s=error.retry_after_s
     )
 

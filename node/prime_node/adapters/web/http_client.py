@@ -1,7 +1,7 @@
 """The coordinator over HTTP, for workers, validators and the trainer. SPEC.md, section "HTTP".
 
 Nothing that a server sends is trusted. Every answer has a bound of its own; redirects, compression and cookies are refused.
-An invalid answer becomes a PeerError, and silence becomes Unreachable.
+An invalid answer becomes a RemoteError, and silence becomes Unreachable.
 
 A request has no total time limit: a 16 MB part over a poor line may take long and still be fine. It ends when nothing moved
 for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow retrieval, in TUF's terms).
@@ -40,7 +40,7 @@ from prime_protocol.addresses import parse_ip
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.limits import Limits
@@ -173,7 +173,7 @@ class HttpClient:
         bytes_max = self.bounds.blob_bytes_max if end is None else end - start
         status, body = await self._get_blob(f"/v1/blobs/{digest}", wanted, bytes_max)
         if wanted and status != 206 and not (start == 0 and end == len(body)):
-            raise PeerError(ErrorCode.BAD_RANGE, f"{self.url} ignores byte ranges")
+            raise RemoteError(ErrorCode.BAD_RANGE, f"{self.url} ignores byte ranges")
         return body
 
     async def _get_blob(self, path: str, headers: Mapping[str, str], bytes_max: int) -> tuple[int, bytes]:
@@ -214,7 +214,7 @@ class HttpClient:
         bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
         _, body = await self._ask(request, bytes_max=bytes_max)
         if digest_of(body) != request.bundle:
-            raise PeerError(ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}")
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}")
         return body
 
     async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
@@ -335,7 +335,7 @@ class HttpClient:
             )
         except ExplainedRefusal:
             raise
-        except PeerError as error:
+        except RemoteError as error:
             raise nonsense(error) from None
         return status, answer
 
@@ -353,7 +353,7 @@ class HttpClient:
         wait_s: float = 0.0,
         bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        """Make one request and return its whole answer: status below 400, body, headers. Raises PeerError or Unreachable."""
+        """Make one request and return its whole answer: status below 400, body, headers. Raises RemoteError or Unreachable."""
         session = self._connected()
         try:
             async with Patience(self._stall_s, wait_s=wait_s) as patience:
@@ -369,20 +369,22 @@ class HttpClient:
                 ) as answer:
                     patience.answered()
                     if "Content-Encoding" in answer.headers:
-                        raise PeerError(
+                        raise RemoteError(
                             ErrorCode.MALFORMED, f"{self.url} sends a compressed answer, which was not requested"
                         )
                     if answer.status >= 400:
                         raise await error_of(answer, patience, self._clock)
                     if 300 <= answer.status < 400 and answer.status != 304:
-                        raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
+                        raise RemoteError(
+                            ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to"
+                        )
                     return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
         except TimeoutError:
             raise Unreachable(f"{self.url}: no answer, or an answer without progress") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
-            raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+            raise RemoteError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
         except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests under way
             if not session.closed:
                 raise

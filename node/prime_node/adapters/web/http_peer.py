@@ -20,10 +20,10 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
-from prime_protocol.peers import PeerNews, check_answer
+from prime_protocol.peers import PeerUpdate, check_answer
 
 
 class HttpPeer(HttpClient):
@@ -54,15 +54,15 @@ class HttpPeer(HttpClient):
         if answer.status >= 400:
             raise explained(answer.status, answer.body, answer.headers.get("date"), self._clock)
         if 300 <= answer.status < 400:
-            raise PeerError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
+            raise RemoteError(ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to")
         return answer.status, answer.body
 
     def _standing_headers(self) -> Mapping[str, str]:
         shown = self._authorization()
         return {} if shown is None else {"Authorization": shown}
 
-    async def news(self) -> AsyncIterator[PeerNews]:
-        """Yield what the peer has: everything first, then changes. Raises PeerError or Unreachable."""
+    async def updates(self) -> AsyncIterator[PeerUpdate]:
+        """Yield what the peer has: everything first, then changes. Raises RemoteError or Unreachable."""
         try:
             async with self._connected().get(
                 f"{self.url}/v1/have", headers=dict(self._standing_headers()), allow_redirects=False
@@ -71,22 +71,22 @@ class HttpPeer(HttpClient):
                     async with Patience(self._stall_s, wait_s=0.0) as patience:
                         raise await error_of(answer, patience, self._clock)
                 async for line in _lines(answer):
-                    yield parse_json(line, PeerNews)
+                    yield parse_json(line, PeerUpdate)
         except TimeoutError:
             raise Unreachable(f"{self.url} stopped sending notifications") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:
-            raise PeerError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+            raise RemoteError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
         raise Unreachable(f"{self.url} has closed the connection")
 
     async def peers(self) -> str:
-        """Fetch the signed list of peers. Raises PeerError or Unreachable."""
+        """Fetch the signed list of peers. Raises RemoteError or Unreachable."""
         _, body, _ = await self._exchange("GET", "/v1/peers", bytes_max=limits.PEER_LIST_BYTES_MAX)
         try:
             return body.decode()
         except UnicodeDecodeError:
-            raise PeerError(ErrorCode.MALFORMED, "a list of peers must be text") from None
+            raise RemoteError(ErrorCode.MALFORMED, "a list of peers must be text") from None
 
 
 async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -113,8 +113,8 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             *whole, rest = (rest + data).split(b"\n")
             for line in whole:
                 yield line
-            if len(rest) > limits.PEER_NEWS_BYTES_MAX:
-                raise LimitExceeded("PEER_NEWS_BYTES_MAX", None, limits.PEER_NEWS_BYTES_MAX)
+            if len(rest) > limits.PEER_UPDATE_BYTES_MAX:
+                raise LimitExceeded("PEER_UPDATE_BYTES_MAX", None, limits.PEER_UPDATE_BYTES_MAX)
     finally:
         if timer is not None:
             timer.cancel()
@@ -132,7 +132,7 @@ class HttpDialBack:
         timeout = aiohttp.ClientTimeout(
             total=limits.DIAL_BACK_S_MAX, sock_connect=min(CONNECT_S_MAX, limits.DIAL_BACK_S_MAX)
         )
-        with contextlib.suppress(aiohttp.ClientError, PeerError, OSError, TimeoutError, ValueError):
+        with contextlib.suppress(aiohttp.ClientError, RemoteError, OSError, TimeoutError, ValueError):
             async with (
                 aiohttp.ClientSession(
                     timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False

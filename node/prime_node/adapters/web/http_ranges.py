@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from prime_node.adapters.web.http_answers import BYTES_PER_SECOND_MIN, CONNECT_S_MAX
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 
 HEADER_BYTES_MAX = 8 * 2**10
 """Bytes of an answer's header. Most of its body comes after it, and is read into its own buffer."""
@@ -70,7 +70,7 @@ class RangeClient:
                 self._idle.append(await self._connect())
 
     async def get(self, path: str, headers: Mapping[str, str], *, bytes_max: int) -> RangeAnswer:
-        """Make one request and return its whole answer, of any status. Raises PeerError or Unreachable."""
+        """Make one request and return its whole answer, of any status. Raises RemoteError or Unreachable."""
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         asked = f"GET {self._prefix}{path} HTTP/1.1\r\nHost: {self._netloc}\r\nAccept-Encoding: identity\r\n{lines}\r\n"
         request = asked.encode("latin-1")
@@ -146,7 +146,7 @@ class _Connection(asyncio.BufferedProtocol):
     async def ask(self, request: bytes, bytes_max: int) -> RangeAnswer:
         """Send a request and return its answer.
 
-        Raises _ClosedBefore, PeerError or Unreachable; the connection is closed then, and by a cancellation.
+        Raises _ClosedBefore, RemoteError or Unreachable; the connection is closed then, and by a cancellation.
         """
         if self._transport is None:
             raise _ClosedBefore
@@ -198,7 +198,7 @@ class _Connection(asyncio.BufferedProtocol):
                 self._read_header(self._filled - nbytes)
             if self._body is not None and self._filled == len(self._body):
                 self._whole()
-        except PeerError as error:
+        except RemoteError as error:
             self.give_up(error)
 
     def _look(self) -> None:
@@ -215,33 +215,33 @@ class _Connection(asyncio.BufferedProtocol):
     def _read_header(self, seen: int) -> None:
         """Parse the header once it is complete.
 
-        Raises PeerError(MALFORMED), or LimitExceeded for a body longer than allowed.
+        Raises RemoteError(MALFORMED), or LimitExceeded for a body longer than allowed.
         """
         if self._answered is None or self._answered.done():
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends data that was not requested")
+            raise RemoteError(ErrorCode.MALFORMED, f"{self._url} sends data that was not requested")
         end = self._head.find(b"\r\n\r\n", max(0, seen - 3), self._filled)
         if end < 0:
             if self._filled == HEADER_BYTES_MAX:
-                raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not speak HTTP: its header has no end")
+                raise RemoteError(ErrorCode.MALFORMED, f"{self._url} does not speak HTTP: its header has no end")
             return
         status, *lines = bytes(self._head_view[:end]).split(b"\r\n")
         found = _STATUS.fullmatch(status)
         if found is None:
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not speak HTTP")
+            raise RemoteError(ErrorCode.MALFORMED, f"{self._url} does not speak HTTP")
         self._status = int(found[2])
         self._headers = _headers_of(lines, self._url)
         self.is_kept = found[1] == b"1" and self._headers.get("connection", "").lower() != "close"
         length = "0" if self._status == 204 else self._headers.get("content-length", "")
         if not _LENGTH.fullmatch(length) or "transfer-encoding" in self._headers:
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} does not declare the length of its answer")
+            raise RemoteError(ErrorCode.MALFORMED, f"{self._url} does not declare the length of its answer")
         if "content-encoding" in self._headers:
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends a compressed answer, which was not requested")
+            raise RemoteError(ErrorCode.MALFORMED, f"{self._url} sends a compressed answer, which was not requested")
         bytes_max = self._bytes_max if self._status < 400 else limits.ERROR_BODY_BYTES_MAX
         if int(length) > bytes_max:
             raise LimitExceeded("answer_bytes_max", int(length), bytes_max)
         begun = self._head_view[end + 4 : self._filled]
         if len(begun) > int(length):
-            raise PeerError(ErrorCode.MALFORMED, f"{self._url} sends more than it declares")
+            raise RemoteError(ErrorCode.MALFORMED, f"{self._url} sends more than it declares")
         self._body = bytearray(int(length))
         self._body[: len(begun)] = begun
         self._filled = len(begun)
@@ -255,12 +255,12 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 def _headers_of(lines: list[bytes], url: str) -> dict[str, str]:
-    """Return the header fields by their names in lower case. Raises PeerError(MALFORMED)."""
+    """Return the header fields by their names in lower case. Raises RemoteError(MALFORMED)."""
     headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.decode("latin-1").partition(":")
         name = name.lower()
         if not colon or not name or name != name.strip() or (name == "content-length" and name in headers):
-            raise PeerError(ErrorCode.MALFORMED, f"{url} does not speak HTTP: its header is not valid")
+            raise RemoteError(ErrorCode.MALFORMED, f"{url} does not speak HTTP: its header is not valid")
         headers[name] = value.strip()
     return headers

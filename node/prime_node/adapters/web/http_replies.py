@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 from prime_node.ports.web import Response
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 BODY_GRACE_S = 20.0
 BODY_BYTES_PER_S_MIN = 16 * 2**10
 """Speed at which a body may be sent after the grace. Only a modem is slower."""
 
 
-def explanation(error: PeerError) -> Response:
+def explanation(error: RemoteError) -> Response:
     """Return the reply to an error: its status, and an ErrorBody."""
     body: dict[str, object] = {"code": str(error.code), "detail": error.detail[:2_000]}
     headers = {}

@@ -19,10 +19,10 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from prime_node.adapters.web.doors import Entry
+from prime_node.adapters.web.connection_counts import Entry
 from prime_node.adapters.web.http_replies import explanation, send_s_max
 from prime_node.ports.web import Handler, Request, Response, Route
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -173,11 +173,11 @@ class PlainGets(asyncio.Protocol):
         try:
             try:
                 response = await handler(request)
-            except PeerError as error:
+            except RemoteError as error:
                 response = explanation(error)
             self._due_s = self._loop.time() + send_s_max(response)
             await self._send(response)
-        except PeerError:
+        except RemoteError:
             self.abort()  # a cut body must not look complete
         except Exception:
             log.exception("GET of %s", request.params)

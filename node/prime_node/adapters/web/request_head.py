@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.visible import printable
 
 END = b"\r\n\r\n"
@@ -36,43 +36,43 @@ class Head:
 
 
 def find_end(data: bytes | bytearray, seen: int) -> int:
-    """Return where the header ends, its empty line included; -1 if it is incomplete. Raises PeerError.
+    """Return where the header ends, its empty line included; -1 if it is incomplete. Raises RemoteError.
 
     `seen` bytes were searched before. Bytes that cannot become a header are refused before it is complete.
     """
     if not 65 <= data[0] <= 90:  # A to Z, of the method
-        raise PeerError(ErrorCode.MALFORMED, "this is not HTTP")
+        raise RemoteError(ErrorCode.MALFORMED, "this is not HTTP")
     end = data.find(END, max(0, seen - len(END) + 1))
     length = len(data) if end < 0 else end + len(END)
     if length > limits.HTTP_HEADER_BYTES_MAX:
         raise LimitExceeded("HTTP_HEADER_BYTES_MAX", length, limits.HTTP_HEADER_BYTES_MAX, code=ErrorCode.MALFORMED)
     if end < 0 and data.find(b"\n\n", max(0, seen - 1)) >= 0:
-        raise PeerError(ErrorCode.MALFORMED, "this is not HTTP: its lines do not end in CR LF")
+        raise RemoteError(ErrorCode.MALFORMED, "this is not HTTP: its lines do not end in CR LF")
     return -1 if end < 0 else length
 
 
 def read_request_head(data: bytes) -> Head:
-    """Parse a complete header, with its empty line. Raises PeerError."""
+    """Parse a complete header, with its empty line. Raises RemoteError."""
     request, *lines = data[: -len(END)].split(b"\r\n")
     found = _REQUEST_LINE.fullmatch(request)
     if found is None:
-        raise PeerError(ErrorCode.MALFORMED, "this is not HTTP: the request line is not one of HTTP/1.1")
+        raise RemoteError(ErrorCode.MALFORMED, "this is not HTTP: the request line is not one of HTTP/1.1")
     if len(lines) > limits.HTTP_HEADER_LINES_MAX:
         raise LimitExceeded("HTTP_HEADER_LINES_MAX", len(lines), limits.HTTP_HEADER_LINES_MAX, code=ErrorCode.MALFORMED)
     if found[1] not in _METHODS:
-        raise PeerError(ErrorCode.NOT_FOUND, f"no endpoint supports the method {found[1].decode()}")
+        raise RemoteError(ErrorCode.NOT_FOUND, f"no endpoint supports the method {found[1].decode()}")
     fields = _fields(lines)
     if b"transfer-encoding" in fields:
-        raise PeerError(ErrorCode.MALFORMED, "chunked bodies are not accepted here: send Content-Length")
+        raise RemoteError(ErrorCode.MALFORMED, "chunked bodies are not accepted here: send Content-Length")
     if b"upgrade" in fields:
-        raise PeerError(ErrorCode.MALFORMED, "this server does not upgrade to another protocol")
+        raise RemoteError(ErrorCode.MALFORMED, "this server does not upgrade to another protocol")
     if b"host" not in fields and found[3] == b"1":
-        raise PeerError(ErrorCode.MALFORMED, "a request of HTTP/1.1 must name its Host")
+        raise RemoteError(ErrorCode.MALFORMED, "a request of HTTP/1.1 must name its Host")
     length, expect = fields.get(b"content-length", b"0"), fields.get(b"expect", b"").lower()
     if not _LENGTH.fullmatch(length):
-        raise PeerError(ErrorCode.MALFORMED, "Content-Length is not a number")
+        raise RemoteError(ErrorCode.MALFORMED, "Content-Length is not a number")
     if expect not in (b"", b"100-continue"):
-        raise PeerError(ErrorCode.MALFORMED, f"the only supported expectation is 100-continue, not {_shown(expect)}")
+        raise RemoteError(ErrorCode.MALFORMED, f"the only supported expectation is 100-continue, not {_shown(expect)}")
     return Head(
         body_bytes=int(length),
         host=_shown(fields.get(b"host", b"")),
@@ -82,15 +82,15 @@ def read_request_head(data: bytes) -> Head:
 
 
 def _fields(lines: list[bytes]) -> Mapping[bytes, bytes]:
-    """Return the fields by their names in lower case; of repeated ones, the last. Raises PeerError."""
+    """Return the fields by their names in lower case; of repeated ones, the last. Raises RemoteError."""
     fields: dict[bytes, bytes] = {}
     for line in lines:
         found = _FIELD.fullmatch(line)
         if found is None:
-            raise PeerError(ErrorCode.MALFORMED, "this is not HTTP: a header field is not well formed")
+            raise RemoteError(ErrorCode.MALFORMED, "this is not HTTP: a header field is not well formed")
         name = found[1].lower()
         if name in _ONCE and name in fields:
-            raise PeerError(ErrorCode.MALFORMED, f"the header {_shown(name)} occurs twice")
+            raise RemoteError(ErrorCode.MALFORMED, f"the header {_shown(name)} occurs twice")
         fields[name] = found[2].rstrip(b" \t")
     return fields
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prime_node.ports.web import BodyShare
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 BUCKETS_MAX = 65_536
 """Networks remembered; the longest unused one is dropped first."""
@@ -26,7 +26,7 @@ class Shares:
         self._used: dict[str, _Used] = {}
 
     def open(self, shares: Sequence[BodyShare]) -> HeldBytes:
-        """Begin to hold a body. Raises PeerError(UNAVAILABLE) if too much is held already."""
+        """Begin to hold a body. Raises RemoteError(UNAVAILABLE) if too much is held already."""
         for share in shares:
             used = self._used.get(share.name)
             if used is not None and used.num_bodies >= share.bodies_max:
@@ -41,7 +41,7 @@ class Shares:
         return 0 if used is None else used.num_bytes
 
     def grow(self, shares: Sequence[BodyShare], num_bytes: int) -> None:
-        """Count more bytes. Raises PeerError(UNAVAILABLE) if a share has no room; nothing is counted then."""
+        """Count more bytes. Raises RemoteError(UNAVAILABLE) if a share has no room; nothing is counted then."""
         for share in shares:
             if self._used[share.name].num_bytes + num_bytes > share.bytes_max:
                 raise _busy(share)
@@ -66,7 +66,7 @@ class HeldBytes:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes. Raises PeerError(UNAVAILABLE)."""
+        """Count more bytes. Raises RemoteError(UNAVAILABLE)."""
         self._shares.grow(self._names, num_bytes)
         self._num_bytes += num_bytes
 
@@ -76,8 +76,8 @@ class HeldBytes:
         self._names, self._num_bytes = (), 0
 
 
-def _busy(share: BodyShare) -> PeerError:
-    return PeerError(
+def _busy(share: BodyShare) -> RemoteError:
+    return RemoteError(
         ErrorCode.UNAVAILABLE,
         f"too many bytes in transfer at once: the share of {share.name} is full",
         retry_after_s=BUSY_RETRY_S,

@@ -30,7 +30,7 @@ from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex, open_index
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights
@@ -82,7 +82,7 @@ async def audit(
     )
     try:
         await work.all_checks(run, chain=chain, policy_version=policy_version)
-    except (PeerError, Unreachable) as error:
+    except (RemoteError, Unreachable) as error:
         work.stop(error)
         return work.report()
     if on_verified is not None:
@@ -113,7 +113,7 @@ class Audit(ManifestAudit):
     """State roots of the decoded policies: a base among them is not hashed again."""
 
     async def all_checks(self, run: str | None, *, chain: bool, policy_version: int | None) -> None:
-        """Run all checks in order. Raises PeerError or Unreachable for the first that fails."""
+        """Run all checks in order. Raises RemoteError or Unreachable for the first that fails."""
         path = await self.manifests(run, chain=chain, policy_version=policy_version)
         assert self.pinned is not None
         assert self.head is not None
@@ -141,7 +141,7 @@ class Audit(ManifestAudit):
             for manifest, encoding in path:
                 try:
                     weights = await self._decode(manifest, encoding, weights)
-                except PeerError as error:
+                except RemoteError as error:
                     if error.code is not ErrorCode.NOT_FOUND:
                         raise
                     self.closed.add((manifest.policy_version, encoding.base_version))
@@ -152,7 +152,7 @@ class Audit(ManifestAudit):
                 return
             try:
                 path = await self.path_to(self.wanted)
-            except PeerError:
+            except RemoteError:
                 self.at = 5
                 raise missing from None
 
@@ -167,7 +167,7 @@ class Audit(ManifestAudit):
             if weights is None:
                 if version in needed:
                     self.at = 5
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.NOT_FOUND, f"policy {version}: a policy that it builds on is no longer kept"
                     )
                 self.num_absent += 1
@@ -185,7 +185,7 @@ class Audit(ManifestAudit):
                 continue
             try:
                 weights = await self._decode(manifest, encoding, base)
-            except PeerError as error:
+            except RemoteError as error:
                 if error.code is not ErrorCode.NOT_FOUND:
                     raise
         return weights
@@ -243,7 +243,7 @@ class Audit(ManifestAudit):
             self.at = 8
             data = await self.source.blob(file.digest, start=0, end=file.size)
             if len(data) != file.size or digest_of(data) != file.digest:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.DIGEST_MISMATCH,
                     f"{file.name} is not the file that the RunSpec names; take it from the run's creator",
                 )
@@ -252,7 +252,7 @@ class Audit(ManifestAudit):
 
     # Results
 
-    def stop(self, error: PeerError | Unreachable) -> None:
+    def stop(self, error: RemoteError | Unreachable) -> None:
         """Report what the checks before the failed one established, then the failure."""
         at = self.at
         if len(self.checks) < 2 and at > 2:
@@ -263,7 +263,7 @@ class Audit(ManifestAudit):
             self.established(5, f"{self.num_parts} with their digests, {self.num_bytes:,} bytes so far")
         if len(self.checks) < 6 and at > 6:
             self.established(6, f"{self.num_chunks} with their digests so far")
-        detail = error.detail if isinstance(error, PeerError) else f"the source does not answer: {error}"
+        detail = error.detail if isinstance(error, RemoteError) else f"the source does not answer: {error}"
         check = Check(at, False, detail)
         self.checks.append(check)
         self.on_check(check)

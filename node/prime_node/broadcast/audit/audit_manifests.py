@@ -14,7 +14,7 @@ from prime_node.broadcast.routes import UpdateRoute, routes_of, search
 from prime_node.ports.transport import PublicSource
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.envelope import Envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
@@ -44,7 +44,7 @@ class ManifestAudit:
     timestamp: Timestamp | None = None
     stamped: Envelope | None = None
     """Timestamp as received."""
-    timestamp_fault: PeerError | None = None
+    timestamp_fault: RemoteError | None = None
     """Reason why there is no timestamp, reported by check (9)."""
     head: SignedManifest | None = None
     wanted: SignedManifest | None = None
@@ -109,7 +109,7 @@ class ManifestAudit:
         self.at = 3
         check_manifest(signed.manifest, self.pinned)
         if signed.manifest.policy_version != policy_version:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 f"the file of manifest {policy_version} has manifest {signed.manifest.policy_version}",
             )
@@ -120,14 +120,14 @@ class ManifestAudit:
         self.at = 2
         envelope = await self.source.head()
         if envelope is None:
-            raise PeerError(ErrorCode.NOT_FOUND, "no policy has been published yet")
+            raise RemoteError(ErrorCode.NOT_FOUND, "no policy has been published yet")
         signed = open_manifest(envelope, self.pinned)
         self.at = 3
         check_manifest(signed.manifest, self.pinned)
         named = self.pinned.keys.published
         if named is not None and signed.manifest.policy_version < named.policy_version:
             self.at = 4
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 f"rollback: the head is policy {signed.manifest.policy_version}, and the run's root names a newer one, "
                 f"{named.policy_version}",
@@ -140,7 +140,7 @@ class ManifestAudit:
         if self.digests.get(version, signed.digest) != signed.digest:
             self.at = 4
             self.evidence = (signed.envelope,)
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.FORK, f"the source changed manifest {version} during the audit; start the audit again"
             )
         self.digests[version] = signed.digest
@@ -156,7 +156,9 @@ class ManifestAudit:
         if policy_version is None or policy_version == newest:
             return head
         if policy_version > newest:
-            raise PeerError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published yet; the head is {newest}")
+            raise RemoteError(
+                ErrorCode.NOT_FOUND, f"policy {policy_version} is not published yet; the head is {newest}"
+            )
         wanted = await self._manifest(policy_version)
         self._note(wanted)
         return wanted
@@ -178,7 +180,7 @@ class ManifestAudit:
     async def path_to(self, wanted: SignedManifest) -> list[Step]:
         """Return the cheapest path from nothing, in the order in which it is applied.
 
-        Raises PeerError(NOT_FOUND) if none is open.
+        Raises RemoteError(NOT_FOUND) if none is open.
         """
         version = wanted.manifest.policy_version
         while True:
@@ -191,7 +193,7 @@ class ManifestAudit:
                 break
             self._note(await self._manifest(found.unread[0]))
         if found.path is None:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no update path leads to policy {version} any more")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no update path leads to policy {version} any more")
         return [await self._step(hop.policy_version, hop.route.base_version, wanted) for hop in found.path.hops]
 
     async def _step(self, version: int, base: int | None, wanted: SignedManifest) -> Step:
@@ -206,7 +208,7 @@ class ManifestAudit:
         self.at = 4
         for (version, base), root in self.base_roots.items():
             if self.roots.get(base, root) != root:
-                raise PeerError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: its base has another state root")
+                raise RemoteError(ErrorCode.CHAIN_BROKEN, f"manifest {version}: its base has another state root")
 
     async def _same_under_its_number(self, head: SignedManifest) -> None:
         """Check that the head and the manifest under its number are the same: otherwise the source shows a fork."""
@@ -233,7 +235,7 @@ class ManifestAudit:
         self.at = 5
         envelope = await self.source.manifest(policy_version)
         if envelope.digest != self.digests[policy_version]:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.FORK,
                 f"the source changed manifest {policy_version} during the audit; start the audit again",
             )
@@ -246,7 +248,7 @@ class ManifestAudit:
         try:
             self.stamped = await self.source.timestamp()
             stamp = open_timestamp(self.stamped, pinned)
-        except PeerError as error:
+        except RemoteError as error:
             self.timestamp_fault = error
             return None
         if stamp.key_ring > pinned.keys.version:  # it may have come meanwhile
@@ -277,21 +279,21 @@ class ManifestAudit:
             self.established(9, f"policy {stamp.policy_version} is the newest, until {date_of(stamp.expires_at_ms)}")
 
     def _check_newest(self, stamp: Timestamp, pinned: PinnedRun, head: SignedManifest) -> None:
-        """Check that the head is no older than the timestamp says. Raises PeerError."""
+        """Check that the head is no older than the timestamp says. Raises RemoteError."""
         version = head.manifest.policy_version
         if stamp.policy_version > version:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.EXPIRED,
                 f"freeze: the source's head is policy {version}, but policy {stamp.policy_version} is published",
             )
         if stamp.policy_version == version and stamp.head != head.point:
             self.evidence = (head.envelope,) if self.stamped is None else (head.envelope, self.stamped)
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.FORK,
                 f"the coordinator's timestamp names another manifest for policy {version} than the head",
             )
         if stamp.key_ring > pinned.keys.version:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.EXPIRED, f"freeze: key ring {stamp.key_ring} is in force, but the source does not have it"
             )
 

@@ -22,7 +22,7 @@ from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
 from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.ledger import LedgerChain, LedgerHead, open_ledger_head
 from prime_protocol.run_spec import PinnedRun
@@ -73,7 +73,7 @@ async def audit_ledger(
 ) -> LedgerReport:
     """Audit a ledger. `known`: heads that were kept earlier. `kept`: whole ledgers. `receipts`: one worker's own.
 
-    Raises PeerError if there is no ledger to read, or if the coordinator did not sign what was kept; LocalError if a kept
+    Raises RemoteError if there is no ledger to read, or if the coordinator did not sign what was kept; LocalError if a kept
     ledger's lines do not lead to its own head.
     """
     signed = await source.ledger_head()
@@ -89,7 +89,7 @@ async def audit_ledger(
     reader = _Reader(run, report, heads, missing=dict(mine))
     try:
         await reader.read(source)
-    except PeerError as error:
+    except RemoteError as error:
         report.faults.append(str(error))
     for one, (head, envelope) in zip(kept, heads[1 + len(known) :], strict=True):
         await reader.compare_kept(one, head, envelope)
@@ -125,7 +125,7 @@ class _Reader:
         self._accepted: dict[str, Receipt] = {}  # bundle -> its current acceptance
 
     async def read(self, source: LedgerSource) -> None:
-        """Read all lines. Raises PeerError if a line does not follow."""
+        """Read all lines. Raises RemoteError if a line does not follow."""
         wanted = self._report.head.num_entries
         self._compare()
         while self._chain.num_entries < wanted:
@@ -154,7 +154,7 @@ class _Reader:
                 for line in lines[: known.num_entries - chain.num_entries]:
                     chain.follow(line)
                     named = chain.digest if chain.num_entries == head.num_entries else named
-            except PeerError as error:
+            except RemoteError as error:
                 raise LocalError(f"a kept ledger is damaged: {error.detail}") from None
             if not lines:
                 break

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from prime_node.ports.transport import LedgerSource
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
-from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.ledger import open_ledger_head
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 
@@ -25,7 +25,7 @@ _ENVELOPE_START = b'{"payload":'
 
 
 async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int:
-    """Write the file, whole or not at all. Return the number of entries. Raises LocalError and PeerError."""
+    """Write the file, whole or not at all. Return the number of entries. Raises LocalError and RemoteError."""
     signed = await source.ledger_head()
     wanted, written = open_ledger_head(signed, run).num_entries, 0
     partial = path.with_name(f"{path.name}.partial")
@@ -36,7 +36,7 @@ async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int
             while written < wanted:
                 lines = (await source.ledger(written))[: wanted - written]
                 if not lines:
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.NOT_FOUND, f"the ledger's head counts {wanted} entries, but {written} were written"
                     )
                 file.writelines(line + b"\n" for line in lines)
@@ -56,7 +56,7 @@ async def export_ledger(source: LedgerSource, run: PinnedRun, path: Path) -> int
 def open_ledger_file(path: Path, *, pinned: str | None) -> Iterator[LedgerFile]:
     """Open an exported ledger.
 
-    `pinned` is the expected run. Raises LocalError for the disk, PeerError for the file's content.
+    `pinned` is the expected run. Raises LocalError for the disk, RemoteError for the file's content.
     """
     try:
         with path.open("rb") as file:

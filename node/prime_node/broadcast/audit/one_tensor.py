@@ -20,7 +20,7 @@ from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.chunk_index import ChunkEntry
 from prime_protocol.codec import CodecError, Target, decode_chunks
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Manifest
 from prime_protocol.weights import WeightTensor, empty_like
 
@@ -75,7 +75,7 @@ async def prove_tensor(
         path = await work.manifests(run, chain=False, policy_version=policy_version)
         proof = await _prove(work, path, name)
         work.freshness()
-    except (PeerError, Unreachable) as error:
+    except (RemoteError, Unreachable) as error:
         work.stop(error)
         return work.report(), None
     return work.report(), proof
@@ -125,10 +125,10 @@ async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None)
     try:
         index = _row(manifest, name)
     except NoSuchTensor as error:  # the name is valid for the wanted policy; this base lacks it
-        raise PeerError(ErrorCode.CHAIN_BROKEN, str(error)) from None
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, str(error)) from None
     entry = manifest.tensors[index]
     if base is not None and (base.dtype, base.shape) != (entry.dtype, entry.shape):
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has another tensor {name}"
         )
     out = empty_like(entry.dtype, entry.shape)
@@ -137,7 +137,7 @@ async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None)
         await _decode_range(work, step, part, list(group), out, base)
     if await asyncio.to_thread(lambda: out.digest) != entry.digest:
         work.at = 7
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.DIGEST_MISMATCH,
             f"manifest {manifest.policy_version}: tensor {name} does not have its digest after decoding",
         )
@@ -157,7 +157,7 @@ async def _decode_range(
     pieces = [memoryview(data)[chunk.offset - start : chunk.offset - start + chunk.size] for chunk in chunks]
     for chunk, piece in zip(chunks, pieces, strict=True):
         if await asyncio.to_thread(digest_of, piece) != chunk.digest:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.DIGEST_MISMATCH,
                 f"policy {manifest.policy_version}: a chunk of part {part} does not have its digest {chunk.digest[:12]}",
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prime_protocol.assigned import SeedRule
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import opened_secrets
@@ -44,7 +44,7 @@ class SeedAudit:
         if chain is not None and head.secret is not None:
             try:
                 self._secrets = opened_secrets(chain, head.secret)
-            except PeerError as error:
+            except RemoteError as error:
                 self._fault = error.detail
 
     def look(self, receipt: Receipt, *, is_first: bool) -> None:
@@ -78,7 +78,7 @@ class SeedAudit:
                 )
                 self._report.num_checked += 1
                 self._report.num_passed_over += sum(said.draws)
-        except PeerError as error:
+        except RemoteError as error:
             self._wrong(receipt, error.detail)
 
     def faults(self) -> list[str]:

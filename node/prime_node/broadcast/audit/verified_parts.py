@@ -17,7 +17,7 @@ from typing import Protocol
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.codec import CodecError
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 
 PARTS_AT_ONCE = min(4, 1 + (os.cpu_count() or 1))
@@ -47,14 +47,14 @@ class TakesParts(Protocol):
     """The interface of a CheckpointDecoder that is used here."""
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
-        """Decode one part. Called from several threads, never twice for a part. Raises PeerError."""
+        """Decode one part. Called from several threads, never twice for a part. Raises RemoteError."""
         ...
 
 
 class CheckFailed(Exception):
     """A part that fails, and the number of the audit's check that it fails."""
 
-    def __init__(self, at: int, error: PeerError | Unreachable) -> None:
+    def __init__(self, at: int, error: RemoteError | Unreachable) -> None:
         super().__init__(str(error))
         self.at = at
         self.error = error
@@ -103,7 +103,7 @@ async def _feed(
             await asyncio.to_thread(_take, parts[number], decoder, number, data, what)
             on_part(parts[number].size)
             del data
-    except (PeerError, Unreachable) as error:
+    except (RemoteError, Unreachable) as error:
         raise CheckFailed(5, error) from None
     finally:
         if reading is not None:
@@ -125,10 +125,10 @@ def _take(entry: PartEntry, decoder: TakesParts, number: int, data: bytes, what:
     """Check one part and decode it."""
     if len(data) != entry.size or digest_of(data) != entry.digest:
         detail = f"{what}: part {number} does not have its digest {entry.digest[:12]}"
-        raise CheckFailed(5, PeerError(ErrorCode.DIGEST_MISMATCH, detail))
+        raise CheckFailed(5, RemoteError(ErrorCode.DIGEST_MISMATCH, detail))
     try:
         decoder.feed_part(number, data)
     except CodecError as error:
         raise CheckFailed(7, error) from None
-    except PeerError as error:
+    except RemoteError as error:
         raise CheckFailed(6, error) from None

@@ -4,7 +4,7 @@ Waiting: `follow` polls the sources and stages the newest policy; `wait_newer` a
 decoded at a time. An unreachable, slow or dishonest source costs time and a log line, never the task. A fault of this
 machine, such as a full disk, ends it.
 
-The update path to a policy is the cheapest in bytes from what is held, or from nothing (ways.py). A delta is applied to a
+The update path to a policy is the cheapest in bytes from what is held, or from nothing (update_paths.py). A delta is applied to a
 shadow copy. Nothing is staged before heads.py has verified its manifest, then (4) every blob's digest, and (5) the digests of
 every chunk and tensor and, through them, of the base (CheckpointDecoder).
 
@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.follow.ways import UpdateStep, Ways
+from prime_node.broadcast.follow.update_paths import UpdatePaths, UpdateStep
 from prime_node.broadcast.swarm.download import DownloadPlan, Downloads, NoPeers
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.rate_limit import RateLimit
@@ -36,7 +36,7 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.manifest import Encoding, PartEntry, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, num_bytes, root_of
@@ -101,7 +101,7 @@ class Follower:
         Raises LocalError if the folder is unusable.
         """
         self.run = run
-        self.holdings = Holdings()
+        self.have_set = HaveSet()
         """Have-set that peers can fetch from."""
         self.pool = pool
         self._folder = folder
@@ -121,7 +121,7 @@ class Follower:
             self._downloads = Downloads(
                 pool,
                 self.parts,
-                self.holdings,
+                self.have_set,
                 clock,
                 rng or random.Random(),
                 memory_bytes_max,
@@ -129,7 +129,7 @@ class Follower:
                 rate,
             )
             self.heads = Heads(run, pool, folder)
-            self._ways = Ways(self.heads, on_disk=self.parts.has)
+            self._update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
@@ -150,7 +150,7 @@ class Follower:
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
         """Return a verified manifest to serve to peers, or None if it is not held."""
-        signed = self.heads.chain.recent(policy_version) or self._ways.at_hand(policy_version)
+        signed = self.heads.chain.recent(policy_version) or self._update_paths.at_hand(policy_version)
         return None if signed is None else signed.envelope
 
     async def wait_newer(self, policy_version: int) -> Policy:
@@ -163,7 +163,7 @@ class Follower:
         """Return verified weights of one policy, fetched if they are not held.
 
         It waits as long as it takes (for a policy that is not published yet, for an unreachable source): the caller sets the
-        deadline. Raises PeerError only if the policy's bytes are not what its signed manifest says.
+        deadline. Raises RemoteError only if the policy's bytes are not what its signed manifest says.
         """
         return (await self.policy(policy_version)).weights
 
@@ -172,14 +172,14 @@ class Follower:
         pause_s = self._poll_s
         while policy_version not in self._policies:
             if policy_version in self._broken:
-                raise PeerError(ErrorCode.CHAIN_BROKEN, self._broken[policy_version])
+                raise RemoteError(ErrorCode.CHAIN_BROKEN, self._broken[policy_version])
             try:
                 if policy_version > self.heads.newest:
                     await self.heads.look()
                 if policy_version <= self.heads.newest:
                     await self._take(await self.heads.manifest(policy_version))
                     continue
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 log.warning("policy %d: %s; trying again", policy_version, error)
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
             await self._clock.sleep(pause_s)
@@ -190,7 +190,7 @@ class Follower:
     async def fetch(self, policy_version: int) -> Policy:
         """Return what `policy` returns, in one attempt.
 
-        Raises PeerError if no source has it or it was published broken, or Unreachable.
+        Raises RemoteError if no source has it or it was published broken, or Unreachable.
         """
         if policy_version not in self._policies:
             await self._take(await self.heads.manifest(policy_version))
@@ -211,9 +211,9 @@ class Follower:
             try:
                 await self._take(await self.heads.manifest(started))
                 started, pause_s = None, self._poll_s
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 log.warning("policy %d: %s; fetching the head again", started, error)
-                if isinstance(error, PeerError):
+                if isinstance(error, RemoteError):
                     started = None
                 await self._clock.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
@@ -234,8 +234,8 @@ class Follower:
             gone: set[tuple[int, int | None]] = set()
             while version not in self._policies:
                 try:
-                    way = await self._ways.find(signed, held=self._policies, closed=gone | self._bad.keys())
-                except PeerError:
+                    way = await self._update_paths.find(signed, held=self._policies, closed=gone | self._bad.keys())
+                except RemoteError:
                     if any((version, one.base_version) not in self._bad for one in signed.manifest.encodings):
                         raise
                     raise self._give_up(version) from None
@@ -280,18 +280,18 @@ class Follower:
         try:
             await self._on_disk(self._downloads.fetch(manifest, encoding, begin, on_bytes=progress.add))
             return await asyncio.to_thread(decoders[0].finish)
-        except PeerError as error:
+        except RemoteError as error:
             if base is not None and await asyncio.to_thread(root_of, base.weights) != base.signed.manifest.state_root:
                 raise _WrongBaseError(base.version) from None
             # All other bytes are the signed ones: no source can do better.
             raise _ClosedError(step, error, for_good=error.code is not ErrorCode.NOT_FOUND) from None
 
-    def _give_up(self, version: int) -> PeerError:
+    def _give_up(self, version: int) -> RemoteError:
         """Record that every encoding was published broken, so no source is asked again."""
         reasons = "; ".join(reason for (broken, _), reason in self._bad.items() if broken == version)
         self._broken[version] = f"policy {version} was published damaged: {reasons}"
         log.error("%s; waiting for the next policy", self._broken[version])
-        return PeerError(ErrorCode.CHAIN_BROKEN, self._broken[version])
+        return RemoteError(ErrorCode.CHAIN_BROKEN, self._broken[version])
 
     async def _stage(self, policy: Policy) -> None:
         self._policies[policy.version] = policy
@@ -300,8 +300,8 @@ class Follower:
             oldest = next(version for version in self._policies if version not in (self._newest, policy.version))
             del self._policies[oldest]
         kept = {blob.digest for held in self._policies.values() for blob in held.blobs}
-        self.holdings.keep_only(kept)
-        self.holdings.staged(self._newest)
+        self.have_set.keep_only(kept)
+        self.have_set.staged(self._newest)
         await self._local(self.parts.keep_only, kept)
         async with self._changed:
             self._changed.notify_all()
@@ -331,7 +331,7 @@ def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes:
 class _ClosedError(Exception):
     """An encoding that cannot be used: its bytes are missing, or they are the signed ones and do not decode to the policy."""
 
-    def __init__(self, step: UpdateStep, error: PeerError, *, for_good: bool) -> None:
+    def __init__(self, step: UpdateStep, error: RemoteError, *, for_good: bool) -> None:
         super().__init__(error.detail)
         self.step = step
         self.for_good = for_good

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from prime_node.broadcast.follow.known_chain import HeadNews, KnownChain
+from prime_node.broadcast.follow.known_chain import HeadUpdate, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.files import write_durably
 from prime_node.inside import place
@@ -22,7 +22,7 @@ from prime_node.patience import unless
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import check_manifest
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.manifest import BasePolicy, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -87,21 +87,21 @@ class Heads:
             async with asyncio.timeout(COMPARE_S_MAX):
                 shown = await self._open(await named.source.manifest(version))
             if shown.manifest.policy_version != version:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
                 )
-            self._news(shown)
+            self._updates(shown)
         except TimeoutError:
             self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
-        except (PeerError, Unreachable) as error:
-            if not (isinstance(error, PeerError) and error.code in (ErrorCode.FORK, ErrorCode.NOT_FOUND)):
+        except (RemoteError, Unreachable) as error:
+            if not (isinstance(error, RemoteError) and error.code in (ErrorCode.FORK, ErrorCode.NOT_FOUND)):
                 self._pool.failed(named, error)  # a fork is the trainer's fault, not that of the peer that shows it
 
     async def _ask(self, asked: Sequence[NamedSource], *, wait_s: float = 0.0) -> None:
         await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
 
     async def manifest(self, policy_version: int) -> SignedManifest:
-        """Return a manifest at or below the head, verified against the chain. Raises PeerError or Unreachable."""
+        """Return a manifest at or below the head, verified against the chain. Raises RemoteError or Unreachable."""
         held = self.chain.recent(policy_version)
         if held is not None:
             return held
@@ -112,7 +112,7 @@ class Heads:
     async def base(self, wanted: BasePolicy) -> SignedManifest:
         """Return the manifest of a policy that a verified manifest names as a base: its root identifies it.
 
-        It may precede the known chain; no links are walked for it. Raises PeerError or Unreachable.
+        It may precede the known chain; no links are walked for it. Raises RemoteError or Unreachable.
         """
         held = self.chain.recent(wanted.policy_version)
         return held if held and _is(held, wanted) else await self._fetch(wanted.policy_version, wanted)
@@ -124,9 +124,9 @@ class Heads:
                 await self._consider(named, await self._open(envelope))
             if named.head > self.newest:
                 promised, named.head = named.head, self.newest
-                raise PeerError(ErrorCode.NOT_FOUND, f"it claims policy {promised}, but does not serve it")
+                raise RemoteError(ErrorCode.NOT_FOUND, f"it claims policy {promised}, but does not serve it")
             self._pool.succeeded(named)
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             self._pool.failed(named, error)
 
     def _is_head(self, envelope: Envelope) -> bool:
@@ -134,15 +134,15 @@ class Heads:
         return self.chain.head is not None and envelope.payload == self.chain.head.envelope.payload
 
     async def _open(self, envelope: Envelope) -> SignedManifest:
-        """Check (1) and (2) in a thread, since a manifest may be large. Raises PeerError."""
+        """Check (1) and (2) in a thread, since a manifest may be large. Raises RemoteError."""
         return await asyncio.to_thread(_open_checked, envelope, self._run)
 
     async def _consider(self, named: NamedSource, shown: SignedManifest) -> None:
-        """Accept a head if it is newer and continues the known chain (3). Raises PeerError or Unreachable."""
-        news = self._news(shown)
-        if news is HeadNews.OLDER:
+        """Accept a head if it is newer and continues the known chain (3). Raises RemoteError or Unreachable."""
+        updates = self._updates(shown)
+        if updates is HeadUpdate.OLDER:
             log.debug("source %s is behind: its newest is policy %d", named.name, shown.manifest.policy_version)
-        if news is not HeadNews.NEWER or self._is_rolled_back(shown):
+        if updates is not HeadUpdate.NEWER or self._is_rolled_back(shown):
             return
         if self.chain.head is None:
             self.chain.begin(shown)
@@ -165,7 +165,7 @@ class Heads:
             return
         try:
             self._run.keys.verify_manifest(head.envelope, head.point)
-        except PeerError as error:
+        except RemoteError as error:
             self._write(place(self._folder, f"evidence/withdrawn-{head.digest[:16]}.json"), head.envelope)
             (self._folder / "head.json").unlink(missing_ok=True)
             raise LocalError(
@@ -184,21 +184,21 @@ class Heads:
 
     async def _extend(self, named: NamedSource, new: SignedManifest) -> None:
         if new.manifest.policy_version <= self.newest:
-            self._news(new)  # another source was faster; this one must agree
+            self._updates(new)  # another source was faster; this one must agree
             return
         try:
             self.chain.extend(new)
-        except PeerError:
+        except RemoteError:
             # Both are signed. If the source has another manifest for our own head, that is the fork.
             other = await self._open(await named.source.manifest(self.newest))
-            self._news(other)
+            self._updates(other)
             raise
 
-    def _news(self, shown: SignedManifest) -> HeadNews:
+    def _updates(self, shown: SignedManifest) -> HeadUpdate:
         """Return KnownChain.news, and keep the evidence of a fork."""
         try:
-            return self.chain.news(shown)
-        except PeerError:
+            return self.chain.updates(shown)
+        except RemoteError:
             self._keep_evidence(shown)
             raise
 
@@ -208,21 +208,21 @@ class Heads:
             try:
                 signed = await self._open(await named.source.manifest(policy_version))
                 if signed.manifest.policy_version != policy_version:
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.CHAIN_BROKEN,
                         f"the source answered a request for manifest {policy_version} with another one",
                     )
                 if wanted is not None and not _is(signed, wanted):
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
                     )
-                self._news(signed)
+                self._updates(signed)
                 if policy_version >= self.chain.lowest:
                     self.chain.confirm(signed)
                 return signed
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 last = error
-                if not (isinstance(error, PeerError) and error.code is ErrorCode.NOT_FOUND):
+                if not (isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND):
                     self._pool.failed(named, error)
         raise last
 
@@ -247,7 +247,7 @@ class Heads:
             head = _open_checked(open_envelope(path.read_bytes()), self._run)
             if not self._is_rolled_back(head):
                 self.chain.begin(head)
-        except PeerError as error:
+        except RemoteError as error:
             log.warning("%s: %s; starting from the sources' head", path, error)
             path.unlink()
 

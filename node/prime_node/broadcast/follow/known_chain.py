@@ -3,7 +3,7 @@
 Invariant: every digest in it belongs to a manifest that the trainer signed and that links to its neighbours. A newcomer
 begins with the head that it is shown. Its signature says whose it is, and its digest fixes the whole history before it, which
 `prime-node verify --chain` walks. From then on the head only moves forward, link by link. An older head changes nothing
-(rollback). Another manifest for a known version is a fork, reported as PeerError(FORK).
+(rollback). Another manifest for a known version is a fork, reported as RemoteError(FORK).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from prime_protocol.chain import check_link
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import SignedManifest
 
 RECENT_MAX = 16
@@ -20,7 +20,7 @@ DIGESTS_MAX = 2**16
 """Digests kept. Still older manifests are fetched link by link when requested, as a newcomer does."""
 
 
-class HeadNews(StrEnum):
+class HeadUpdate(StrEnum):
     """Relation of a shown head to the known one."""
 
     SAME = "same"
@@ -50,21 +50,21 @@ class KnownChain:
         """Return the whole manifest, if it is still held."""
         return self._recent.get(policy_version)
 
-    def news(self, shown: SignedManifest) -> HeadNews:
-        """Compare a shown head with the known chain. Raises PeerError(FORK)."""
+    def updates(self, shown: SignedManifest) -> HeadUpdate:
+        """Compare a shown head with the known chain. Raises RemoteError(FORK)."""
         if self.head is None:
-            return HeadNews.NEWER
+            return HeadUpdate.NEWER
         version = shown.manifest.policy_version
         known = self._digests.get(version)
         if known is not None and known != shown.digest:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.FORK,
                 f"two signed manifests for policy {version}: {known[:12]} and {shown.digest[:12]}",
             )
         newest = self.head.manifest.policy_version
         if version == newest:
-            return HeadNews.SAME
-        return HeadNews.NEWER if version > newest else HeadNews.OLDER
+            return HeadUpdate.SAME
+        return HeadUpdate.NEWER if version > newest else HeadUpdate.OLDER
 
     def begin(self, head: SignedManifest) -> None:
         """Start the chain with the first head."""
@@ -75,7 +75,7 @@ class KnownChain:
         self.head = head
 
     def extend(self, new: SignedManifest) -> None:
-        """Add the next manifest after the head. Raises PeerError(CHAIN_BROKEN)."""
+        """Add the next manifest after the head. Raises RemoteError(CHAIN_BROKEN)."""
         assert self.head is not None
         check_link(new.manifest, self.head)
         self._remember(new)
@@ -84,10 +84,10 @@ class KnownChain:
             del self._digests[self.lowest]
 
     def confirm(self, older: SignedManifest) -> None:
-        """Record a manifest below the head that was fetched. Raises PeerError(FORK)."""
+        """Record a manifest below the head that was fetched. Raises RemoteError(FORK)."""
         version = older.manifest.policy_version
         assert version in self._digests
-        self.news(older)
+        self.updates(older)
         self._remember(older)
 
     def _remember(self, signed: SignedManifest) -> None:

@@ -18,7 +18,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, StatementSource, Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> PinnedRun:
     """Fetch the RunSpec of that digest from the first source that has it, waiting while sources are unreachable.
 
-    Raises PeerError for a wrong one.
+    Raises RemoteError for a wrong one.
     """
 
     async def from_one(source: CheckpointSource) -> PinnedRun:
@@ -42,11 +42,11 @@ async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> Pi
 
 
 async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
-    """Fetch every key ring of the source after the known ones; their number is bounded. Raises PeerError."""
+    """Fetch every key ring of the source after the known ones; their number is bounded. Raises RemoteError."""
     while keys.version < limits.KEY_RINGS_MAX:
         try:
             envelope = await source.key_ring(keys.version + 1)
-        except PeerError as error:
+        except RemoteError as error:
             if error.code is not ErrorCode.NOT_FOUND:
                 raise
             return
@@ -56,7 +56,7 @@ async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
 async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun, folder: Path) -> Path:
     """Put every model file into `folder`, and return `folder`. Files that are there already stay untouched.
 
-    Raises PeerError or Unreachable.
+    Raises RemoteError or Unreachable.
     """
     for file in run.spec.model_files:
         if not await asyncio.to_thread(_is_there, folder, file):
@@ -79,11 +79,11 @@ def _there(folder: Path, file: ModelFile) -> bytes:
 
 async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[CheckpointSource], Awaitable[T]]) -> T:
     """Return the first successful answer of the sources. If all fail, raise the first source's error."""
-    errors: list[PeerError | Unreachable] = []
+    errors: list[RemoteError | Unreachable] = []
     for source in sources:
         try:
             return await ask(source)
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             errors.append(error)
     raise errors[0]
 
@@ -104,7 +104,7 @@ async def _fetch(source: CheckpointSource, file: ModelFile, run: PinnedRun) -> b
         raise LimitExceeded("blob_bytes_max", file.size, bound)
     data = await source.blob(file.digest, end=file.size)
     if digest_of(data) != file.digest:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.DIGEST_MISMATCH,
             f"model file {file.name} is not the one that the RunSpec names; the run's creator has to replace it",
         )

@@ -28,7 +28,7 @@ from prime_node.ports.transport import StatementSource, TimestampSource, Unreach
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import ChainPoint
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun
@@ -99,7 +99,7 @@ class Trust:
             return f"key ring {stamp.key_ring} is in force, and no source shows it"
         try:
             check_fresh(stamp, self._clock.now_ms())
-        except PeerError as error:
+        except RemoteError as error:
             return error.detail
         return ""
 
@@ -121,7 +121,7 @@ class Trust:
         """
         try:
             return check()
-        except PeerError as error:
+        except RemoteError as error:
             if error.code not in (ErrorCode.BAD_SIGNATURE, ErrorCode.REVOKED):
                 raise
         await self.refresh()
@@ -146,7 +146,7 @@ class Trust:
             self._take_timestamp(await source.timestamp())
             if (last := self._unseen_last()) is not None and await self._is_shown(last, source):
                 self._is_over = True
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             reason = str(error)
             if reason != self._reasons.get(name):
                 log.warning("source %s: %s", name, error)
@@ -162,7 +162,7 @@ class Trust:
                 known = None if self.newest is None else self.newest.head
                 if stamp.head is None or stamp.head == known or await self._is_shown(stamp.head, peer):
                     self._take_timestamp(envelope)  # compared again: a newer one may have come meanwhile
-        except (PeerError, Unreachable, TimeoutError) as error:
+        except (RemoteError, Unreachable, TimeoutError) as error:
             log.debug("peer %s shows no timestamp that counts: %s", name, error)
 
     async def _follow_rings(self, source: StatementSource) -> None:
@@ -172,7 +172,7 @@ class Trust:
             version = keys.version + 1
             try:
                 envelope = await source.key_ring(version)
-            except PeerError as error:
+            except RemoteError as error:
                 if error.code is ErrorCode.NOT_FOUND:
                     return
                 raise
@@ -185,7 +185,7 @@ class Trust:
             log.warning("key ring %d of the run's root is in force: %s", version, ring.reason or "no reason given")
 
     async def _is_shown(self, head: ChainPoint, source: TimestampSource) -> bool:
-        """Return whether the source shows this manifest, signed by the trainer. Raises PeerError and Unreachable."""
+        """Return whether the source shows this manifest, signed by the trainer. Raises RemoteError and Unreachable."""
         envelope = await source.manifest(head.policy_version)
         signed = await asyncio.to_thread(open_manifest, envelope, self.run)
         return signed.point == head
@@ -197,16 +197,16 @@ class Trust:
         return self.newest.head
 
     def _compared(self, envelope: Envelope) -> Timestamp | None:
-        """Return a timestamp that is newer than the known one, else None. Raises PeerError; keeps evidence."""
+        """Return a timestamp that is newer than the known one, else None. Raises RemoteError; keeps evidence."""
         stamp = open_timestamp(envelope, self.run)
         try:
             return stamp if self.newest is None or check_follows(stamp, self.newest) else None
-        except PeerError as error:
+        except RemoteError as error:
             self._keep_evidence(envelope, error)
             raise
 
     def _take_timestamp(self, envelope: Envelope) -> None:
-        """Take a timestamp if it is newer than the known one. Raises PeerError; keeps evidence."""
+        """Take a timestamp if it is newer than the known one. Raises RemoteError; keeps evidence."""
         if (stamp := self._compared(envelope)) is not None:
             check_fresh(stamp, self._clock.now_ms())
             self._write("timestamp.json", envelope)
@@ -218,11 +218,11 @@ class Trust:
             return
         try:
             open_timestamp(self._newest_envelope, self.run)
-        except PeerError as error:
+        except RemoteError as error:
             log.warning("the newest timestamp is void: %s; asking for another", error)
             self.newest = self._newest_envelope = None
 
-    def _keep_evidence(self, envelope: Envelope, error: PeerError) -> None:
+    def _keep_evidence(self, envelope: Envelope, error: RemoteError) -> None:
         """Keep the coordinator's new and earlier statement, both signed by its key."""
         folder = self._folder / "evidence"
         said = [one.to_bytes() for one in (envelope, self._newest_envelope) if one is not None]
@@ -244,7 +244,7 @@ class Trust:
         while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
             try:
                 keys.add(open_envelope(path.read_bytes()))
-            except PeerError as error:
+            except RemoteError as error:
                 log.warning("%s: %s; asking for it again", path, error)
                 path.unlink()
         path = self._folder / "timestamp.json"
@@ -252,7 +252,7 @@ class Trust:
             try:
                 envelope = open_envelope(path.read_bytes())
                 self.newest, self._newest_envelope = open_timestamp(envelope, self.run), envelope
-            except PeerError as error:  # or its signer's time is over
+            except RemoteError as error:  # or its signer's time is over
                 log.warning("%s: %s; asking for it again", path, error)
 
     def _write(self, name: str, envelope: Envelope) -> None:

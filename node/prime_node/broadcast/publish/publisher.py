@@ -39,7 +39,7 @@ from prime_node.ports.transport import PublishPort
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
 from prime_protocol.chunk_index import open_index
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import (
     Manifest,
@@ -140,7 +140,7 @@ class Publisher:
     async def start(self) -> None:
         """Fetch and verify the head of the chain from the coordinator.
 
-        Raises PeerError, and LocalError if the coordinator lost policies.
+        Raises RemoteError, and LocalError if the coordinator lost policies.
         """
         envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
         if envelope is not None:
@@ -252,7 +252,7 @@ class Publisher:
                     lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
                 )
                 return
-            except PeerError as error:
+            except RemoteError as error:
                 # An older policy held the same bytes, and was deleted with them between our upload and our manifest.
                 if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
                     raise
@@ -271,7 +271,7 @@ class Publisher:
             signed = await self._published_manifest(0)
             manifest, anchor = signed.manifest, signed.manifest.encoding(None)
             if anchor is None:
-                raise PeerError(ErrorCode.NOT_FOUND, "policy 0 has no anchor")
+                raise RemoteError(ErrorCode.NOT_FOUND, "policy 0 has no anchor")
             index = open_index(await self._blob(anchor.index), anchor, manifest.tensors)
             room = await asyncio.to_thread(DiskRoom, manifest.tensors, self._spool_folder)
             decoder = CheckpointDecoder(manifest, anchor, index, allocate=room.tensor)
@@ -279,7 +279,7 @@ class Publisher:
                 await asyncio.to_thread(decoder.feed_part, number, await self._blob(part))
             weights = await asyncio.to_thread(decoder.finish)
             self._encoder.published(manifest, await asyncio.to_thread(self._copy_of, weights), head=self.head)
-        except (PeerError, LocalError) as error:
+        except (RemoteError, LocalError) as error:
             log.warning("policy 0 cannot be fetched, so no root deltas are made: %s", error)
 
     async def _blob(self, entry: PartEntry) -> bytes:

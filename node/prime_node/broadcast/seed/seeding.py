@@ -2,7 +2,7 @@
 
 A decorator of the port to the coordinator that keeps a copy of each upload. It announces a policy to the peers once the
 coordinator has taken the manifest, or does not answer. The manifest proves itself, so the swarm need not wait for the
-coordinator. shelf.py decides what is kept.
+coordinator. seed_store.py decides what is kept.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import asyncio
 import logging
 from pathlib import Path
 
-from prime_node.broadcast.seed.shelf import Shelf
+from prime_node.broadcast.seed.seed_store import SeedStore
 from prime_node.broadcast.swarm.gossiped_heads import announce
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import PublishPort, Unreachable
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -33,7 +33,7 @@ class Seeding:
         port: PublishPort,
         run: PinnedRun,
         parts: PartStore,
-        holdings: Holdings,
+        have_set: HaveSet,
         *,
         folder: Path,
         network: PeerNetwork | None = None,
@@ -46,38 +46,38 @@ class Seeding:
         self._port = port
         self._run = run
         self._parts = parts
-        self.holdings = holdings
-        self.shelf = Shelf(parts, holdings, folder / "manifests")
+        self.have_set = have_set
+        self.seed_store = SeedStore(parts, have_set, folder / "manifests")
         self._network = network
 
     async def restore(self) -> None:
         """Serve again what was published before this process began."""
         try:
-            await self.shelf.restore(self._run)
+            await self.seed_store.restore(self._run)
         except OSError as error:
             log.warning("earlier policies are not seeded: %s", error)
 
     async def put_blob(self, data: bytes) -> str:
-        """Upload a blob and keep it on disk. Raises PeerError or Unreachable."""
+        """Upload a blob and keep it on disk. Raises RemoteError or Unreachable."""
         digest = await self._port.put_blob(data)
         await self._on_disk(digest, data)
         return digest
 
     async def publish(self, manifest: Envelope) -> None:
-        """Publish a manifest and seed its policy. Raises PeerError or Unreachable."""
+        """Publish a manifest and seed its policy. Raises RemoteError or Unreachable."""
         signed = open_manifest(manifest, self._run)
         for encoding in signed.manifest.encodings:
             # First, so that workers that see the policy find it here.
-            await self.shelf.announce(signed.manifest, encoding)
+            await self.seed_store.announce(signed.manifest, encoding)
         try:
             await self._port.publish(manifest)
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             if isinstance(error, Unreachable) or error.is_transient:
-                self.shelf.put(signed)
+                self.seed_store.put(signed)
                 if self._network is not None:
                     await announce(self._network, manifest)
             raise
-        self.shelf.put(signed)
+        self.seed_store.put(signed)
 
     async def _on_disk(self, digest: str, data: bytes) -> None:
         """Write a blob to disk. A full disk costs the seeder, not the run."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.sources import NamedSource, SourcePool, fetch_from
 from prime_node.ports.transport import Unreachable
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 from prime_protocol.pieces import Piece
 
@@ -45,15 +45,15 @@ class Absences:
 
 async def broken_publication(
     named: NamedSource, entry: PartEntry, piece: Piece, check: Callable[[Piece, bytes], None]
-) -> PeerError | None:
+) -> RemoteError | None:
     """Return the error if a wrong piece from a permanent source is the publisher's fault, else None.
 
     It is if the part has its digest and its chunks do not match those that the index names. No source can do better then.
     """
-    with contextlib.suppress(PeerError, Unreachable):
+    with contextlib.suppress(RemoteError, Unreachable):
         data = await fetch_from(named.source, entry)
         try:
             await asyncio.to_thread(check, piece, data[piece.start : piece.end])
-        except PeerError as wrong:
-            return PeerError(ErrorCode.CHAIN_BROKEN, f"published damaged: {wrong.detail}")
+        except RemoteError as wrong:
+            return RemoteError(ErrorCode.CHAIN_BROKEN, f"published damaged: {wrong.detail}")
     return None

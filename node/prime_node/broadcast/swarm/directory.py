@@ -22,7 +22,7 @@ from prime_node.ports.swarm import PeerFinder, PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of, may_be_named
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import TOKEN_AGE_S_MAX, PeerList, PeerRecord, authorization, open_peer_list
@@ -116,17 +116,17 @@ class Directory:
                 self._keep_ticket(reply.ticket)
                 self.is_alone = False
                 self.hinted.clear()
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 if not self.is_alone:  # logged once; the worker reports how long it lasts
-                    is_refused = isinstance(error, PeerError) and error.code is ErrorCode.NOT_INVITED
+                    is_refused = isinstance(error, RemoteError) and error.code is ErrorCode.NOT_INVITED
                     level = logging.WARNING if is_refused else logging.INFO
                     log.log(level, "the coordinator sent no list of peers: %s", error)
                 self.is_alone = True
                 await self._exchange(links())
             tell()
             unheard = offer.port is not None and self.reachable is None and not self.is_alone
-            is_news = len(self.records) > known or unheard
-            is_hopeful = is_news or not (self.records or self.is_alone)
+            is_update = len(self.records) > known or unheard
+            is_hopeful = is_update or not (self.records or self.is_alone)
             pause_s = ASK_S_MIN if is_hopeful else min(2 * pause_s, ASK_S_MAX)
             await unless(self._woken.wait(), self._clock.sleep(pause_s * self._rng.uniform(0.8, 1.2)))
             if self._woken.is_set():  # the coordinator dials a newcomer before it lists it
@@ -178,13 +178,13 @@ class Directory:
         return text if is_for_asker else None
 
     def take_in(self, text: str) -> None:
-        """Take in a list that any peer shows. Raises PeerError if the run's coordinator did not sign it."""
+        """Take in a list that any peer shows. Raises RemoteError if the run's coordinator did not sign it."""
         listed = open_peer_list(text, self._run)
-        for told in listed.peers:
-            urls, addresses = (tuple(filter(self.may_dial, every)) for every in (told.urls, told.addresses))
-            if told.peer != self.me and (urls or addresses):
-                self.records.pop(told.peer, None)
-                self.records[told.peer] = PeerRecord(peer=told.peer, urls=urls, addresses=addresses)
+        for offered in listed.peers:
+            urls, addresses = (tuple(filter(self.may_dial, every)) for every in (offered.urls, offered.addresses))
+            if offered.peer != self.me and (urls or addresses):
+                self.records.pop(offered.peer, None)
+                self.records[offered.peer] = PeerRecord(peer=offered.peer, urls=urls, addresses=addresses)
         while len(self.records) > limits.PEER_RECORDS_MAX:
             del self.records[next(iter(self.records))]
         if listed.peers and (self._list is None or listed.issued_at_ms > self._list[1].issued_at_ms):
@@ -222,7 +222,7 @@ class Directory:
         for link in self._rng.sample(links, min(2, len(links))):
             try:
                 self.take_in(await link.peers())
-            except (PeerError, Unreachable) as error:
-                if not (isinstance(error, PeerError) and error.code is ErrorCode.MALFORMED):
+            except (RemoteError, Unreachable) as error:
+                if not (isinstance(error, RemoteError) and error.code is ErrorCode.MALFORMED):
                     log.info("a peer sent no list of peers: %s", error)
             await asyncio.sleep(0)

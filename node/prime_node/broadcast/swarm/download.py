@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from prime_node.broadcast.swarm.blame import Absences, broken_publication
-from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet, HeldEncoding
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
 from prime_node.broadcast.swarm.piece_decoder import Decode, PieceDecoder
@@ -30,7 +30,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.chunk_index import ChunkIndex, open_index
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest
 from prime_protocol.pieces import cut_pieces
 
@@ -77,7 +77,7 @@ class Downloads:
 
     pool: SourcePool
     parts: PartStore
-    holdings: Holdings
+    have_set: HaveSet
     clock: Clock
     rng: random.Random
     memory_bytes_max: int
@@ -100,7 +100,7 @@ class Downloads:
         """Fetch an encoding: its index, from the disk or a source, then its parts into the function that `begin` returns.
 
         `on_bytes` gets the number of verified bytes, from the disk or from a source. Raises what `Download.run` raises, and
-        PeerError for an index that does not match the manifest.
+        RemoteError for an index that does not match the manifest.
         """
         packed = await asyncio.to_thread(self.parts.read, encoding.index)
         if packed is None:
@@ -135,18 +135,18 @@ class Download:
         self._asked: set[asyncio.Task[None]] = set()
         """Tasks that wait for a source; the others verify, store or decode."""
         self._memory_bytes = 0
-        self._news = asyncio.Event()
+        self._updates = asyncio.Event()
         self._error: Exception | None = None
 
     async def run(self) -> None:
         """Download until everything is decoded.
 
-        Raises PeerError(NOT_FOUND) if no source has a piece any more, another PeerError if verified bytes do not decode,
+        Raises RemoteError(NOT_FOUND) if no source has a piece any more, another RemoteError if verified bytes do not decode,
         Unreachable if no source gives anything for long, OSError from the disk.
         """
         shared = self._shared
         have = await self._decoder.restore(self._on_bytes)
-        shared.holdings.add(Holding(self._encoding, self._pieces, have & self._decoder.storable))
+        shared.have_set.add(HeldEncoding(self._encoding, self._pieces, have & self._decoder.storable))
         sizes = [piece.size for piece in self._pieces]
         share = shared.plan.share(self._name, len(sizes))
         self._picker = Picker(sizes, rng=shared.rng, rules=shared.rules, have=have, share=share)
@@ -166,18 +166,18 @@ class Download:
         rounds = 0
         while not self._picker.is_done or self._tasks:
             missing = self._picker.missing
-            self._news.clear()
+            self._updates.clear()
             self._ask()
             if self._error is not None:
                 raise self._error
             if self._tasks:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
-                        await self._news.wait()
-            elif not self._picker.is_done and not self._news.is_set() and self._parents is not None:
+                        await self._updates.wait()
+            elif not self._picker.is_done and not self._updates.is_set() and self._parents is not None:
                 self._parents = None if self._clock.monotonic_s() >= self._tree_until_s else self._parents
                 await self._pool.rest()
-            elif not self._picker.is_done and not self._news.is_set():
+            elif not self._picker.is_done and not self._updates.is_set():
                 if rounds or not self._pool.peers:  # a peer may be about to announce them
                     self._require_sources(missing)
                 if rounds >= ROUNDS_MAX:
@@ -192,7 +192,7 @@ class Download:
     async def _listen(self) -> None:
         while True:
             await self._pool.changed()
-            self._news.set()
+            self._updates.set()
 
     def _ask(self) -> None:
         """Request as much from every awake source as the picker assigns to it."""
@@ -204,7 +204,7 @@ class Download:
                 self._picker.remove(name)
         for name, named in ready.items():
             if name not in self._picker.sources:
-                self._picker.add(name, is_fallback=named.kind is SourceKind.ORIGIN)
+                self._picker.add(name, is_web_seed=named.kind is SourceKind.ORIGIN)
             has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
             self._picker.has(name, has & ~self._absences.of(name))
         for name, named in ready.items():  # after all `has`: a fallback gives what no peer has
@@ -224,7 +224,7 @@ class Download:
         self._memory_bytes -= self._pieces[number].size
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or (error if isinstance(error, Exception) else None)
-        self._news.set()
+        self._updates.set()
 
     async def _piece(self, named: NamedSource, number: int) -> None:
         piece = self._pieces[number]
@@ -247,8 +247,8 @@ class Download:
         except TimeoutError:
             self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
             return
-        except (PeerError, Unreachable) as error:
-            is_wrong = isinstance(error, PeerError) and error.code is ErrorCode.DIGEST_MISMATCH
+        except (RemoteError, Unreachable) as error:
+            is_wrong = isinstance(error, RemoteError) and error.code is ErrorCode.DIGEST_MISMATCH
             if is_wrong and named.kind is not SourceKind.PEER:
                 self._error = await broken_publication(named, entry, piece, self._decoder.check) or self._error
             self._missed(named, number, error)
@@ -272,12 +272,12 @@ class Download:
                 task.cancel()
         self._pool.succeeded(named, num_bytes)
         if self._decoder.is_storable(number):
-            self._shared.holdings.came(self._name, number)
+            self._shared.have_set.came(self._name, number)
         self._on_bytes(num_bytes)
-        self._news.set()
+        self._updates.set()
 
-    def _missed(self, named: NamedSource, number: int, error: PeerError | Unreachable) -> None:
-        if isinstance(error, PeerError) and error.code is ErrorCode.NOT_FOUND:
+    def _missed(self, named: NamedSource, number: int, error: RemoteError | Unreachable) -> None:
+        if isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND:
             self._absences.report(named.name, self._decoder.of_part[self._pieces[number].part])
         else:
             self._pool.failed(named, error)
@@ -285,9 +285,9 @@ class Download:
             self._picker.remove(named.name)
 
     def _require_sources(self, missing: PieceSet) -> None:
-        """Raise PeerError(NOT_FOUND) if every permanent source lacks a piece and no peer has it."""
+        """Raise RemoteError(NOT_FOUND) if every permanent source lacks a piece and no peer has it."""
         if nowhere := self._absences.nowhere(missing):
             part = self._pieces[next(members(nowhere))].part
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_FOUND, f"no source has part {self._encoding.parts[part].digest[:12]} any more"
             )

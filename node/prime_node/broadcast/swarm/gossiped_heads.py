@@ -17,7 +17,7 @@ from prime_node.ports.peer_network import GossipJudgement, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.manifest import open_manifest
 from prime_protocol.peers import PeerRecord
@@ -77,7 +77,7 @@ class AnnouncedHeads:
         """Verify an announcement in a thread, because a manifest may be long."""
         try:
             version, _ = await asyncio.to_thread(self._open, data)
-        except PeerError as error:
+        except RemoteError as error:
             log.info("peer %s forwards a head that does not verify: %s", sender, error)
             return GossipJudgement.REJECT
         return GossipJudgement.ACCEPT if version > self._named.head else GossipJudgement.IGNORE
@@ -96,7 +96,7 @@ class AnnouncedHeads:
         self._pool.add(self._named)
 
     def _open(self, data: bytes) -> tuple[int, Envelope | None]:
-        """Return (policy version, manifest or None). Raises PeerError."""
+        """Return (policy version, manifest or None). Raises RemoteError."""
         envelope = open_envelope(data, bytes_max=limits.ANNOUNCEMENT_BYTES_MAX)
         if envelope.payload_type == PayloadType.TIMESTAMP:
             stamp = open_timestamp(envelope, self._run)
@@ -115,16 +115,16 @@ class AnnouncedHeads:
         return await self.manifest(self._named.head) if self._named.head >= 0 else None
 
     async def manifest(self, policy_version: int) -> Envelope:
-        """Return an announced manifest, fetched from a linked peer if need be. Raises PeerError or Unreachable."""
+        """Return an announced manifest, fetched from a linked peer if need be. Raises RemoteError or Unreachable."""
         if policy_version in self._recent:
             return self._recent[policy_version]
         if policy_version in self._authors:
             return await self._fetch(policy_version, self._authors[policy_version])
-        raise PeerError(ErrorCode.NOT_FOUND, f"no peer has announced manifest {policy_version}")
+        raise RemoteError(ErrorCode.NOT_FOUND, f"no peer has announced manifest {policy_version}")
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Raise PeerError(NOT_FOUND): announcements hold no blobs."""
-        raise PeerError(ErrorCode.NOT_FOUND, "announcements have no blobs")
+        """Raise RemoteError(NOT_FOUND): announcements hold no blobs."""
+        raise RemoteError(ErrorCode.NOT_FOUND, "announcements have no blobs")
 
     async def _fetch(self, policy_version: int, author: KeyId) -> Envelope:
         """Fetch a manifest from its author or another linked peer."""
@@ -136,6 +136,6 @@ class AnnouncedHeads:
                 link = NetworkPeer(self._network, PeerRecord(peer=peer), bounds=bounds, authorization=lambda: None)
                 self._recent[policy_version] = await link.manifest(policy_version)
                 return self._recent[policy_version]
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 last = error
         raise last

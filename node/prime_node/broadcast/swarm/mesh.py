@@ -68,9 +68,9 @@ class Mesh:
 
         While no listed peer is reachable, pass the network's hints to the directory.
         """
-        told = [PeerAddress(r.peer, r.addresses) for r in self._directory.records.values() if r.addresses]
-        self._network.learn(tuple(told))
-        for address in told:
+        addresses = [PeerAddress(r.peer, r.addresses) for r in self._directory.records.values() if r.addresses]
+        self._network.learn(tuple(addresses))
+        for address in addresses:
             if address.peer in self._run.keys.current.coordinator:
                 self._network.stay_linked(address)  # rendezvous point and relay
         if self._is_cut_off:

@@ -17,17 +17,17 @@ from typing import NoReturn
 from prime_node.broadcast.swarm.directory import Directory
 from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
-from prime_node.broadcast.swarm.tended import Tended
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.messages import PeersRequest
-from prime_protocol.peers import PeerNews, PeerRecord
+from prime_protocol.peers import PeerRecord, PeerUpdate
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +54,20 @@ class Neighbours:
         pool: SourcePool,
         connect: Connect,
         uplink: Uplink,
-        tended: Tended,
+        swarm_tasks: SwarmTasks,
         *,
         clock: Clock,
         rng: random.Random,
         rules: TopologyRules | None = None,
     ) -> None:
         """Link to peers of `directory` and add them to `pool`. Peers that give bytes are served first by `uplink`."""
-        self.liars: dict[KeyId, str] = {}
+        self.blocklist: dict[KeyId, str] = {}
         """Peers that sent wrong bytes, and what was wrong."""
         self._directory = directory
         self._pool = pool
         self._connect = connect
         self._uplink = uplink
-        self._tended = tended
+        self._swarm_tasks = swarm_tasks
         self._clock = clock
         self._rng = rng
         self._rules = rules or TopologyRules()
@@ -113,7 +113,9 @@ class Neighbours:
         waiting = {
             peer: record
             for peer, record in self._directory.candidates.items()
-            if peer not in self._tasks and peer not in self.liars and self._rests.get(peer, _Rest()).until_s <= now_s
+            if peer not in self._tasks
+            and peer not in self.blocklist
+            and self._rests.get(peer, _Rest()).until_s <= now_s
         }
         above = parents(self._directory.me, self._directory.records, self._directory.run_digest, self._rules)
         first = [waiting.pop(peer) for peer in above if peer in waiting]
@@ -128,14 +130,14 @@ class Neighbours:
         """Run one link from its first notification to its last."""
         named = NamedSource(peer, link, SourceKind.PEER, events=self)
         try:
-            async for news in link.news():
-                self._heard(named, news)
+            async for updates in link.updates():
+                self._heard(named, updates)
                 self._rests.pop(peer, None)
                 self._pool.add(named)
-        except (PeerError, Unreachable) as error:
+        except (RemoteError, Unreachable) as error:
             self._rest(peer, error)
         except Exception as error:  # noqa: BLE001 - the edge of the task; nothing awaits it
-            self._tended.note(f"the link to peer {peer}", error)
+            self._swarm_tasks.note(f"the link to peer {peer}", error)
             self._rest(peer, error)
         finally:
             self._pool.remove(peer)
@@ -143,19 +145,19 @@ class Neighbours:
             self._tasks.pop(peer, None)
             await link.close()
 
-    def _heard(self, named: NamedSource, news: PeerNews) -> None:
-        """Store what a peer announced. Raises PeerError for a peer that announces out-of-range pieces."""
-        for name, ranges in news.pieces.items():
+    def _heard(self, named: NamedSource, updates: PeerUpdate) -> None:
+        """Store what a peer announced. Raises RemoteError for a peer that announces out-of-range pieces."""
+        for name, ranges in updates.pieces.items():
             held = named.has.get(name, 0)
             for start, end in ranges:
                 if not start < end <= limits.CHUNKS_MAX:
-                    raise PeerError(ErrorCode.WRONG_TYPE, f"a run of pieces from {start} to {end}")
+                    raise RemoteError(ErrorCode.WRONG_TYPE, f"a run of pieces from {start} to {end}")
                 held |= span(start, end)
             named.has.pop(name, None)
             named.has[name] = held
-        while len(named.has) > limits.PEER_NEWS_ENCODINGS_MAX:
+        while len(named.has) > limits.PEER_UPDATE_ENCODINGS_MAX:
             del named.has[next(iter(named.has))]
-        named.head = max(named.head, news.head)
+        named.head = max(named.head, updates.head)
 
     def _rest(self, peer: KeyId, error: Exception) -> None:
         rest = self._rests.setdefault(peer, _Rest())
@@ -170,10 +172,10 @@ class Neighbours:
         """Record verified bytes: the uplink serves this peer before those that gave none."""
         self._uplink.gave(named.name, num_bytes)
 
-    def lied(self, named: NamedSource, error: PeerError) -> None:
+    def lied(self, named: NamedSource, error: RemoteError) -> None:
         """Drop a peer that sent wrong bytes, until this process ends."""
         log.warning("peer %s sent wrong bytes (%s); it is not used again", named.name, error.detail)
-        self.liars[named.name] = error.detail
+        self.blocklist[named.name] = error.detail
         task = self._tasks.get(named.name)
         if task is not None:
             task.cancel()

@@ -12,18 +12,18 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from pydantic import Field
 
+from prime_node.broadcast.swarm.have_broadcast import KEEP_ALIVE_S
 from prime_node.broadcast.swarm.serving import PeerService
-from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S
 from prime_node.ports.peer_network import DeferredAnswer, PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
-from prime_protocol.peers import PeerNews, PeerRecord
+from prime_protocol.peers import PeerRecord, PeerUpdate
 
 PROTOCOL = "checkpoints"
 LINK_S_MAX = 40.0
@@ -63,9 +63,9 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
         request = Request(params=params, body=b"", headers=headers, remote=hosts[0] if hosts else peer)
         if service is not None:
             if service.member(request) not in (None, peer):
-                raise PeerError(ErrorCode.BAD_SIGNATURE, "this ticket belongs to another key")
+                raise RemoteError(ErrorCode.BAD_SIGNATURE, "this ticket belongs to another key")
             if question.path == "/v1/have":
-                return await service.news_since(request, question.cursor, question.head)
+                return await service.updates_since(request, question.cursor, question.head)
         response = await handler(request)
         try:
             body = response.body if isinstance(response.body, bytes) else await _whole(response)
@@ -91,7 +91,7 @@ def _find(paths: list[tuple[re.Pattern[str], Handler]], path: str) -> tuple[Hand
     for pattern, handler in paths:
         if found := pattern.fullmatch(path):
             return handler, found.groupdict()
-    raise PeerError(ErrorCode.NOT_FOUND, f"no path {path}")
+    raise RemoteError(ErrorCode.NOT_FOUND, f"no path {path}")
 
 
 class NetworkPeer:
@@ -106,24 +106,24 @@ class NetworkPeer:
         self._authorization = authorization
 
     async def run_spec(self) -> Envelope:
-        """Fetch the RunSpec. Raises PeerError or Unreachable."""
+        """Fetch the RunSpec. Raises RemoteError or Unreachable."""
         return open_envelope(await self._ask("/v1/run", limits.ENVELOPE_BYTES_MAX))
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
-        """Fetch the peer's newest manifest, or None. Raises PeerError or Unreachable."""
+        """Fetch the peer's newest manifest, or None. Raises RemoteError or Unreachable."""
         body = await self._ask("/v1/head", limits.ENVELOPE_BYTES_MAX)
         return open_envelope(body) if body else None
 
     async def manifest(self, policy_version: int) -> Envelope:
-        """Fetch a manifest. Raises PeerError or Unreachable."""
+        """Fetch a manifest. Raises RemoteError or Unreachable."""
         return open_envelope(await self._ask(f"/v1/manifests/{policy_version}", limits.ENVELOPE_BYTES_MAX))
 
     async def timestamp(self) -> Envelope:
-        """Fetch the coordinator's timestamp that the peer holds. Raises PeerError or Unreachable."""
+        """Fetch the coordinator's timestamp that the peer holds. Raises RemoteError or Unreachable."""
         return open_envelope(await self._ask("/v1/timestamp", limits.ENVELOPE_BYTES_MAX))
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Fetch bytes [start, end) of a blob, unverified. Raises PeerError or Unreachable."""
+        """Fetch bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
         if end is not None and end <= start:
             return b""
         bytes_max = self._bounds.blob_bytes_max if end is None else end - start
@@ -131,22 +131,22 @@ class NetworkPeer:
             return (await self._ask(f"/v1/blobs/{digest}", bytes_max))[start:]
         return await self._ask(f"/v1/blobs/{digest}", bytes_max, start=start, end=end)
 
-    async def news(self) -> AsyncIterator[PeerNews]:
-        """Yield what the peer has: everything first, then changes. Raises PeerError or Unreachable."""
-        news = PeerNews()
+    async def updates(self) -> AsyncIterator[PeerUpdate]:
+        """Yield what the peer has: everything first, then changes. Raises RemoteError or Unreachable."""
+        updates = PeerUpdate()
         while True:
-            question = PeerQuestion(path="/v1/have", cursor=news.cursor, head=news.head)
-            body = await self._request(question, limits.PEER_NEWS_BYTES_MAX, wait_s=KEEP_ALIVE_S)
-            news = parse_json(body, PeerNews)
-            yield news
+            question = PeerQuestion(path="/v1/have", cursor=updates.cursor, head=updates.head)
+            body = await self._request(question, limits.PEER_UPDATE_BYTES_MAX, wait_s=KEEP_ALIVE_S)
+            updates = parse_json(body, PeerUpdate)
+            yield updates
 
     async def peers(self) -> str:
-        """Fetch the signed list of peers that the peer holds. Raises PeerError or Unreachable."""
+        """Fetch the signed list of peers that the peer holds. Raises RemoteError or Unreachable."""
         body = await self._ask("/v1/peers", limits.PEER_LIST_BYTES_MAX)
         try:
             return body.decode()
         except UnicodeDecodeError:
-            raise PeerError(ErrorCode.MALFORMED, "a list of peers must be text") from None
+            raise RemoteError(ErrorCode.MALFORMED, "a list of peers must be text") from None
 
     async def prepare(self) -> None:
         """Do nothing: the link exists already, since notifications came over it."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from prime_node.inside import NotRegular, open_regular, place, read_regular
 from prime_protocol.digest import digest_of, digest_of_all
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 
 PARTIAL = ".partial"
@@ -133,14 +133,14 @@ class PartStore:
     def finish(self, entry: PartEntry) -> None:
         """Turn a partial part into a whole one, once all its pieces have come.
 
-        Raises PeerError(CHAIN_BROKEN) if its digest is wrong although every piece was right: it was published so.
+        Raises RemoteError(CHAIN_BROKEN) if its digest is wrong although every piece was right: it was published so.
         """
         if entry.digest in self._sizes:
             return
         path = self._partial(entry.digest)
         if digest_of_all(_in_turn(path)) != entry.digest:
             self._forget(entry.digest)
-            raise PeerError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
         path.replace(self._whole(entry.digest))
         del self._begun[entry.digest]
         self._sizes[entry.digest] = entry.size

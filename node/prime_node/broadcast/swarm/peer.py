@@ -1,7 +1,7 @@
 """One peer of the swarm: it serves what is here, offers itself, and links to others. For workers, seeders and the trainer.
 
 Waiting: nothing waits for a peer. What it serves and fetches is in the have-set and the pool that it was given. A part of it
-that fails restarts after a pause and is reported (tended.py), so a run never stops because of its swarm.
+that fails restarts after a pause and is reported (swarm_tasks.py), so a run never stops because of its swarm.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prime_node.broadcast.swarm.mesh import Mesh
 from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
-from prime_node.broadcast.swarm.tended import Tended
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.patience import Switch, unless
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import Unreachable
@@ -42,7 +42,7 @@ class Peer:
     service: PeerService
     web: WebServer
     directory: Directory
-    tended: Tended
+    swarm_tasks: SwarmTasks
     """Faults so far."""
     neighbours: Neighbours | None = None
     """Links to peers; None for a machine that only serves: the trainer."""
@@ -66,9 +66,9 @@ class Peer:
     async def running(self) -> AsyncIterator[None]:
         """Serve and link while the context is open. Raises LocalError if the port is unavailable."""
         if not self.config.private:
-            walls = CallerBounds(network_of=lambda address, _: network_of(address))
+            bounds = CallerBounds(network_of=lambda address, _: network_of(address))
             routes = self.service.routes()
-            self.port = await self.web.start(routes, host=self.config.host, port=self.config.port, walls=walls)
+            self.port = await self.web.start(routes, host=self.config.host, port=self.config.port, bounds=bounds)
             log.info("serving peers on port %d", self.port)
         if self.network is not None and self.accepted is None:
             await self.network.start()
@@ -102,20 +102,22 @@ class Peer:
                 else ""
             )
         linked = 0 if self.neighbours is None else len(self.neighbours.linked)
-        told = f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB sent, {standing}"
-        return "; ".join(filter(None, (told, self.tended.describe())))
+        summary = f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB sent, {standing}"
+        return "; ".join(filter(None, (summary, self.swarm_tasks.describe())))
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             if self.neighbours is not None:
                 tasks.create_task(
-                    self.tended.keep("links to peers", functools.partial(self.neighbours.run, self.offer))
+                    self.swarm_tasks.keep("links to peers", functools.partial(self.neighbours.run, self.offer))
                 )
             else:
                 asking = functools.partial(self.directory.run, offer_of=self.offer)
-                tasks.create_task(self.tended.keep("peers' directory", asking))
+                tasks.create_task(self.swarm_tasks.keep("peers' directory", asking))
             if self.mesh is not None:
-                tasks.create_task(self.tended.keep("the peer network", functools.partial(self._keep_links, self.mesh)))
+                tasks.create_task(
+                    self.swarm_tasks.keep("the peer network", functools.partial(self._keep_links, self.mesh))
+                )
 
     async def _run_while(self, accepted: Switch) -> NoReturn:
         """Open the network and take part while `accepted` is on; leave and close it otherwise."""
@@ -136,7 +138,7 @@ class Peer:
                 await asyncio.gather(starting, return_exceptions=True)
                 raise
             except (LocalError, Unreachable) as error:
-                self.tended.note("the peer network", error)  # `_keep_links` opens it again
+                self.swarm_tasks.note("the peer network", error)  # `_keep_links` opens it again
         await self._run()
 
     async def _keep_links(self, mesh: Mesh) -> None:

@@ -49,7 +49,7 @@ class PickerRules:
     """Share of the mean rate below which a source is slow."""
     steal_gain: float = 0.5
     """Largest ratio of the new source's time to the old one's remaining time at which a piece is taken over."""
-    fallback_patience: float = 2.0
+    web_seed_patience: float = 2.0
     """Multiple of the expected time (at least `slow_piece_s`) by which a piece must be overdue to be very late.
 
     While there are unrequested pieces, a fallback takes over nothing else: a late piece holds up nothing yet, and what has
@@ -75,12 +75,12 @@ class _Open:
 
     def very_late_s(self, rules: PickerRules) -> float:
         """Return the time from which it is very late."""
-        return self.due_s + rules.fallback_patience * max(self.due_s - self.asked_s, rules.slow_piece_s)
+        return self.due_s + rules.web_seed_patience * max(self.due_s - self.asked_s, rules.slow_piece_s)
 
 
 @dataclass(slots=True)
 class _Source:
-    is_fallback: bool
+    is_web_seed: bool
     has: PieceSet = 0
     open: dict[int, _Open] = field(default_factory=dict)
     open_bytes: int = 0
@@ -90,14 +90,14 @@ class _Source:
     """Time of its last look for a piece to take over."""
     counted_s: float = 0.0
     """Time up to which the rate includes everything."""
-    is_doubted: bool = False
+    is_snubbed: bool = False
     """Whether it is snubbed: its answer is very late, and nothing has come since."""
     is_slow: bool = False
 
     @property
     def is_counted(self) -> bool:
         """Whether its pieces are left to it and count as available."""
-        return not (self.is_fallback or self.is_doubted or self.is_slow)
+        return not (self.is_web_seed or self.is_snubbed or self.is_slow)
 
 
 class Picker:
@@ -151,10 +151,10 @@ class Picker:
         """Names of the sources."""
         return tuple(self._sources)
 
-    def add(self, name: str, *, has: PieceSet = 0, is_fallback: bool = False) -> None:
+    def add(self, name: str, *, has: PieceSet = 0, is_web_seed: bool = False) -> None:
         """Add a source. A fallback (the origin, whose uplink is scarce) is asked for what no peer has."""
         assert name not in self._sources
-        self._sources[name] = _Source(is_fallback)
+        self._sources[name] = _Source(is_web_seed)
         self.has(name, has)
 
     def has_all(self, name: str) -> None:
@@ -196,13 +196,13 @@ class Picker:
         """
         source = self._sources[name]
         if source.is_slow != self._is_slow(source):
-            self._judge(source, is_doubted=source.is_doubted, is_slow=not source.is_slow)
+            self._judge(source, is_snubbed=source.is_snubbed, is_slow=not source.is_slow)
         if len(self._askers) >= self._rules.open_max:  # (1)
             return None
         if source.open and len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
-        if free and (source.is_slow or (source.is_fallback and not self._is_starved())):
+        if free and (source.is_slow or (source.is_web_seed and not self._is_starved())):
             free &= ~self._counts.is_held()  # (3)
         if free:
             rarest = self._counts.rarest(free)  # (2)
@@ -226,8 +226,8 @@ class Picker:
         Return the other sources that were asked for it: those requests can be cancelled.
         """
         source = self._sources[name]
-        if source.is_doubted:
-            self._judge(source, is_doubted=False, is_slow=source.is_slow)
+        if source.is_snubbed:
+            self._judge(source, is_snubbed=False, is_slow=source.is_slow)
         request = source.open.get(piece)
         if request is not None:
             self._measure(source, request, self._sizes[piece], now_s)
@@ -268,7 +268,7 @@ class Picker:
 
     def _window(self, source: _Source) -> int:
         num_sources = len(self._sources)
-        if source.is_doubted:
+        if source.is_snubbed:
             return 1
         if source.rate_bytes_s is None:
             return 2 if num_sources <= self._rules.sources_few else 1
@@ -294,22 +294,22 @@ class Picker:
 
     def _is_starved(self) -> bool:
         """Return whether all peers together need long for a piece. A peer of unknown rate is assumed to be like the others."""
-        rates = [source.rate_bytes_s for source in self._sources.values() if not source.is_fallback]
+        rates = [source.rate_bytes_s for source in self._sources.values() if not source.is_web_seed]
         unknown_bytes_s = self._mean_rate() or self._rules.rate_guess_bytes_s
         together_bytes_s = sum(unknown_bytes_s if rate is None else rate for rate in rates)
         return together_bytes_s * self._rules.slow_piece_s < self._piece_bytes
 
     def _to_steal(self, source: _Source, now_s: float) -> int | None:
         """Return the open piece of this source that the others would bring last."""
-        if now_s - source.looked_s < self._rules.steal_look_s or source.is_doubted:
+        if now_s - source.looked_s < self._rules.steal_look_s or source.is_snubbed:
             return None
         source.looked_s = now_s
-        if source.is_fallback:
-            self._doubt(now_s)
+        if source.is_web_seed:
+            self._snub(now_s)
         # It is unknown whether this source is faster, or its bytes are expensive.
-        only_late = source.is_fallback or source.rate_bytes_s is None
+        only_late = source.is_web_seed or source.rate_bytes_s is None
         is_end = not self.unasked
-        only_very_late = source.is_fallback and not is_end
+        only_very_late = source.is_web_seed and not is_end
         latest, longest_s = None, 0.0
         for piece in members(source.has & self._open & ~self.have):
             askers = self._askers[piece]
@@ -336,20 +336,20 @@ class Picker:
         """Return the number of requests for a piece under way; requests to snubbed sources do not count at the limit."""
         if len(askers) < self._rules.copies_max:  # nearly always, and a sufficient answer
             return len(askers)
-        return sum(not self._sources[asker].is_doubted for asker in askers)
+        return sum(not self._sources[asker].is_snubbed for asker in askers)
 
-    def _doubt(self, now_s: float) -> None:
+    def _snub(self, now_s: float) -> None:
         """Mark sources as snubbed that are very late and have given nothing since."""
         for source in self._sources.values():
             if source.is_counted and any(
                 source.counted_s < asked.due_s and now_s >= asked.very_late_s(self._rules)
                 for asked in source.open.values()
             ):
-                self._judge(source, is_doubted=True, is_slow=source.is_slow)
+                self._judge(source, is_snubbed=True, is_slow=source.is_slow)
 
-    def _judge(self, source: _Source, *, is_doubted: bool, is_slow: bool) -> None:
+    def _judge(self, source: _Source, *, is_snubbed: bool, is_slow: bool) -> None:
         was_counted = source.is_counted
-        source.is_doubted, source.is_slow = is_doubted, is_slow
+        source.is_snubbed, source.is_slow = is_snubbed, is_slow
         if was_counted and not source.is_counted:
             self._counts.remove(source.has)
         elif source.is_counted and not was_counted:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet, members, piece_set
 from prime_protocol.chunk_index import ChunkIndex
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.manifest import Encoding
 from prime_protocol.pieces import Piece, check_piece
 
@@ -28,7 +28,7 @@ Each thread keeps a dozen megabytes of codec buffers, which would otherwise be a
 """
 
 Decode = Callable[[range, bytes | memoryview], None]
-"""Function of (numbers of neighbouring chunks, the verified bytes of all of them). Called from threads. Raises PeerError."""
+"""Function of (numbers of neighbouring chunks, the verified bytes of all of them). Called from threads. Raises RemoteError."""
 
 
 class PieceDecoder:
@@ -105,12 +105,12 @@ class PieceDecoder:
         return stored, loop.run_in_executor(DECODERS, job)
 
     async def finish(self, part: int, have: PieceSet) -> None:
-        """Name a part as whole on the disk, if all its pieces are in `have`. Raises PeerError for another digest."""
+        """Name a part as whole on the disk, if all its pieces are in `have`. Raises RemoteError for another digest."""
         if have & self.of_part[part] == self.of_part[part] and part in self._stored:
             await asyncio.to_thread(self._parts.finish, self._encoding.parts[part])
 
     def check(self, piece: Piece, data: bytes | memoryview) -> None:
-        """Compare a piece with the digests of its chunks. Raises PeerError."""
+        """Compare a piece with the digests of its chunks. Raises RemoteError."""
         check_piece(piece, data, self._index)
 
     def is_storable(self, number: int) -> bool:
@@ -130,7 +130,7 @@ class PieceDecoder:
             data = self._parts.get(digest, piece.start, piece.end)
             try:
                 self.check(piece, data or b"")
-            except PeerError:
+            except RemoteError:
                 continue
             assert data is not None
             self._decode(piece.chunks, data)

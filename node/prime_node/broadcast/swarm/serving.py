@@ -20,10 +20,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_node.broadcast.swarm.holdings import Holdings, HoldingsChange
+from prime_node.broadcast.swarm.have_broadcast import KEEP_ALIVE_S, UPDATES_EVERY_S, HaveBroadcast, encode_update
+from prime_node.broadcast.swarm.have_set import HaveChange, HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
-from prime_node.broadcast.swarm.telling import KEEP_ALIVE_S, NEWS_EVERY_S, HoldingsBroadcast, told
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
 from prime_node.inside import open_regular, place, read_regular
 from prime_node.ports.byte_ranges import parse_range
@@ -32,7 +32,7 @@ from prime_node.ports.web import Handler, Request, Response, Route
 from prime_protocol import limits
 from prime_protocol.addresses import network_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.peers import PeerAnswer, check_authorization
 from prime_protocol.run_spec import PinnedRun
@@ -47,11 +47,11 @@ READ_BYTES_MAX = PACE_BYTES
 
 @dataclass
 class PeerService:
-    """Service that answers from `parts` and `files` what `holdings` lists."""
+    """Service that answers from `parts` and `files` what `have_set` lists."""
 
     run: PinnedRun
     key: SigningKey
-    holdings: Holdings
+    have_set: HaveSet
     parts: PartStore
     uplink: Uplink
     clock: Clock
@@ -72,7 +72,7 @@ class PeerService:
     _is_closing: bool = False
 
     def __post_init__(self) -> None:
-        self._telling = HoldingsBroadcast(self.holdings, self.clock)
+        self._broadcasting = HaveBroadcast(self.have_set, self.clock)
 
     def routes(self) -> list[Route]:
         """Return the routes to register with the web server."""
@@ -92,11 +92,11 @@ class PeerService:
     def close(self) -> None:
         """End open notification streams."""
         self._is_closing = True
-        self.holdings.tell()
-        self._telling.close()
+        self.have_set.tell()
+        self._broadcasting.close()
 
     def member(self, request: Request) -> str | None:
-        """Return the key that a request's ticket names; None for a stranger. Raises PeerError for an invalid ticket."""
+        """Return the key that a request's ticket names; None for a stranger. Raises RemoteError for an invalid ticket."""
         header = request.headers.get("authorization")
         if header is None:
             return None
@@ -118,7 +118,7 @@ class PeerService:
         return Response(self.run.envelope.to_bytes())
 
     async def _head(self, request: Request) -> Response:
-        envelope = self.manifest(self.holdings.head)
+        envelope = self.manifest(self.have_set.head)
         if envelope is None:
             return Response(status=204)
         tag = {"ETag": f'"{envelope.digest}"'}
@@ -130,13 +130,13 @@ class PeerService:
         number = request.params["policy_version"]
         envelope = self.manifest(int(number)) if re.fullmatch(r"[0-9]{1,10}", number) else None
         if envelope is None:
-            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have manifest {number[:20]}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"this peer does not have manifest {number[:20]}")
         return Response(envelope.to_bytes())
 
     async def _key_ring(self, request: Request) -> Response:
         version = request.params["version"]
         if not re.fullmatch(r"[0-9]{1,4}", version):
-            raise PeerError(ErrorCode.NOT_FOUND, "the version of a key ring must be a number")
+            raise RemoteError(ErrorCode.NOT_FOUND, "the version of a key ring must be a number")
         return await self._statement(f"keys/{int(version):04d}.json")
 
     async def _timestamp(self, request: Request) -> Response:
@@ -147,25 +147,25 @@ class PeerService:
         try:
             return Response(await asyncio.to_thread(read_regular, place(self.folder or Path(), f"trust/{name}")))
         except OSError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have {name}") from None
+            raise RemoteError(ErrorCode.NOT_FOUND, f"this peer does not have {name}") from None
 
     async def _blob(self, request: Request) -> Response:
         digest = request.params["digest"]
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise PeerError(ErrorCode.NOT_FOUND, "the name of a blob must be 64 hex digits")
-        size = self.holdings.size(digest) or self.parts.size(digest)
+            raise RemoteError(ErrorCode.NOT_FOUND, "the name of a blob must be 64 hex digits")
+        size = self.have_set.size(digest) or self.parts.size(digest)
         file = None if size else self._model_file(digest)
         if file is not None:
             size = file.stat().st_size
         if not size:
-            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have blob {digest}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"this peer does not have blob {digest}")
         wanted = request.headers.get("range")
         start, end = parse_range(wanted, size) if wanted else (0, size)
         if end - start > self.run.spec.limits.blob_bytes_max:
             raise LimitExceeded("blob_bytes_max", end - start, self.run.spec.limits.blob_bytes_max)
         whole = file is not None or self.parts.has(digest)
-        if not whole and not self.holdings.has_range(digest, start, end):
-            raise PeerError(ErrorCode.NOT_FOUND, f"this peer does not have these bytes of blob {digest}")
+        if not whole and not self.have_set.has_range(digest, start, end):
+            raise RemoteError(ErrorCode.NOT_FOUND, f"this peer does not have these bytes of blob {digest}")
         headers = {"Accept-Ranges": "bytes", "Content-Length": str(end - start)}
         if wanted:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
@@ -192,7 +192,7 @@ class PeerService:
             yield await self._read(digest, begin, until, file)
 
     async def _read(self, digest: str, start: int, end: int, file: Path | None) -> bytes:
-        """Return bytes of a blob. Raises PeerError(NOT_FOUND) if the blob is removed meanwhile."""
+        """Return bytes of a blob. Raises RemoteError(NOT_FOUND) if the blob is removed meanwhile."""
         if file is None and (cached := self.parts.get_cached(digest, start, end)) is not None:
             return cached
 
@@ -205,7 +205,7 @@ class PeerService:
 
         data = await asyncio.to_thread(read)
         if data is None or len(data) != end - start:
-            raise PeerError(ErrorCode.NOT_FOUND, f"blob {digest} has just been removed")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"blob {digest} has just been removed")
         return data
 
     def _model_file(self, digest: str) -> Path | None:
@@ -236,7 +236,7 @@ class PeerService:
         return member, network_of(request.remote)
 
     def _check_room(self, listener: str, network: str, each_max: int) -> None:
-        """Raise PeerError if the listener, its network or all together have as many streams as they may."""
+        """Raise RemoteError if the listener, its network or all together have as many streams as they may."""
         hears = sum(num for (who, _), num in self._listeners.items() if who == listener)
         in_network = sum(1 for who, where in self._listeners if where == network and who != listener)
         if (
@@ -244,7 +244,7 @@ class PeerService:
             or in_network >= limits.PEER_LISTENERS_NETWORK_MAX
             or len(self._listeners) >= limits.PEER_LISTENERS_MAX
         ):
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many listeners at this peer already", retry_after_s=10.0)
+            raise RemoteError(ErrorCode.UNAVAILABLE, "too many listeners at this peer already", retry_after_s=10.0)
 
     @contextlib.contextmanager
     def _listening(self, listener: str, network: str) -> Iterator[None]:
@@ -258,42 +258,42 @@ class PeerService:
 
     async def _lines(self, listener: str, network: str) -> AsyncIterator[bytes]:
         with self._listening(listener, network):
-            async with contextlib.aclosing(self._telling.lines()) as lines:
+            async with contextlib.aclosing(self._broadcasting.lines()) as lines:
                 async for line in lines:
                     yield line
 
-    async def news_since(self, request: Request, cursor: int, head: int) -> bytes:
+    async def updates_since(self, request: Request, cursor: int, head: int) -> bytes:
         """Return one line of notifications, for a link without streams. It waits until there are some that the asker lacks."""
         listener, network = self._listener(request)
         if not cursor:
-            return told(self.holdings.news(0))
+            return encode_update(self.have_set.updates(0))
         is_stranger = listener == STRANGERS
         each_max = limits.PEER_STRANGERS_LISTENING_MAX if is_stranger else limits.PEER_REQUESTS_MAX
         self._check_room(listener, network, each_max)
         with self._listening(listener, network):
-            return told(await self._fresh(listener, cursor, head))
+            return encode_update(await self._fresh(listener, cursor, head))
 
-    async def _fresh(self, member: str, cursor: int, head: int) -> HoldingsChange:
+    async def _fresh(self, member: str, cursor: int, head: int) -> HaveChange:
         """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or a policy is whole; then return all changes.
 
         Here each answer costs a request. In a stream, lines are too cheap for this to matter.
         """
-        await self.clock.sleep(NEWS_EVERY_S)
+        await self.clock.sleep(UPDATES_EVERY_S)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):
                 while not self._is_closing:
-                    news, has = self.holdings.news(cursor), self.heard_of(member)
-                    if news.head != head or any(held & ~has.get(name, 0) for name, held in news.pieces.items()):
-                        return news
-                    await self.holdings.changed(news)
-        return self.holdings.news(cursor)
+                    updates, has = self.have_set.updates(cursor), self.heard_of(member)
+                    if updates.head != head or any(held & ~has.get(name, 0) for name, held in updates.pieces.items()):
+                        return updates
+                    await self.have_set.changed(updates)
+        return self.have_set.updates(cursor)
 
     # For members
 
     async def _peers(self, request: Request) -> Response:
         member = self.member(request)
         if member is None:
-            raise PeerError(ErrorCode.BAD_SIGNATURE, "only members of the run may ask this: send a ticket")
+            raise RemoteError(ErrorCode.BAD_SIGNATURE, "only members of the run may ask this: send a ticket")
         self.met(member)
         text = self.peer_list(request.remote)
         return Response(status=204) if text is None else Response(text.encode())
@@ -303,7 +303,7 @@ class PeerService:
     async def _identity(self, request: Request) -> Response:
         nonce = request.headers.get("prime-nonce", "")
         if not re.fullmatch(r"[0-9a-f]{32}", nonce):
-            raise PeerError(ErrorCode.MALFORMED, "a challenge must be 32 hex digits in the header Prime-Nonce")
+            raise RemoteError(ErrorCode.MALFORMED, "a challenge must be 32 hex digits in the header Prime-Nonce")
         return Response(
             seal(PeerAnswer(run=self.run.digest, nonce=nonce), PayloadType.PEER_ANSWER, self.key).to_bytes()
         )

@@ -20,7 +20,7 @@ from prime_node.patience import unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class PeerEvents(Protocol):
         """Record verified bytes."""
         ...
 
-    def lied(self, named: NamedSource, error: PeerError) -> None:
+    def lied(self, named: NamedSource, error: RemoteError) -> None:
         """Record wrong bytes."""
         ...
 
@@ -156,19 +156,19 @@ class SourcePool:
 
     def failed(self, named: NamedSource, error: Exception) -> None:
         """Record a failed request: the source rests. A wrong digest is reported to its `events`."""
-        if named.kind is SourceKind.PEER and isinstance(error, PeerError) and error.is_transient:
+        if named.kind is SourceKind.PEER and isinstance(error, RemoteError) and error.is_transient:
             # A peer without a free slot does nothing wrong.
             named.rests_until_s = self._clock.monotonic_s() + min(error.retry_after_s or REST_S_MIN, REST_S_MAX)
             return
         named.failures += 1
         rest_s = min(REST_S_MAX, REST_S_MIN * 2 ** min(named.failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
-        asked_s = error.retry_after_s if isinstance(error, PeerError) else None
+        asked_s = error.retry_after_s if isinstance(error, RemoteError) else None
         named.rests_until_s = self._clock.monotonic_s() + max(rest_s, min(asked_s or 0.0, REST_S_MAX))
         if str(error) != named.reason:
             level = logging.INFO if named.kind is SourceKind.PEER else logging.WARNING
             log.log(level, "source %s: %s; trying again in %.1f s and after", named.name, error, rest_s)
         named.reason = str(error)
-        if named.events is not None and isinstance(error, PeerError) and error.code is ErrorCode.DIGEST_MISMATCH:
+        if named.events is not None and isinstance(error, RemoteError) and error.code is ErrorCode.DIGEST_MISMATCH:
             named.events.lied(named, error)
 
     def succeeded(self, named: NamedSource, num_bytes: int = 0) -> None:
@@ -189,7 +189,7 @@ class SourcePool:
     async def fetch_blob(self, entry: PartEntry) -> bytes:
         """Return a small blob's bytes with the right digest, from any source; peers that announce it come first.
 
-        Raises PeerError(NOT_FOUND) if every permanent source answers that it lacks the blob and no peer announces it
+        Raises RemoteError(NOT_FOUND) if every permanent source answers that it lacks the blob and no peer announces it
         meanwhile. Raises Unreachable after ROUNDS_MAX rounds.
         """
         partial = bytearray()
@@ -203,7 +203,7 @@ class SourcePool:
                         await _download(named.source, entry, partial)
                 except TimeoutError:
                     self.failed(named, Unreachable(f"a blob of {entry.size} bytes took longer than {seconds:g} s"))
-                except PeerError as error:
+                except RemoteError as error:
                     if error.code is ErrorCode.DIGEST_MISMATCH:
                         partial.clear()
                     if error.code is ErrorCode.NOT_FOUND:
@@ -218,27 +218,27 @@ class SourcePool:
                 finally:
                     named.fetching -= 1
             if absent.issuperset(named.name for named in self.lasting) and (round_number or not self.peers):
-                raise PeerError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
+                raise RemoteError(ErrorCode.NOT_FOUND, f"no source has blob {entry.digest[:12]} any more")
             await self.rest()
         raise Unreachable(f"no source serves blob {entry.digest[:12]}")
 
 
 async def fetch_from(source: CheckpointSource, entry: PartEntry) -> bytes:
-    """Return a blob's bytes with the right digest from one source. Raises PeerError or Unreachable."""
+    """Return a blob's bytes with the right digest from one source. Raises RemoteError or Unreachable."""
     partial = bytearray()
     await _download(source, entry, partial)
     return bytes(partial)
 
 
 async def _download(source: CheckpointSource, entry: PartEntry, partial: bytearray) -> None:
-    """Fill `partial` up to the blob's size, then compare the digest. Raises PeerError or Unreachable."""
+    """Fill `partial` up to the blob's size, then compare the digest. Raises RemoteError or Unreachable."""
     while len(partial) < entry.size:
         end = min(len(partial) + RANGE_BYTES, entry.size)
         piece = await source.blob(entry.digest, start=len(partial), end=end)
         if len(piece) != end - len(partial):
-            raise PeerError(ErrorCode.MALFORMED, f"sent {len(piece)} bytes of a range of {end - len(partial)}")
+            raise RemoteError(ErrorCode.MALFORMED, f"sent {len(piece)} bytes of a range of {end - len(partial)}")
         partial += piece
     if digest_of(partial) != entry.digest:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.DIGEST_MISMATCH, f"the received bytes of blob {entry.digest[:12]} do not match its digest"
         )

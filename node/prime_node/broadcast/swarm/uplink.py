@@ -19,7 +19,7 @@ from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.files import replace
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Uplink:
     async def slot(self, peer: str, num_bytes: int, *, is_member: bool, network: str = "") -> Callable[[], None]:
         """Wait for a slot, and return a function that releases it once the answer was sent.
 
-        All members of one `network` have a share; an empty network has none. Raises PeerError(UNAVAILABLE) if there is no
+        All members of one `network` have a share; an empty network has none. Raises RemoteError(UNAVAILABLE) if there is no
         slot for this peer now.
         """
         if not self._may_serve() or (self._cap is not None and self._cap.is_reached):
@@ -146,7 +146,7 @@ class Uplink:
         """Wait until so many bytes may leave, and count them against the cap.
 
         An answer longer than PACE_BYTES calls this before each further block, so that it does not hold up all others. If the
-        asker withdraws, only what was sent counts. Raises PeerError(UNAVAILABLE) if the cap is reached.
+        asker withdraws, only what was sent counts. Raises RemoteError(UNAVAILABLE) if the cap is reached.
         """
         if self._cap is not None and not self._cap.take(num_bytes):
             raise _does_not_serve()
@@ -167,7 +167,9 @@ class Uplink:
         if turn is UploadTurn.NOW:
             return
         if turn is UploadTurn.REFUSED:
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests wait at this peer already", retry_after_s=RETRY_S)
+            raise RemoteError(
+                ErrorCode.UNAVAILABLE, "too many requests wait at this peer already", retry_after_s=RETRY_S
+            )
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._turns[request] = peer, waiting
         try:
@@ -179,7 +181,7 @@ class Uplink:
             else:
                 self._choker.withdrawn(peer, request)
             if isinstance(error, TimeoutError):
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.UNAVAILABLE, "this peer had no free slot in time", retry_after_s=RETRY_S
                 ) from None
             raise
@@ -195,8 +197,8 @@ class Uplink:
             request = self._choker.done(peer, 0, self._clock.monotonic_s())  # it has just given up waiting
 
 
-def _does_not_serve() -> PeerError:
-    return PeerError(
+def _does_not_serve() -> RemoteError:
+    return RemoteError(
         ErrorCode.UNAVAILABLE,
         "this peer does not serve now: its data cap is reached or it is closing",
         retry_after_s=RETRY_CLOSED_S,

@@ -27,7 +27,7 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import newcomers
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.invite import open_invite
 from prime_protocol.messages import JoinReply, JoinRequest
 from prime_protocol.run_spec import PinnedRun
@@ -48,18 +48,18 @@ class WorkerAdmission:
     presence: Presence
 
     async def admit_worker(self, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
-        """Let a worker join, or start again with the same key. Raise PeerError."""
+        """Let a worker join, or start again with the same key. Raise RemoteError."""
         state, config = self.decisions.state, self.config
         worker = state.workers.get(signer)
         is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
         require_session(state, self.presence, signer, request.session, self.clock.monotonic_s())  # (0)
         _check_software(request.software, config.software_min)  # (1)
         if not (request.engine.seeded or self.run.spec.checks.unseeded):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_INVITED, "this run rejects unseeded engines: start the worker with worker.seeded = true"
             )
         if config.allowed_workers and signer not in config.allowed_workers:  # (2)
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_INVITED, f"this run admits only listed keys; send its operator your key, {signer}"
             )
         invite = "" if worker is None else worker.invite
@@ -68,19 +68,19 @@ class WorkerAdmission:
         network = self.name_of_network(address)
         if not is_active:
             if state.num_active >= state.rules.workers_max:  # (4)
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.UNAVAILABLE,
                     "the run has reached its limit of workers; wait until one leaves",
                     retry_after_s=ROOM_RETRY_S,
                 )
             if network and newcomers.num_active(state, network) >= config.workers_per_network_max:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.TOO_MANY_REQUESTS,
                     "your network has reached its limit of workers; wait until one leaves",
                     retry_after_s=ROOM_RETRY_S,
                 )
         if network and not is_known and (pause_ms := newcomers.pause_ms(state, network, self.clock.now_ms())):  # (5)
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.TOO_MANY_REQUESTS,
                 "another key of your network was banned: new keys have to wait",
                 retry_after_s=min(pause_ms / 1_000, limits.RETRY_AFTER_S_MAX),
@@ -123,14 +123,14 @@ class WorkerAdmission:
 
     def _redeem(self, request: JoinRequest) -> str:
         if not request.invite:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_INVITED,
                 "this run needs an invitation: ask its operator for one and set worker.invite to it",
             )
         invite = open_invite(request.invite, self.run, now_ms=self.clock.now_ms())
         used = self.decisions.state.invites.get(invite.invite, 0)
         if used >= invite.keys_max:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_INVITED,
                 f"this invitation was used by {used} keys, which is its limit; ask the operator for another one",
             )
@@ -147,7 +147,7 @@ def _check_software(software: str, least: str) -> None:
     """Compare `software`, a name and a version, with the minimum. Versions of other implementations are not compared."""
     ours, wanted = _version(software), _version(f"prime-node {least}") if least else None
     if ours is not None and wanted is not None and ours < wanted:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.VERSION_UNSUPPORTED,
             f"this run needs prime-node {least} or newer, and you have {software}: pip install --upgrade prime-node",
         )

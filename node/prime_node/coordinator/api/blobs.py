@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.web import Request, Response
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.run_spec import PinnedRun
 
 BLOB_CHUNK_BYTES = 2**20
@@ -28,14 +28,14 @@ class BlobReader:
         """Return a public blob or a range of it. Uploaded bundles are stored elsewhere and cannot be reached here."""
         digest = request.params["digest"]
         if not self.serve_chunks and all(file.digest != digest for file in self.run.spec.model_files):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_FOUND,
                 "this coordinator serves no chunks: fetch them from peers, the trainer's seeder or a mirror",
             )
         try:
             size = await self.public.size(digest)
         except KeyError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no blob {digest[:64]}") from None
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no blob {digest[:64]}") from None
         wanted = request.headers.get("range")
         start, end = parse_range(wanted, size) if wanted else (0, size)
         headers = {

@@ -74,7 +74,7 @@ class BodyChecks:
         return admit
 
     def paid_by(self, request: Request) -> str:
-        """Return the key whose rate was charged before this body was read; empty if none was. Raise PeerError."""
+        """Return the key whose rate was charged before this body was read; empty if none was. Raise RemoteError."""
         header = request.headers.get(CLAIM_HEADER.lower())
         if header is None or not request.body:  # without a body the header was not checked
             return ""

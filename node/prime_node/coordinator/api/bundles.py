@@ -12,7 +12,7 @@ from prime_node.coordinator.state.records import PendingBundle
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.messages import BundleRequest, CheckResultRequest
 from prime_protocol.parcel import open_parcel
@@ -36,7 +36,9 @@ class BundleStorage:
         try:
             return await self.bundles.get(request.bundle)
         except KeyError:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may have been deleted") from None
+            raise RemoteError(
+                ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may have been deleted"
+            ) from None
 
     async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
         """Store a validator's own logprobs of a bundle that it is about to accept. Idempotent; return its digest."""
@@ -56,12 +58,12 @@ class BundleStorage:
         return {"digest": await self.bundles.put(parcel, digest=digest_of(parcel))}
 
     async def require_logprobs(self, pending: PendingBundle, signer: str, request: CheckResultRequest) -> None:
-        """Check the logprobs of a verdict, so that the trainer gets nothing that it would stop at. Raise PeerError."""
+        """Check the logprobs of a verdict, so that the trainer gets nothing that it would stop at. Raise RemoteError."""
         spec = self.run.spec
         if request.logprobs is None:
             is_trained = request.verdict.accepted and not self.decisions.state.is_evaluation(pending.lease.slots)
             if spec.checks.logprobs_judged and pending.audited and is_trained:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.WRONG_TYPE,
                     (
                         "this run trains on validators' logprobs, and the verdict on this audited bundle has none; update "
@@ -70,11 +72,11 @@ class BundleStorage:
                 )
             return
         if not request.verdict.accepted:
-            raise PeerError(ErrorCode.WRONG_TYPE, "only an accepted bundle may have logprobs")
+            raise RemoteError(ErrorCode.WRONG_TYPE, "only an accepted bundle may have logprobs")
         try:
             parcel = await self.bundles.get(request.logprobs)
         except KeyError:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_FOUND,
                 f"the coordinator does not have logprobs {request.logprobs[:12]}; upload them first",
             ) from None
@@ -87,15 +89,15 @@ class BundleStorage:
             num_tokens=request.num_tokens,
         )
         if open_parcel(parcel, body_bytes_max=spec.limits.rollout_bytes_max).envelope.sole_signer() != signer:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} were uploaded by another validator"
             )
 
 
 def require_holder(checks: CheckQueue, signer: str, bundle: str) -> None:
-    """Raise PeerError(NOT_FOUND) unless the bundle was handed to this validator, and to no other one since."""
+    """Raise RemoteError(NOT_FOUND) unless the bundle was handed to this validator, and to no other one since."""
     if not checks.is_held_by(bundle, signer):
         detail = (
             f"bundle {bundle[:12]} is not assigned to this validator: it never was, or another validator has it now"
         )
-        raise PeerError(ErrorCode.NOT_FOUND, detail)
+        raise RemoteError(ErrorCode.NOT_FOUND, detail)

@@ -11,7 +11,7 @@ from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.web import Request, Response
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.run_spec import PinnedRun
 
 HEAD_WAIT_S_MAX = 30.0
@@ -26,7 +26,7 @@ class PublicDocuments:
     manifests: PublishedManifests
     keys: KeyRings
     ledger: LedgerSigner
-    news: Notifications
+    notifications: Notifications
 
     async def run_spec(self) -> Envelope:
         """Return the signed RunSpec."""
@@ -35,7 +35,7 @@ class PublicDocuments:
     async def head(self, request: Request) -> Response:
         """Return the newest manifest. A reader that has it may wait for the next one (`Prefer: wait=10`)."""
         seen = request.headers.get("if-none-match", "")
-        shown = await self.news.until(
+        shown = await self.notifications.until(
             Topic.HEAD,
             lambda: self.manifests.head,
             is_worth_waiting=lambda head: head is None or head.digest in seen,
@@ -49,11 +49,11 @@ class PublicDocuments:
         return Response(shown.envelope.to_bytes(), headers=tag)
 
     async def manifest(self, request: Request) -> Envelope:
-        """Return a published manifest. Raise PeerError(NOT_FOUND)."""
+        """Return a published manifest. Raise RemoteError(NOT_FOUND)."""
         return await self.manifests.read(_number(request.params["policy_version"]))
 
     async def key_ring(self, request: Request) -> Envelope:
-        """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
+        """Return an accepted key ring. Raise RemoteError(NOT_FOUND)."""
         return self.keys.read_key_ring(_number(request.params["version"]))
 
     async def ledger_lines(self, request: Request) -> Response:
@@ -69,7 +69,7 @@ def preferred_wait_s(text: str) -> float:
 
 
 def _number(text: str) -> int:
-    """Return a version from a path. Raise PeerError(NOT_FOUND)."""
+    """Return a version from a path. Raise RemoteError(NOT_FOUND)."""
     if not re.fullmatch(r"[0-9]{1,15}", text):
-        raise PeerError(ErrorCode.NOT_FOUND, "the version must be a number")
+        raise RemoteError(ErrorCode.NOT_FOUND, "the version must be a number")
     return int(text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 class Epochs:
@@ -34,11 +34,11 @@ class Epochs:
     def require(self, epoch: str, *, now_ms: int, now_s: float) -> None:
         """Check a request's epoch.
 
-        Raise PeerError: WRONG_EPOCH with the current epoch, VERSION_UNSUPPORTED for a request without one, from older clients.
+        Raise RemoteError: WRONG_EPOCH with the current epoch, VERSION_UNSUPPORTED for a request without one, from older clients.
         """
         present = self.present(now_ms=now_ms, now_s=now_s)
         if not epoch:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.VERSION_UNSUPPORTED,
                 (
                     "this coordinator requires requests that name its epoch (protocol/SPEC.md, section 14): install the "
@@ -46,7 +46,7 @@ class Epochs:
                 ),
             )
         if epoch != present:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.WRONG_EPOCH,
                 "the request was signed for another epoch of this coordinator; sign it again for the current one",
                 epoch=present,

@@ -44,7 +44,7 @@ from prime_node.ports.metrics import Metrics
 from prime_node.ports.store import Store
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.messages import UploadReply
 from prime_protocol.parcel import Parcel, open_parcel
 from prime_protocol.rollout import RolloutHeader, body_bytes_max
@@ -73,7 +73,7 @@ class BundleIntake:
     metrics: Metrics
 
     async def upload(self, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
-        """Accept one bundle. `paid_by` is the key whose rate is charged already. Raise PeerError."""
+        """Accept one bundle. `paid_by` is the key whose rate is charged already. Raise RemoteError."""
         self.metrics.add("prime_upload_bytes_total", len(parcel))
         state = self.decisions.state
         with self.gate.blame(address, self.clock.monotonic_s()):
@@ -109,7 +109,7 @@ class BundleIntake:
         require_role(header.worker, Caller.WORKER, run=self.run, state=state)
         lease = state.lease_of(header.lease_id, header.worker)
         if lease is None:
-            raise PeerError(ErrorCode.LEASE_UNKNOWN, "the lease ended during the upload")
+            raise RemoteError(ErrorCode.LEASE_UNKNOWN, "the lease ended during the upload")
         return decide_upload(state, header, lease, bundle=bundle, num_bytes=len(parcel))
 
     async def _record(
@@ -171,11 +171,11 @@ class BundleIntake:
         current = self.decisions.state.current_step
         if header.step < current:
             return Verdict.refuse(RejectReason.STALE, f"step {current} is being trained now")
-        raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease; request a new one")
+        raise RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease; request a new one")
 
 
 def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeader:
-    """Check steps (2) to (4). Raise PeerError."""
+    """Check steps (2) to (4). Raise RemoteError."""
     signer = opened.envelope.sole_signer()
     require_role(signer, Caller.WORKER, run=run, state=state)  # (2)
     payload = opened.envelope.verify(PayloadType.ROLLOUT, trusted=(signer,))  # (3)
@@ -183,7 +183,7 @@ def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeade
     if header.run != run.digest:
         raise wrong_run(header.run, run)
     if header.worker != signer:
-        raise PeerError(ErrorCode.BAD_SIGNATURE, "the header names a worker that did not sign it")
+        raise RemoteError(ErrorCode.BAD_SIGNATURE, "the header names a worker that did not sign it")
     bound = run.spec.limits.rollout_decompressed_bytes_max
     if header.decompressed_bytes > bound:
         raise LimitExceeded(
@@ -196,7 +196,7 @@ def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeade
 
 
 def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> None:
-    """Check step (7). Raise PeerError if the declared sizes exceed what the lease's completions can need."""
+    """Check step (7). Raise RemoteError if the declared sizes exceed what the lease's completions can need."""
     bound = body_bytes_max(
         num_rollouts=len(lease.slots) * run.spec.rollouts_per_group,
         completion_tokens_max=run.spec.sampling.completion_tokens_max,

@@ -23,7 +23,7 @@ from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_protocol.calibration import require_possible
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.limits import REWARD_MAX
 from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet
 from prime_protocol.run_spec import PinnedRun
@@ -45,7 +45,7 @@ class Judging:
     clock: Clock
     decisions: Decisions
     assigner: Assigner
-    news: Notifications
+    notifications: Notifications
     metrics: Metrics
     checks: CheckQueue
     agreement: Agreement
@@ -56,7 +56,7 @@ class Judging:
     async def next_check_task(self, signer: str, request: CheckRequest) -> CheckTask | NotYet:
         """Return the oldest pending bundle, those of the validator's own policies first."""
         self.agreement.heard(signer, self.clock.monotonic_s())
-        bundle = await self.news.until(
+        bundle = await self.notifications.until(
             Topic.CHECK,
             lambda: self.checks.take(
                 request.policy_versions, self.clock.monotonic_s(), validator=signer, may=partial(self._may_take, signer)
@@ -81,14 +81,14 @@ class Judging:
         )
 
     async def check_result(self, signer: str, request: CheckResultRequest) -> None:
-        """Record the verdict of the validator that has the bundle. Raise PeerError.
+        """Record the verdict of the validator that has the bundle. Raise RemoteError.
 
         Idempotent: the first verdict stands, unless another validator has to confirm it (agreement.py).
         """
         pending = self.decisions.state.bundles.get(request.bundle)
         if pending is None and request.bundle not in self.agreement.looks:
             if not await self.receipts.is_known(request.bundle):
-                raise PeerError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}")
+                raise RemoteError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}")
             return
         if self.agreement.has_answered(request.bundle, signer):
             return
@@ -98,18 +98,18 @@ class Judging:
             return
         verdict = request.verdict
         if len(request.rewards) != (pending.num_rollouts if verdict.accepted else 0):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.WRONG_TYPE,
                 f"an accepted bundle of {pending.num_rollouts} rollouts needs as many rewards, a rejected bundle none",
             )
         if not all(abs(reward) <= REWARD_MAX for reward in request.rewards):
-            raise PeerError(ErrorCode.WRONG_TYPE, f"a reward is above {REWARD_MAX:g} in magnitude")
+            raise RemoteError(ErrorCode.WRONG_TYPE, f"a reward is above {REWARD_MAX:g} in magnitude")
         if request.versions and len(request.versions) != len(pending.lease.slots):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups needs as many versions"
             )
         if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
-            raise PeerError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot outside the lease")
+            raise RemoteError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot outside the lease")
         checks, evidence = self.run.spec.checks, request.evidence
         if evidence is not None and checks.statistics:
             known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
@@ -142,13 +142,13 @@ class Judging:
         mine = agreement.opinion(self.decisions.state, worker, signer, request)
         if pending.audited and (differ := agreement.count(mine, now_s)):
             log.warning("%s; compare their versions, arithmetic and hardware", differ)
-        told = agreement.num_contradictions
+        num_before = agreement.num_contradictions
         opinion = agreement.conclude(mine, worker, now_s, self.clock.now_ms())
-        if agreement.num_contradictions > told:
+        if agreement.num_contradictions > num_before:
             _tell(agreement.contradictions[-1])
         if opinion is None and agreement.is_held(request.bundle):
             self.checks.again(request.bundle, pending.lease.policy_version)
-            self.news.publish(Topic.CHECK)
+            self.notifications.publish(Topic.CHECK)
         return opinion
 
     def _second_look(self, signer: str, request: CheckResultRequest) -> None:
@@ -196,7 +196,7 @@ class Judging:
         is_looked_at = verdict.accepted and pending.audited and is_drawn
         if is_looked_at and self.agreement.look_again(pending, opinion, self.clock.monotonic_s()):
             self.checks.again(request.bundle, pending.lease.policy_version)
-            self.news.publish(Topic.CHECK)
+            self.notifications.publish(Topic.CHECK)
 
     async def _copies_replaced(self, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:
         """Return the receipts of bundles that this one shows to be copies, and that were judged and accepted before it."""
@@ -234,7 +234,7 @@ class Judging:
                 )
             )
         if before:
-            self.news.publish(Topic.CHECK)
+            self.notifications.publish(Topic.CHECK)
 
 
 def _tell(found: Contradiction) -> None:

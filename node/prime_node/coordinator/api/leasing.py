@@ -21,7 +21,7 @@ from prime_node.coordinator.waiting import Notifications
 from prime_node.coordinator.watchdog import Blockers
 from prime_node.ports.clock import Clock
 from prime_protocol.envelope import Envelope, PayloadType, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import (
     HeartbeatReply,
@@ -53,7 +53,7 @@ class Leasing:
     decisions: Decisions
     assigner: Assigner
     curation: Curation
-    news: Notifications
+    notifications: Notifications
     presence: Presence
     observer: Observer
     blockers: Blockers
@@ -65,10 +65,10 @@ class Leasing:
         if request.policy_version > state.head:  # the value is public, so an impossible one is not stored
             request = request.model_copy(update={"policy_version": -1})
         self.presence.reported(signer, request, self.clock.monotonic_s())
-        if request.usable_after_ms is not None and request.policy_version >= 0:
+        if request.available_after_ms is not None and request.policy_version >= 0:
             swap_s = None if request.swap_ms is None else request.swap_ms / 1_000
             self.observer.usable(
-                signer, request.policy_version, request.usable_after_ms / 1_000, self.clock.now_ms(), swap_s=swap_s
+                signer, request.policy_version, request.available_after_ms / 1_000, self.clock.now_ms(), swap_s=swap_s
             )
         return HeartbeatReply.model_construct(
             step=state.current_step,
@@ -102,7 +102,7 @@ class Leasing:
                 now_ms=self.clock.now_ms(),
             )
 
-        found = await self.news.until(
+        found = await self.notifications.until(
             Topic.LEASE,
             look,
             is_worth_waiting=lambda found: isinstance(found, NothingToLease) and found.is_worth_waiting,
@@ -122,9 +122,9 @@ class Leasing:
         self._require_session(signer, request.session)
         record = self.decisions.state.lease_of(request.lease_id, signer)
         if record is None:
-            raise PeerError(ErrorCode.LEASE_UNKNOWN, "no such lease")
+            raise RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease")
         if record.worker != signer:
-            raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
+            raise RemoteError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
         if record.end is None:
             self.decisions.decide(ev.LeaseReturned(request.lease_id))
             if request.failed:
@@ -200,7 +200,7 @@ class Leasing:
                 )
             return NothingToLease(reason, is_worth_waiting=False)
         if publication.digest != request.policy_digest:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 (
                     f"policy {version} has manifest {publication.digest[:12]} at the coordinator and "

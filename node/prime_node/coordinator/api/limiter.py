@@ -14,7 +14,7 @@ import ipaddress
 from functools import lru_cache
 
 from prime_protocol.addresses import parse_ip
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 BUCKETS_MAX = 65_536
 """Buckets kept of each kind; the least recently used one is dropped first. About 10 MB."""
@@ -37,14 +37,14 @@ class Buckets:
             del self._levels[next(iter(self._levels))]
 
     def require(self, name: str, now_s: float) -> None:
-        """Raise PeerError(TOO_MANY_REQUESTS) if no token is left."""
+        """Raise RemoteError(TOO_MANY_REQUESTS) if no token is left."""
         level = self._level(name, now_s)
         if level < 1.0:
             retry_after_s = round((1.0 - level) / self._per_second, 3)
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=retry_after_s)
+            raise RemoteError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=retry_after_s)
 
     def spend(self, name: str, now_s: float) -> None:
-        """Take a token. Raise PeerError(TOO_MANY_REQUESTS) if none is left."""
+        """Take a token. Raise RemoteError(TOO_MANY_REQUESTS) if none is left."""
         self.require(name, now_s)
         self.charge(name, now_s)
 
@@ -61,7 +61,7 @@ class AddressBuckets(Buckets):
         super().charge(_host_of(name), now_s)
 
     def require(self, name: str, now_s: float) -> None:
-        """Raise PeerError(TOO_MANY_REQUESTS) if no token is left."""
+        """Raise RemoteError(TOO_MANY_REQUESTS) if no token is left."""
         super().require(_host_of(name), now_s)
 
 

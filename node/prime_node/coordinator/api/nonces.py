@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 MEMORY_S = 2 * limits.REQUEST_AGE_S_MAX + limits.CLOCK_BACK_S_MAX
 RETRY_S = 10.0
@@ -56,14 +56,14 @@ class Nonces:
         self._since_s = 0.0
 
     def require_new(self, signer: str, nonce: str) -> None:
-        """Raise PeerError(REPLAYED) if the nonce is known."""
+        """Raise RemoteError(REPLAYED) if the nonce is known."""
         if signer + nonce in self._newer.seen or signer + nonce in self._older.seen:
-            raise PeerError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
+            raise RemoteError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
 
     def spend(self, signer: str, nonce: str, now_s: float, *, room: Room = Room.MEMBERS, network: str = "") -> None:
         """Remember a nonce. `network` is the network whose share it takes, if not the signer's own.
 
-        Raise PeerError: REPLAYED, TOO_MANY_REQUESTS if the share is used up, or UNAVAILABLE if the room is full.
+        Raise RemoteError: REPLAYED, TOO_MANY_REQUESTS if the share is used up, or UNAVAILABLE if the room is full.
         """
         if now_s - self._since_s > MEMORY_S:
             self._newer, self._older = _Generation(), self._newer
@@ -74,11 +74,13 @@ class Nonces:
         newer, older, name = self._newer, self._older, (room, network or signer)
         left = self._room_max[room] - newer.in_room[room] - older.in_room[room]
         if left <= 0:
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests at once", retry_after_s=RETRY_S)
+            raise RemoteError(ErrorCode.UNAVAILABLE, "too many requests at once", retry_after_s=RETRY_S)
         used, parts = newer.by_name[name] + older.by_name[name], 1 if room is Room.ROLES else FREE_PARTS
         kept = self._room_max[room] // APART_PARTS
         if used >= EACH_MIN and parts * used >= left - kept:
-            raise PeerError(ErrorCode.TOO_MANY_REQUESTS, "too many requests in the last minutes", retry_after_s=RETRY_S)
+            raise RemoteError(
+                ErrorCode.TOO_MANY_REQUESTS, "too many requests in the last minutes", retry_after_s=RETRY_S
+            )
         newer.seen.add(signer + nonce)
         newer.in_room[room] += 1
         newer.by_name[name] += 1

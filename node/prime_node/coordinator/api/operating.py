@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import events as ev
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import AdminRequest
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class OperatorActions:
             return
         worker = self.decisions.state.workers.get(request.worker or "")
         if worker is None:
-            raise PeerError(ErrorCode.UNKNOWN_WORKER, f"no worker has the key {request.worker}")
+            raise RemoteError(ErrorCode.UNKNOWN_WORKER, f"no worker has the key {request.worker}")
         if request.action == "ban" and worker.banned is None:
             self.decisions.decide(ev.WorkerBanned(worker.worker, request.reason or "by the operator"))
         if request.action == "unban" and worker.banned is not None:

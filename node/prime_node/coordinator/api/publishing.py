@@ -29,7 +29,7 @@ from prime_protocol import limits
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
 from prime_protocol.messages import BlobHeader
@@ -83,12 +83,12 @@ class ManifestIntake:
     seals: BatchSeals
     evaluations: Evaluations
     observer: Observer
-    news: Notifications
+    notifications: Notifications
     public: Blobs
     private: Documents
 
     async def publish(self, body: bytes, *, address: str) -> None:
-        """Publish a manifest. Idempotent for the same manifest. Raise PeerError."""
+        """Publish a manifest. Idempotent for the same manifest. Raise RemoteError."""
         with self.gate.blame(address, self.clock.monotonic_s()):
             envelope = open_envelope(body)
             require_role(self._trainer_of(envelope), Caller.TRAINER, run=self.run, state=self.decisions.state)
@@ -120,7 +120,7 @@ class ManifestIntake:
         self.observer.made(manifest.policy_version, manifest.created_at_ms)
         await self.decisions.synced()  # a head that was shown and then lost would look like a fork
         self.manifests.head = signed
-        self.news.publish(Topic.HEAD)
+        self.notifications.publish(Topic.HEAD)
         await self.manifests.write_head()
         sizes = ", ".join(f"{encoding.kind} {encoding.sent_bytes:,}" for encoding in manifest.encodings)
         log.info("policy %d published, bytes: %s", manifest.policy_version, sizes)
@@ -130,7 +130,7 @@ class ManifestIntake:
         known = await self.manifests.read(version)
         try:
             check_not_a_fork(signed, open_manifest(known, self.run))
-        except PeerError:
+        except RemoteError:
             log.exception(
                 "the trainer key signed two manifests for policy %d; both are kept as evidence: check who has the key",
                 version,
@@ -146,10 +146,10 @@ class ManifestIntake:
         return next((signer for signer in signers if signer in self.run.keys.current.of(Role.TRAINER)), signers[0])
 
     async def _check_blobs(self, manifest: Manifest) -> None:
-        """Check that all blobs are stored and that each index is valid. Raise PeerError."""
+        """Check that all blobs are stored and that each index is valid. Raise RemoteError."""
         for blob in manifest.blobs:
             if not await self.public.has(blob.digest) or await self.public.size(blob.digest) != blob.size:
-                raise PeerError(
+                raise RemoteError(
                     ErrorCode.NOT_FOUND, f"the coordinator does not have blob {blob.digest[:12]}; upload it first"
                 )
         for encoding in manifest.encodings:
@@ -157,28 +157,28 @@ class ManifestIntake:
             await asyncio.to_thread(open_index, index, encoding, manifest.tensors)
 
     async def _check_bases(self, manifest: Manifest) -> None:
-        """Check that deltas have published bases, and that a newcomer has an update path. Raise PeerError(CHAIN_BROKEN)."""
+        """Check that deltas have published bases, and that a newcomer has an update path. Raise RemoteError(CHAIN_BROKEN)."""
         for encoding in manifest.encodings:
             if encoding.base is not None:
                 envelope = await self.manifests.read(encoding.base.policy_version)
                 if parse_json(envelope.payload, Manifest).state_root != encoding.base.state_root:
-                    raise PeerError(
+                    raise RemoteError(
                         ErrorCode.CHAIN_BROKEN,
                         f"policy {manifest.policy_version}: its base {encoding.base.policy_version} has another state root",
                     )
         routes = {version: publication.routes for version, publication in self.decisions.state.published.items()}
         if search(manifest.policy_version, {**routes, manifest.policy_version: routes_of(manifest)}).path is None:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN, f"policy {manifest.policy_version}: no update path leads to it from an anchor"
             )
 
     def _check_batch(self, manifest: Manifest) -> None:
-        """Check that a policy comes from the batch of its step. Raise PeerError(CHAIN_BROKEN)."""
+        """Check that a policy comes from the batch of its step. Raise RemoteError(CHAIN_BROKEN)."""
         number = manifest.policy_version - 1
         if number < self.decisions.state.durable_step:  # policy 0, or the trainer is durable past this step already
             return
         if not self.decisions.state.is_given(number):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 f"policy {number + 1} was published before the coordinator chose the batch of step {number}",
             )
@@ -186,7 +186,7 @@ class ManifestIntake:
             manifest.produced_by.batch
             != self.seals.digests(number, self.decisions.state.rules.batches_per_step - 1).envelope
         ):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 f"policy {number + 1} names another batch than the coordinator chose for step {number}",
             )

@@ -39,14 +39,14 @@ class ReceiptLists:
         """Return the receipts of a worker's bundles, by their last change. Banned and former workers get them too."""
         worker = self.decisions.state.workers.get(signer)
         if worker is not None and audits.is_releasable(self.decisions.state, worker):
-            self.decisions.decide(ev.SuretyReleased((signer,)))
+            self.decisions.decide(ev.EscrowReleased((signer,)))
         await self.decisions.synced()  # the store must have caught up with the state before it is read
         found, cursor = await self.store.receipts_of(
             signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
         )
         return ReceiptList(receipts=tuple(self._by_todays_key(receipt.envelope) for receipt in found), next=cursor)
 
-    def release_sureties(self) -> None:
+    def release_escrows(self) -> None:
         """Release the escrow of all workers whose bundles are judged, at the end of the run."""
         workers = [
             one.worker
@@ -54,7 +54,7 @@ class ReceiptLists:
             if audits.is_releasable(self.decisions.state, one)
         ]
         if workers:
-            self.decisions.decide(ev.SuretyReleased(tuple(workers)))
+            self.decisions.decide(ev.EscrowReleased(tuple(workers)))
 
     async def is_known(self, bundle: str) -> bool:
         """Return whether a bundle has a receipt."""

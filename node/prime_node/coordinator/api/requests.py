@@ -36,7 +36,7 @@ from prime_node.coordinator.state.records import State
 from prime_node.ports.web import Sender
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.messages import Request, Stamped
 from prime_protocol.run_spec import PinnedRun
@@ -86,7 +86,7 @@ class RequestGate:
         now_s: float,
         paid_by: str = "",
     ) -> tuple[str, Request]:
-        """Return the verified signer and its request. `paid_by` is the key whose rate is charged already. Raise PeerError."""
+        """Return the verified signer and its request. `paid_by` is the key whose rate is charged already. Raise RemoteError."""
         with self.blame(address, now_s):
             envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
             signer = envelope.sole_signer()  # (2)
@@ -98,7 +98,7 @@ class RequestGate:
             payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))  # (4)
         stamped = parse_json(payload, Stamped)  # (5)
         if not isinstance(stamped.request, kind):
-            raise PeerError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
+            raise RemoteError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
         if stamped.run != self.run.digest:  # (6)
             raise wrong_run(stamped.run, self.run)
         self.require_fresh(stamped.epoch, stamped.issued_at_ms, now_ms=now_ms, now_s=now_s)  # (7)
@@ -109,7 +109,7 @@ class RequestGate:
         return signer, stamped.request
 
     def spend_nonce(self, signer: str, nonce: str, *, state: State, address: str, now_s: float) -> None:
-        """Remember a nonce in the room of its signer's kind. Raise PeerError."""
+        """Remember a nonce in the room of its signer's kind. Raise RemoteError."""
         sender = sender_of(signer, run=self.run, state=state)
         if sender is None:
             self.nonces.spend(signer, nonce, now_s, room=Room.STRANGERS, network=prefix_of(address))
@@ -117,7 +117,7 @@ class RequestGate:
             self.nonces.spend(signer, nonce, now_s, room=Room.ROLES if sender.is_role else Room.MEMBERS)
 
     def blame(self, address: str, now_s: float) -> _Blame:
-        """Charge an address for a PeerError raised inside the context. Used for parcels too."""
+        """Charge an address for a RemoteError raised inside the context. Used for parcels too."""
         return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
 
     def require_fresh(
@@ -125,13 +125,13 @@ class RequestGate:
     ) -> None:
         """Check that a statement is of this epoch and recent.
 
-        Raise PeerError: WRONG_EPOCH for another epoch, EXPIRED outside the window around its time stamp. `on_its_way_s` is the
+        Raise RemoteError: WRONG_EPOCH for another epoch, EXPIRED outside the window around its time stamp. `on_its_way_s` is the
         time in seconds that its bytes may take to arrive.
         """
         self.epochs.require(epoch, now_ms=now_ms, now_s=now_s)
         skew_s = abs(now_ms - issued_at_ms) / 1_000
         if skew_s > limits.REQUEST_AGE_S_MAX + on_its_way_s:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.EXPIRED,
                 f"signed {skew_s:.0f} s away from the coordinator's time, {limits.REQUEST_AGE_S_MAX:.0f} s are "
                 "allowed; check the clock",
@@ -139,7 +139,7 @@ class RequestGate:
 
 
 class _Blame:
-    """A context that calls `charge` for each PeerError that passes, except TOO_MANY_REQUESTS.
+    """A context that calls `charge` for each RemoteError that passes, except TOO_MANY_REQUESTS.
 
     Charging that one would block an address for as long as any caller behind it tries again.
     """
@@ -151,7 +151,7 @@ class _Blame:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PeerError) and error.code is not ErrorCode.TOO_MANY_REQUESTS:
+        if isinstance(error, RemoteError) and error.code is not ErrorCode.TOO_MANY_REQUESTS:
             self._charge()
 
 
@@ -164,23 +164,23 @@ def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:
 
 
 def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:
-    """Raise PeerError if a key that is assumed to have signed may not call. Free, so it comes before the signature check."""
+    """Raise RemoteError if a key that is assumed to have signed may not call. Free, so it comes before the signature check."""
     keys = run.keys.current
     if caller in _ROLES:
         if not any(signer in keys.of(role) for role in _ROLES[caller]):
             if any(run.keys.is_revoked(signer, role) for role in _ROLES[caller]):
-                raise PeerError(ErrorCode.REVOKED, f"key ring {run.keys.version} has revoked this key")
-            raise PeerError(ErrorCode.WRONG_ROLE, f"only {caller} keys of the run may send this request")
+                raise RemoteError(ErrorCode.REVOKED, f"key ring {run.keys.version} has revoked this key")
+            raise RemoteError(ErrorCode.WRONG_ROLE, f"only {caller} keys of the run may send this request")
         return
     worker = state.workers.get(signer)
     if caller is Caller.KNOWN and worker is not None:
         return
     if worker is not None and worker.banned is not None:
-        raise PeerError(ErrorCode.BANNED, f"this key is banned: {worker.banned.reason}")
+        raise RemoteError(ErrorCode.BANNED, f"this key is banned: {worker.banned.reason}")
     if caller in (Caller.WORKER, Caller.KNOWN) and (worker is None or not worker.active):
-        raise PeerError(ErrorCode.UNKNOWN_WORKER, "this key has not joined the run; join first")
+        raise RemoteError(ErrorCode.UNKNOWN_WORKER, "this key has not joined the run; join first")
 
 
-def wrong_run(named: str, run: PinnedRun) -> PeerError:
+def wrong_run(named: str, run: PinnedRun) -> RemoteError:
     """Return the error for a statement that was signed for another run."""
-    return PeerError(ErrorCode.WRONG_RUN, f"signed for run {named[:12]}, this is run {run.digest[:12]}")
+    return RemoteError(ErrorCode.WRONG_RUN, f"signed for run {named[:12]}, this is run {run.digest[:12]}")

@@ -17,11 +17,11 @@ from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.bodies import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.documents import PublicDocuments
-from prime_node.coordinator.api.finding import PeerDiscovery
 from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import Judging
 from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.operating import OperatorActions
+from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists
 from prime_node.coordinator.api.requests import Caller, RequestGate, sender_of
@@ -34,7 +34,7 @@ from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol import limits, messages
 from prime_protocol.body_claim import REQUEST_HEADER
-from prime_protocol.errors import ErrorCode, LimitExceeded, PeerError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
@@ -208,19 +208,19 @@ class _ServedEndpoint:
         try:
             response = response_of(await self.endpoint.answer(self.on, self._call(request)))
             await self.decisions.synced()
-        except PeerError as error:
+        except RemoteError as error:
             outcome = error.code
             raise
         except Exception as error:
             outcome = ErrorCode.INTERNAL
             log.exception("%s from %s failed", path, request.remote)
-            raise PeerError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log") from error
+            raise RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log") from error
         finally:
             self.metrics.add("prime_requests_total", endpoint=path, outcome=outcome)
         return response
 
     def _call(self, request: Request) -> ApiCall:
-        """Return a request with its verified message, where its endpoint takes one. Raise PeerError."""
+        """Return a request with its verified message, where its endpoint takes one. Raise RemoteError."""
         kind, caller, state = self.endpoint.message, self.endpoint.caller, self.decisions.state
         if kind is None or caller is None:
             return ApiCall(request)
@@ -235,7 +235,7 @@ class _ServedEndpoint:
                 now_s=self.clock.monotonic_s(),
                 paid_by=self.on.bodies.paid_by(request),
             )
-        except PeerError:
+        except RemoteError:
             request.vouch(None)
             raise
         request.vouch(sender_of(signer, run=self.gate.run, state=state))
@@ -243,12 +243,12 @@ class _ServedEndpoint:
 
 
 def _sent(request: Request) -> bytes:
-    """Return a signed request from the header Prime-Request or the body. Raise PeerError."""
+    """Return a signed request from the header Prime-Request or the body. Raise RemoteError."""
     header = request.headers.get(REQUEST_HEADER.lower())
     if header is None:
         return request.body
     if request.body:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.MALFORMED, f"send the request in the header {REQUEST_HEADER} or in the body, not in both"
         )
     sent = header.encode("utf-8", "replace")

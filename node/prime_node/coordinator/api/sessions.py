@@ -13,17 +13,17 @@ from datetime import UTC, datetime
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.records import State
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 def require_session(state: State, presence: Presence, signer: str, session: str, now_s: float) -> None:
-    """Raise PeerError(IN_USE) if the key takes part in another session."""
+    """Raise RemoteError(IN_USE) if the key takes part in another session."""
     worker = state.workers.get(signer)
     if worker is None or not worker.active or worker.session == session:
         return
     since = datetime.fromtimestamp(worker.joined_at_ms / 1_000, UTC)
     wait_s = presence.lasts_s(signer, now_s)
-    raise PeerError(
+    raise RemoteError(
         ErrorCode.IN_USE,
         (
             f"another machine has used this key since {since:%Y-%m-%d %H:%M:%S} UTC. Give each machine its own "

@@ -22,7 +22,7 @@ from prime_node.ports.documents import Documents
 from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
-from prime_protocol.errors import ErrorCode, LocalError, PeerError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing, Role
 from prime_protocol.ledger import LedgerHead
@@ -42,7 +42,7 @@ async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) ->
             run.keys.add(open_envelope(await published.read(key_ring_name(version))))
         except KeyError:
             break
-        except PeerError as error:
+        except RemoteError as error:
             raise LocalError(
                 f"{key_ring_name(version)} in the published folder: {error}; restore it from a copy"
             ) from None
@@ -73,7 +73,7 @@ class KeyRings:
     """Event set when a key ring has revoked our own key: all later signatures are rejected."""
 
     async def take_key_ring(self, body: bytes, *, address: str) -> None:
-        """Accept the next key ring, signed by the root. Idempotent for the newest one. Raise PeerError."""
+        """Accept the next key ring, signed by the root. Idempotent for the newest one. Raise RemoteError."""
         now_s = self.clock.monotonic_s()
         with self.gate.blame(address, now_s):
             envelope = open_envelope(body)
@@ -92,9 +92,9 @@ class KeyRings:
             self.revoked.set()
 
     def read_key_ring(self, version: int) -> Envelope:
-        """Return an accepted key ring. Raise PeerError(NOT_FOUND)."""
+        """Return an accepted key ring. Raise RemoteError(NOT_FOUND)."""
         if not 1 <= version <= self.run.keys.version:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_FOUND, f"the newest key ring is {self.run.keys.version}; version 0 is the RunSpec"
             )
         return self.run.keys.rings[version - 1][1]
@@ -103,13 +103,13 @@ class KeyRings:
 async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaitable[Envelope]]) -> None:
     """Check that a ring keeps the published manifests valid, up to policy `head`.
 
-    The ring names one of these manifests, and keys that it keeps have signed those after it. Raise PeerError.
+    The ring names one of these manifests, and keys that it keeps have signed those after it. Raise RemoteError.
     """
     first = 0
     if ring.published is not None:
         envelope = await read(ring.published.policy_version)
         if envelope.digest != ring.published.manifest:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.FORK, f"the key ring names another manifest for policy {ring.published.policy_version}"
             )
         first = ring.published.policy_version + 1
@@ -118,8 +118,8 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
         envelope = await read(version)
         try:
             envelope.verify(PayloadType.MANIFEST, trusted=trainers, threshold=ring.keys.threshold(Role.TRAINER))
-        except PeerError:
-            raise PeerError(
+        except RemoteError:
+            raise RemoteError(
                 ErrorCode.CHAIN_BROKEN,
                 f"policy {version} is not signed by this key ring's trainers; make the key ring again at the head",
             ) from None

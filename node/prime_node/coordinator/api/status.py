@@ -9,8 +9,8 @@ from typing import Any
 
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.answers import response_of
+from prime_node.coordinator.api.cached_response import CachedResponse
 from prime_node.coordinator.api.epochs import Epochs
-from prime_node.coordinator.api.spared import Spared
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.evaluating import Evaluations
@@ -26,7 +26,7 @@ from prime_node.ports.web import Request, Response
 from prime_protocol.evidence import log_evidence
 from prime_protocol.run_spec import PinnedRun
 
-USABLE_SHOWN_MAX = 16
+AVAILABLE_SHOWN_MAX = 16
 """Policies in one status for which it shows the time to available."""
 WORKERS_SHOWN_MAX = 1_000
 """Workers in one status; active ones come first."""
@@ -70,7 +70,7 @@ class StatusReport:
             "policies_kept": len(state.published),
             "open_leases": len(state.leases),
             "pending_bundles": len(state.bundles),
-            "usable": self.observer.usables.as_rows(USABLE_SHOWN_MAX),
+            "usable": self.observer.availability.as_rows(AVAILABLE_SHOWN_MAX),
             "peers": len(self.peers),
             "steps": _steps(state),
             "validators": self.agreement.as_row(),
@@ -127,9 +127,9 @@ class StatusReport:
             "refused": dict(worker.refused),
             "strikes": worker.strikes,
             "audit_share": round(audits.audit_share(self.decisions.state.rules, worker), 4),
-            "audits_passed": worker.streak,
+            "audits_passed": worker.audit_score,
             "abandoned": worker.abandoned,
-            "tokens_withheld": sum(one.num_tokens for one in worker.surety),
+            "tokens_withheld": sum(one.num_tokens for one in worker.escrow),
             "evidence_nats": round(log_evidence(worker.evidence), 2),
             "calibrated": worker.calibrated,
             "open_leases": len(worker.leases),
@@ -169,14 +169,14 @@ def _steps(state: State) -> list[dict[str, Any]]:
 
 
 class StatusPages:
-    """The pages about a run. Slow ones are cached for a while (spared.py)."""
+    """The pages about a run. Slow ones are cached for a while (cached_response.py)."""
 
     def __init__(self, report: StatusReport, epochs: Epochs, clock: Clock) -> None:
         self._report = report
         self._epochs = epochs
         self._clock = clock
-        self._status = Spared(lambda: response_of(report.status_of_run()), clock)
-        self._metrics = Spared(self._measured, clock)
+        self._status = CachedResponse(lambda: response_of(report.status_of_run()), clock)
+        self._metrics = CachedResponse(self._measured, clock)
 
     async def status(self) -> Response:
         """Return the run's status."""

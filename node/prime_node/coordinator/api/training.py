@@ -16,7 +16,7 @@ from prime_node.coordinator.waiting import Notifications
 from prime_node.coordinator.watchdog import Blockers
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.messages import BatchRequest, NotYet
 from prime_protocol.visible import printable
 
@@ -31,7 +31,7 @@ class TrainerBatches:
     """The batches that the trainer asks for."""
 
     decisions: Decisions
-    news: Notifications
+    notifications: Notifications
     observer: Observer
     seals: BatchSeals
     blockers: Blockers
@@ -40,11 +40,11 @@ class TrainerBatches:
         """Return a batch of a step, its groups in slot order, once it is complete. The same request gives the same batch."""
         state = self.decisions.state
         if request.step >= state.rules.max_steps:
-            raise PeerError(ErrorCode.NOT_FOUND, f"the run ends with step {state.rules.max_steps - 1}")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"the run ends with step {state.rules.max_steps - 1}")
         if request.part >= state.rules.batches_per_step:
-            raise PeerError(ErrorCode.NOT_FOUND, f"a step has {state.rules.batches_per_step} batches")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"a step has {state.rules.batches_per_step} batches")
         if request.step < state.durable_step:
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_FOUND,
                 f"step {request.step} was deleted: the trainer reported step {state.durable_step} as durable",
             )
@@ -53,7 +53,7 @@ class TrainerBatches:
         durable = forgettable_step(state, min(request.durable_step, request.step))
         if durable > state.durable_step:
             self.decisions.decide(ev.TrainerDurable(durable))
-        is_fixed = await self.news.until(
+        is_fixed = await self.notifications.until(
             Topic.BATCH,
             lambda: self._fix(request),
             is_worth_waiting=lambda fixed: not fixed,

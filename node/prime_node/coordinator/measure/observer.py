@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from prime_node.coordinator.availability import TimesToAvailable
 from prime_node.coordinator.measure.report import coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
 from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.usable import TimesToUsable
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
 
@@ -40,9 +40,9 @@ class Observer:
     timeline: Recorder = field(default_factory=Recorders)
     train_seconds: dict[int, float] = field(default_factory=dict)
     """Requested step -> training time of the newest finished step, as the trainer reported it."""
-    usables: TimesToUsable = field(default_factory=TimesToUsable)
+    availability: TimesToAvailable = field(default_factory=TimesToAvailable)
     """Times from a policy's publication until workers could use it."""
-    swaps: TimesToUsable = field(default_factory=TimesToUsable)
+    swaps: TimesToAvailable = field(default_factory=TimesToAvailable)
     """Times that workers needed to swap to a policy."""
     _made_ms: dict[int, int] = field(default_factory=dict)
     """Policy -> when the trainer signed it."""
@@ -73,14 +73,14 @@ class Observer:
         made_ms = self._made_ms.get(policy_version)
         if made_ms is None or made_ms + after_s * 1_000 > at_ms + CLOCKS_APART_MS_MAX:
             return
-        if not self.usables.heard(worker, policy_version, round(after_s * 1_000)):
+        if not self.availability.heard(worker, policy_version, round(after_s * 1_000)):
             return
-        self.metrics.observe("prime_policy_usable_seconds", self.usables.clipped_s(policy_version, after_s))
+        self.metrics.observe("prime_policy_usable_seconds", self.availability.clipped_s(policy_version, after_s))
         if swap_s is not None and swap_s <= after_s and self.swaps.heard(worker, policy_version, round(swap_s * 1_000)):
             self.metrics.observe("prime_policy_swap_seconds", self.swaps.clipped_s(policy_version, swap_s))
-        usable_ms = made_ms + round(after_s * 1_000)
+        available_ms = made_ms + round(after_s * 1_000)
         self.timeline.record(
-            kind="usable", begin_ms=made_ms, end_ms=usable_ms, worker=worker, policy_version=policy_version
+            kind="usable", begin_ms=made_ms, end_ms=available_ms, worker=worker, policy_version=policy_version
         )
 
     def trained(self, asked_step: int, seconds: float) -> None:
@@ -94,7 +94,7 @@ class Observer:
         known = self.train_seconds.values()
         if len(self._steps) < STEPS_COMPARED or not known or not 0 < len(works) <= WORKS_MAX:
             return None
-        delays = [delay for step in self._steps if (delay := self.usables.most_s(step.step)) is not None]
+        delays = [delay for step in self._steps if (delay := self.availability.most_s(step.step)) is not None]
         mode = WaitingRules(state.rules.admission, state.rules.batches_per_step)
         if sum(work.num_groups for work in works) < mode.admission.groups_per_step:
             return None
@@ -103,7 +103,7 @@ class Observer:
             mode,
             workers=max(1, round(sum(step.workers_mean for step in self._steps) / len(self._steps))),
             train_seconds=sum(known) / len(known),
-            usable_seconds=sum(delays) / len(delays) if delays else 0.0,
+            available_seconds=sum(delays) / len(delays) if delays else 0.0,
         )
         measured_s = sum(step.seconds for step in self._steps) / len(self._steps)
         return replayed_s / max(measured_s, 1e-9)
@@ -141,7 +141,7 @@ class Observer:
         row = coordinator_row(
             done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale
         )
-        for name, said in (("broadcast_seconds", self.usables), ("swap_seconds", self.swaps)):
+        for name, said in (("broadcast_seconds", self.availability), ("swap_seconds", self.swaps)):
             if (most_s := said.most_s(done.step)) is not None:
                 row[name] = most_s
         closeness = self.closeness(state)
@@ -152,7 +152,7 @@ class Observer:
 
 
 def _steady_step_seconds(
-    works: list[Work], mode: WaitingRules, *, workers: int, train_seconds: float, usable_seconds: float
+    works: list[Work], mode: WaitingRules, *, workers: int, train_seconds: float, available_seconds: float
 ) -> float:
     """Return the time per step in a full pipeline, from the last of three rounds of the same work."""
     size = mode.admission.groups_per_step
@@ -167,7 +167,7 @@ def _steady_step_seconds(
         mode,
         workers=workers,
         train_seconds=lambda step: train_seconds,
-        usable_seconds=usable_seconds,
+        available_seconds=available_seconds,
         num_steps=num_steps,
     )
     first = num_steps * 2 // 3

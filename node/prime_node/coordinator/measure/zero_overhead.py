@@ -43,18 +43,18 @@ def published_at(
     *,
     workers: int,
     train_seconds: Callable[[int], float],
-    usable_seconds: float,
+    available_seconds: float,
     num_steps: int,
 ) -> list[float]:
     """Return when policies 1, 2, ... `num_steps` would be published, in seconds after policy 0 can be used.
 
     `works` hold the slots from 0 on, in order, each once, and all that `num_steps` steps train. `train_seconds` of a step are
-    spread evenly over its batches. All workers can use a policy `usable_seconds` after its publication.
+    spread evenly over its batches. All workers can use a policy `available_seconds` after its publication.
     """
-    return _Replay(works, mode, workers, train_seconds, usable_seconds, num_steps).run()
+    return _Replay(works, mode, workers, train_seconds, available_seconds, num_steps).run()
 
 
-_WORK, _TRAINED, _USABLE = range(3)
+_WORK, _TRAINED, _AVAILABLE = range(3)
 
 
 class _Replay:
@@ -64,11 +64,11 @@ class _Replay:
         mode: WaitingRules,
         workers: int,
         train_seconds: Callable[[int], float],
-        usable_seconds: float,
+        available_seconds: float,
         num_steps: int,
     ) -> None:
         self.works, self.mode, self.num_steps = works, mode, num_steps
-        self.train_seconds, self.usable_seconds = train_seconds, usable_seconds
+        self.train_seconds, self.available_seconds = train_seconds, available_seconds
         self.idle, self.next_work, self.usable = workers, 0, 0
         self.training = False
         self.batches_done = 0
@@ -86,14 +86,14 @@ class _Replay:
             if kind == _WORK:
                 self.idle += 1
                 self._fill(self.works[payload])
-            elif kind == _USABLE:
+            elif kind == _AVAILABLE:
                 self.usable = max(self.usable, payload)
             else:
                 self.training = False
                 self.batches_done += 1
                 if self.batches_done % self.mode.batches_per_step == 0:
                     self.published.append(now_s)
-                    heappush(self.events, (now_s + self.usable_seconds, _USABLE, len(self.published)))
+                    heappush(self.events, (now_s + self.available_seconds, _AVAILABLE, len(self.published)))
             self._go_on(now_s)
         assert len(self.published) == self.num_steps, "there is work for every step"
         return self.published

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.events import BundleArrived, BundleContradicted, BundleTurnedAway
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.rollout import RolloutHeader
 from prime_protocol.verdict import RejectReason, Verdict
 
@@ -31,9 +31,9 @@ UploadOutcome = AlreadyAnswered | BundleArrived | BundleTurnedAway | BundleContr
 def decide_upload(
     state: State, header: RolloutHeader, lease: LeaseRecord, *, bundle: str, num_bytes: int
 ) -> UploadOutcome:
-    """Return what becomes of a bundle for a lease. Raise PeerError."""
+    """Return what becomes of a bundle for a lease. Raise RemoteError."""
     if lease.worker != header.worker:
-        raise PeerError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
+        raise RemoteError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
     if lease.bundle == bundle:
         return AlreadyAnswered(verdict_of_lease(state, lease))
     if lease.bundle is not None and lease.reason is None:  # accepted, or still to be judged
@@ -45,7 +45,7 @@ def decide_upload(
     if reason is not None:
         return BundleTurnedAway(bundle, lease.lease_id, lease.worker, num_rollouts, reason, detail)
     if len(state.workers[lease.worker].pending) >= state.rules.bundles_pending_per_worker_max:
-        raise PeerError(
+        raise RemoteError(
             ErrorCode.TOO_MANY_REQUESTS,
             "your earlier bundles still wait for a validator; try again later",
             retry_after_s=2.0,
@@ -69,7 +69,10 @@ def _fault(state: State, header: RolloutHeader, lease: LeaseRecord) -> tuple[Rej
         )
         return RejectReason(fault.value), detail
     if lease.end is LeaseEnd.LAPSED and state.workers[lease.worker].released:
-        return RejectReason.LEASE_EXPIRED, "the lease expired, and the run is ending: your surety is credited already"
+        return (
+            RejectReason.LEASE_EXPIRED,
+            "the lease expired, and the run is ending: the tokens in escrow are credited already",
+        )
     if not state.is_redeemable(lease):
         return (
             RejectReason.LEASE_EXPIRED,

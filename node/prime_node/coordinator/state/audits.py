@@ -5,7 +5,7 @@ of a newcomer, then for a share that falls with the worker's audits passed in a 
 share never falls below the run's floor. A secret of the coordinator and the bundle's digest select the bundles, once the bytes
 are durable. So a worker can neither predict the selection nor choose its uploads by it.
 
-The tokens of a worker's last `surety_bundles` accepted bundles are in escrow: no receipt credits them yet. One dishonest bundle
+The tokens of a worker's last `escrow_bundles` accepted bundles are in escrow: no receipt credits them yet. One dishonest bundle
 forfeits the escrow (refusals.py). Its groups that were neither audited nor trained are dropped, the worker's pending unaudited
 bundles are refused, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
 (lab/prime_lab/cheating.py has the calculation).
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from prime_node.coordinator.state import newcomers, suspicion
 from prime_node.coordinator.state.effects import Settled
-from prime_node.coordinator.state.records import PendingBundle, State, Surety, WorkerRecord
+from prime_node.coordinator.state.records import Escrow, PendingBundle, State, WorkerRecord
 from prime_node.coordinator.state.rules import SchedulerRules
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus
@@ -31,9 +31,9 @@ def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
 
     A worker whose engine is not in the run's calibration remains a newcomer.
     """
-    if worker.streak <= rules.newcomer_bundles or worker.calibrated is False:
+    if worker.audit_score <= rules.newcomer_bundles or worker.calibrated is False:
         return 1.0
-    return max(rules.audit_share_min, rules.newcomer_bundles / worker.streak)
+    return max(rules.audit_share_min, rules.newcomer_bundles / worker.audit_score)
 
 
 def credit(
@@ -43,15 +43,15 @@ def credit(
 
     `weighed` is the evidence that the receipt states.
     """
-    worker.streak += pending.audited
+    worker.audit_score += pending.audited
     newcomers.kept(state, worker)
     newcomers.recount(state, worker)
-    bundles_max = state.rules.surety_bundles
+    bundles_max = state.rules.escrow_bundles
     if bundles_max == 0:
         return num_tokens, ""
-    mine = Surety(pending.lease, pending.num_rollouts, num_tokens, pending.audited, weighed=weighed)
-    worker.surety.append(mine)
-    mine.credited = worker.surety.pop(0).num_tokens if len(worker.surety) > bundles_max else 0
+    mine = Escrow(pending.lease, pending.num_rollouts, num_tokens, pending.audited, weighed=weighed)
+    worker.escrow.append(mine)
+    mine.credited = worker.escrow.pop(0).num_tokens if len(worker.escrow) > bundles_max else 0
     said = (
         f"its own {num_tokens} tokens are credited after {bundles_max} more accepted bundles, or at the end of the run"
     )
@@ -61,7 +61,7 @@ def credit(
 def is_releasable(state: State, worker: WorkerRecord) -> bool:
     """Return whether the worker's escrow can be released: the run ends and all of the worker's bundles are judged."""
     waits = worker.leases or worker.pending or worker.banned is not None
-    return bool(worker.surety) and state.is_ending and not waits
+    return bool(worker.escrow) and state.is_ending and not waits
 
 
 def release(state: State, worker: WorkerRecord) -> Settled:
@@ -69,8 +69,8 @@ def release(state: State, worker: WorkerRecord) -> Settled:
 
     This does not happen when a worker leaves: it could come back with nothing at stake, and cheat then.
     """
-    last, num_tokens = worker.surety[-1], sum(one.num_tokens for one in worker.surety)
-    released, worker.surety, worker.released = len(worker.surety), [], True
+    last, num_tokens = worker.escrow[-1], sum(one.num_tokens for one in worker.escrow)
+    released, worker.escrow, worker.released = len(worker.escrow), [], True
     detail = f"the run is ending: the {num_tokens} tokens of the last {released} bundles are credited"
     weighed = last.weighed if suspicion.still_counts(worker, last.lease) else None
     credited = last.credited + num_tokens
@@ -90,5 +90,5 @@ def abandoned(state: State, worker: WorkerRecord) -> None:
     """Record that a lease ended without a bundle."""
     worker.abandoned += 1
     newcomers.note_abandoned(state, worker)
-    worker.streak = max(0, worker.streak - ABANDONED_COSTS)
+    worker.audit_score = max(0, worker.audit_score - ABANDONED_COSTS)
     newcomers.recount(state, worker)

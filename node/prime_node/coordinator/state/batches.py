@@ -11,7 +11,7 @@ from typing import Any
 
 from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import LEASE_NEWS, LEASE_NEWS_FOR_ALL, BundleForgotten, Effect
+from prime_node.coordinator.state.effects import LEASE_CHANGED, LEASE_CHANGED_FOR_ALL, BundleForgotten, Effect
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State, WorkerRecord
 from prime_node.coordinator.state.slot_records import StepSlots
 
@@ -45,7 +45,7 @@ def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]
 
 def _groups_dropped(state: State, event: ev.GroupsDropped, at_ms: int) -> list[Effect]:
     _drop(state, event.slots)
-    return [LEASE_NEWS]
+    return [LEASE_CHANGED]
 
 
 def _drop(state: State, dropped: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ def _groups_rated(state: State, event: ev.GroupsRated, at_ms: int) -> list[Effec
         curriculum.rate(rating, step=event.step, num_rollouts=rules.rollouts_per_group)
     filtered = [rating.slot for rating in event.ratings if rating.filtered is not None]
     _drop(state, filtered)
-    return [LEASE_NEWS] if filtered else []
+    return [LEASE_CHANGED] if filtered else []
 
 
 def _examples_lifted(state: State, event: ev.ExamplesLifted, at_ms: int) -> list[Effect]:
@@ -93,7 +93,7 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     size = state.rules.groups_per_step
     for number in range(first, state.last_step + 1):
         state.steps[number] = StepSlots(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
-    return [LEASE_NEWS_FOR_ALL, *evaluations.retire(state)]
+    return [LEASE_CHANGED_FOR_ALL, *evaluations.retire(state)]
 
 
 def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:
@@ -110,7 +110,7 @@ def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int)
 
 def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
     state.draining = True
-    return [LEASE_NEWS_FOR_ALL]
+    return [LEASE_CHANGED_FOR_ALL]
 
 
 HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {

@@ -9,7 +9,7 @@ from prime_node.coordinator.state.batching import choose_batch
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_protocol.schedule import Selection
 
-UNVERIFIABLE_TOLD = 3
+UNVERIFIABLE_SHOWN = 3
 """Unverifiable bundles in a row after which the watchdog notifies the operator."""
 
 
@@ -21,7 +21,7 @@ def waits_for(state: State) -> list[str]:
     if state.head >= rules.max_steps:
         return []
     waits = []
-    if state.unverifiable >= UNVERIFIABLE_TOLD:
+    if state.unverifiable >= UNVERIFIABLE_SHOWN:
         waits.append(
             f"the operator: {state.unverifiable} bundles in a row could not be checked: {state.unverifiable_detail}"
         )

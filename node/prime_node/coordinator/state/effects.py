@@ -29,10 +29,10 @@ class Woken:
     """If true, wake the requests one after another, the longest waiting first, while work is left. Otherwise wake all at once."""
 
 
-CHECK_NEWS, BATCH_NEWS = Woken(Topic.CHECK), Woken(Topic.BATCH)
-LEASE_NEWS = Woken(Topic.LEASE, is_offer=True)
+CHECK_CHANGED, BATCH_CHANGED = Woken(Topic.CHECK), Woken(Topic.BATCH)
+LEASE_CHANGED = Woken(Topic.LEASE, is_offer=True)
 """A slot may be available to lease."""
-LEASE_NEWS_FOR_ALL = Woken(Topic.LEASE)
+LEASE_CHANGED_FOR_ALL = Woken(Topic.LEASE)
 """Waiting may be useless: a newer policy is needed, or nothing more is leased."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prime_node.coordinator.state import audits, newcomers, slots
 from prime_node.coordinator.state.effects import (
-    LEASE_NEWS,
+    LEASE_CHANGED,
     BundleForgotten,
     Effect,
     LeaseEnded,
@@ -117,11 +117,11 @@ def deactivate(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
         del state.workers[worker.worker]
     elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
         effects += _forget_one(state)
-    return effects if LEASE_NEWS in effects else [*effects, *slots.room(state)]
+    return effects if LEASE_CHANGED in effects else [*effects, *slots.room(state)]
 
 
 def _forget_one(state: State) -> list[Effect]:
-    """Forget one inactive worker. A banned key's evidence goes with it: the operator has the ban dossier (cases.py)."""
+    """Forget one inactive worker. A banned key's evidence goes with it: the operator has the ban dossier (dossiers.py)."""
     worker = newcomers.forget_one(state)
     bundle = None if worker is None or worker.banned is None else worker.banned.evidence
     if bundle is None:

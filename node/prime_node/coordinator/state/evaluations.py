@@ -16,7 +16,7 @@ from typing import Any
 
 from prime_node.algo.estimates import Mark
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import LEASE_NEWS, BundleForgotten, Effect, Evaluated
+from prime_node.coordinator.state.effects import LEASE_CHANGED, BundleForgotten, Effect, Evaluated
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Results
 
@@ -35,7 +35,7 @@ def _evaluation_begun(state: State, event: ev.EvaluationBegun, at_ms: int) -> li
     state.evaluations[event.policy_version] = Evaluation(
         open=sorted(event.slots, reverse=True), num_slots=len(event.slots)
     )
-    return [LEASE_NEWS]
+    return [LEASE_CHANGED]
 
 
 HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {ev.EvaluationBegun: _evaluation_begun}

@@ -208,11 +208,11 @@ class VerdictGiven:
 
 
 @carrier(frozen=True, slots=True)
-class SuretyReleased:
+class EscrowReleased:
     """Event: the run ends and all bundles of these workers are judged: their escrow is credited."""
 
     workers: tuple[str, ...]
-    type: Literal["surety_released"] = "surety_released"
+    type: Literal["escrow_released"] = "escrow_released"
 
 
 @carrier(frozen=True, slots=True)
@@ -309,7 +309,7 @@ Event = (
     | BundleTurnedAway
     | BundleContradicted
     | VerdictGiven
-    | SuretyReleased
+    | EscrowReleased
     | BatchFixed
     | GroupsDropped
     | GroupsRated

@@ -3,7 +3,7 @@
 An environment fails because one worker's machine is broken, or because it fails everywhere. One report cannot tell which. So a
 slot draws another problem once a quorum reports that its problem fails. Each key of a trusted network is one reporter. All keys
 of another network together are one reporter. The validators, if their own environment failed as well, are one reporter. The
-quorum is VOICES_MAX, or all participants and past reporters if they are fewer. Past reporters count, so a stranger cannot
+quorum is QUORUM_MAX, or all participants and past reporters if they are fewer. Past reporters count, so a stranger cannot
 outvote others by breaking the validators' environment or by leaving. With strangers present, the quorum is at least two. An
 `incomplete` bundle is a report too, even if the validator's environment worked: workers' machines have to run the problem.
 
@@ -25,7 +25,7 @@ from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.slot_records import StepSlots
 
-VOICES_MAX = 3
+QUORUM_MAX = 3
 """Reports after which a slot draws another problem."""
 JUDGES = "validators"
 """The reporter name that all validators share."""
@@ -40,7 +40,7 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
         if step is None or slot in step.accepted or slot in state.curriculum.redraw:
             continue
         said = {*state.failing.get(slot, ()), network, *((JUDGES,) if event.is_judged else ())}
-        if len(said) >= voices_needed(state, said):
+        if len(said) >= quorum_of(state, said):
             state.failing.pop(slot, None)
             state.curriculum.redraw.add(slot)
             state.num_redrawn += 1
@@ -49,17 +49,17 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
     return []
 
 
-def voices_needed(state: State, said: Collection[str]) -> int:
+def quorum_of(state: State, said: Collection[str]) -> int:
     """Return the quorum for a problem of which `said` are the reporters so far."""
     found = (name for name, known in state.networks.items() if name and known.active)
-    strangers = sum(1 for _ in islice(found, VOICES_MAX))  # more change nothing, and a run may have thousands
+    strangers = sum(1 for _ in islice(found, QUORUM_MAX))  # more change nothing, and a run may have thousands
     trusted = state.networks[""].active if "" in state.networks else 0
-    besides = sum(not _takes_part(state, voice) for voice in said)
-    return min(VOICES_MAX, max(trusted + strangers + besides, 2 if strangers else 1))
+    besides = sum(not _takes_part(state, reporter) for reporter in said)
+    return min(QUORUM_MAX, max(trusted + strangers + besides, 2 if strangers else 1))
 
 
-def _takes_part(state: State, voice: str) -> bool:
-    network, worker = state.networks.get(voice), state.workers.get(voice)
+def _takes_part(state: State, reporter: str) -> bool:
+    network, worker = state.networks.get(reporter), state.workers.get(reporter)
     return bool(network is not None and network.active) or (worker is not None and worker.active)
 
 
@@ -77,7 +77,7 @@ def waits(state: State, steps: Mapping[int, StepSlots]) -> list[str]:
     if not failing:
         return []
     said = max((state.failing[slot] for slot in failing), key=len)
-    needed = voices_needed(state, said)
+    needed = quorum_of(state, said)
     return [
         f"{len(failing)} problems that fail, the first at slot {min(failing)}: {len(said)} of {needed} needed reports"
     ]

@@ -20,7 +20,7 @@ def check_invariants(state: State) -> None:
     _check_evaluations(state)
     _check_leases(state)
     _check_workers(state)
-    check_ways(state)
+    check_update_paths(state)
     _check_progress(state)
 
 
@@ -147,7 +147,7 @@ def _check_networks(state: State) -> None:
         if worker.active and is_newcomer(state.rules, worker):
             known.newcomers += 1
             known.held += len(worker.leases) + len(worker.pending)
-            known.passed += worker.streak
+            known.passed += worker.audit_score
         if is_forgettable(worker):
             known.away[worker.worker] = None
     assert state.networks.keys() == expected.keys(), "the set of networks differs from the workers' networks"
@@ -163,7 +163,7 @@ def _check_networks(state: State) -> None:
     assert state.crowd == sum(known.crowd for known in state.networks.values()), "the crowd's total is wrong"
 
 
-def check_ways(state: State) -> None:
+def check_update_paths(state: State) -> None:
     """Check that a newcomer finds an update path to the head, and to every policy that a lease may name."""
     routes = {version: publication.routes for version, publication in state.published.items()}
     for version in range(oldest_policy_needed(state), state.head + 1):

@@ -46,7 +46,7 @@ class Budget:
 
 def is_newcomer(rules: SchedulerRules, worker: WorkerRecord) -> bool:
     """Return whether a worker of an untrusted network has not passed `newcomer_bundles` audits in a row."""
-    return bool(worker.network) and worker.streak < rules.newcomer_bundles
+    return bool(worker.network) and worker.audit_score < rules.newcomer_bundles
 
 
 def budget(state: State, worker: WorkerRecord) -> Budget | None:
@@ -141,7 +141,7 @@ def forget_one(state: State) -> WorkerRecord | None:
 def recount(state: State, worker: WorkerRecord) -> None:
     """Update the network's sums after a change of a worker that they depend on."""
     if worker.active and is_newcomer(state.rules, worker):
-        now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.streak)
+        now = Part(1, 1, 1, len(worker.leases) + len(worker.pending), worker.audit_score)
     elif worker.active and worker.counted is PRESENT:
         return  # the usual case: nothing that an active worker does changes its part, unless it is a newcomer
     else:

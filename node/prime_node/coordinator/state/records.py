@@ -76,7 +76,7 @@ class PendingBundle:
 
 
 @dataclass(slots=True)
-class Surety:
+class Escrow:
     """An accepted bundle whose tokens are in escrow."""
 
     lease: LeaseRecord
@@ -155,11 +155,11 @@ class WorkerRecord:
     """Invitation that it joined with."""
     session: str = ""
     """Name of the one process that takes part under this key, chosen by that process at its join."""
-    streak: int = 0
+    audit_score: int = 0
     """Audit score: audits passed in a row (audits.py)."""
     abandoned: int = 0
     """Leases that ended without a bundle."""
-    surety: list[Surety] = field(default_factory=list)
+    escrow: list[Escrow] = field(default_factory=list)
     """Accepted bundles in escrow, oldest first."""
     released: bool = False
     """Whether its escrow was credited because the run ends. Later bundles would have no escrow."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from prime_node.coordinator.state import endings, newcomers, slots, suspicion
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import LEASE_NEWS, BundleForgotten, Effect, Settled, WorkerWasBanned
+from prime_node.coordinator.state.effects import LEASE_CHANGED, BundleForgotten, Effect, Settled, WorkerWasBanned
 from prime_node.coordinator.state.records import Ban, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason
@@ -68,7 +68,7 @@ def refuse_accepted(
     assert lease.bundle is not None
     before = next(one for one in replaced if one.bundle == lease.bundle)
     settled, reopened = _take_back(state, worker, lease, reason, detail, before.weighed)
-    effects: list[Effect] = [settled, *([LEASE_NEWS] if reopened else ())]
+    effects: list[Effect] = [settled, *([LEASE_CHANGED] if reopened else ())]
     effects += _penalize(state, worker, lease.bundle, reason, None, at_ms)
     return _without_evidence(state, effects)
 
@@ -87,9 +87,9 @@ def banish(state: State, worker: WorkerRecord, ban: Ban) -> list[Effect]:
 
 def forfeit_escrow(state: State, worker: WorkerRecord) -> list[Effect]:
     """Forfeit a worker's escrow, and refuse the accepted bundles in it that were not audited."""
-    worker.streak = 0
+    worker.audit_score = 0
     newcomers.recount(state, worker)
-    forfeited, worker.surety = worker.surety, []
+    forfeited, worker.escrow = worker.escrow, []
     effects: list[Effect] = []
     reopened = False
     for one in forfeited:
@@ -99,7 +99,7 @@ def forfeit_escrow(state: State, worker: WorkerRecord) -> list[Effect]:
             )
             effects.append(settled)
             reopened |= reopened_here
-    return [*effects, LEASE_NEWS] if reopened else effects
+    return [*effects, LEASE_CHANGED] if reopened else effects
 
 
 def _penalize(
@@ -127,7 +127,7 @@ def _take_back(
     Return the bundle's new receipt, and whether any group was reopened. `weighed` is the evidence in its old receipt.
     """
     bundle, num_rollouts = lease.bundle, len(lease.slots) * state.rules.rollouts_per_group
-    worker.surety = [one for one in worker.surety if one.lease.bundle != bundle]
+    worker.escrow = [one for one in worker.escrow if one.lease.bundle != bundle]
     step = state.step_of(lease)
     dropped = [
         slot

@@ -49,7 +49,7 @@ class SchedulerRules:
     """Minimum share of a worker's bundles that are audited (audits.py); 1: all of them."""
     newcomer_bundles: int = 16
     """Audits that a worker has to pass before fewer are made."""
-    surety_bundles: int = 0
+    escrow_bundles: int = 0
     """Maximum number of a worker's accepted bundles in escrow."""
 
     @cached_property
@@ -111,5 +111,5 @@ def rules_of(run: PinnedRun) -> SchedulerRules:
         evidence_max=spec.checks.evidence_max,
         audit_share_min=audits.share_min,
         newcomer_bundles=audits.newcomer_bundles,
-        surety_bundles=audits.surety_bundles,
+        escrow_bundles=audits.escrow_bundles,
     )

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from operator import neg
 
 from prime_node.coordinator.state import evaluations
-from prime_node.coordinator.state.effects import LEASE_NEWS, Effect
+from prime_node.coordinator.state.effects import LEASE_CHANGED, Effect
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, StepSlots
 
@@ -55,7 +55,7 @@ def release_slots(state: State, step: StepSlots | None, lease: LeaseRecord) -> l
             insort(step.open, slot, key=neg)
             reopened = True
     ended = evaluations.settle_evaluation(state, lease.step) if isinstance(step, Evaluation) else []
-    return [LEASE_NEWS, *ended] if reopened else ended
+    return [LEASE_CHANGED, *ended] if reopened else ended
 
 
 def fill(state: State, step: StepSlots, slot: int, group: AcceptedGroup) -> None:
@@ -97,11 +97,11 @@ def drop(state: State, step: StepSlots, slot: int) -> None:
 
 
 def room(state: State) -> list[Effect]:
-    """Return LEASE_NEWS if there is an open slot, because some worker's share may have grown."""
+    """Return LEASE_CHANGED if there is an open slot, because some worker's share may have grown."""
     for step in reversed(state.steps.values()):  # the newest is leased last
         if step.open:
-            return [LEASE_NEWS]
-    return [LEASE_NEWS] if any(one.open for one in state.evaluations.values()) else []
+            return [LEASE_CHANGED]
+    return [LEASE_CHANGED] if any(one.open for one in state.evaluations.values()) else []
 
 
 def lowest_open(step: StepSlots, count: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from prime_node.coordinator.state import batches, endings, failing, newcomers, refusals, slots, suspicion, verdicts
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import CHECK_NEWS, Effect, Settled
+from prime_node.coordinator.state.effects import CHECK_CHANGED, Effect, Settled
 from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_protocol.verdict import BanKind, BundleStatus
 
@@ -74,7 +74,7 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
     worker = state.workers[event.worker]
     if worker.banned is not None and worker.banned.evidence is not None:
         state.evidence.remove(worker.banned.evidence)
-    worker.banned, worker.strikes, worker.streak = None, 0, 0
+    worker.banned, worker.strikes, worker.audit_score = None, 0, 0
     suspicion.forgive(worker, at_ms)
     worker.wasted, worker.pause_until_ms = 0, 0
     newcomers.unbanned(state, worker)
@@ -146,7 +146,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     )
     batches.measure_speed(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)
-    return [settled, CHECK_NEWS, *slots.room(state)]
+    return [settled, CHECK_CHANGED, *slots.room(state)]
 
 
 def _bundle_turned_away(state: State, event: ev.BundleTurnedAway, at_ms: int) -> list[Effect]:
@@ -173,7 +173,7 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.BundleTurnedAway: _bundle_turned_away,
     ev.BundleContradicted: verdicts.bundle_contradicted,
     ev.VerdictGiven: verdicts.verdict_given,
-    ev.SuretyReleased: verdicts.surety_released,
+    ev.EscrowReleased: verdicts.escrow_released,
     **batches.HANDLERS,
     **failing.HANDLERS,
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from prime_node.coordinator.state import audits, batches, copies, endings, refusals, slots, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import (
-    BATCH_NEWS,
-    LEASE_NEWS_FOR_ALL,
+    BATCH_CHANGED,
+    LEASE_CHANGED_FOR_ALL,
     BundleForgotten,
     Effect,
     LeaseEnded,
@@ -68,7 +68,7 @@ def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) 
     return refusals.refuse_accepted(state, lease, reason, detail, event.replaced, at_ms)
 
 
-def surety_released(state: State, event: ev.SuretyReleased, at_ms: int) -> list[Effect]:
+def escrow_released(state: State, event: ev.EscrowReleased, at_ms: int) -> list[Effect]:
     """Credit the escrow of these workers."""
     return [audits.release(state, state.workers[worker]) for worker in event.workers]
 
@@ -115,7 +115,7 @@ def _accept(
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *slots.room(state)]
     # A full last step also wakes the requests for a lease: there will be none.
-    return [settled, BATCH_NEWS, *effects, *([LEASE_NEWS_FOR_ALL] if state.is_complete else slots.room(state))]
+    return [settled, BATCH_CHANGED, *effects, *([LEASE_CHANGED_FOR_ALL] if state.is_complete else slots.room(state))]
 
 
 def _fill(state: State, step: StepSlots, lease: LeaseRecord, event: ev.VerdictGiven) -> None:

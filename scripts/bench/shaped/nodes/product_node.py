@@ -131,12 +131,12 @@ async def seed(node: SimpleNamespace) -> None:
     url = f"http://{node.origin}:{node.port}"
     async with (
         HttpClient(url, run=RUN.digest, clock=SystemClock(), key=key, bounds=RUN.spec.limits) as client,
-        wire_swarm.mirror(RUN, key, client, folder, settings) as (mirror, peer),
+        wire_swarm.seeder(RUN, key, client, folder, settings) as (mirror, peer),
     ):
         task = asyncio.create_task(mirror.follow())
         await linked(peer, node.num_links)
         mark("ready")
-        while mirror.holdings.head < 0:  # noqa: ASYNC110 - it tells its peers, and nobody here
+        while mirror.have_set.head < 0:  # noqa: ASYNC110 - it tells its peers, and nobody here
             await asyncio.sleep(0.004)
         mark("done")
         await asyncio.to_thread(write_out, node, mirror.parts)

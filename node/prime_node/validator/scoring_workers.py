@@ -1,6 +1,6 @@
-"""Scoring workers: bundles are scored in parallel to forward passes, one in each lane, so that a hanging one delays no other.
+"""Scoring workers: bundles are scored in parallel to forward passes, each in a worker of its own.
 
-Concurrency: a bundle waits for a free lane. A lane waits, in a thread, for its environments' process. The first lane is
+Concurrency: a bundle waits for a free worker. A worker waits, in a thread, for its environments' process. The first worker is
 made at the start, the others when all are busy. If another one cannot be made, the existing ones remain.
 """
 
@@ -20,14 +20,18 @@ Environments = Mapping[str, Environment]
 """All environments of a run, by name."""
 
 
-class Lanes:
-    """Pool of at most `lanes_max` sets of a run's environments. `make`, which may block, creates one; `end` frees it."""
+class ScoringWorkers:
+    """Pool of at most `workers_max` sets of a run's environments. `make`, which may block, creates one; `end` frees it."""
 
     def __init__(
-        self, make: Callable[[], Environments], *, lanes_max: int, end: Callable[[Environments], None] = lambda _: None
+        self,
+        make: Callable[[], Environments],
+        *,
+        workers_max: int,
+        end: Callable[[Environments], None] = lambda _: None,
     ) -> None:
         self._make, self._end = make, end
-        self._room = asyncio.Semaphore(lanes_max)
+        self._room = asyncio.Semaphore(workers_max)
         self._made: list[Environments] = []
         self._idle: list[Environments] = []
 
@@ -36,7 +40,7 @@ class Lanes:
         self._idle.append(await self._another())
 
     @contextlib.asynccontextmanager
-    async def lane(self) -> AsyncIterator[Environments]:
+    async def worker(self) -> AsyncIterator[Environments]:
         """Hold a set of environments exclusively."""
         async with self._room:
             environments = await self._free()
@@ -59,7 +63,7 @@ class Lanes:
                 if not self._made:
                     raise
                 log.warning("cannot start another scoring worker, so %d remain: %s", len(self._made), error)
-            await self._room.acquire()  # and never release it: from here on there is one lane fewer
+            await self._room.acquire()  # and never release it: from here on there is one worker fewer
         return self._idle.pop()
 
     async def _another(self) -> Environments:

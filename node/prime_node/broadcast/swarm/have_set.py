@@ -15,14 +15,14 @@ from prime_node.broadcast.swarm.piece_sets import PieceSet, span
 from prime_protocol.manifest import Encoding
 from prime_protocol.pieces import Piece
 
-HOLDINGS_MAX = 64
+HAVE_ENCODINGS_MAX = 64
 """Encodings that are announced, the newest ones."""
-NEWS_MAX = 8_192
+UPDATES_MAX = 8_192
 """Announcements that are remembered; a listener further behind gets everything."""
 
 
 @dataclass(slots=True)
-class Holding:
+class HeldEncoding:
     """One encoding of which something is here."""
 
     encoding: Encoding
@@ -56,7 +56,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class HoldingsChange:
+class HaveChange:
     """Changes since a cursor."""
 
     cursor: int
@@ -67,35 +67,35 @@ class HoldingsChange:
     """Newest policy that is here whole, -1 before the first."""
 
 
-class Holdings:
+class HaveSet:
     """The have-set. Used from the event loop only."""
 
     def __init__(self) -> None:
         self.head = -1
-        self._holdings: dict[str, Holding] = {}
+        self._have_set: dict[str, HeldEncoding] = {}
         self._where: dict[str, list[tuple[str, int]]] = {}
         """Encodings that contain a part, and its number there, by the part's digest."""
         self._log: list[tuple[str, PieceSet]] = []
         self._log_begins = 1  # a cursor of 0 means from the beginning
         self._changed = asyncio.Event()
 
-    def __iter__(self) -> Iterator[Holding]:
-        return iter(self._holdings.values())
+    def __iter__(self) -> Iterator[HeldEncoding]:
+        return iter(self._have_set.values())
 
-    def add(self, holding: Holding) -> None:
+    def add(self, held_encoding: HeldEncoding) -> None:
         """Add an encoding of which pieces are here or will come. Idempotent: the pieces are merged."""
-        known = self._holdings.get(holding.name)
+        known = self._have_set.get(held_encoding.name)
         if known is None:
-            self._holdings[holding.name] = known = Holding(holding.encoding, holding.pieces)
-            for number, part in enumerate(holding.encoding.parts):
-                self._where.setdefault(part.digest, []).append((holding.name, number))
-            while len(self._holdings) > HOLDINGS_MAX:
-                self.remove(next(iter(self._holdings)))
-        self._announce(known, holding.has)
+            self._have_set[held_encoding.name] = known = HeldEncoding(held_encoding.encoding, held_encoding.pieces)
+            for number, part in enumerate(held_encoding.encoding.parts):
+                self._where.setdefault(part.digest, []).append((held_encoding.name, number))
+            while len(self._have_set) > HAVE_ENCODINGS_MAX:
+                self.remove(next(iter(self._have_set)))
+        self._announce(known, held_encoding.has)
 
     def came(self, name: str, piece: int) -> None:
         """Record that a verified piece is on disk."""
-        self._announce(self._holdings[name], 1 << piece)
+        self._announce(self._have_set[name], 1 << piece)
 
     def staged(self, policy_version: int) -> None:
         """Record that a policy is here and verified as a whole."""
@@ -105,8 +105,8 @@ class Holdings:
 
     def remove(self, name: str) -> None:
         """Remove an encoding that is no longer on disk."""
-        holding = self._holdings.pop(name, None)
-        for part in () if holding is None else holding.encoding.parts:
+        held_encoding = self._have_set.pop(name, None)
+        for part in () if held_encoding is None else held_encoding.encoding.parts:
             places = self._where[part.digest]
             places[:] = [place for place in places if place[0] != name]
             if not places:
@@ -115,38 +115,38 @@ class Holdings:
     def keep_only(self, digests: set[str]) -> None:
         """Remove the encodings with blobs other than `digests`: those were removed from the disk."""
         for name in [
-            one.name for one in self._holdings.values() if not {b.digest for b in one.encoding.blobs} <= digests
+            one.name for one in self._have_set.values() if not {b.digest for b in one.encoding.blobs} <= digests
         ]:
             self.remove(name)
 
     def has_range(self, digest: str, start: int, end: int) -> bool:
         """Return whether these bytes of a part are here, verified."""
         for name, number in self._where.get(digest, ()):
-            holding = self._holdings[name]
-            if 0 <= start < end <= holding.encoding.parts[number].size and holding.has_range(number, start, end):
+            held_encoding = self._have_set[name]
+            if 0 <= start < end <= held_encoding.encoding.parts[number].size and held_encoding.has_range(
+                number, start, end
+            ):
                 return True
         return False
 
     def size(self, digest: str) -> int | None:
         """Return the size of a part of which something is here, else None."""
         places = self._where.get(digest)
-        return None if not places else self._holdings[places[0][0]].encoding.parts[places[0][1]].size
+        return None if not places else self._have_set[places[0][0]].encoding.parts[places[0][1]].size
 
     # Notifications
 
-    def news(self, cursor: int) -> HoldingsChange:
+    def updates(self, cursor: int) -> HaveChange:
         """Return the changes since `cursor`; everything if that is too long ago or 0."""
         if not self._log_begins <= cursor <= self._log_begins + len(self._log) or cursor == 0:
-            return HoldingsChange(
-                self._end, {name: one.has for name, one in self._holdings.items() if one.has}, self.head
-            )
+            return HaveChange(self._end, {name: one.has for name, one in self._have_set.items() if one.has}, self.head)
         fresh: dict[str, PieceSet] = {}
         for name, pieces in self._log[cursor - self._log_begins :]:
-            if name in self._holdings:
+            if name in self._have_set:
                 fresh[name] = fresh.get(name, 0) | pieces
-        return HoldingsChange(self._end, fresh, self.head)
+        return HaveChange(self._end, fresh, self.head)
 
-    async def changed(self, seen: HoldingsChange) -> None:
+    async def changed(self, seen: HaveChange) -> None:
         """Wait until there is something that `seen` lacks, or `tell` is called."""
         if self._end == seen.cursor and self.head == seen.head:
             await self._changed.wait()
@@ -155,12 +155,12 @@ class Holdings:
     def _end(self) -> int:
         return self._log_begins + len(self._log)
 
-    def _announce(self, holding: Holding, pieces: PieceSet) -> None:
-        new = pieces & ~holding.has
+    def _announce(self, held_encoding: HeldEncoding, pieces: PieceSet) -> None:
+        new = pieces & ~held_encoding.has
         if new:
-            holding.has |= new
-            self._log.append((holding.name, new))
-            if len(self._log) > NEWS_MAX:
+            held_encoding.has |= new
+            self._log.append((held_encoding.name, new))
+            if len(self._log) > UPDATES_MAX:
                 dropped = len(self._log) // 2
                 del self._log[:dropped]
                 self._log_begins += dropped

@@ -1,6 +1,6 @@
 """Keep all encodings of the newest policies and of the update paths to them, without decoding any.
 
-A mirror lends bandwidth and disk to a run.
+A seeder lends bandwidth and disk to a run.
 
 Waiting: `follow` waits for a new head and downloads it as a follower does, from all sources at once, verified chunk by chunk.
 Peers fetch from it meanwhile. An unreachable source costs time but never ends the task; a fault of this machine ends it.
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.follow.ways import UpdateStep, Ways
-from prime_node.broadcast.seed.shelf import Shelf
+from prime_node.broadcast.follow.update_paths import UpdatePaths, UpdateStep
+from prime_node.broadcast.seed.seed_store import SeedStore
 from prime_node.broadcast.swarm.download import DownloadPlan, Downloads, NoPeers
-from prime_node.broadcast.swarm.holdings import Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.rate_limit import RateLimit
@@ -25,7 +25,7 @@ from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chunk_index import ChunkIndex
-from prime_protocol.errors import LocalError, PeerError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -37,10 +37,10 @@ PAUSE_S = 5.0
 """Pause in seconds after a policy that could not be fetched."""
 
 
-class Mirror:
+class Seeder:
     """A follower that stores and serves encodings.
 
-    `folder` belongs to this mirror alone and survives restarts. Raises LocalError if it is unusable.
+    `folder` belongs to this seeder alone and survives restarts. Raises LocalError if it is unusable.
     """
 
     def __init__(
@@ -57,71 +57,71 @@ class Mirror:
         rate: RateLimit | None = None,
     ) -> None:
         """Keep what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads."""
-        self.holdings = Holdings()
+        self.have_set = HaveSet()
         self._run = run
         self._clock = clock
         self._folder = folder
         try:
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self._downloads = Downloads(
-                pool, self.parts, self.holdings, clock, rng, memory_bytes_max, plan or NoPeers(), rate
+                pool, self.parts, self.have_set, clock, rng, memory_bytes_max, plan or NoPeers(), rate
             )
             self.heads = Heads(run, pool, folder)
-            self._ways = Ways(self.heads, on_disk=self.parts.has)
-            self.shelf = Shelf(self.parts, self.holdings, folder / "manifests")
+            self._update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
+            self.seed_store = SeedStore(self.parts, self.have_set, folder / "manifests")
         except OSError as error:
             raise LocalError(f"folder {folder}: {error}") from None
 
     async def follow(self) -> NoReturn:
         """Follow the head until cancelled."""
         try:
-            await self.shelf.restore(self._run)
+            await self.seed_store.restore(self._run)
         except OSError as error:
             raise LocalError(f"folder {self._folder}: {error}") from None
         while True:
             asked_s = self._clock.monotonic_s()
-            await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.holdings.head else 0.0)
-            if self.heads.newest <= self.holdings.head:
+            await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.have_set.head else 0.0)
+            if self.heads.newest <= self.have_set.head:
                 await self._clock.sleep(max(0.0, POLL_S - (self._clock.monotonic_s() - asked_s)))
                 continue
             try:
                 await self.take(self.heads.newest)
-            except (PeerError, Unreachable) as error:
+            except (RemoteError, Unreachable) as error:
                 log.warning("policy %d: %s; fetching the head again", self.heads.newest, error)
                 await self._clock.sleep(PAUSE_S)
 
     async def take(self, policy_version: int) -> None:
         """Download the update path to a policy from nothing, if there is one, and every encoding of the policy itself.
 
-        Raises PeerError, Unreachable or LocalError.
+        Raises RemoteError, Unreachable or LocalError.
         """
         signed = await self.heads.manifest(policy_version)
         try:
-            await self._take_way(signed)
+            await self._take_path(signed)
             for encoding in sorted(signed.manifest.encodings, key=lambda one: one.sent_bytes):
                 await self._download(signed.manifest, encoding)
-            self.shelf.put(signed)
+            self.seed_store.put(signed)
         except OSError as error:
             raise LocalError(f"folder {self._folder}: {error}; free some space and start again") from None
         log.info("policy %d is stored, %d encodings", policy_version, len(signed.manifest.encodings))
 
-    async def _take_way(self, signed: SignedManifest) -> None:
+    async def _take_path(self, signed: SignedManifest) -> None:
         """Download what a newcomer needs before the policy's own encodings, as far as any source still has it."""
         gone: set[tuple[int, int | None]] = set()
         try:
-            while missing := [step for step in await self._way(signed, gone) if not self.shelf.has(*step.name)]:
+            while missing := [step for step in await self._way(signed, gone) if not self.seed_store.has(*step.name)]:
                 try:
                     await self._download(missing[0].signed.manifest, missing[0].encoding)
-                except PeerError:
+                except RemoteError:
                     gone.add(missing[0].name)
                 else:
-                    self.shelf.add(missing[0].signed, missing[0].encoding)
-        except PeerError as error:
+                    self.seed_store.add(missing[0].signed, missing[0].encoding)
+        except RemoteError as error:
             log.info("policy %d: new peers cannot start from this seeder: %s", signed.manifest.policy_version, error)
 
     async def _way(self, signed: SignedManifest, gone: set[tuple[int, int | None]]) -> list[UpdateStep]:
         """Return the steps before the policy's own."""
-        return (await self._ways.find(signed, held=(), closed=gone))[:-1]
+        return (await self._update_paths.find(signed, held=(), closed=gone))[:-1]
 
     async def _download(self, manifest: Manifest, encoding: Encoding) -> None:
         async def begin(index: ChunkIndex) -> Decode:

@@ -33,7 +33,7 @@ class Spread:
     """Time by which nine of ten workers could use it."""
 
 
-class TimesToUsable:
+class TimesToAvailable:
     """The times in heartbeats."""
 
     def __init__(self) -> None:

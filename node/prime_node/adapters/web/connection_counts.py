@@ -21,7 +21,7 @@ from functools import lru_cache
 from prime_node.adapters.web.shares import Turns
 from prime_node.ports.web import CallerBounds, Sender
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +67,10 @@ If the client withdraws they are lost, and its slot would be returned with the p
 class Entry:
     """One connection, and the share it counts against."""
 
-    __slots__ = ("_doors", "address", "has_asked", "is_inside", "is_proxy", "network", "paid_s", "sender", "spent_s")
+    __slots__ = ("_counts", "address", "has_asked", "is_inside", "is_proxy", "network", "paid_s", "sender", "spent_s")
 
-    def __init__(self, doors: Doors, address: str, *, network: str, is_proxy: bool) -> None:
-        self._doors = doors
+    def __init__(self, connection_counts: ConnectionCounts, address: str, *, network: str, is_proxy: bool) -> None:
+        self._counts = connection_counts
         self.address, self.network, self.is_proxy = address, network, is_proxy
         self.is_inside = True
         self.has_asked = False
@@ -85,18 +85,18 @@ class Entry:
     def vouch(self, sender: Sender | None) -> None:
         """Record the verified sender of a request. A proxy's connections carry many senders, and stay as they are."""
         if self.is_inside and not self.is_proxy and self.sender != sender:
-            self._doors.count(self, -1)
-            self.sender = sender if sender is not None and self._doors.has_room(self, sender) else None
-            self._doors.count(self, +1)
+            self._counts.count(self, -1)
+            self.sender = sender if sender is not None and self._counts.has_room(self, sender) else None
+            self._counts.count(self, +1)
 
     def leave(self) -> None:
         """Stop counting the connection. Idempotent."""
         if self.is_inside:
-            self._doors.count(self, -1)
+            self._counts.count(self, -1)
             self.is_inside = False
 
 
-class Doors:
+class ConnectionCounts:
     """Counters of one server's connections and requests, by network and key.
 
     `connections_max` is what the process can hold; below HTTP_CONNECTIONS_MAX the shares of strangers and members shrink with
@@ -104,9 +104,9 @@ class Doors:
     """
 
     def __init__(
-        self, walls: CallerBounds, now: Callable[[], float], *, connections_max: int = limits.HTTP_CONNECTIONS_MAX
+        self, bounds: CallerBounds, now: Callable[[], float], *, connections_max: int = limits.HTTP_CONNECTIONS_MAX
     ) -> None:
-        self.walls = walls
+        self.bounds = bounds
         self.num_connections = self.num_strangers = self.num_members = 0
         self._now = now
         self._scale = min(1.0, connections_max / limits.HTTP_CONNECTIONS_MAX)
@@ -114,13 +114,13 @@ class Doors:
         """Connections by network."""
         self._members_of: dict[str, int] = {}
         """Connections by network or key."""
-        self._connects = _turns(walls.connects_per_second, burst_s=5.0)
-        self._requests = _turns(walls.requests_per_second, burst_s=0.25)
-        self._member_requests = _turns(walls.member_requests_per_second, burst_s=MEMBER_BURST_S)
+        self._connects = _turns(bounds.connects_per_second, burst_s=5.0)
+        self._requests = _turns(bounds.requests_per_second, burst_s=0.25)
+        self._member_requests = _turns(bounds.member_requests_per_second, burst_s=MEMBER_BURST_S)
         self._cost_s, self._lane_s = COST_S_FIRST, 0.0
         # Parsing an address costs more than the rest of a refused connection.
         self._place_of = lru_cache(ADDRESSES_REMEMBERED)(
-            lambda address: (walls.network_of(address, ""), walls.is_proxy(address))
+            lambda address: (bounds.network_of(address, ""), bounds.is_proxy(address))
         )
 
     def enter(self, address: str) -> Entry | None:
@@ -165,7 +165,7 @@ class Doors:
 
         Role keys do not wait; a member waits for its own rate. Strangers wait for their network's turn, and then for each
         other. They begin only as often as fits into their share of the processor time, by what the last ones have taken
-        (`spent`). Raises PeerError(UNAVAILABLE) beyond DEBT_S_MAX.
+        (`spent`). Raises RemoteError(UNAVAILABLE) beyond DEBT_S_MAX.
         """
         entry.paid_s, entry.spent_s = None, 0.0
         if entry.sender is not None:
@@ -174,12 +174,12 @@ class Doors:
             return self._member_requests.take(entry.sender.key, self._now())
         if self._requests is None:
             return 0.0
-        network = self.walls.network_of(entry.address, forwarded) if entry.is_proxy else entry.network
+        network = self.bounds.network_of(entry.address, forwarded) if entry.is_proxy else entry.network
         now_s = self._now()
         turn_s = now_s + self._requests.take(network, now_s)
         lane_s = max(self._lane_s, now_s - BURST_S)
         if lane_s - now_s > DEBT_S_MAX:
-            raise PeerError(ErrorCode.UNAVAILABLE, "too many requests of strangers at once", retry_after_s=DEBT_S_MAX)
+            raise RemoteError(ErrorCode.UNAVAILABLE, "too many requests of strangers at once", retry_after_s=DEBT_S_MAX)
         self._lane_s = lane_s + self._cost_s / STRANGERS_SHARE
         entry.paid_s = self._cost_s
         self.spent(entry, REQUEST_S if entry.has_asked else REQUEST_S + CONNECTION_S)
@@ -216,8 +216,8 @@ class Doors:
 class Listener:
     """Listener on one host and port. `connect` makes the protocol of an accepted connection."""
 
-    def __init__(self, doors: Doors, connect: Callable[[Entry], asyncio.Protocol]) -> None:
-        self._doors, self._connect = doors, connect
+    def __init__(self, connection_counts: ConnectionCounts, connect: Callable[[Entry], asyncio.Protocol]) -> None:
+        self._counts, self._connect = connection_counts, connect
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -257,7 +257,7 @@ class Listener:
                 self._loop.remove_reader(listening.fileno())
                 self._loop.call_later(PAUSE_S, self._resume, listening)
                 return
-            entry = self._doors.enter(str(address[0]))
+            entry = self._counts.enter(str(address[0]))
             if entry is None:
                 work -= 1
                 accepted.close()

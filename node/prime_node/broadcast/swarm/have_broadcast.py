@@ -2,7 +2,7 @@
 
 A line is serialised once for all listeners with the same cursor, however many they are.
 
-Waiting: `_beat` waits for a change, at most KEEP_ALIVE_S, wakes all listeners, and rests for NEWS_EVERY_S, so that changes
+Waiting: `_beat` waits for a change, at most KEEP_ALIVE_S, wakes all listeners, and rests for UPDATES_EVERY_S, so that changes
 meanwhile share one line. A slow listener misses beats; when it has read its last line, it gets everything since that line at
 once.
 """
@@ -15,14 +15,14 @@ import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.swarm.holdings import Holdings, HoldingsChange
+from prime_node.broadcast.swarm.have_set import HaveChange, HaveSet
 from prime_node.broadcast.swarm.piece_sets import runs
 from prime_node.ports.clock import Clock
-from prime_protocol.peers import PeerNews
+from prime_protocol.peers import PeerUpdate
 
 log = logging.getLogger(__name__)
 
-NEWS_EVERY_S = 0.1
+UPDATES_EVERY_S = 0.1
 """Seconds between two lines to one listener; changes in between share one line."""
 KEEP_ALIVE_S = 15.0
 """Longest time between two lines, in seconds, so that both sides notice a lost link."""
@@ -31,10 +31,10 @@ LINES_MAX = 16
 
 
 @dataclass
-class HoldingsBroadcast:
+class HaveBroadcast:
     """The state that all listeners share."""
 
-    holdings: Holdings
+    have_set: HaveSet
     clock: Clock
     _num_listeners: int = 0
     _beats: int = 0
@@ -59,9 +59,9 @@ class HoldingsBroadcast:
         try:
             while not self._is_closing:
                 heard = self._beats
-                news = self.holdings.news(cursor)
-                yield self._line(cursor, news)
-                cursor = news.cursor
+                updates = self.have_set.updates(cursor)
+                yield self._line(cursor, updates)
+                cursor = updates.cursor
                 while self._beats == heard:
                     await self._told.wait()
         finally:
@@ -71,17 +71,17 @@ class HoldingsBroadcast:
                 self._beating = None
 
     async def _beat(self) -> None:
-        news = self.holdings.news(0)
+        updates = self.have_set.updates(0)
         while True:
             try:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(KEEP_ALIVE_S):
-                        await self.holdings.changed(news)
-                news = self.holdings.news(news.cursor)
+                        await self.have_set.changed(updates)
+                updates = self.have_set.updates(updates.cursor)
                 self._wake()
             except Exception:  # nothing awaits this task, and every listener depends on it
                 log.exception("the have-set could not be sent to the peers that listen")
-            await self.clock.sleep(NEWS_EVERY_S)
+            await self.clock.sleep(UPDATES_EVERY_S)
 
     def _wake(self) -> None:
         self._beats += 1
@@ -89,17 +89,17 @@ class HoldingsBroadcast:
         self._told.set()
         self._told = asyncio.Event()
 
-    def _line(self, cursor: int, news: HoldingsChange) -> bytes:
-        name = cursor, news.cursor, news.head
+    def _line(self, cursor: int, updates: HaveChange) -> bytes:
+        name = cursor, updates.cursor, updates.head
         line = self._lines.get(name)
         if line is None:
-            line = told(news) + b"\n"
+            line = encode_update(updates) + b"\n"
             if len(self._lines) < LINES_MAX:
                 self._lines[name] = line
         return line
 
 
-def told(news: HoldingsChange) -> bytes:
+def encode_update(updates: HaveChange) -> bytes:
     """Serialise a change as one line of the protocol."""
-    pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in news.pieces.items()}
-    return PeerNews(cursor=news.cursor, head=news.head, pieces=pieces).model_dump_json().encode()
+    pieces: dict[str, tuple[tuple[int, ...], ...]] = {name: tuple(runs(held)) for name, held in updates.pieces.items()}
+    return PeerUpdate(cursor=updates.cursor, head=updates.head, pieces=pieces).model_dump_json().encode()

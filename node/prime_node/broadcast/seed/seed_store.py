@@ -10,7 +10,7 @@ import logging
 from pathlib import Path
 
 from prime_node.broadcast.routes import UpdateRoute, search
-from prime_node.broadcast.swarm.holdings import Holding, Holdings
+from prime_node.broadcast.swarm.have_set import HaveSet, HeldEncoding
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.files import replace
@@ -18,7 +18,7 @@ from prime_node.inside import place, read_regular
 from prime_protocol import limits
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import PeerError
+from prime_protocol.errors import RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_manifest
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.run_spec import PinnedRun
@@ -31,16 +31,16 @@ Name = tuple[int, int | None]
 """Name of an encoding: its policy, and its base or None for an anchor."""
 
 
-class Shelf:
+class SeedStore:
     """The seed store. Used from the event loop only.
 
     Invariant: what is announced is on disk, and what is dropped was withdrawn before.
     """
 
-    def __init__(self, parts: PartStore, holdings: Holdings, folder: Path) -> None:
+    def __init__(self, parts: PartStore, have_set: HaveSet, folder: Path) -> None:
         """Open a store; `folder` is for manifests. Raises OSError."""
         self._parts = parts
-        self._holdings = holdings
+        self._have_set = have_set
         self._folder = folder
         self._signed: dict[int, SignedManifest] = {}
         self._here: dict[Name, Encoding] = {}
@@ -51,7 +51,7 @@ class Shelf:
         for path in sorted(self._folder.iterdir()):
             try:
                 signed = open_manifest(open_envelope(await asyncio.to_thread(read_regular, path)), run)
-            except (PeerError, OSError) as error:
+            except (RemoteError, OSError) as error:
                 log.warning("%s: %s", path, error)
                 continue
             encodings = signed.manifest.encodings
@@ -60,7 +60,7 @@ class Shelf:
                 await self.announce(signed.manifest, encoding)
                 self.add(signed, encoding)
             if len(whole) == len(encodings):
-                self._holdings.staged(signed.manifest.policy_version)
+                self._have_set.staged(signed.manifest.policy_version)
 
     async def announce(self, manifest: Manifest, encoding: Encoding) -> None:
         """Announce an encoding to peers, if all of it is on disk."""
@@ -69,10 +69,10 @@ class Shelf:
             return
         try:
             pieces = cut_pieces(encoding, open_index(index, encoding, manifest.tensors))
-        except PeerError as error:
+        except RemoteError as error:
             log.error("manifest %d: %s", manifest.policy_version, error)
             return
-        self._holdings.add(Holding(encoding, pieces, span(0, len(pieces))))
+        self._have_set.add(HeldEncoding(encoding, pieces, span(0, len(pieces))))
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
         """Return the manifest of a policy of which something is kept, else None."""
@@ -98,8 +98,8 @@ class Shelf:
         self._signed = {version: one for version, one in self._signed.items() if any(v == version for v, _ in kept)}
         self._write_down()
         digests = {blob.digest for encoding in self._here.values() for blob in encoding.blobs}
-        self._holdings.staged(signed.manifest.policy_version)
-        self._holdings.keep_only(digests)
+        self._have_set.staged(signed.manifest.policy_version)
+        self._have_set.keep_only(digests)
         self._parts.keep_only(digests)
 
     def _write_down(self) -> None:

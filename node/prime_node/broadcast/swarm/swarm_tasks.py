@@ -19,8 +19,8 @@ REASON_CHARS_MAX = 200
 
 
 @dataclass
-class Tended:
-    """Faults so far in one machine's swarm. Example: Tended(clock)."""
+class SwarmTasks:
+    """Faults so far in one machine's swarm. Example: SwarmTasks(clock)."""
 
     clock: Clock
     on_fault: Callable[[int], None] = lambda num_faults: None

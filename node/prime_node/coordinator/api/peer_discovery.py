@@ -19,7 +19,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.web import Request
 from prime_protocol.addresses import parse_ip
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
@@ -41,13 +41,13 @@ class PeerDiscovery:
     peers: Peers
 
     async def find_peers(self, signer: str, request: PeersRequest, http: Request) -> PeersReply:
-        """Answer a verified request. Raise PeerError."""
+        """Answer a verified request. Raise RemoteError."""
         address = announced_from(self.config.behind, http)
         is_guest = (
             signer not in self.config.seeders and sender_of(signer, run=self.run, state=self.decisions.state) is None
         )
         if is_guest and (self.config.invites_needed or self.config.allowed_workers):
-            raise PeerError(
+            raise RemoteError(
                 ErrorCode.NOT_INVITED,
                 (
                     "this run lists its peers only to members: join it first; for a seeder, ask the operator to add key "

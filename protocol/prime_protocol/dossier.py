@@ -1,6 +1,6 @@
 """Ban dossiers: everything that a ban rests on, as signed statements that anyone can check again. SPEC.md, section 22.
 
-A dossier (case) is a file of envelopes, one per line: the RunSpec, the key rings, the coordinator's BanStatement, the
+A dossier is a file of envelopes, one per line: the RunSpec, the key rings, the coordinator's BanStatement, the
 lease of the deciding bundle, and the counted receipts, oldest first. The parcel of that bundle, signed by its worker,
 is a second file.
 
@@ -18,7 +18,7 @@ from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.calibration import NATS_ERROR_MAX, require_possible
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import Wealth, folded, log_evidence
 from prime_protocol.identity import KeyId
 from prime_protocol.run_spec import RunSpec
@@ -41,8 +41,8 @@ class BanStatement(WireModel):
     """Number of receipts that the ban rests on."""
 
 
-def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str, spec: RunSpec) -> None:
-    """Check that receipts with verified signatures justify the ban. Raises PeerError that says what does not hold.
+def check_dossier(statement: BanStatement, receipts: Iterable[Receipt], *, run: str, spec: RunSpec) -> None:
+    """Check that receipts with verified signatures justify the ban. Raises RemoteError that says what does not hold.
 
     (1) statement and receipts are of this run and this worker, and no bundle occurs twice;
     (2) their number is the stated one, and the last one is of the deciding bundle;
@@ -54,15 +54,15 @@ def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str
     bundles = {receipt.bundle for receipt in listed}
     strangers = [one for one in listed if (one.run, one.worker) != (run, statement.worker)]
     if statement.run != run or strangers or len(bundles) != len(listed):  # (1)
-        raise _no_case("the statement or a receipt is of another run or worker, or a bundle occurs twice")
+        raise _no_dossier("the statement or a receipt is of another run or worker, or a bundle occurs twice")
     if len(listed) != statement.num_receipts or (listed[-1].bundle if listed else None) != statement.bundle:  # (2)
-        raise _no_case(
+        raise _no_dossier(
             f"{len(listed)} receipts instead of the statement's {statement.num_receipts}, or their order is wrong"
         )
     if statement.kind is BanKind.HARD:  # (3)
         strikes = sum(receipt.reason is not None and receipt.reason.is_dishonest for receipt in listed)
         if strikes < spec.checks.strikes_max:
-            raise _no_case(f"{strikes} strikes are below the run's limit of {spec.checks.strikes_max}")
+            raise _no_dossier(f"{strikes} strikes are below the run's limit of {spec.checks.strikes_max}")
     if statement.kind is BanKind.STATISTICAL:  # (4)
         _check_evidence(listed, spec)
 
@@ -70,19 +70,19 @@ def check_case(statement: BanStatement, receipts: Iterable[Receipt], *, run: str
 def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
     checks = spec.checks
     if not checks.statistics:
-        raise _no_case("the run has no calibration, so no evidence accumulates")
+        raise _no_dossier("the run has no calibration, so no evidence accumulates")
     wealth: dict[str, Wealth] = {}
     for number, receipt in enumerate(receipts, 1):
         if receipt.evidence is None or receipt.evidence.number != number:
-            raise _no_case(f"receipt {number} is not the worker's bundle {number}")
+            raise _no_dossier(f"receipt {number} is not the worker's bundle {number}")
         about = receipt.evidence
         require_possible(about, checks.moments_of(worker=about.worker, validator=about.validator))
         wealth = folded(wealth, about.sums, statistics=checks.statistics)
         if abs(log_evidence(wealth) - about.log_evidence) > NATS_ERROR_MAX:
-            raise _no_case(f"the sums of receipt {number} do not add up to its stated evidence")
+            raise _no_dossier(f"the sums of receipt {number} do not add up to its stated evidence")
     if log_evidence(wealth) < math.log(checks.evidence_max) - NATS_ERROR_MAX:
-        raise _no_case(f"the evidence is {log_evidence(wealth):.1f} nats, below the run's limit")
+        raise _no_dossier(f"the evidence is {log_evidence(wealth):.1f} nats, below the run's limit")
 
 
-def _no_case(what: str) -> PeerError:
-    return PeerError(ErrorCode.MALFORMED, f"ban dossier: {what}")
+def _no_dossier(what: str) -> RemoteError:
+    return RemoteError(ErrorCode.MALFORMED, f"ban dossier: {what}")

@@ -21,7 +21,7 @@ OLD_S_MAX = 10.0
 """Maximum age of a cached response. A process that was suspended while making one took long only once."""
 
 
-class Spared(Generic[T]):
+class CachedResponse(Generic[T]):
     """The response of `make`, at most `1 / SHARE` times as old as it took to make, and never older than OLD_S_MAX."""
 
     def __init__(self, make: Callable[[], T], clock: Clock) -> None:

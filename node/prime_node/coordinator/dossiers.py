@@ -1,4 +1,4 @@
-"""Ban dossiers: for every ban, write a case file (prime_protocol/case.py) into the operator's folder.
+"""Ban dossiers: for every ban, write a dossier (prime_protocol/dossier.py) into the operator's folder.
 
 `prime-node evidence verify` reads them there. `Decisions.decide` queues a banned worker in `banned` and never waits. One task
 here takes it out, waits until the receipts are durable, and writes. Dossiers that a crash or a full disk prevented are written
@@ -18,7 +18,7 @@ from prime_node.ports.blobs import Blobs
 from prime_node.ports.documents import Documents
 from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
-from prime_protocol.case import BanStatement
+from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -39,7 +39,7 @@ class BanDossiers:
     bundles: Blobs
     private: Documents
 
-    async def keep_cases(self) -> None:
+    async def keep_dossiers(self) -> None:
         """Write the ban dossiers until cancelled."""
         for known in self.decisions.state.workers.values():
             if known.banned is not None:
@@ -59,7 +59,7 @@ class BanDossiers:
 
     async def _is_written(self, worker: WorkerRecord, ban: Ban) -> bool:
         try:
-            await self.private.read(case_name(worker.worker, ban))
+            await self.private.read(dossier_name(worker.worker, ban))
         except KeyError:
             return False
         return True
@@ -86,8 +86,8 @@ class BanDossiers:
             lines.append(seal(self.assigner.lease(lease), PayloadType.LEASE, self.key))
             await self._keep_parcel(ban.evidence)
         data = b"".join(envelope.to_bytes() + b"\n" for envelope in (*lines, *receipts))
-        await self.private.write(case_name(worker.worker, ban), data)
-        log.info("dossier on %s: %s, %d receipts", worker.worker, case_name(worker.worker, ban), len(receipts))
+        await self.private.write(dossier_name(worker.worker, ban), data)
+        log.info("dossier on %s: %s, %d receipts", worker.worker, dossier_name(worker.worker, ban), len(receipts))
 
     async def _keep_parcel(self, bundle: str) -> None:
         try:
@@ -123,7 +123,7 @@ class BanDossiers:
         return [weighed[number] for number in range(1, worker.num_weighed + 1) if number in weighed]
 
 
-def case_name(worker: str, ban: Ban) -> str:
+def dossier_name(worker: str, ban: Ban) -> str:
     """Return the name of a ban dossier's file."""
     return f"ban-{worker}-{ban.at_ms}.jsonl"
 

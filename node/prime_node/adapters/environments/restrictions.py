@@ -29,7 +29,7 @@ TMP = Path("/tmp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Walls:
+class ProcessRestrictions:
     """What an environment process may do. Paths are absolute."""
 
     read: tuple[str, ...]
@@ -56,8 +56,8 @@ class Walls:
 
 
 def around_command(
-    command: Sequence[str], folder: Path, walls: Walls, *, imports: Sequence[Path]
-) -> tuple[list[str], Path, Walls]:
+    command: Sequence[str], folder: Path, restrictions: ProcessRestrictions, *, imports: Sequence[Path]
+) -> tuple[list[str], Path, ProcessRestrictions]:
     """Make, on the host, the command line to start.
 
     Return it with the process's folder and the restrictions inside. The last argument of the command line names both for
@@ -65,35 +65,37 @@ def around_command(
     that it imports besides Python's own.
     """
     program, _ = bubblewrap.find_bubblewrap()
-    needed = [*_interpreter(), *map(Path, walls.read)]
+    needed = [*_interpreter(), *map(Path, restrictions.read)]
     if not program:
         user = NOBODY if _may_switch_user() and all(_is_public(path, above=True) for path in needed) else None
         if user is not None:
             os.chown(folder, user, user)
-        inside = replace(walls, user=user)
+        inside = replace(restrictions, user=user)
         return [*command, order(inside, folder)], folder, inside
-    read = _around([*system_paths(), *python_paths(), *imports, *map(Path, walls.read)], map(Path, walls.hidden))
+    read = _around(
+        [*system_paths(), *python_paths(), *imports, *map(Path, restrictions.read)], map(Path, restrictions.hidden)
+    )
     user = NOBODY if os.geteuid() == 0 and all(map(_is_public, needed)) else None
     view = bubblewrap.View(
         read=tuple(read),
         folder=TMP,
-        tmp_bytes=walls.tmp_bytes_max,
+        tmp_bytes=restrictions.tmp_bytes_max,
         switches_user=user is not None,
-        network=walls.network,
+        network=restrictions.network,
     )
-    inside = replace(walls, isolated=True, user=user)
+    inside = replace(restrictions, isolated=True, user=user)
     return bubblewrap.wrap([*command, order(inside, TMP)], view, program=program), TMP, inside
 
 
-def order(walls: Walls, folder: Path) -> str:
+def order(restrictions: ProcessRestrictions, folder: Path) -> str:
     """Write what a process must enforce on itself, as an argument of its command line."""
-    return json.dumps({"walls": asdict(walls), "folder": str(folder)})
+    return json.dumps({"restrictions": asdict(restrictions), "folder": str(folder)})
 
 
-def read_order(text: str) -> tuple[Walls, Path]:
+def read_order(text: str) -> tuple[ProcessRestrictions, Path]:
     """Read the output of `order`. Raises ValueError, KeyError and TypeError."""
-    told = json.loads(text)
-    return Walls.of(told["walls"]), Path(told["folder"])
+    order = json.loads(text)
+    return ProcessRestrictions.of(order["restrictions"]), Path(order["folder"])
 
 
 def why_not_isolated() -> str:
@@ -101,41 +103,45 @@ def why_not_isolated() -> str:
     return bubblewrap.find_bubblewrap()[1]
 
 
-def confine_here(walls: Walls, folder: Path) -> list[str]:
+def confine_here(restrictions: ProcessRestrictions, folder: Path) -> list[str]:
     """Confine this process irrevocably, before its first thread. Return what is not enforced, one clause each."""
     missing = []
     _die_first()
-    if walls.user is not None:
+    if restrictions.user is not None:
         os.setgroups([])
-        os.setresgid(walls.user, walls.user, walls.user)
-        os.setresuid(walls.user, walls.user, walls.user)
+        os.setresgid(restrictions.user, restrictions.user, restrictions.user)
+        os.setresuid(restrictions.user, restrictions.user, restrictions.user)
         ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # else it may not read its own /proc/self
     elif os.geteuid() == 0:
         missing.append("the number of processes (root has no such limit, and what it reads is not readable by all)")
-    if not walls.isolated:
+    if not restrictions.isolated:
         missing.append("namespaces: its own /tmp, processes and network")
-    covered = ("Unix sockets by path", *(CLOSED_BY_OWN_ROOT if walls.isolated else ()))
-    shared = (TMP, Path("/dev/shm")) if walls.isolated else ()
+    covered = ("Unix sockets by path", *(CLOSED_BY_OWN_ROOT if restrictions.isolated else ()))
+    shared = (TMP, Path("/dev/shm")) if restrictions.isolated else ()
     level = confine(
         SandboxRules(
-            read=(*system_paths(), *python_paths(), *map(Path, walls.read)),
+            read=(*system_paths(), *python_paths(), *map(Path, restrictions.read)),
             write=(folder, *shared),
             devices=devices(),
-            hidden=tuple(map(Path, walls.hidden)),
-            families=NETWORK if walls.network or walls.loopback else frozenset(),
-            change_modes=walls.isolated,
+            hidden=tuple(map(Path, restrictions.hidden)),
+            families=NETWORK if restrictions.network or restrictions.loopback else frozenset(),
+            change_modes=restrictions.isolated,
             log_denials=False,
             limits=ProcessLimits(
-                data_bytes=walls.memory_bytes_max,
-                processes=walls.processes_max + (0 if walls.isolated else _num_threads()),
-                file_bytes=walls.file_bytes_max,
-                open_files=walls.open_files_max,
+                data_bytes=restrictions.memory_bytes_max,
+                processes=restrictions.processes_max + (0 if restrictions.isolated else _num_threads()),
+                file_bytes=restrictions.file_bytes_max,
+                open_files=restrictions.open_files_max,
             ),
         )
     )
     return [
         *missing,
-        *(f"{wall.what} ({wall.why})" for wall in level.walls if not wall.up and wall.what not in covered),
+        *(
+            f"{restriction.what} ({restriction.why})"
+            for restriction in level.restrictions
+            if not restriction.up and restriction.what not in covered
+        ),
     ]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.routes import Path, UpdateRoute, routes_of, search
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import BasePolicy, Encoding, SignedManifest
 
 MANIFESTS_AT_ONCE = 8
@@ -41,7 +41,7 @@ class UpdateStep:
         return self.signed.manifest.policy_version, self.encoding.base_version
 
 
-class Ways:
+class UpdatePaths:
     """Update paths found from the manifests read so far."""
 
     def __init__(self, heads: Heads, *, on_disk: Callable[[str], bool]) -> None:
@@ -54,7 +54,7 @@ class Ways:
         self._manifests: dict[int, SignedManifest] = {}
 
     async def find(self, target: SignedManifest, *, held: Collection[int], closed: Closed) -> list[UpdateStep]:
-        """Return the cheapest path in bytes. Raises PeerError(NOT_FOUND) if none is open, or Unreachable."""
+        """Return the cheapest path in bytes. Raises RemoteError(NOT_FOUND) if none is open, or Unreachable."""
         self._forget_old()
         self._note(target)
         path = await self._search(target.manifest.policy_version, held, closed)
@@ -85,12 +85,12 @@ class Ways:
             num_read += len(wanted)
             read = await asyncio.gather(*(self._manifest(version) for version in wanted), return_exceptions=True)
             for version, result in zip(wanted, read, strict=True):
-                if isinstance(result, PeerError):
+                if isinstance(result, RemoteError):
                     dead_ends.add(version)
                 elif isinstance(result, BaseException):
                     raise result
         if found.path is None:
-            raise PeerError(ErrorCode.NOT_FOUND, f"no update path leads to policy {target} any more")
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no update path leads to policy {target} any more")
         return found.path
 
     def _routes_now(self, version: int) -> Sequence[UpdateRoute]:

@@ -1,0 +1,16 @@
+"""The sandbox of an environment process, from inside. Imports nothing that starts a thread."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def confined(order: str) -> tuple[Path, list[str]]:
+    """Confine this process irrevocably to what `order`, an argument of its command line, names.
+
+    Returns its folder, and what the system does not enforce, one clause each.
+    """
+    from prime_node.adapters.environments.restrictions import confine_here, read_order
+
+    restrictions, folder = read_order(order)
+    return folder, confine_here(restrictions, folder)
