@@ -53,6 +53,20 @@ def test_a_folder_that_was_left_half_made_is_made_again(tmp_path: Path) -> None:
     assert make_run(run_dir, Options(DEMO, []), config_file=DEMO).digest == run_dir.load_run().digest
 
 
+def test_sequences_fit_into_the_positions_of_the_model(tmp_path: Path) -> None:
+    """The demonstration's model has 4,096 positions, and the default for prompts is 8,192 tokens."""
+    run = make_run(RunDir(tmp_path / "run"), Options(DEMO, ["run.completion_tokens_max=4000"]), config_file=DEMO)
+    assert run.spec.limits.prompt_tokens_max == 96
+    for number, (setting, name) in enumerate(
+        (
+            ("run.completion_tokens_max=4096", "completion_tokens_max: sequences of 4,097 tokens"),
+            ("run.limits.prompt_tokens_max=4096", r"limits\.prompt_tokens_max: sequences of"),
+        )
+    ):
+        with pytest.raises(LocalError, match=rf"{name}.*4,096 positions"):
+            make_run(RunDir(tmp_path / str(number)), Options(DEMO, [setting]), config_file=DEMO)
+
+
 def test_overrides_are_kept_beside_the_config(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run = make_run(run_dir, Options(DEMO, ["run.async_level=0", "trainer.seed=3"]), config_file=DEMO)

@@ -97,6 +97,7 @@ def usable(
     rollouts: Rollouts | bytes,
     rewards: Sequence[tuple[float, ...]] = (REWARDS, REWARDS),
     logprobs: int | None = None,
+    environments: Sequence[str] = ("echo", "echo"),
 ) -> list[Group]:
     """The groups that the trainer finds in an accepted bundle; `logprobs`: so many were computed by a validator."""
     parcel = parcel_of(rollouts)
@@ -108,7 +109,7 @@ def usable(
     entries = tuple(
         BatchGroup(
             slot=slot,
-            problem=Problem(environment="echo", index=slot),
+            problem=Problem(environment=environments[slot], index=slot),
             prompt_token_ids=PROMPT,
             worker=WORKER.key_id,
             policy_version=0,
@@ -158,6 +159,12 @@ def test_a_group_with_an_unbounded_reward_is_left_out(reward: float, caplog: pyt
     assert len(usable(honest(), (REWARDS, (0.0, REWARD_MAX, -REWARD_MAX, 0.0)))) == 2
     assert [group.slot for group in usable(honest(), (REWARDS, (0.0, reward, 0.0, 0.0)))] == [0]
     assert "a reward is above 1e+06 in magnitude" in caplog.text
+
+
+def test_a_group_of_an_environment_that_the_run_does_not_have_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert [group.slot for group in usable(honest(), environments=("other", "echo"))] == [1]
+    assert [group.slot for group in usable(FAULTS["keeps 2000 of 3 tokens"](), environments=("other", "echo"))] == [1]
+    assert "the run has no environment other" in caplog.text
 
 
 def test_a_body_that_cannot_be_read_and_a_wrong_number_of_logprobs_cost_their_own_groups_only() -> None:

@@ -24,7 +24,15 @@ from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
+from prime_protocol.run_spec import (
+    CONFIG_FILE,
+    AuditPolicy,
+    CheckPolicy,
+    EnvironmentSpec,
+    ModelFile,
+    PinnedRun,
+    RunSpec,
+)
 from prime_protocol.schedule import Schedule, lag_of
 from prime_protocol.seed_chain import committed
 from prime_protocol.verify import LIKELIHOOD_RATIOS
@@ -149,6 +157,29 @@ def covers(calibration: Calibration, config_json: bytes) -> bool:
     return hidden_size <= calibration.hidden_size_max and num_layers <= calibration.num_layers_max
 
 
+def fit_positions(config: RunConfig, config_json: bytes) -> Limits:
+    """Return the run's limits, with prompts short enough that a completion fits into the model's positions after them.
+
+    A longer sequence would end the trainer. Raises LocalError where the settings ask for one.
+    """
+    model = json.loads(config_json)
+    positions = model.get("text_config", model).get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return config.limits
+    room = positions - config.completion_tokens_max
+    asked = {f"environment {one.name}: context_tokens_max": one.context_tokens_max or 0 for one in config.environments}
+    asked["completion_tokens_max"] = config.completion_tokens_max + 1
+    if "prompt_tokens_max" in config.limits.model_fields_set:
+        asked["limits.prompt_tokens_max"] = config.limits.prompt_tokens_max + config.completion_tokens_max
+    for name, tokens in asked.items():
+        if tokens > positions:
+            raise LocalError(
+                f"[run] {name}: sequences of {tokens:,} tokens do not fit into the model's {positions:,} positions "
+                "(max_position_embeddings); lower it"
+            )
+    return config.limits.model_copy(update={"prompt_tokens_max": min(config.limits.prompt_tokens_max, room)})
+
+
 def build_run_spec(
     config: RunConfig,
     *,
@@ -168,6 +199,7 @@ def build_run_spec(
     if calibration is not None and checks.calibration is None:
         known = calibration if checks.unseeded else calibration.without(LIKELIHOOD_RATIOS)
         checks = checks.model_copy(update={"calibration": known})
+    limits_of_run = fit_positions(config, model_files[CONFIG_FILE]) if CONFIG_FILE in model_files else config.limits
     eta = config.schedule.staleness_threshold
     try:
         spec = RunSpec(
@@ -199,7 +231,7 @@ def build_run_spec(
             rollouts_per_group=config.rollouts_per_group,
             lease_seconds=config.lease_seconds,
             heartbeat_seconds=config.heartbeat_seconds,
-            limits=config.limits,
+            limits=limits_of_run,
             checks=checks,
             schedule=config.schedule,
             adapters=adapters,

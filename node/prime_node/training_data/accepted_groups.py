@@ -48,6 +48,8 @@ def part_of(rollouts: Rollouts, members: range) -> Rollouts:
 
 def content_fault(entry: BatchGroup, part: Rollouts, spec: RunSpec) -> str | None:
     """Return why a group's rollouts or rewards are not what the run asks for, or None. `part` is `part_of` its bundle."""
+    if entry.problem.environment not in {environment.name for environment in spec.environments}:
+        return f"the run has no environment {entry.problem.environment}"
     if (part.slots_N != entry.slot).any():
         return "its completions are of another slot"
     if not all(abs(reward) <= REWARD_MAX for reward in entry.rewards):  # false for NaN
