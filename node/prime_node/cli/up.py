@@ -45,6 +45,8 @@ LINE_S = 5.0
 """Interval between lines without a terminal."""
 START_S_MAX = 60.0
 """Limit on the time until the coordinator answers."""
+LEAVE_S_MAX = 10.0
+"""Time for workers to leave after the last step."""
 GRACE_S = {"worker": 15.0, VALIDATOR: 10.0, TRAINER: 60.0, COORDINATOR: 15.0}
 
 
@@ -91,6 +93,8 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     try:
         await unless(stop.wait(), session.start())
         finished = not stop.is_set() and await session.watch(console, stop)
+        if finished:
+            await unless(stop.wait(), session.until_workers_left())
     finally:
         await session.stop()
     if not finished:
@@ -188,6 +192,17 @@ class UpSession:
             end = last_lines(failed.log_file, 15).splitlines()
             say(f"the {failed.name} failed; the end of {failed.log_file}:", *end, console=console)
         return trainer.done() and failed is None
+
+    async def until_workers_left(self) -> None:
+        """Wait a few seconds for the workers: the coordinator tells each of them, on any machine, that the run is over."""
+        if TRAINER not in self._supervisor.children:
+            return
+        deadline = time.monotonic() + LEAVE_S_MAX
+        while time.monotonic() < deadline:
+            status = await self._get_status()
+            if status is None or not status.get("num_workers"):
+                return
+            await asyncio.sleep(REFRESH_S)
 
     def _given_up(self) -> Child | None:
         """Return a child of an essential role that is not restarted, if there is one."""
