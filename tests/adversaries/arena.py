@@ -236,7 +236,7 @@ class Arena:
             config=ValidatorConfig(),
             coordinator=cast("ValidatorPort", port),
             scorer=self._engines[0],
-            lanes=ScoringWorkers(lambda: {"spell": self.policies.environment}, workers_max=1),
+            scoring_workers=ScoringWorkers(lambda: {"spell": self.policies.environment}, workers_max=1),
             tokenizer=self.policies.tokenizer,
             policy=policy,
             policy_versions=lambda: (),

@@ -278,9 +278,9 @@ async def test_a_peer_whose_news_end_in_silence_is_unreachable(server: Server, m
 
     server.answer = one_line
     peer = HttpPeer(server.url, run=RUN.digest, clock=SystemClock(), bounds=Limits(), authorization=lambda: None)
-    news = peer.news()
-    assert (await anext(news)).head == 2
+    updates = peer.updates()
+    assert (await anext(updates)).head == 2
     with pytest.raises(Unreachable):
-        await asyncio.wait_for(anext(news), 5.0)
+        await asyncio.wait_for(anext(updates), 5.0)
     over.set()
     await peer.close()

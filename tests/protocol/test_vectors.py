@@ -13,7 +13,7 @@ from tests.protocol.vector_kinds import CASES, KINDS, LISTS, ROOT, VECTORS, Case
 
 from prime_protocol import messages
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, PeerError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 def assert_holds(expected: Any, found: Any) -> None:
@@ -39,7 +39,7 @@ def test_a_golden_vector_means_what_it_meant(path: Path, case: Case) -> None:
         with pytest.raises(ValueError, match=r".+"):
             meaning(case, path.parent)
     elif "error" in case:
-        with pytest.raises(PeerError) as caught:
+        with pytest.raises(RemoteError) as caught:
             meaning(case, path.parent)
         assert caught.value.code == ErrorCode(case["error"]), caught.value
     else:

@@ -69,17 +69,17 @@ async def test_a_bug_among_the_links_starts_them_again_and_shows_where_the_owner
 
 
 async def test_a_bug_in_one_link_is_loud_and_costs_that_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = HttpPeer.news, 0
+    right, calls = HttpPeer.updates, 0
 
     async def wrong_once(self: HttpPeer) -> AsyncIterator[PeerUpdate]:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise ZeroDivisionError
-        async for news in right(self):
-            yield news
+        async for update in right(self):
+            yield update
 
-    monkeypatch.setattr(HttpPeer, "news", wrong_once)
+    monkeypatch.setattr(HttpPeer, "updates", wrong_once)
     async with swarm(tmp_path, ANNA) as made:
         [(_, peer)] = made.workers
         assert peer.neighbours is not None

@@ -52,7 +52,7 @@ class GenerationPace:
             return seconds_left > 0
         return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
 
-    def snub(self) -> None:
+    def doubt(self) -> None:
         """Halve the estimate after work was refused because of it: it may have been bad luck."""
         if self._seconds_per_rollout is not None:
             self._seconds_per_rollout /= 2

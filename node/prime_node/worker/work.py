@@ -114,7 +114,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         await hand_back(worker, lease)
         return
     if not worker.activity.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
-        worker.activity.pace.snub()
+        worker.activity.pace.doubt()
         await hand_back(worker, lease)
         return
     # An evaluation is of one policy, so its completions never span two.

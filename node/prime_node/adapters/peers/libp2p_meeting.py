@@ -78,10 +78,10 @@ async def hosts_by(relays: Iterable[KeyId], peer: KeyId, ask: Ask) -> frozenset[
     """Return where a peer's links come from, according to the first of these relays that knows; empty if none does."""
     for relay in relays:
         try:
-            hosts = await ask(relay, MEET, peer.encode(), MEET_S_MAX + 5.0, HOSTS_BYTES_MAX)
+            answer = await ask(relay, MEET, peer.encode(), MEET_S_MAX + 5.0, HOSTS_BYTES_MAX)
         except (RemoteError, Unreachable):
             continue
-        found = (parse_ip(line) for line in hosts.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX])
+        found = (parse_ip(line) for line in answer.decode("ascii", "replace").split("\n")[: limits.PEER_ADDRESSES_MAX])
         if hosts := frozenset(str(one) for one in found if one is not None):
             return hosts
     return frozenset()
