@@ -97,10 +97,10 @@ class HeartbeatRequest(WireModel):
     """Policy that its engine holds."""
     bundles_spooled: int = Field(ge=0, le=limits.BUNDLES_SPOOLED_MAX)
     """Bundles on its disk that are not uploaded yet."""
-    available_after_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
+    usable_after_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
     """Milliseconds from the time stamp in that policy's manifest until the engine could use it, as the worker measured them."""
     swap_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
-    """Part of `available_after_ms` that the engine's swap took."""
+    """Part of `usable_after_ms` that the engine's swap took."""
     session: Session = Field(default="", exclude_if=_is_default)
 
 

@@ -52,7 +52,7 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
             state=WorkerState.GENERATING,
             policy_version=7,
             bundles_spooled=2,
-            available_after_ms=5_200,
+            usable_after_ms=5_200,
             swap_ms=310,
             session=SESSION,
         ),

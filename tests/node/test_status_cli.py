@@ -55,7 +55,7 @@ async def test_each_step_shows_how_long_its_policy_took_to_be_usable() -> None:
         await world.publish()
         for worker, after_ms in ((ANNA, 1_200), (BEN, 3_400), (ROOT, 2_300)):
             await world.join(worker)
-            beat = HEARTBEAT.model_copy(update={"policy_version": 0, "available_after_ms": after_ms})
+            beat = HEARTBEAT.model_copy(update={"policy_version": 0, "usable_after_ms": after_ms})
             await world.client(worker).heartbeat(beat)
         (line,) = [line.split() for line in (await text_of(world.url)).splitlines() if line.split()[:1] == ["0"]]
         assert line[-4:] == ["2.3", "to", "2.3", "s"]

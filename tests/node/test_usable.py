@@ -35,7 +35,7 @@ async def test_status_and_metrics_show_what_the_heartbeats_say() -> None:
                 state=WorkerState.IDLE,
                 policy_version=version,
                 bundles_spooled=0,
-                available_after_ms=after_ms,
+                usable_after_ms=after_ms,
                 swap_ms=after_ms // 5,
             )
             await world.client(key).heartbeat(beat)

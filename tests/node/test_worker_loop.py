@@ -135,8 +135,8 @@ async def test_the_coordinator_is_told_when_a_policy_could_be_used_and_what_the_
     )
     told = world.coordinator.beats[-1]
     assert told.swap_ms is not None
-    assert told.available_after_ms is not None
-    assert 30_000 <= told.swap_ms <= told.available_after_ms
+    assert told.usable_after_ms is not None
+    assert 30_000 <= told.swap_ms <= told.usable_after_ms
 
 
 class SwapsUnderWay(TableEngine):
@@ -168,7 +168,7 @@ async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path)
     await engine.swapped.wait()
     await until(lambda: worker.loaded.version == 1)
     assert worker.loaded.swap_ms is not None
-    assert worker.loaded.available_after_ms is not None
+    assert worker.loaded.usable_after_ms is not None
     world.stop.set()
     await working
 

@@ -57,8 +57,8 @@ CLAIMS: dict[str, tuple[float, float, str]] = {
     "JoinRequest.hardware.memory_bytes": (0, limits.CLAIMED_MEMORY_BYTES_MAX, "the same text"),
     "HeartbeatRequest.policy_version": (-1, limits.STEP_MAX, "its own row; none that is not published is kept"),
     "HeartbeatRequest.bundles_spooled": (0, limits.BUNDLES_SPOOLED_MAX, "its own row"),
-    "HeartbeatRequest.available_after_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; not longer than since then"),
-    "HeartbeatRequest.swap_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; no longer than available_after_ms"),
+    "HeartbeatRequest.usable_after_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; not longer than since then"),
+    "HeartbeatRequest.swap_ms": (0, limits.CLAIMED_MS_MAX, "ranks over workers; no longer than usable_after_ms"),
     "LeaseRequest.policy_version": (0, limits.STEP_MAX, "compared with what is published"),
     "LeaseRequest.rollouts_max": (1, limits.LEASE_ROLLOUTS_MAX, "how much this lease may hold"),
     "LeaseRequest.wait_s": (0, limits.WAIT_S_MAX, "how long this request is held"),
@@ -113,11 +113,11 @@ def test_the_stamp_around_a_request_holds_one_number_which_must_be_near_the_coor
 @pytest.mark.parametrize(
     "change",
     [
-        {"available_after_ms": 2**53},
+        {"usable_after_ms": 2**53},
         {"swap_ms": limits.CLAIMED_MS_MAX + 1},
         {"bundles_spooled": 2**53},
         {"policy_version": 2**53},
-        {"available_after_ms": -1},
+        {"usable_after_ms": -1},
     ],
 )
 async def test_a_heartbeat_with_an_absurd_number_is_refused(change: dict[str, int]) -> None:
@@ -151,7 +151,7 @@ async def test_what_one_stranger_claims_moves_nothing_that_is_shown_of_others() 
 
 
 async def say(world: World, key: SigningKey, after_ms: int) -> None:
-    beat = HEARTBEAT.model_copy(update={"available_after_ms": after_ms, "swap_ms": after_ms})
+    beat = HEARTBEAT.model_copy(update={"usable_after_ms": after_ms, "swap_ms": after_ms})
     await world.client(key).heartbeat(beat)
 
 

@@ -33,13 +33,13 @@ class LoadedPolicy:
     """Policy that the engine holds; -1 if it must be loaded again."""
     newest: int = -1
     """Newest policy that the engine has held."""
-    available_after_ms: int | None = None
+    usable_after_ms: int | None = None
     """Time from the held policy's publication until the engine had it; None if it is not meaningful for its update path."""
     swap_ms: int | None = None
     """Part of that time spent in the engine."""
 
-    def swapped(self, version: int, *, available_after_ms: int | None, swap_ms: int) -> None:
+    def swapped(self, version: int, *, usable_after_ms: int | None, swap_ms: int) -> None:
         """Record a swap. Its times count only if the policy is newer than an earlier one."""
-        counts = available_after_ms is not None and version > self.newest >= 0
-        self.available_after_ms, self.swap_ms = (available_after_ms, swap_ms) if counts else (None, None)
+        counts = usable_after_ms is not None and version > self.newest >= 0
+        self.usable_after_ms, self.swap_ms = (usable_after_ms, swap_ms) if counts else (None, None)
         self.version, self.newest = version, max(version, self.newest)

@@ -61,7 +61,7 @@ def heartbeat_request(worker: Worker) -> HeartbeatRequest:
         state=worker.activity.state,
         policy_version=worker.loaded.version,
         bundles_spooled=min(worker.spool.num_bundles, limits.BUNDLES_SPOOLED_MAX),
-        available_after_ms=_claimed(worker.loaded.available_after_ms),
+        usable_after_ms=_claimed(worker.loaded.usable_after_ms),
         swap_ms=_claimed(worker.loaded.swap_ms),
         session=worker.session.name,
     )

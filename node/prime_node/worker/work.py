@@ -201,11 +201,11 @@ def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Ite
     began_s = worker.clock.monotonic_s()
     with worker.timed("swap", policy_version=policy_version):
         yield
-    available_after_ms = None
+    usable_after_ms = None
     if policy is not None and policy.version == policy_version:
-        available_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
+        usable_after_ms = max(0, worker.session.server_now_ms() - policy.signed.manifest.created_at_ms)
     swap_ms = round(1_000 * (worker.clock.monotonic_s() - began_s))
-    worker.loaded.swapped(policy_version, available_after_ms=available_after_ms, swap_ms=swap_ms)
+    worker.loaded.swapped(policy_version, usable_after_ms=usable_after_ms, swap_ms=swap_ms)
 
 
 async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> None:

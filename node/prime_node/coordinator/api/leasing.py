@@ -65,10 +65,10 @@ class Leasing:
         if request.policy_version > state.head:  # the value is public, so an impossible one is not stored
             request = request.model_copy(update={"policy_version": -1})
         self.presence.reported(signer, request, self.clock.monotonic_s())
-        if request.available_after_ms is not None and request.policy_version >= 0:
+        if request.usable_after_ms is not None and request.policy_version >= 0:
             swap_s = None if request.swap_ms is None else request.swap_ms / 1_000
             self.observer.usable(
-                signer, request.policy_version, request.available_after_ms / 1_000, self.clock.now_ms(), swap_s=swap_s
+                signer, request.policy_version, request.usable_after_ms / 1_000, self.clock.now_ms(), swap_s=swap_s
             )
         return HeartbeatReply.model_construct(
             step=state.current_step,
