@@ -318,7 +318,7 @@ COUNT_MAX = 2**53
 
 
 class Limits(BaseModel):
-    """Largest count, size and time stamp: every JSON reader represents it exactly."""
+    """Limits that a run sets, as part of its RunSpec."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 

@@ -83,7 +83,7 @@ class WorkerState(StrEnum):
     """Downloading or verifying a policy."""
     GENERATING = "generating"
     IDLE = "idle"
-    """HeldEncoding a policy and waiting for a lease."""
+    """Holding a policy and waiting for a lease."""
     DRAINING = "draining"
     """Finishing its leases; it takes no new ones."""
 
