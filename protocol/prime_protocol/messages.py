@@ -186,7 +186,7 @@ class CheckResultRequest(WireModel):
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:
         if self.verdict.accepted != bool(self.rewards):
-            raise ValueError("an accepted bundle must have rewards, a refused one must have none")
+            raise ValueError("an accepted bundle must have rewards, a rejected one must have none")
         return self
 
 
@@ -262,7 +262,7 @@ class Stamped(WireModel):
 
     run: Digest
     nonce: Nonce
-    """16 random bytes; a server rejects a nonce that it has seen."""
+    """16 random bytes; a server refuses a nonce that it has seen."""
     issued_at_ms: Count
     """Unix time by the sender's clock; it may differ from the server's by REQUEST_AGE_S_MAX."""
     epoch: Epoch = Field(default="", exclude_if=_is_default)

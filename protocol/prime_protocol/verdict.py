@@ -101,7 +101,7 @@ class Verdict(WireModel):
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Verdict:
         if self.accepted == (self.reason is not None):
-            raise ValueError("a refused verdict must have a reason, an accepted one must have none")
+            raise ValueError("a rejection must have a reason, an acceptance must have none")
         return self
 
     @classmethod
@@ -161,5 +161,5 @@ class Receipt(WireModel):
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Receipt:
         if (self.status is BundleStatus.REFUSED) != (self.reason is not None):
-            raise ValueError("a receipt must have a reason if and only if the bundle was refused")
+            raise ValueError("a receipt must have a reason if and only if the bundle was rejected")
         return self

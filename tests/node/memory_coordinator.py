@@ -58,6 +58,7 @@ class MemoryCoordinator(MemorySource):
         self.known = False
         self.left = False
         self.draining = False
+        self.notice = ""
         self.ban_reason: str | None = None
         self.ban_at_join: str | None = None
         self.clock_ahead_s = 0.0
@@ -91,7 +92,7 @@ class MemoryCoordinator(MemorySource):
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self._check_worker()
         self.beats.append(request)
-        return HeartbeatReply(step=0, head=max(self.manifests, default=-1), draining=self.draining)
+        return HeartbeatReply(step=0, head=max(self.manifests, default=-1), draining=self.draining, notice=self.notice)
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
         self._check_worker()

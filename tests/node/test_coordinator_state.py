@@ -93,7 +93,7 @@ def test_a_worker_with_an_old_policy_is_told_to_fetch_the_new_one() -> None:
     run.train("anna", 0)
     refusal = run.lease("anna", 0)
     assert isinstance(refusal, NothingToLease)
-    assert "fetch policy 1" in refusal.reason
+    assert "policy 1 is the newest" in refusal.reason
     assert not refusal.is_worth_waiting
     assert run.granted("anna", 1).step == 1
 

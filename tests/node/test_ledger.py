@@ -82,7 +82,7 @@ async def test_it_goes_on_after_a_restart_and_an_export_verifies_offline(tmp_pat
     shown = await asyncio.to_thread(command, *arguments)
     assert "all 2 settled receipts are in it" in shown.stdout
     columns = [line.split() for line in shown.stdout.splitlines()]
-    assert ["worker", "rollouts", "tokens", "refused"] in columns, "whole in a terminal of 80 columns"
+    assert ["worker", "rollouts", "tokens", "rejected"] in columns, "whole in a terminal of 80 columns"
     assert [ANNA.key_id[-8:], "4", "4"] in columns
 
 

@@ -74,7 +74,7 @@ def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_stands_surety_once_the_runs_end_has_credited_it(book: ReceiptBook, tmp_path: Path) -> None:
+def test_no_bundle_is_in_escrow_once_the_end_of_the_run_has_credited_it(book: ReceiptBook, tmp_path: Path) -> None:
     for number in (0, 1, 2, 2):
         note(book, number, BundleStatus.ACCEPTED)
     assert book.num_escrows(3) == 3, "a receipt that is fetched twice says nothing new"
@@ -85,7 +85,7 @@ def test_nothing_stands_surety_once_the_runs_end_has_credited_it(book: ReceiptBo
     assert book.num_escrows(3) == 1
 
 
-def test_the_line_for_the_owner_says_how_many_bundles_stand_surety() -> None:
+def test_the_status_line_shows_how_many_bundles_are_in_escrow() -> None:
     status = Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0, bundles_in_escrow=8)
     assert " | 8 in escrow | " in status.line()
-    assert "surety" not in Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0).line()
+    assert "escrow" not in Status(WORKER.key_id, WorkerState.IDLE, 3, 3, 3, 0.0, 8, 8, 0, 0).line()

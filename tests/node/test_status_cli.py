@@ -204,11 +204,17 @@ def test_a_contributor_sees_what_this_machine_does(tmp_path: Path, monkeypatch: 
     text = shown().stdout
     assert "policy 41 of 42 | 812 tokens/s" in text
     assert "65,536 tokens; 8 rollouts have no verdict yet" in text
-    assert "2 bundles wait to be uploaded" in text
+    assert "bundles that wait to be uploaded: 2" in text
     assert "last update 3 h ago" in text
     assert "ended: drained" in text
     one = shown(tmp_path / "runs/aaaa", "--json")
     assert json.loads(one.stdout)[str(tmp_path / "runs/aaaa")]["head"] == 42
+
+
+def test_a_notice_that_repeats_what_the_worker_waits_for_is_shown_once(tmp_path: Path) -> None:
+    status = dataclasses.replace(ONE, at_ms=time.time_ns() // 1_000_000, waiting_for=ONE.notice)
+    text = shown(write(tmp_path / "worker", status)).stdout
+    assert text.count(ONE.notice) == 1
 
 
 def test_a_file_that_is_no_status_is_named(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_one_line_says_what_counts() -> None:
     line = one_line(RunProgress("learning", 7, 400, 12.3, rewards=[0.25, 0.75], lag_mean=1.9, refused={"stale": 2}))
     assert "step 7/400" in line
     assert "reward 0.50" in line
-    assert "refused 2 stale" in line
+    assert "rejected 2 stale" in line
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1_536, "1.5 kB"), (2_500_000_000, "2.5 GB")])

@@ -140,6 +140,17 @@ async def test_the_end_of_the_run_drains_the_worker(tmp_path: Path) -> None:
     assert accepted != 0
 
 
+async def test_a_worker_that_has_ended_shows_no_notice_of_a_missing_lease(tmp_path: Path) -> None:
+    world = WorkerWorld(tmp_path)
+
+    def end() -> None:
+        world.coordinator.draining, world.coordinator.notice = True, "the run has all its rollouts"
+
+    world.coordinator.after_upload = end
+    assert await run_worker(world.worker(), world.stop) is Ending.DRAINED
+    assert (world.status()["ended"], world.status()["notice"]) == ("drained", "")
+
+
 async def test_a_worker_that_waits_for_the_first_policy_says_so(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path, policies=0)
     task = asyncio.create_task(run_worker(world.worker(status_seconds=0.1), world.stop))

@@ -250,7 +250,7 @@ def _about_the_bundle(dossier: _Dossier, folder: Path, model: Path | None) -> st
     if not isinstance(found, OpenedBundle):
         if found.verdict.reason is not decided.reason:
             raise RemoteError(
-                ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, but was refused as {decided.reason}"
+                ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, but was rejected as {decided.reason}"
             )
         return f"{found.verdict.reason} by its own bytes"
     if model is None:
@@ -282,7 +282,7 @@ async def _about_the_seeds(dossier: _Dossier, ledger: str) -> str:
 
 
 async def _judged_again(bundle: OpenedBundle, dossier: _Dossier, model: Path, judge_class: str) -> str:
-    """Repeat the forward pass. Raises RemoteError if it does not confirm the refusal."""
+    """Repeat the forward pass. Raises RemoteError if it does not confirm the rejection."""
     from prime_node.cli import wire
     from prime_node.validator.judge import evidence_in, verdict_on, weigh_bundle
     from prime_node.validator.spans import policies_of
@@ -304,7 +304,7 @@ async def _judged_again(bundle: OpenedBundle, dossier: _Dossier, model: Path, ju
 
 
 def confirmed(reason: RejectReason | None, verdict: Verdict) -> str:
-    """Compare a forward pass with a refusal. Raises RemoteError if the pass should have confirmed the refusal and does not."""
+    """Compare a forward pass with a rejection. Raises RemoteError if the pass should have confirmed it and does not."""
     if verdict.reason is reason:
         return f"{reason} by a forward pass"
     if reason in BY_FORWARD_PASS:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 DOES_NOT_HOLD = 1
 
 ledger = typer.Typer(
-    help="Export and verify a run's ledger: every accepted and refused rollout, by whom, worth what, and why.",
+    help="Export and verify a run's ledger: every accepted and rejected rollout, by whom, worth what, and why.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -207,11 +207,11 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
 
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for column in ("worker", "rollouts", "tokens", "refused"):
-        table.add_column(column, justify="left" if column in ("worker", "refused") else "right")
+    for column in ("worker", "rollouts", "tokens", "rejected"):
+        table.add_column(column, justify="left" if column in ("worker", "rejected") else "right")
     for worker, account in sorted(report.accounts.items(), key=lambda item: -item[1].tokens):
-        refused = ", ".join(f"{count:,} {reason}" for reason, count in account.refused.items())
-        table.add_row(worker[-8:], f"{account.rollouts:,}", f"{account.tokens:,}", refused)
+        rejected = ", ".join(f"{count:,} {reason}" for reason, count in account.refused.items())
+        table.add_row(worker[-8:], f"{account.rollouts:,}", f"{account.tokens:,}", rejected)
     console.print(table)
     pinned = "" if opened.pinned else " (not pinned: give --run)"
     say(f"run {opened.run.digest[:12]}{pinned}, {report.num_entries:,} entries", console=console)

@@ -46,7 +46,7 @@ def ban(
     worker: WorkerId,
     reason: Annotated[str, typer.Option("--reason", help="Reason; the worker sees it.")] = "by the operator",
 ) -> None:
-    """Ban a key. Its leases end, and its bundles without a verdict are refused."""
+    """Ban a key. Its leases end, and its bundles without a verdict are rejected."""
     say(f"banned {_ask(run, 'ban', worker, reason)}")
 
 

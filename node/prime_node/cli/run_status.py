@@ -74,7 +74,7 @@ class StepLine(UntrustedRow):
 
 
 class RolloutCounts(UntrustedRow):
-    """Accepted rollouts, and refused ones by reason."""
+    """Accepted rollouts, and rejected ones by reason."""
 
     accepted: int = 0
     refused: dict[str, int] = Field(default_factory=dict)

@@ -70,8 +70,8 @@ def render(progress: RunProgress) -> RenderableType:
     if progress.waiting_for:
         detail.append(printable(f"   waiting for: {progress.waiting_for}"))
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("who", "process", "doing", "policy", "accepted", "refused", ""):
-        table.add_column(column, justify="right" if column in ("policy", "accepted", "refused") else "left")
+    for column in ("who", "process", "doing", "policy", "accepted", "rejected", ""):
+        table.add_column(column, justify="right" if column in ("policy", "accepted", "rejected") else "left")
     for row in progress.rows:
         style = "red" if row.note.startswith("banned") else ""
         cells = (row.name, row.process, row.doing, row.policy, str(row.accepted), str(row.refused), row.note)
@@ -92,7 +92,7 @@ def one_line(progress: RunProgress) -> str:
     if progress.evaluation:
         parts.append(f"held-out {progress.evaluation}")
     if progress.refused:
-        parts.append("refused " + ", ".join(f"{count} {reason}" for reason, count in progress.refused.items()))
+        parts.append("rejected " + ", ".join(f"{count} {reason}" for reason, count in progress.refused.items()))
     parts.extend(f"{row.name} {row.note}" for row in progress.rows if row.note)
     return printable("  ".join(parts))
 

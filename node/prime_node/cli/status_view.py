@@ -76,10 +76,10 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
             "accepted", f"{status.tokens_accepted:,} tokens; {status.rollouts_pending:,} rollouts have no verdict yet"
         )
         if status.bundles_spooled:
-            facts.add_row("uploads", f"{status.bundles_spooled} bundles wait to be uploaded")
+            facts.add_row("uploads", f"bundles that wait to be uploaded: {status.bundles_spooled}")
         if status.swarm:
             facts.add_row("peers", Text(printable(status.swarm)))
-        if status.notice:
+        if status.notice and status.notice != status.waiting_for:
             facts.add_row("notice", Text(printable(status.notice), style="yellow"))
         lines += [
             Text(printable(str(folder)), style="bold"),
@@ -106,7 +106,7 @@ def _workers(run: RunStatus) -> RenderableType:
     """Render one line per worker, and notes on some of them below the table."""
     shown = run.workers[:WORKERS_SHOWN_MAX]
     table = Table(box=None, pad_edge=False, header_style="dim")
-    numbers = ("policy", "leases", "accepted", "refused", "audited")
+    numbers = ("policy", "leases", "accepted", "rejected", "audited")
     for column in ("worker", "key", "doing", *numbers):
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     notes = []
@@ -133,7 +133,7 @@ def _note(worker: WorkerLine) -> str:
     if worker.active and (worker.silent_s or 0.0) > SILENT_S_MIN:
         notes.append(f"has been silent for {_ago(worker.silent_s or 0.0)}")
     if worker.strikes:
-        notes.append(f"has {worker.strikes} strikes")
+        notes.append("has 1 strike" if worker.strikes == 1 else f"has {worker.strikes} strikes")
     if worker.newcomer:
         notes.append("is a newcomer")
     if worker.active and worker.waiting_for:
@@ -142,7 +142,7 @@ def _note(worker: WorkerLine) -> str:
 
 
 def _counted(accepted: int, refused: Mapping[str, int]) -> str:
-    text = f"{accepted:,} accepted, {sum(refused.values()):,} refused"
+    text = f"{accepted:,} accepted, {sum(refused.values()):,} rejected"
     if refused:
         text += " (" + ", ".join(f"{printable(reason)} {count:,}" for reason, count in sorted(refused.items())) + ")"
     return text

@@ -1,4 +1,4 @@
-"""The summary at the end of `prime-node up`: learning, refusals, bans, and whether the whole chain verifies."""
+"""The summary at the end of `prime-node up`: learning, rejections, bans, and whether the whole chain verifies."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     rollouts = summary["rollouts"]
     row("rollouts accepted", f"{rollouts.get('accepted', 0):,}")
     for reason, count in sorted(rollouts.get("refused", {}).items()):
-        row(f"  refused: {reason}", f"{count:,}")
+        row(f"  rejected: {reason}", f"{count:,}")
     for ban in summary["bans"]:
         row("banned", f"{ban['worker']} at step {ban['step']}: {ban['reason']}")
     row("published", f"{size(summary['bytes_published'])} of checkpoints")

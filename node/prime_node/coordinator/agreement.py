@@ -5,14 +5,14 @@ class is active. That validator judges the bundle too. (Different arithmetic may
 convict, the verdict stands. If they contradict each other, a third validator decides; without one the bundle is unverifiable,
 which is no strike, and the operator is notified. So no worker is banned by one validator's verdict that another one denies.
 
-A held bundle that no other validator judges in time, or that all others call unverifiable, is refused as unverifiable too. That
+A held bundle that no other validator judges in time, or that all others call unverifiable, is rejected as unverifiable too. That
 is no strike: one validator's verdict neither helps nor harms its worker. Each validator that was asked and did not answer is
 counted. After UNANSWERED_MAX times in a row, strikes do not wait for that validator any more, except for one try every
 RETRY_CHECKS check times. This ends when it answers on a held bundle or on a second look. So a validator that is broken, or
 sides with cheats, shields few of them. If only one validator of a class is active, its verdict is enough.
 
 A second validator also judges a share of the accepted bundles, after the verdict, which it does not change. This finds a
-validator that accepts what another refuses. It is one of the same class, or of any class if no other one of that class works.
+validator that accepts what another rejects. It is one of the same class, or of any class if no other one of that class works.
 
 A validator's class is only its claim. Classes that the run's calibration does not know count as one with all others, and so
 does every later claim of a validator that has claimed two classes. So no invented class keeps a second validator away.

@@ -94,7 +94,7 @@ class CoordinatorConfig(Settings):
     check_seconds: float = Field(default=30.0, gt=0.0)
     """Time that a validator has for one bundle before another one gets it; four times as long if rewards are compared."""
     check_attempts_max: int = Field(default=3, ge=1)
-    """Validators that may leave a bundle unanswered before it is refused as unverifiable; its groups are then leased again."""
+    """Validators that may leave a bundle unanswered before it is rejected as unverifiable; its groups are then leased again."""
     second_look_share: float = Field(default=0.05, ge=0.0, le=1.0)
     """Share of the accepted audited bundles that a second validator judges too, if several validators are active."""
     watchdog_seconds: float = Field(default=120.0, gt=0.0)
@@ -144,7 +144,7 @@ class CoordinatorConfig(Settings):
     """Signed requests per second of one worker, sustained; a burst of ten times as many is accepted."""
     faults_per_second: float = Field(default=5.0, gt=0.0)
     """Faulty requests and new keys per second from one network address, sustained; a burst of fifty times as many is accepted.
-    Beyond that, keys at this address that neither take part nor belong to the run are rejected."""
+    Beyond that, keys at this address that neither take part nor belong to the run are refused."""
     nonces_max: int = Field(default=1_000_000, ge=1_000)
     """Nonces remembered against replays, about 200 bytes each: half of them for members, a quarter for the run's own keys, a
     quarter for strangers. When a part is used up, requests of its kind are refused for a while."""

@@ -65,7 +65,7 @@ class Validator:
     policy_versions: Callable[[], tuple[int, ...]]
     clock: Clock
     verdicts: Counter[str] = field(default_factory=Counter)
-    """Number of bundles accepted, and refused by reason."""
+    """Number of bundles accepted, and rejected by reason."""
     comparisons: Comparisons = field(default_factory=Comparisons)
     """Comparisons of unseeded bundles' rewards with references sampled here."""
     scoring: set[str] = field(default_factory=set)
@@ -259,7 +259,9 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
     validator.verdicts[judgement.verdict.reason or "accepted"] += 1
     if not judgement.verdict.accepted:
         verdict = judgement.verdict
-        log.info("bundle %s of %s refused: %s: %s", task.bundle[:12], task.lease.worker, verdict.reason, verdict.detail)
+        log.info(
+            "bundle %s of %s rejected: %s: %s", task.bundle[:12], task.lease.worker, verdict.reason, verdict.detail
+        )
     _say(validator)
     logprobs = None
     if judgement.verdict.accepted and judgement.logprobs_T is not None and _is_trained_on(validator, task):

@@ -3,7 +3,7 @@
 Concurrency: every rollout of the lease is an episode of its own; concurrent requests to the model are batched
 (envs/episodes.py). An environment is third-party code. An exception ends its episode, and the tokens sampled before it
 count, because a validator's environment may raise at the same place. If it continues there instead, the bundle is
-refused as incomplete, which is no strike. If its process exits, all its episodes fail; each is then played again alone,
+rejected as incomplete, which is no strike. If its process exits, all its episodes fail; each is then played again alone,
 so that no lease is handed from worker to worker forever.
 """
 

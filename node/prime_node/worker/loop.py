@@ -44,7 +44,7 @@ async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
     outcome = "failed"
     try:
         ending = await _run(worker, stop)
-        outcome = ending.value
+        worker.session.notice, outcome = "", ending.value  # the last notice says why there was no lease
         worker.say(farewell(worker, ending))
         return ending
     except BaseExceptionGroup as group:  # the tasks' faults come together; a ban explains the others

@@ -53,7 +53,7 @@ class GenerationPace:
         return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
 
     def doubt(self) -> None:
-        """Halve the estimate after work was refused because of it: it may have been bad luck."""
+        """Halve the estimate after a lease was handed back because of it: it may have been bad luck."""
         if self._seconds_per_rollout is not None:
             self._seconds_per_rollout /= 2
 

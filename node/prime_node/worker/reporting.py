@@ -85,8 +85,8 @@ def farewell(worker: Worker, ending: Ending) -> str:
     """
     tally = worker.receipts.tally()
     parts = [f"{tally.accepted:,} rollouts accepted, worth {tally.tokens:,} tokens"]
-    if refused := sum(tally.refused.values()):
-        parts.append(f"{refused:,} refused")
+    if rejected := sum(tally.refused.values()):
+        parts.append(f"{rejected:,} rejected")
     if tally.pending:
         parts.append(f"{tally.pending:,} not checked yet")
     return f"{ending.message}. Of this key: {'; '.join(parts)}"

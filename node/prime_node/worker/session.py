@@ -95,9 +95,9 @@ class Session:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
             self.step, self.head, self.in_use = reply.step, reply.head, ""
             self.accepted.turn(on=True)
-            # A notice that is absent from the next heartbeat was transient; log only one that stays.
-            if reply.notice and reply.notice == self.notice != said:
-                log.warning("the coordinator says: %s", reply.notice)
+            # The notice says why there is no lease. If the next heartbeat lacks it, it was transient: log only one that stays.
+            if reply.notice and reply.notice == self.notice != said and not reply.draining:
+                log.info("the coordinator says: %s", reply.notice)
                 said = reply.notice
             self.notice = reply.notice
             if reply.draining:
@@ -154,7 +154,7 @@ class Session:
                 raise RemoteError(
                     ErrorCode.UNAVAILABLE,
                     (
-                        "the coordinator rejects this worker's requests as unknown right "
+                        "the coordinator refuses this worker's requests as unknown right "
                         "after it joined; report this to the operator"
                     ),
                 ) from None
@@ -178,7 +178,7 @@ class Session:
         if abs(self._clock_behind_ms) > CLOCK_DIFFERENCE_S_NOTED * 1_000:
             direction = "behind" if self._clock_behind_ms > 0 else "ahead of"
             log.warning(
-                "this machine's clock is %.0f s %s the coordinator's; set it, or requests are rejected",
+                "this machine's clock is %.0f s %s the coordinator's; set it, or requests are refused",
                 abs(self._clock_behind_ms) / 1_000,
                 direction,
             )

@@ -1,7 +1,7 @@
 """Finished work on disk until the coordinator has it.
 
 Invariant: when `put` has returned, the bundle survives kill -9 and power loss, and stays until the coordinator has
-answered: accepted (then it is durable there), or refused finally (then it is dropped, with its reason in
+answered: accepted (then it is durable there), or rejected finally (then it is dropped, with its reason in
 refused.jsonl). Sending twice is harmless, since uploads are idempotent by digest. Bundles are sent in the order of
 arrival.
 
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9]{12,}-[A-Za-z0-9_-]+\.parcel")
 REFUSED_LINES_MAX = 1_000
-"""Number of refusals kept; the oldest are dropped first."""
+"""Number of rejections kept; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Spool:
             await self._clock.sleep(pause_s)
 
     def _note_refusal(self, path: Path, reason: str, detail: str) -> None:
-        log.warning("bundle %s was refused: %s: %s", path.stem, reason, detail)
+        log.warning("bundle %s was rejected: %s: %s", path.stem, reason, detail)
         notes = self._folder / "refused.jsonl"
         line = json.dumps({"at_ms": self._clock.now_ms(), "bundle": path.stem, "reason": reason, "detail": detail})
         lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []

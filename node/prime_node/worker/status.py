@@ -60,7 +60,7 @@ class Status:
     def line(self) -> str:
         """Return the line for a terminal.
 
-        Example: `policy 41 of 42 | 812 tokens/s | accepted 1,024 | refused 3 (stale 3) | spool 0`.
+        Example: `policy 41 of 42 | 812 tokens/s | accepted 1,024 | rejected 3 (stale 3) | 2 to upload | generating`.
         """
         parts = [
             f"policy {self.policy_version if self.policy_version >= 0 else '-'} of {self.head}"
@@ -71,10 +71,11 @@ class Status:
         ]
         if self.refused:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(self.refused.items()))
-            parts.append(f"refused {sum(self.refused.values()):,} ({reasons})")
+            parts.append(f"rejected {sum(self.refused.values()):,} ({reasons})")
         if self.bundles_in_escrow:
             parts.append(f"{self.bundles_in_escrow} in escrow")
-        parts.append(f"spool {self.bundles_spooled}")
+        if self.bundles_spooled:
+            parts.append(f"{self.bundles_spooled} to upload")
         if self.coordinator_away_s is not None:
             parts.append(f"coordinator unreachable for {self.coordinator_away_s:.0f} s")
         elif self.waiting_for:

@@ -38,7 +38,7 @@ class Account:
     tokens: int = 0
     """Completion tokens credited."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Refused rollouts by reason."""
+    """Rejected rollouts by reason."""
 
 
 @dataclass(slots=True)

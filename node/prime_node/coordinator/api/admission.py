@@ -56,7 +56,7 @@ class WorkerAdmission:
         _check_software(request.software, config.software_min)  # (1)
         if not (request.engine.seeded or self.run.spec.checks.unseeded):
             raise RemoteError(
-                ErrorCode.NOT_INVITED, "this run rejects unseeded engines: start the worker with worker.seeded = true"
+                ErrorCode.NOT_INVITED, "this run refuses unseeded engines: start the worker with worker.seeded = true"
             )
         if config.allowed_workers and signer not in config.allowed_workers:  # (2)
             raise RemoteError(

@@ -168,7 +168,7 @@ class Judging:
             return
         reason = verdict.reason
         if reason is RejectReason.WRONG_CONTEXT and self.decisions.state.is_evaluation(pending.lease.slots):
-            # Older workers without evaluations run another problem under that number. It is refused, so they gain nothing by it.
+            # Older workers without evaluations run another problem under that number. It is rejected, so they gain nothing by it.
             reason = RejectReason.INCOMPLETE
         self.decisions.decide(
             ev.VerdictGiven(
@@ -209,14 +209,14 @@ class Judging:
         return tuple(known.values())
 
     async def settle_held(self) -> None:
-        """Refuse the bundles that a second validator should have judged in time but did not."""
+        """Reject the bundles that a second validator should have judged in time but did not."""
         for bundle in self.agreement.overdue(self.clock.monotonic_s()):
             opinion = self.agreement.settle(bundle, self.clock.monotonic_s())
             if bundle in self.decisions.state.bundles:
                 await self._decide(opinion)
 
     def expire_checks(self) -> None:
-        """Requeue bundles that their validator did not judge in time. After several attempts, refuse them as unverifiable."""
+        """Requeue bundles that their validator did not judge in time. After several attempts, reject them as unverifiable."""
         before = len(self.checks)
         for overdue in self.checks.overdue(self.clock.monotonic_s()):
             is_over = overdue not in self.decisions.state.bundles

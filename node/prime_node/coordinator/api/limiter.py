@@ -1,7 +1,7 @@
 """All rate limits, as two kinds of token buckets.
 
 - by key, after a signature is verified: one worker cannot crowd out the others;
-- by network address, for faulty requests and new keys: strangers at an address that sends faulty requests are rejected
+- by network address, for faulty requests and new keys: strangers at an address that sends faulty requests are refused
   before they cost a signature check. Active workers and the run's keys are exempt, because they may share the address
   (requests.py).
 

@@ -96,7 +96,7 @@ class StepLog:
     dropped: Counter[str] = field(default_factory=Counter)
     """Accepted groups that were dropped, by reason."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Refused bundles, by reason."""
+    """Rejected bundles, by reason."""
     wasted: Counter[str] = field(default_factory=Counter)
     """Leases that ended without a bundle, by how they ended."""
     num_ready: int = 0
@@ -209,7 +209,7 @@ class Tracker:
 
     def _judge(self, event: ev.VerdictGiven, effects: Sequence[Effect], state: State, at_ms: int) -> list[Span]:
         lease = self._judged.pop(event.bundle)
-        # The state machine refuses some bundles that the validator accepted: copies, and those that complete the evidence for a
+        # The state machine rejects some bundles that the validator accepted: copies, and those that complete the evidence for a
         # ban.
         settled = (one for one in effects if isinstance(one, Settled) and one.bundle == event.bundle)
         reason = next((one.reason for one in settled), None)
@@ -253,7 +253,7 @@ class Tracker:
         self._log(self._step).dropped[reason] += len(slots)
 
     def _take_back(self, lease: LeaseRecord, state: State) -> None:
-        """Drop the groups of a refused bundle that had been accepted before."""
+        """Drop the groups of a rejected bundle that had been accepted before."""
         step = state.step_of(lease)
         accepted = {} if step is None else step.accepted
         lost = tuple(

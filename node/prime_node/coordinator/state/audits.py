@@ -7,7 +7,7 @@ are durable. So a worker can neither predict the selection nor choose its upload
 
 The tokens of a worker's last `escrow_bundles` accepted bundles are in escrow: no receipt credits them yet. One dishonest bundle
 forfeits the escrow (refusals.py). Its groups that were neither audited nor trained are dropped, the worker's pending unaudited
-bundles are refused, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
+bundles are rejected, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
 (lab/prime_lab/cheating.py has the calculation).
 
 Leases that end without a bundle count too: a worker that omits indices may be choosing among them.

@@ -5,7 +5,7 @@ part of the state, so it survives restarts. It holds the last FINGERPRINTS_KEPT_
 
 Only an audited bundle is evidence against others. Without a forward pass a bundle may contain any text. A worker that had a
 slot's seeds and let its lease lapse could file their text under another slot. The honest worker that samples that slot next
-would then be refused for copying. An unseeded engine could do the same even with a forward pass. But text that is proven to
+would then be rejected for copying. An unseeded engine could do the same even with a forward pass. But text that is proven to
 follow from its slot's seeds is no copy. So of a seeded and an unseeded bundle the latter is the copy, whenever it arrived.
 """
 

@@ -110,7 +110,7 @@ class LeaseReturned:
 class EpisodesFailed:
     """Event: the environment of slots failed on a worker.
 
-    The worker returned its lease for that, or its bundle was refused (failing.py).
+    The worker returned its lease for that, or its bundle was rejected (failing.py).
     """
 
     worker: str
@@ -187,7 +187,7 @@ class VerdictGiven:
 
     bundle: str
     reason: RejectReason | None
-    """Reason of the refusal; None: accepted."""
+    """Reason of the rejection; None: accepted."""
     detail: str
     rewards: tuple[float, ...]
     num_tokens: int

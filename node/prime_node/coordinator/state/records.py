@@ -54,7 +54,7 @@ class LeaseRecord:
     bundle: str | None = None
     """Bundle that redeemed it, or that was rejected for it."""
     reason: RejectReason | None = None
-    """Reason why that bundle was refused."""
+    """Reason why that bundle was rejected."""
     detail: str = ""
     draws: tuple[int, ...] = ()
     """Draw of each slot if any is not the first. Bundles and bans may refer to it after the curriculum has forgotten it."""
@@ -166,7 +166,7 @@ class WorkerRecord:
     accepted: int = 0
     """Accepted rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
-    """Refused rollouts by reason."""
+    """Rejected rollouts by reason."""
     leases: tuple[str, ...] = ()
     """Ids of its open leases."""
     pending: tuple[str, ...] = ()
@@ -259,7 +259,7 @@ class State:
     accepted: int = 0
     """Accepted rollouts of the whole run."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
-    """Refused rollouts of the whole run, by reason."""
+    """Rejected rollouts of the whole run, by reason."""
     bytes_published: int = 0
     num_accepted_groups: int = 0
     """Groups ever accepted, including those that were dropped later."""

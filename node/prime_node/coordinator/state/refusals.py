@@ -1,4 +1,4 @@
-"""How a bundle is refused, and what follows for its worker. Every refusal of the run is made here.
+"""How a bundle is rejected, and what follows for its worker. Every rejection of the run is made here.
 
 refuse_late       a bundle that came too late for its lease: only its receipt is kept
 refuse_pending    a bundle without a verdict: its slots are open again
@@ -6,7 +6,7 @@ refuse_judged     the same by a verdict or by the worker's own signatures, which
 refuse_accepted   an accepted bundle, by evidence that came later: its untrained groups are dropped
 
 A bundle that can only be dishonest costs its worker a strike, the tokens in escrow (audits.py), its unaudited bundles, and
-perhaps a ban. `banish` refuses the pending bundles of a banned worker.
+perhaps a ban. `banish` rejects the pending bundles of a banned worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNPROVEN_DETAIL = "not audited, and the worker was caught cheating before an aud
 
 
 def refuse_late(state: State, lease: LeaseRecord, num_rollouts: int, reason: RejectReason, detail: str) -> Settled:
-    """Refuse a bundle whose lease has ended without one."""
+    """Reject a bundle whose lease has ended without one."""
     lease.reason, lease.detail = reason, detail
     return _settle_refused(state, state.workers[lease.worker], lease, num_rollouts, reason, detail)
 
@@ -30,7 +30,7 @@ def refuse_late(state: State, lease: LeaseRecord, num_rollouts: int, reason: Rej
 def refuse_pending(
     state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None = None
 ) -> list[Effect]:
-    """Refuse a bundle that has no verdict. `weighed` is the evidence that its receipt states."""
+    """Reject a bundle that has no verdict. `weighed` is the evidence that its receipt states."""
     lease = pending.lease
     step, worker = state.step_of(lease), state.workers[lease.worker]
     forgotten = endings.stop_waiting(state, worker, pending, step)
@@ -43,7 +43,7 @@ def refuse_pending(
 def refuse_judged(
     state: State, pending: PendingBundle, reason: RejectReason, detail: str, weighed: Weighed | None, at_ms: int
 ) -> list[Effect]:
-    """Refuse a bundle that has no verdict, and penalize its worker if the reason is dishonest."""
+    """Reject a bundle that has no verdict, and penalize its worker if the reason is dishonest."""
     effects = refuse_pending(state, pending, reason, detail, weighed)
     if reason.is_dishonest:
         effects += _penalize(state, state.workers[pending.lease.worker], pending.bundle, reason, weighed, at_ms)
@@ -58,7 +58,7 @@ def refuse_accepted(
     replaced: tuple[ev.Replaced, ...],
     at_ms: int,
 ) -> list[Effect]:
-    """Refuse an accepted bundle as dishonest, drop its groups that are untrained, and penalize its worker.
+    """Reject an accepted bundle as dishonest, drop its groups that are untrained, and penalize its worker.
 
     A new receipt with the same evidence replaces its receipt, so that the worker's numbered receipts have no gap.
     """
@@ -74,7 +74,7 @@ def refuse_accepted(
 
 
 def banish(state: State, worker: WorkerRecord, ban: Ban) -> list[Effect]:
-    """Ban a worker: its leases end, and its pending bundles are refused."""
+    """Ban a worker: its leases end, and its pending bundles are rejected."""
     worker.banned = ban
     if ban.evidence is not None:
         state.evidence.append(ban.evidence)
@@ -86,7 +86,7 @@ def banish(state: State, worker: WorkerRecord, ban: Ban) -> list[Effect]:
 
 
 def forfeit_escrow(state: State, worker: WorkerRecord) -> list[Effect]:
-    """Forfeit a worker's escrow, and refuse the accepted bundles in it that were not audited."""
+    """Forfeit a worker's escrow, and reject the accepted bundles in it that were not audited."""
     worker.audit_score = 0
     newcomers.recount(state, worker)
     forfeited, worker.escrow = worker.escrow, []
@@ -122,7 +122,7 @@ def _take_back(
     detail: str,
     weighed: Weighed | None,
 ) -> tuple[Settled, bool]:
-    """Refuse an accepted bundle: reopen those of its groups that no batch has taken.
+    """Reject an accepted bundle: reopen those of its groups that no batch has taken.
 
     Return the bundle's new receipt, and whether any group was reopened. `weighed` is the evidence in its old receipt.
     """
@@ -157,7 +157,7 @@ def _settle_refused(
     detail: str,
     weighed: Weighed | None = None,
 ) -> Settled:
-    """Count a refusal for the worker and the run, and return the effect that makes its receipt."""
+    """Count a rejection for the worker and the run, and return the effect that makes its receipt."""
     assert lease.bundle is not None
     for counts in (worker.refused, state.refused):
         counts[reason] = counts.get(reason, 0) + num_rollouts

@@ -1,7 +1,7 @@
 """Which slots a worker is leased, as functions of the state. This file decides; `state.tick` applies the decision.
 
 The rule (docs of step.py): a policy v may begin slot m if m < v R + floor(R (1 + eta)). The lowest open slots are leased first,
-because the trainer waits for them. A slot that failed, expired, or was returned, refused or dropped is among the lowest. So it
+because the trainer waits for them. A slot that failed, expired, or was returned, rejected or dropped is among the lowest. So it
 is the next to be leased, to a worker whose policy is fresh enough. No slot can be skipped and forgotten.
 
 Evaluations come first (evaluations.py), because their policy is soon too old to be leased.
@@ -116,10 +116,10 @@ def choose_slots(
     if found is not None:
         return found
     if policy_version < state.head:
-        reason = f"policy {policy_version} has no open work left; fetch policy {state.head}"
+        reason = f"policy {policy_version} has no open work left; policy {state.head} is the newest"
         return NothingToLease(reason, is_worth_waiting=False)
     return NothingToLease(
-        f"all work for policy {policy_version} is leased; wait for the next policy or an expired lease",
+        f"all work for policy {policy_version} is leased; more opens with the next policy or when a lease expires",
         is_worth_waiting=True,
     )
 

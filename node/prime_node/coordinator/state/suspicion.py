@@ -1,6 +1,6 @@
 """Evidence against workers, accumulated bundle by bundle in the order of the verdicts.
 
-Accepted and refused bundles both count. To omit either would be a selection by the outcome, and would break the bound on how
+Accepted and rejected bundles both count. To omit either would be a selection by the outcome, and would break the bound on how
 often an honest worker is banned (prime_protocol/evidence.py).
 """
 
@@ -53,12 +53,15 @@ def is_proven(rules: SchedulerRules, weighed: Weighed | None) -> bool:
 def ban_after(
     state: State, worker: WorkerRecord, bundle: str, reason: RejectReason, weighed: Weighed | None, at_ms: int
 ) -> Ban | None:
-    """Return the ban that follows from a worker's refused bundle, if any."""
+    """Return the ban that follows from a worker's rejected bundle, if any."""
     if worker.banned is not None:
         return None
     if is_proven(state.rules, weighed):
         assert weighed is not None
-        why = f"the evidence of {weighed.number} bundles together is {weighed.log_evidence:.1f} nats"
+        why = (
+            f"{weighed.number} bundles together give {weighed.log_evidence:.1f} nats of evidence; an honest worker "
+            "reaches n nats with a probability of at most e^-n"
+        )
         return Ban(at_ms, state.current_step, why, bundle, BanKind.STATISTICAL)
     if reason.is_dishonest and worker.strikes >= state.rules.strikes_max:
         why = f"{worker.strikes} bundles were rejected, the last one for {reason}"

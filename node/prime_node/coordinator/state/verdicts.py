@@ -1,4 +1,4 @@
-"""Effects of verdicts: bundles are accepted, or refused (refusals.py), and copies are found."""
+"""Effects of verdicts: bundles are accepted, or rejected (refusals.py), and copies are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 
 
 def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
-    """Apply a verdict: accept or refuse the bundle, and act on copies and cheats."""
+    """Apply a verdict: accept or reject the bundle, and act on copies and cheats."""
     pending = state.bundles[event.bundle]
     worker = state.workers[pending.lease.worker]
     if event.reason is RejectReason.UNVERIFIABLE:
@@ -57,7 +57,7 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
 
 
 def bundle_contradicted(state: State, event: ev.BundleContradicted, at_ms: int) -> list[Effect]:
-    """Refuse the first bundle of a worker that signed two for one lease."""
+    """Reject the first bundle of a worker that signed two for one lease."""
     lease = state.lease_of(event.lease_id, event.worker)
     assert lease is not None
     assert lease.worker == event.worker
@@ -74,7 +74,7 @@ def escrow_released(state: State, event: ev.EscrowReleased, at_ms: int) -> list[
 
 
 def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ...], at_ms: int) -> list[Effect]:
-    """Refuse a copy that was judged and accepted before the original was."""
+    """Reject a copy that was judged and accepted before the original was."""
     worker = state.workers.get(copy.worker)
     lease = None if worker is None else next((one for one in worker.ended if one.bundle == copy.bundle), None)
     if worker is None or lease is None:
