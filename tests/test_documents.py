@@ -13,7 +13,14 @@ from prime_node.cli.main import Commands
 from prime_node.coordinator.metrics import HOST_METRICS, METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDES = ("README.md", "docs/detection.md", "docs/joining.md", "docs/operating.md", "docs/python.md", "docs/verifying.md")
+GUIDES = (
+    "README.md",
+    "docs/detection.md",
+    "docs/joining.md",
+    "docs/operating.md",
+    "docs/python.md",
+    "docs/verifying.md",
+)
 DOCUMENTS = (*GUIDES, "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md", "scripts/bench/RESULTS.md")
 COMMANDS = dict(Commands())
 
