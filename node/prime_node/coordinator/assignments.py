@@ -147,7 +147,8 @@ class Assigner:
         return assigned_in(self.lease(record).groups, [draw for _, _, draw in self._drawn_for(record)])
 
     def _drawn_for(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...], int]]:
-        draws: tuple[int | None, ...] = record.draws or (None,) * len(record.slots)
+        # A record without draws had its slots' first ones. The slots may have drawn again since.
+        draws = record.draws or (0,) * len(record.slots)
         return [self._drawn(slot, draw) for slot, draw in zip(record.slots, draws, strict=True)]
 
     def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:

@@ -150,7 +150,7 @@ class Leasing:
         """Return why the problems of a grant cannot be made; empty if they can. The slots stay open."""
         try:
             for place, slot in enumerate(grant.slots):
-                self.assigner.problem(slot, draws[place] if draws else None)
+                self.assigner.problem(slot, draws[place] if draws else 0)
         except Exception as error:  # an environment's code may raise anything; the coordinator continues
             if not self.blockers.environment_fault:
                 log.exception(

@@ -92,7 +92,7 @@ class LeaseGranted:
     slots: tuple[int, ...]
     expires_at_ms: int
     draws: tuple[int, ...] = ()
-    """Problem of each slot (curriculum.py); empty: the draws from before, at first the first problem."""
+    """Draw of each slot (curriculum.py); empty if all have their first."""
     remembered: int = 64
     """Ended leases that the worker keeps (endings.py)."""
     type: Literal["lease_granted"] = "lease_granted"
