@@ -233,8 +233,8 @@ def parse_body(header: RolloutHeader, body: bytes | memoryview, bounds: Limits) 
             bounds.rollout_decompressed_bytes_max,
             code=ErrorCode.DECOMPRESSED_TOO_LARGE,
         )
-    tensors = unpack_tensors(decompress_body(body, size=header.decompressed_bytes), _LAYOUT, optional=_OPTIONAL)
-    rollouts = Rollouts(*(tensors.get(name) for name in _LAYOUT))  # type: ignore[arg-type]  # the others are there
+    tensors = unpack_tensors(decompress_body(body, size=header.decompressed_bytes), BODY_LAYOUT, optional=BODY_OPTIONAL)
+    rollouts = Rollouts(*(tensors.get(name) for name in BODY_LAYOUT))  # type: ignore[arg-type]  # the others are there
     _check_consistent(rollouts, header, bounds)
     return rollouts
 
@@ -258,7 +258,7 @@ def decompress_body(body: bytes | memoryview, *, size: int) -> bytes:
         raise RemoteError(ErrorCode.MALFORMED, f"the body is not one zstd frame: {str(error)[:100]}") from None
 
 
-_LAYOUT = {
+BODY_LAYOUT = {
     "token_ids": ("I32", 1),
     "logprobs": ("F32", 1),
     "lengths": ("I32", 1),
@@ -271,7 +271,7 @@ _LAYOUT = {
     "context": ("I32", 1),
 }
 """Tensor name -> (safetensors dtype, rank), in the order of the fields of `Rollouts`."""
-_OPTIONAL = frozenset({"proofs", "turns", "context"})
+BODY_OPTIONAL = frozenset({"proofs", "turns", "context"})
 
 
 def _check_consistent(rollouts: Rollouts, header: RolloutHeader, bounds: Limits) -> None:

@@ -49,9 +49,9 @@ class DeafTransformers(TransformersEngine):
 
     deaf = False
 
-    def _copy_weights(self, weights: Weights) -> None:
+    def copy_weights(self, weights: Weights) -> None:
         if not self.deaf:
-            super()._copy_weights(weights)
+            super().copy_weights(weights)
 
 
 def deaf_vllm(folder: Path) -> VllmEngine:
@@ -60,9 +60,9 @@ def deaf_vllm(folder: Path) -> VllmEngine:
     class DeafVllm(VllmEngine):
         deaf = False
 
-        async def _swap(self, weights: Weights) -> None:
+        async def replace_weights(self, weights: Weights) -> None:
             if not self.deaf:
-                await super()._swap(weights)
+                await super().replace_weights(weights)
 
     return DeafVllm(folder, context_tokens_max=128)
 

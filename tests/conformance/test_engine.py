@@ -32,6 +32,7 @@ from tests.conformance.engine_world import (
     to_score,
     write_model,
 )
+from tests.time_world import be_slow
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
@@ -277,7 +278,7 @@ async def test_a_swap_under_way_cuts_each_completion_where_its_spans_say(
     for wait_s in (0.0, 0.2, 0.5, 1.0, 0.1):  # vLLM works in another process: until a swap met it at work
         await engine.load(policies[0], policy_version=0)
         under_way = asyncio.create_task(engine.generate(asked, sampling))
-        await asyncio.sleep(wait_s)
+        await be_slow(wait_s)
         await engine.update(policies[1], policy_version=1, swap=swap)
         completions = await under_way
         spans = [each.spans or ((0, len(each.token_ids)),) for each in completions]

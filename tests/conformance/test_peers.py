@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tests.time_world import until
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.ports.peer_network import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
@@ -135,8 +136,7 @@ async def linked(node: MakeNode, count: int) -> list[Node]:
 
 async def both_see_a_link(one: Node, other: Node) -> None:
     """Whoever dialled sees it first."""
-    while not (one.network.connected() and other.network.connected()):  # noqa: ASYNC110 - a network tells nobody
-        await asyncio.sleep(0.01)
+    await until(lambda: one.network.connected() and other.network.connected())
 
 
 async def reach(one: Node, other: Node) -> bytes:

@@ -43,6 +43,18 @@ def read(url: str) -> bytes:
         raise
 
 
+def until_found(found: Callable[[], int | None], *, what: str, timeout_s: float = 120.0) -> int:
+    """Poll until something is found; an address that does not answer yet is asked again."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            value = found()
+            if value is not None:
+                return value
+        time.sleep(0.1)
+    pytest.fail(f"never saw: {what}")
+
+
 class Up:
     """One `prime-node up` in a directory, and what a test wants to know of it."""
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.e2e.conftest import Up, read
+from tests.e2e.conftest import Up, read, until_found
 
 from prime_node.cli.supervisor import last_lines
 
@@ -43,7 +40,7 @@ def test_workers_seeders_and_downloads_do_without_the_coordinators_chunks(up: Up
     with log.open("wb") as output:
         seeder = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        head = until(lambda: head_of_seeder(log), what=f"a policy at the seeder; its log: {log}")
+        head = until_found(lambda: head_of_seeder(log), what=f"a policy at the seeder; its log: {log}")
         assert head > cut_at
         exported = tmp_path / "exported"
         fetched = subprocess.run(
@@ -63,17 +60,6 @@ def test_workers_seeders_and_downloads_do_without_the_coordinators_chunks(up: Up
     up.interrupt()
     assert up.finish(timeout_s=90) == 130, up.everything()
     assert up.processes() == []
-
-
-def until(found: Callable[[], int | None], *, what: str, timeout_s: float = 120.0) -> int:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            value = found()
-            if value is not None:
-                return value
-        time.sleep(0.1)
-    pytest.fail(f"never saw: {what}")
 
 
 def head_of_seeder(log: Path) -> int | None:

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.e2e.conftest import Up
+from tests.time_world import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -108,10 +108,7 @@ def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=200")
     up.until(lambda status: status["step"] >= 1, timeout_s=180, what="step 1")
     up.kill()
-    deadline = time.monotonic() + 60
-    while up.processes() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert up.processes() == []
+    wait_until(lambda: not up.processes())
 
 
 @pytest.mark.vllm

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from tests.builder import build_header, build_lease, build_spec, pinned, role_keys
+from tests.time_world import turns
 
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.ports.transport import Unreachable
@@ -66,23 +67,6 @@ def make_run(
         adapters=adapters,
     )
     return pinned(spec, ROOT)
-
-
-class JumpClock:
-    """Clock whose time moves when a task sleeps; no real time passes."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000.0
-
-    def now_ms(self) -> int:
-        return int(self.seconds * 1_000)
-
-    def monotonic_s(self) -> float:
-        return self.seconds
-
-    async def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
-        await asyncio.sleep(0)
 
 
 class KilledError(Exception):
@@ -161,7 +145,7 @@ class BatchCoordinator:
             raise RemoteError(ErrorCode.NOT_FOUND, f"batch {request.step} is forgotten")
         policy_version = max(0, request.step - self.run.spec.async_level)
         if policy_version >= len(self.manifests):
-            await asyncio.sleep(0.001)
+            await turns()
             return NotYet(reason=f"policy {policy_version} is not published", retry_after_s=0.1)
         bundle, groups = make_bundle(self.run, request.step, self.manifests[policy_version])
         self.bundles[digest_of(bundle)] = bundle

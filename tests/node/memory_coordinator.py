@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.builder import build_lease
 from tests.node.table_engine import VOCAB_SIZE, TableEngine, prefill, table_weights
-from tests.node.worker_world import WORKER, JumpClock, MemorySource, make_run
+from tests.node.worker_world import WORKER, MemorySource, make_run
+from tests.time_world import VirtualClock
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
@@ -48,7 +49,7 @@ from prime_protocol.weights import Weights
 class MemoryCoordinator(MemorySource):
     """Fake of ports.transport.WorkerPort for one worker, WORKER, which judges uploads at once."""
 
-    def __init__(self, run: PinnedRun, clock: JumpClock) -> None:
+    def __init__(self, run: PinnedRun, clock: VirtualClock) -> None:
         super().__init__(run)
         self.clock = clock
         self.now_ms = clock.now_ms
@@ -195,7 +196,7 @@ class WorkerWorld:
 
     def __init__(self, folder: Path, *, pinned: PinnedRun | None = None, policies: int = 1) -> None:
         self.folder = folder
-        self.clock = JumpClock()
+        self.clock = VirtualClock(tick_s=50.0)
         self.coordinator = MemoryCoordinator(pinned or make_run(), self.clock)
         for version in range(policies):
             self.coordinator.publish_policy(table_weights(version))

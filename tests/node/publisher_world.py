@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 from tests.builder import provenance
-from tests.node.batch_coordinator import TRAINER, BatchCoordinator, JumpClock
+from tests.node.batch_coordinator import TRAINER, BatchCoordinator
+from tests.time_world import VirtualClock
 
 from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_protocol.weights import Weights, WeightTensor
@@ -27,7 +28,7 @@ def make(
         coordinator,
         coordinator.run,
         TRAINER,
-        clock=JumpClock(),
+        clock=VirtualClock(),
         pending_max=pending_max,
         on_published=on_published,
         folder=folder,

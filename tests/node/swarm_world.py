@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.builder import base_of, build_manifest, provenance
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, TRAINER, World, make_run, memory_parts, running
+from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
@@ -190,13 +191,6 @@ async def linked(made: Swarm) -> None:
 
 def _has_links(neighbours: Neighbours, wanted: int) -> bool:
     return len(neighbours.linked) == wanted
-
-
-async def until(condition: Callable[[], object], *, seconds: float = 15.0) -> None:
-    """Let other tasks run until the condition holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what happens is the code under test's, and tells nobody
-            await asyncio.sleep(0.01)
 
 
 def from_peers(follower: Follower, origin: str) -> int:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.builder import base_of
-from tests.node.worker_world import MemorySource, following, make_follower, make_run, until
+from tests.node.worker_world import MemorySource, following, make_follower, make_run, settle
+from tests.time_world import until
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.publish.encoder import SpanEncoder
@@ -150,7 +151,7 @@ async def test_the_disk_holds_no_more_than_twice_the_weights(source: MemorySourc
     async with following(make_follower(tmp_path, source)) as follower:
         for head in range(20, POLICIES):
             await taken(source, follower, head)
-            await asyncio.sleep(0.01)
+            await settle(source)
             assert sum(path.stat().st_size for path in (tmp_path / "parts").iterdir()) <= 2 * 2 * ELEMENTS + 20_000
 
 
@@ -297,7 +298,7 @@ def test_whatever_happens_the_head_is_reached_with_its_own_weights(
 async def staged(source: MemorySource, folder: Path) -> int | None:
     """Return the policy of a newcomer after a while; None if it accepts none."""
     async with following(make_follower(folder, source)) as follower:
-        await asyncio.sleep(0.08)
+        await settle(source)
         policy = follower.latest()
         if policy is not None:
             assert root_of(policy.weights) == policy.signed.manifest.state_root

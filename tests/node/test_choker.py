@@ -128,13 +128,13 @@ def test_what_is_counted_by_network_comes_back(events: list[tuple[int, int]]) ->
             choker.withdrawn(name, request)
         elif serving and (following := choker.done(serving.pop(0), MB, float(number))) is not None:
             serving.append(waiting.pop(following))
-        assert all(num <= 1 for num in choker._served_in.values())
+        assert all(num <= 1 for num in choker.served_in.values())
     while serving:
         following = choker.done(serving.pop(0), MB, 1_000.0)
         if following is not None:
             serving.append(waiting.pop(following))
-    assert not choker._served_in
-    assert not choker._waiting_in
+    assert not choker.served_in
+    assert not choker.waiting_in
     assert not waiting
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.cluster_process import FolderCoordinator
+from tests.time_world import wait_until
 
 from prime_node.cli.launch import torchrun_command
 
@@ -50,10 +51,13 @@ def kill_one(
     folder: Path, rng: random.Random, *, after: int, process: subprocess.Popen[bytes], old: list[str]
 ) -> list[str]:
     """Kill a rank with SIGKILL once enough policies are published and all ranks differ from `old`; return their processes."""
-    while published(folder) < after or len(pids(folder)) < 2 or set(pids(folder)) & {*old, ""}:
+
+    def are_others() -> bool:
         assert process.poll() is None, (folder / "out").read_text()[-3_000:]
-        time.sleep(0.002)
-    time.sleep(rng.random() * 0.2)
+        return published(folder) >= after and len(pids(folder)) == 2 and not set(pids(folder)) & {*old, ""}
+
+    wait_until(are_others, seconds=200.0)
+    time.sleep(rng.random() * 0.2)  # anywhere within a step
     ranks = pids(folder)
     os.kill(int(rng.choice(ranks)), signal.SIGKILL)
     return ranks

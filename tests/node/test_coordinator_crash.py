@@ -24,6 +24,7 @@ from tests.node.coordinator_world import (
     make_run,
     memory_parts,
 )
+from tests.time_world import be_slow, until
 
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
@@ -42,11 +43,11 @@ async def persist(call: Callable[[], Awaitable[T]]) -> T:
         try:
             return await call()
         except Unreachable:
-            await asyncio.sleep(0.02)
+            await be_slow(0.02)
         except RemoteError as error:
             if not error.is_transient:
                 raise
-            await asyncio.sleep(error.retry_after_s or 0.02)
+            await be_slow(error.retry_after_s or 0.02)
 
 
 class Crowd:
@@ -63,9 +64,7 @@ class Crowd:
         world = self.world
         await persist(lambda: world.join(key))
         while True:
-            if world.head is None:
-                await asyncio.sleep(0.01)
-                continue
+            await until(lambda: world.head is not None, seconds=60.0)
             try:
                 lease = await persist(lambda: world.lease(key, rollouts_max=2, wait_s=0.2, holding=()))
             except AssertionError:  # NotYet

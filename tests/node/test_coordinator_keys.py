@@ -72,7 +72,7 @@ async def test_the_timestamp_names_the_head_and_the_ring_and_is_signed_anew(tmp_
         head = await world.publish()
         second = await stamp_of(world)
         assert second.head == head.point
-        await world.client(ANNA)._post("keys", ring(world).to_bytes)
+        await world.client(ANNA).add_key_ring(ring(world))
         assert (await stamp_of(world)).key_ring == 1
 
         async def renewed() -> bool:

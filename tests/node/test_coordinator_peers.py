@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import random
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, World, make_run, memory_parts, running
+from tests.time_world import turns
 
 from prime_node.adapters.web.http_peer import HttpDialBack
 from prime_node.coordinator.listed_peers import OFFER_S_MAX, TRIED_AGAIN_S, Peers
@@ -47,8 +47,7 @@ async def test_an_offer_is_listed_once_the_dial_back_has_found_it() -> None:
     peers = Peers(dials)
     assert peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10) is None
     assert listed(peers, BEN, 0.0) == set()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await turns()
     assert peers.offer(record(ANNA), 1.0, seen_at=HOME, offers_max=10) is True
     assert listed(peers, BEN, 1.0) == {ANNA.key_id}
     assert listed(peers, ANNA, 1.0) == set()
@@ -59,12 +58,12 @@ async def test_who_is_not_reached_is_not_listed_and_is_tried_again_later() -> No
     dials = Dials()
     peers, dials.reachable = Peers(dials), False
     peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
-    await asyncio.sleep(0.001)
+    await turns()
     assert peers.offer(record(ANNA), 1.0, seen_at=HOME, offers_max=10) is False
     assert listed(peers, BEN, 1.0) == set()
     dials.reachable = True
     peers.offer(record(ANNA), TRIED_AGAIN_S + 1.0, seen_at=HOME, offers_max=10)
-    await asyncio.sleep(0.001)
+    await turns()
     assert listed(peers, BEN, TRIED_AGAIN_S + 1.0) == {ANNA.key_id}
 
 
@@ -72,17 +71,17 @@ async def test_another_address_is_tried_before_it_is_listed() -> None:
     dials = Dials()
     peers = Peers(dials)
     peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
-    await asyncio.sleep(0.001)
+    await turns()
     dials.reachable = False
     assert peers.offer(record(ANNA, 4001), 1.0, seen_at=HOME, offers_max=10) is None
-    await asyncio.sleep(0.001)
+    await turns()
     assert listed(peers, BEN, 1.0) == set()
 
 
 async def test_an_offer_that_is_not_repeated_is_forgotten() -> None:
     peers = Peers(Dials())
     peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
-    await asyncio.sleep(0.001)
+    await turns()
     assert listed(peers, BEN, OFFER_S_MAX) == {ANNA.key_id}
     assert listed(peers, BEN, OFFER_S_MAX + 1.0) == set()
 
@@ -91,7 +90,7 @@ async def test_offers_are_bounded() -> None:
     peers = Peers(Dials())
     for number in range(5):
         peers.offer(record(SigningKey(bytes([100 + number]) * 32)), 0.0, seen_at=HOME, offers_max=3)
-    await asyncio.sleep(0.001)
+    await turns()
     assert len(peers) == 3
 
 
@@ -130,7 +129,7 @@ async def test_an_address_is_shown_only_to_those_whom_it_leads_there() -> None:
         key = SigningKey(bytes([120 + number]) * 32)
         offered = PeerRecord(peer=key.key_id, urls=(f"http://{address}:80",))
         peers.offer(offered, 0.0, seen_at=address, offers_max=10)
-    await asyncio.sleep(0.001)
+    await turns()
     told = {
         "127.0.0.1": set(addresses),  # on this machine itself
         "192.168.1.1": {"192.168.7.7", "8.8.8.8"},

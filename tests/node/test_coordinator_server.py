@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.time_world import turns
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.ports.web import Request, Response, Route
@@ -47,7 +48,7 @@ async def exchange(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
     for piece in pieces:
         if not answer.done():
             writer.write(piece)
-            await asyncio.sleep(pause_s)
+            await asyncio.wait([answer], timeout=pause_s)
     try:
         return await asyncio.wait_for(answer, 5)
     except ConnectionResetError:
@@ -95,9 +96,9 @@ async def test_a_client_that_hangs_up_in_its_body_leaves_no_traceback(
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
     await writer.drain()
-    await asyncio.sleep(0.05)
+    await turns()
     writer.transport.abort()
-    await asyncio.sleep(0.05)
+    await turns()
     assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
 
 

@@ -126,7 +126,7 @@ async def test_the_members_that_are_remembered_are_bounded() -> None:
     directory = Directory(RUN, ANNA, Finder(), clock=Pauses(), rng=random.Random(1))
     for number in range(limits.PEER_RECORDS_MAX + 10):
         directory.met(SigningKey(number.to_bytes(32, "big")).key_id)
-    assert len(directory._met) <= limits.PEER_RECORDS_MAX
+    assert len(directory.members_met) <= limits.PEER_RECORDS_MAX
 
 
 async def test_a_ticket_from_before_the_keys_were_replaced_is_not_shown_and_a_new_one_comes_at_once() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.time_world import until
 
 from prime_node.adapters.environments.child import EnvironmentFailed, Start
 from prime_node.adapters.environments.process import (
@@ -104,7 +105,7 @@ async def test_an_episode_whose_process_ends_says_so(
 
     async def ask(prompt: tuple[int, ...]) -> Completion | None:
         os.kill(world.process.pid, 9)
-        await asyncio.to_thread(world.process._child._threads[0].join)  # its namespace ends a moment later
+        await until(lambda: world.process.child.is_gone)  # its namespace ends a moment later
         return None
 
     with pytest.raises(EnvironmentGone):

@@ -18,10 +18,10 @@ from tests.node.batch_coordinator import (
     TRAINER,
     WORKER,
     BatchCoordinator,
-    JumpClock,
     make_bundle,
     make_run,
 )
+from tests.time_world import VirtualClock
 
 from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.broadcast.publish.whole_copy import WholeCopy
@@ -41,7 +41,7 @@ from prime_protocol.weights import WeightTensor
 async def coordinator() -> BatchCoordinator:
     """Return a coordinator with policies 0 to 3 published."""
     made = BatchCoordinator(make_run(max_steps=20))
-    publisher = Publisher(made, made.run, TRAINER, clock=JumpClock(), pending_max=9)
+    publisher = Publisher(made, made.run, TRAINER, clock=VirtualClock(), pending_max=9)
     await publisher.start()
     for version in range(4):
         weights = {"layer": WeightTensor("bf16", (4,), np.full(4, version, np.uint16))}
@@ -53,7 +53,7 @@ async def coordinator() -> BatchCoordinator:
 
 @pytest.fixture
 async def feed(coordinator: BatchCoordinator) -> AsyncIterator[Feed]:
-    made = Feed(coordinator, coordinator.run, clock=JumpClock())
+    made = Feed(coordinator, coordinator.run, clock=VirtualClock())
     yield made
     await made.close()
 
@@ -117,7 +117,7 @@ async def test_a_batch_that_does_not_follow_the_one_before_it_in_its_step_is_ref
         return seal(told.model_copy(update={"previous": digest_of(b"another")}), PayloadType.BATCH, COORDINATOR)
 
     coordinator.batch = batch  # type: ignore[method-assign]
-    feed = Feed(coordinator, run, clock=JumpClock())
+    feed = Feed(coordinator, run, clock=VirtualClock())
     await feed.take(0)
     if is_honest:
         assert (await feed.take(0, 1)).part == 1
@@ -130,7 +130,7 @@ async def test_a_batch_that_does_not_follow_the_one_before_it_in_its_step_is_ref
 async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator) -> None:
     short = make_run(max_steps=1)
     coordinator.run = short
-    feed = Feed(coordinator, short, clock=JumpClock())
+    feed = Feed(coordinator, short, clock=VirtualClock())
     coordinator.manifests = coordinator.manifests[:1]
     await feed.take(0)
     await feed.close()
@@ -176,12 +176,12 @@ async def test_an_answer_that_is_an_error_is_not_asked_for_again() -> None:
         raise RemoteError(ErrorCode.WRONG_ROLE, "not a trainer")
 
     with pytest.raises(RemoteError, match="not a trainer"):
-        await ask_until_answered(refuse, what="batch 0", clock=JumpClock())
+        await ask_until_answered(refuse, what="batch 0", clock=VirtualClock())
     assert len(asked) == 1
 
 
 async def test_pauses_grow_and_respect_what_the_coordinator_asks_for() -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     faults: list[Exception] = [Unreachable("cut"), RemoteError(ErrorCode.TOO_MANY_REQUESTS, "slow", retry_after_s=60.0)]
     at: list[float] = []
 

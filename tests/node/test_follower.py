@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import STRANGER, JumpClock, MemorySource, following, make_follower, make_run, settle
+from tests.node.worker_world import STRANGER, MemorySource, following, make_follower, make_run, settle
+from tests.time_world import VirtualClock, turns, until
 
 from prime_node.adapters.web.http_answers import STALL_S
 from prime_node.broadcast.follow.follower import Follower
@@ -66,9 +67,9 @@ async def test_what_is_remembered_of_old_policies_is_bounded_and_they_can_still_
         for version in range(12):
             source.publish(table_weights(version))
             await follower.wait_newer(version - 1)
-        chain, update_paths = follower.heads.chain, follower._update_paths
+        chain, update_paths = follower.heads.chain, follower.update_paths
         assert [version for version in range(12) if chain.digest(version)] == [7, 8, 9, 10, 11]
-        assert max(len(update_paths._routes), len(update_paths._roots)) <= 5  # four, and the one that was found last
+        assert max(len(update_paths.routes), len(update_paths.roots)) <= 5  # four, and the one that was found last
         assert root_of(await follower.weights(1)) == root_of(table_weights(1))
 
 
@@ -77,7 +78,7 @@ async def test_asking_for_a_policy_waits_until_it_is_published(tmp_path: Path) -
     source.publish(table_weights(0))
     follower = make_follower(tmp_path, source)
     waiting = asyncio.create_task(follower.weights(1))
-    await settle()
+    await turns()
     assert not waiting.done()
     source.publish(table_weights(1))
     assert root_of(await waiting) == root_of(table_weights(1))
@@ -110,7 +111,7 @@ async def test_a_manifest_of_a_stranger_is_not_followed(tmp_path: Path) -> None:
     source.publish(table_weights(0))
     source.publish(table_weights(666), key=STRANGER)
     async with following(make_follower(tmp_path, source)) as follower:
-        await settle()
+        await settle(source)
         assert follower.latest() is None
         assert source.blobs_asked == []
 
@@ -131,7 +132,7 @@ async def test_a_source_that_is_away_is_asked_again_later(tmp_path: Path) -> Non
     source.publish(table_weights(0))
     source.away = True
     async with following(make_follower(tmp_path, source)) as follower:
-        await settle()
+        await settle(source)
         assert follower.latest() is None
         source.away = False
         assert (await follower.wait_newer(-1)).version == 0
@@ -157,7 +158,7 @@ async def test_an_older_head_is_no_rollback(tmp_path: Path) -> None:
     async with following(make_follower(tmp_path, source)) as follower:
         await follower.wait_newer(-1)
         source.shown_head = source.manifests[1]
-        await settle()
+        await settle(source)
         latest = follower.latest()
         assert latest is not None
         assert latest.version == 2
@@ -182,7 +183,7 @@ async def test_a_second_manifest_for_one_policy_is_refused_and_both_are_kept(tmp
     async with following(make_follower(tmp_path, honest)) as follower:
         await follower.wait_newer(-1)
     async with following(make_follower(tmp_path, forked)) as follower:
-        await settle()
+        await until(lambda: len(list((tmp_path / "evidence").glob("*"))) == 2)
         latest = follower.latest()
         assert latest is None or root_of(latest.weights) == root_of(table_weights(1))
     evidence = {path.read_bytes() for path in (tmp_path / "evidence").iterdir()}
@@ -198,7 +199,7 @@ async def test_a_fork_is_found_when_the_other_branch_goes_on(tmp_path: Path) -> 
     async with following(make_follower(tmp_path, honest)) as follower:
         await follower.wait_newer(-1)
     async with following(make_follower(tmp_path, forked)) as follower:
-        await settle()
+        await until(lambda: len(list((tmp_path / "evidence").glob("*"))) == 2)
         assert 2 not in follower.versions()
     evidence = {path.read_bytes() for path in (tmp_path / "evidence").iterdir()}
     assert evidence == {honest.manifests[1].to_bytes(), forked.manifests[1].to_bytes()}
@@ -213,7 +214,7 @@ async def test_a_gap_in_the_chain_is_not_jumped(tmp_path: Path) -> None:
         for version in range(2, 5):
             source.publish(table_weights(version))
         hidden = source.manifests.pop(3)
-        await settle()
+        await settle(source)
         assert 4 not in follower.versions()
         source.manifests[3] = hidden
         assert (await follower.wait_newer(3)).version == 4
@@ -224,7 +225,8 @@ async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp
     other = table_weights(5)
     source.publish(table_weights(0), tensors=tensor_table(other), state_root=root_of(other))
     async with following(make_follower(tmp_path, source)) as follower:
-        await settle()
+        await until(lambda: len(source.blobs_asked) == 2)
+        await settle(source)
         assert follower.latest() is None
         assert len(source.blobs_asked) == 2
         with pytest.raises(RemoteError, match="published damaged") as caught:
@@ -239,7 +241,7 @@ async def test_a_policy_whose_bytes_are_gone_is_skipped_for_the_next_one(tmp_pat
     source.publish(table_weights(0))
     del source.blobs[source.signed(0).manifest.encodings[0].parts[0].digest]
     async with following(make_follower(tmp_path, source)) as follower:
-        await settle()
+        await settle(source)
         source.publish(table_weights(1))
         assert (await follower.wait_newer(-1)).version == 1
 
@@ -257,7 +259,7 @@ def test_a_folder_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
 class Dripping(MemorySource):
     """Source that shows every head at once and gives no bytes. Like the HTTP client it gives up without progress."""
 
-    clock: JumpClock
+    clock: VirtualClock
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         await self.clock.sleep(STALL_S)
@@ -265,7 +267,7 @@ class Dripping(MemorySource):
 
 
 async def test_slow_retrieval_costs_one_patience_and_not_the_policy(tmp_path: Path) -> None:
-    clock, slow, honest = JumpClock(), Dripping(RUN), MemorySource(RUN)
+    clock, slow, honest = VirtualClock(), Dripping(RUN), MemorySource(RUN)
     slow.clock = clock
     for version in range(3):
         slow.publish(table_weights(version))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import MemorySource, following, make_follower, make_run, settle
+from tests.time_world import until
 
 from prime_node.broadcast.follow.follower import DownloadProgress
 from prime_node.broadcast.swarm.part_store import PartStore
@@ -31,7 +32,8 @@ async def test_an_interrupted_download_does_not_start_at_zero(tmp_path: Path) ->
 
     source.before_blob = cut_after_three
     async with following(make_follower(tmp_path, source)):
-        await settle()
+        await until(lambda: len(source.blobs_asked) == 3)
+        await settle(source)
     assert len(source.blobs_asked) == 3
     source.before_blob = lambda _: None
     seen: list[DownloadProgress] = []
@@ -98,7 +100,8 @@ async def test_pieces_on_the_disk_are_hashed_again_and_kept_where_they_are_right
 
     source.before_blob = cut_after_five
     async with following(make_follower(tmp_path, source)):
-        await settle()
+        await until(lambda: len(source.blobs_asked) == 5)
+        await settle(source)
     assert len(source.blobs_asked) == 5
     path = tmp_path / "parts" / f"{encoding.parts[0].digest}.partial"
     data = bytearray(path.read_bytes())
@@ -134,7 +137,7 @@ async def test_parts_of_policies_that_are_gone_are_removed_from_the_disk(tmp_pat
         for version in range(6):
             source.publish(table_weights(version))
             await follower.wait_newer(version - 1)
-        await settle()
+        await settle(source)
         kept = {path.name for path in (tmp_path / "parts").iterdir()}
     assert kept == {blob.digest for version in (4, 5) for blob in source.signed(version).manifest.blobs}
 

@@ -11,6 +11,7 @@ import pytest_asyncio
 from aiohttp import web
 from tests.node.http_server import Server, served
 from tests.node.worker_world import WORKER, make_run
+from tests.time_world import be_slow
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -150,7 +151,7 @@ async def test_a_body_that_drips_for_ever_is_given_up(server: Server, client: Ht
         await answer.prepare(request)
         while True:
             await answer.write(b"x")
-            await asyncio.sleep(0.01)
+            await be_slow(0.01)
 
     server.answer = drip
     with pytest.raises(Unreachable):
@@ -163,7 +164,7 @@ async def test_a_slow_but_steady_body_is_not_given_up(server: Server, client: Ht
         await answer.prepare(request)
         for _ in range(12):  # longer in all than the client waits for a single byte
             await answer.write(b"x" * 4_096)
-            await asyncio.sleep(0.06)
+            await be_slow(0.06)
         return answer
 
     server.answer = steady
@@ -172,7 +173,7 @@ async def test_a_slow_but_steady_body_is_not_given_up(server: Server, client: Ht
 
 async def test_a_request_may_be_held_open_as_long_as_was_agreed(server: Server, client: HttpClient) -> None:
     async def hold(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.6)
+        await be_slow(0.6)
         return web.Response(body=NotYet(reason="nothing", retry_after_s=0.0).model_dump_json(), status=202)
 
     server.answer = hold

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from tests.time_world import be_slow
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_peer import HttpPeer
@@ -224,7 +225,7 @@ async def test_a_body_that_only_drips_is_given_up() -> None:
         while True:
             writer.write(b"x")
             await writer.drain()
-            await asyncio.sleep(0.01)
+            await be_slow(0.01)
 
     async with listening(serve=drip, stall_s=0.1) as (_, client):
         with pytest.raises(Unreachable, match="without progress"):

@@ -122,7 +122,7 @@ def test_where_a_compiler_ends_early_the_process_codes_without_kernels_and_the_n
     cache = tmp_path / "cache"
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(cache), "key"))
     monkeypatch.setattr(sys, "executable", str(compiler))
-    monkeypatch.setattr(api, "_given_up", False)
+    monkeypatch.setattr(api, "given_up", False)
     kernels.ready_kernels()
     assert f"do not compile here (exit codes [{code}, {code}]" in caplog.text
     assert api.load_kernels() is None

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+from tests.time_world import until
 
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
@@ -57,11 +58,6 @@ def where(network: Libp2pNetwork) -> PeerAddress:
     return PeerAddress(network.peer_id, network.addresses())
 
 
-async def until(met: Callable[[], object]) -> None:
-    while not met():  # noqa: ASYNC110 - links come and go in another thread, which tells nobody
-        await asyncio.sleep(0.01)
-
-
 async def hello(network: Libp2pNetwork, other: Libp2pNetwork) -> bytes:
     return await network.request(other.peer_id, "echo", b"hello", timeout_s=10.0, reply_bytes_max=1_024)
 
@@ -100,7 +96,7 @@ async def test_a_peer_dials_nobody_whom_it_was_not_told_to_dial(peer: MakePeer) 
     await anna.connect(where(ben))
     await ben.connect(where(carla))
     anna.learn((where(carla),))
-    await until(lambda: anna._heard_s.get(ben.peer_id))
+    await until(lambda: anna.heard_s.get(ben.peer_id))
     assert [link.peer for link in anna.connected()] == [ben.peer_id]
 
 
@@ -114,7 +110,7 @@ async def test_a_link_that_goes_silent_is_dropped_within_three_signs_of_life(pee
         frozen.set()
         thaw.wait()  # blocks ben's loop: his sockets stay open and say nothing
 
-    ben._thread.spawn(freeze)
+    ben.thread.spawn(freeze)
     await asyncio.to_thread(frozen.wait)
     await until(lambda: not anna.connected())
     with pytest.raises(Unreachable):
@@ -126,18 +122,18 @@ async def test_a_machine_that_stood_still_itself_drops_nobody_for_it(peer: MakeP
     anna, ben = await peer(heartbeat_s=0.3), await peer()
     await anna.connect(where(ben))
     await hello(anna, ben)
-    assert anna._streams is not None
-    links, woken = anna._streams.links(ben.peer_id), threading.Event()
+    assert anna.streams is not None
+    links, woken = anna.streams.links(ben.peer_id), threading.Event()
 
     async def stand_still() -> None:
         threading.Event().wait(4 * 0.3)  # longer than a silent peer is given
         woken.set()
 
-    anna._thread.spawn(stand_still)
+    anna.thread.spawn(stand_still)
     await asyncio.to_thread(woken.wait)
-    heard_s = anna._heard_s[ben.peer_id]
-    await until(lambda: anna._heard_s.get(ben.peer_id) != heard_s)  # a round has gone by
-    assert anna._streams.links(ben.peer_id) == links != []
+    heard_s = anna.heard_s[ben.peer_id]
+    await until(lambda: anna.heard_s.get(ben.peer_id) != heard_s)  # a round has gone by
+    assert anna.streams.links(ben.peer_id) == links != []
 
 
 async def test_a_bootstrap_peer_is_dialled_at_the_start(peer: MakePeer) -> None:
@@ -170,8 +166,8 @@ async def test_rubbish_on_a_stream_ends_the_stream_and_nothing_else(peer: MakePe
 
 async def test_what_identify_tells_is_what_is_announced(peer: MakePeer) -> None:
     anna = await peer()
-    assert anna._host is not None
-    told = [str(address) for address in anna._host.get_addrs()]
+    assert anna.host is not None
+    told = [str(address) for address in anna.host.get_addrs()]
     assert told == [f"{anna.addresses()[0]}/p2p/{anna.peer_id}"]
 
 
@@ -185,16 +181,16 @@ async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: Make
 
     def learned(of: Libp2pNetwork) -> tuple[int, bool]:
         """Return what a host has learned: addresses from Identify, and an entry in its table of hints."""
-        assert anna._host is not None
-        assert anna._hints is not None
-        told, name = anna._host.get_peerstore(), ID.from_string(of.peer_id)
+        assert anna.host is not None
+        assert anna.hints is not None
+        told, name = anna.host.get_peerstore(), ID.from_string(of.peer_id)
         addresses = told.addrs(name) if name in told.peer_ids() else []
-        return len(addresses), name in anna._hints.table.routing_table.get_peer_ids()
+        return len(addresses), name in anna.hints.table.routing_table.get_peer_ids()
 
     await until(lambda: learned(cora) == (1, True))
     assert learned(hidden) == (0, False)
-    assert hidden._host is not None
-    assert not hidden._host.get_transport_addrs()
+    assert hidden.host is not None
+    assert not hidden.host.get_transport_addrs()
     assert [one.peer for one in await anna.providers(RUN)] == [cora.peer_id]
     assert hidden.peer_id not in {one.peer for one in anna.known()}
 
@@ -206,8 +202,8 @@ async def test_after_the_thread_has_ended_everybody_is_unreachable(peer: MakePee
     async def crash() -> None:
         raise RuntimeError("a bug in a library")
 
-    anna._thread.spawn(crash)
-    await asyncio.wait([anna._thread._ended])
+    anna.thread.spawn(crash)
+    await anna.ended()
     with pytest.raises(Unreachable):
         await hello(anna, ben)
     with pytest.raises(Unreachable):

@@ -44,10 +44,10 @@ def test_bytes_arrive_as_they_were_written(dialler: type[Transport], listener: t
 def test_a_record_that_was_changed_on_the_way_is_refused() -> None:
     async def talk() -> None:
         dialled, listened = await sessions(Noise, Noise)
-        sealed = bytearray(dialled._cipher.encrypt(b"x" * 100))
+        sealed = bytearray(dialled.cipher.encrypt(b"x" * 100))
         sealed[50] ^= 1
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(dialled._raw.write, len(sealed).to_bytes(2, "big") + sealed)
+            nursery.start_soon(dialled.raw.write, len(sealed).to_bytes(2, "big") + sealed)
             with pytest.raises(NoiseInvalidMessage):
                 await listened.read(100)
 
@@ -71,7 +71,7 @@ def test_a_cancelled_write_leaves_whole_or_not_at_all() -> None:
 def test_a_peer_that_takes_nothing_loses_the_link() -> None:
     async def talk() -> None:
         dialled, _ = await sessions(Noise, Noise)
-        dialled._raw.stream.stream.send_stream.send_all_hook = trio.sleep_forever
+        dialled.raw.stream.stream.send_stream.send_all_hook = trio.sleep_forever
         with pytest.raises(ConnectionClosedError, match="read nothing"):
             await dialled.write(b"x")
         with pytest.raises(ConnectionClosedError):

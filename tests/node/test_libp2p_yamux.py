@@ -80,7 +80,7 @@ def test_frames_may_be_cut_anywhere() -> None:
             header = (0, library.TYPE_DATA, library.FLAG_SYN | library.FLAG_FIN, 2, 5)
             frame = library.struct.pack(library.YAMUX_HEADER_FORMAT, *header) + b"hello"
             for place in range(len(frame)):
-                await one._take_in(frame[place : place + 1])
+                await one.take_in(frame[place : place + 1])
             stream = await one.accept_stream()
             assert await stream.read(10) == b"hello"
             with pytest.raises(MuxedStreamEOF):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
+from tests.time_world import until
 
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
@@ -36,12 +36,6 @@ async def network(key: SigningKey, run: str, *, private: bool = False) -> AsyncI
         yield made
     finally:
         await made.close()
-
-
-async def until(met: Callable[[], object]) -> None:
-    async with asyncio.timeout(15):
-        while not met():  # noqa: ASYNC110 - what is heard on the network tells nobody
-            await asyncio.sleep(0.02)
 
 
 async def test_peers_of_one_run_find_each_other_and_link() -> None:

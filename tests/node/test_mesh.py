@@ -11,7 +11,8 @@ from pathlib import Path
 
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, TRAINER
 from tests.node.mesh_world import RUN, Finder, where
-from tests.node.swarm_world import CORA, until
+from tests.node.swarm_world import CORA
+from tests.time_world import until
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.system_clock import SystemClock

@@ -54,7 +54,7 @@ async def linked(folder: Path, *, shows_ticket: bool = True) -> AsyncIterator[tu
     shown = authorization(text, ANNA.key_id, RUN.digest, BEN, now_ms=CLOCK.now_ms()) if shows_ticket else None
     record = PeerRecord(peer=ANNA.key_id, addresses=anna.addresses() or ("/ip4/127.0.0.1/tcp/9",))
     link = NetworkPeer(ben, record, bounds=RUN.spec.limits, authorization=lambda: shown)
-    await ben.connect(link._address)
+    await ben.connect(link.address)
     try:
         yield link, service
     finally:
@@ -103,7 +103,7 @@ async def test_news_of_what_a_listener_has_wait_for_a_piece_that_he_lacks(tmp_pa
         service.clock = Hurried()
         service.heard_of = lambda peer: {name: span(0, last)} if peer == BEN.key_id else {}
         cursor = service.have_set.updates(0).cursor
-        for_ben, for_others = (asyncio.create_task(service._fresh(who, cursor, -1)) for who in (BEN.key_id, "others"))
+        for_ben, for_others = (asyncio.create_task(service.fresh(who, cursor, -1)) for who in (BEN.key_id, "others"))
         service.have_set.add(HeldEncoding(ENCODING, pieces, 1))
         assert (await for_others).pieces == {name: 1}
         assert not for_ben.done()
@@ -122,7 +122,7 @@ async def test_news_of_what_a_listener_has_wait_for_a_piece_that_he_lacks(tmp_pa
 async def test_what_is_not_there_is_said_so(tmp_path: Path, path: str, code: ErrorCode) -> None:
     async with linked(tmp_path) as (link, _):
         with pytest.raises(RemoteError) as caught:
-            await link._ask(path, 1_000)
+            await link.ask(path, 1_000)
         assert caught.value.code is code
 
 
@@ -143,11 +143,11 @@ async def test_strangers_who_listen_are_bounded_together(tmp_path: Path, monkeyp
         await anext(second)
         waiting = asyncio.ensure_future(anext(first))
         await asyncio.sleep(0)
-        while not service._listeners:  # noqa: ASYNC110 - the request is on its way, and tells nobody
+        while not service.listeners:  # noqa: ASYNC110 - the request is on its way, and tells nobody
             await asyncio.sleep(0)
         with pytest.raises(RemoteError) as caught:
             await anext(second)
         assert caught.value.code is ErrorCode.UNAVAILABLE
         service.have_set.staged(0)
         assert (await waiting).head == 0
-        assert not service._listeners
+        assert not service.listeners

@@ -25,7 +25,7 @@ def test_parts_come_back_as_they_were_and_leave_nothing_behind(tmp_path: Path) -
             spool.keep(entry(part), part)
         assert [spool.read(entry(part)) for part in reversed(parts)] == parts[::-1]
         assert not list(tmp_path.iterdir()), "a crash would leave this file"
-        assert os.fstat(spool._file.fileno()).st_size == sum(map(len, parts)), "the same part twice takes room once"
+        assert os.fstat(spool.file.fileno()).st_size == sum(map(len, parts)), "the same part twice takes room once"
 
 
 def test_a_full_disk_says_where_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ async def test_an_update_without_work_is_a_load(engine: TransformersEngine, poli
 async def test_a_swap_that_fails_ends_the_generation_too(
     engine: TransformersEngine, policies: dict[int, Weights], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_copy_weights", lambda weights: None)
+    monkeypatch.setattr(engine, "copy_weights", lambda weights: None)
     generating = asyncio.create_task(engine.generate(REQUESTS, SAMPLING))
     await asyncio.sleep(0)
     with pytest.raises(EngineMismatch):

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.time_world import turns
 
 from prime_node.adapters.web import http_replies
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
@@ -147,7 +148,7 @@ async def test_what_two_parsers_might_read_differently_is_refused(line: Line, re
 
 async def test_a_request_in_two_packets_is_the_frameworks_with_all_that_follow(line: Line, blobs: Blobs) -> None:
     line.writer.write(b"GET /blobs/a HTTP/1.1\r\nHo")
-    await asyncio.sleep(0.02)
+    await turns()
     line.writer.write(b"st: x\r\n\r\n")
     assert (await line.answer())[1] == b"a"
     head, body = await line.ask("/blobs/b")
@@ -157,7 +158,7 @@ async def test_a_request_in_two_packets_is_the_frameworks_with_all_that_follow(l
 
 async def test_a_request_that_comes_early_waits_for_the_answer_before(line: Line) -> None:
     line.writer.write(b"GET /blobs/large HTTP/1.1\r\nHost: x\r\n\r\n")
-    await asyncio.sleep(0.02)
+    await turns()
     line.writer.write(b"GET /blobs/a HTTP/1.1\r\nHost: x\r\n\r\n")
     assert len((await line.answer())[1]) == len(LARGE)
     assert (await line.answer())[1] == b"a"
@@ -165,7 +166,7 @@ async def test_a_request_that_comes_early_waits_for_the_answer_before(line: Line
 
 async def test_who_goes_away_cancels_his_answer(line: Line, blobs: Blobs) -> None:
     line.writer.write(b"GET /blobs/never HTTP/1.1\r\nHost: x\r\n\r\n")
-    await asyncio.sleep(0.02)
+    await turns()
     line.writer.transport.abort()
     await asyncio.wait_for(blobs.cancelled.wait(), 5.0)
 

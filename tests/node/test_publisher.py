@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.builder import build_manifest, provenance
-from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fuse, JumpClock, KilledError, make_run
+from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fuse, KilledError, make_run
 from tests.node.publisher_world import UntrustedRow, make, publish, sparse, weights
+from tests.time_world import VirtualClock
 
 from prime_node.broadcast.publish.encoder import SpanEncoder
 from prime_node.broadcast.publish.publisher import Publisher
@@ -153,7 +154,7 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
     await honest.submit(0, weights(0), provenance(0))
     await honest.flush()
     await honest.close()
-    forger = Publisher(coordinator, coordinator.run, STRANGER, clock=JumpClock(), pending_max=0)
+    forger = Publisher(coordinator, coordinator.run, STRANGER, clock=VirtualClock(), pending_max=0)
     await forger.start()
     with pytest.raises(RemoteError) as refused:
         await forger.submit(1, weights(1), provenance(1))
@@ -162,7 +163,9 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
 
 
 async def test_every_key_that_it_is_given_signs(coordinator: BatchCoordinator) -> None:
-    publisher = Publisher(coordinator, coordinator.run, TRAINER, cosigners=[STRANGER], clock=JumpClock(), pending_max=0)
+    publisher = Publisher(
+        coordinator, coordinator.run, TRAINER, cosigners=[STRANGER], clock=VirtualClock(), pending_max=0
+    )
     await publisher.start()
     await publisher.submit(0, weights(0), provenance(0))
     await publisher.flush()

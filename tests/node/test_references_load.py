@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ import pytest
 from tests.node.references_world import RUN, sampled
 from tests.node.table_engine import STOP_TOKEN, table_weights
 from tests.node.validator_world import TableScorer, generate, make_bundle, make_lease, make_validator
+from tests.time_world import VirtualClock
 
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
@@ -28,36 +28,6 @@ from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.verify import Prefill
 
 FORWARD_PASS_S = 0.5
-
-
-class VirtualClock:
-    """Clock that implements ports.clock.Clock. Time moves to the next waiter once no task can run."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
-        self._num = 0
-
-    def now_ms(self) -> int:
-        return round(self.seconds * 1_000)
-
-    def monotonic_s(self) -> float:
-        return self.seconds
-
-    async def sleep(self, seconds: float) -> None:
-        self._num += 1
-        woken = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (self.seconds + seconds, self._num, woken))
-        await woken
-
-    async def move(self) -> None:
-        while True:
-            for _ in range(50):
-                await asyncio.sleep(0)
-            if self._sleepers:
-                self.seconds, _, woken = heapq.heappop(self._sleepers)
-                if not woken.done():
-                    woken.set_result(None)
 
 
 class SlowScorer(TableScorer):
@@ -144,9 +114,7 @@ async def test_however_slowly_references_are_sampled_every_honest_bundle_has_its
     port, scorer = QueuePort(parcels, clock, check_s), SlowScorer(clock, bundle_s)
     validator = make_validator(port, scorer)  # type: ignore[arg-type]
     validator.run, validator.comparisons.secret, validator.clock = RUN, bytes(32), clock
-    moving = asyncio.create_task(clock.move())
     await run_validator(validator, port.stop)
-    moving.cancel()
     verdicts = [result for result in port.results.values() if result is not None]
     assert len(verdicts) == unseeded + seeded, "one that was given up is unverifiable"
     assert all(result.verdict.accepted for result in verdicts)
@@ -187,13 +155,12 @@ async def test_the_pace_is_measured_by_tokens_whose_number_no_text_changes() -> 
             return found
 
     clock, lease, pace, engine = VirtualClock(), long_lease(128), ReferencePace(), Counting()
+    began_s = clock.seconds
     await engine.load(table_weights(0), policy_version=0)
-    moving = asyncio.create_task(clock.move())
     await pace.measure(lease, engine, clock)
-    assert (engine.lengths, pace.step_s, clock.seconds) == ({8}, 0.25, 2.0)
+    assert (engine.lengths, pace.step_s, clock.seconds - began_s) == ({8}, 0.25, 2.0)
     await pace.measure(lease, engine, clock)
-    assert clock.seconds == 2.0, "it is known for a while"
-    moving.cancel()
+    assert clock.seconds - began_s == 2.0, "it is known for a while"
 
 
 def test_as_many_groups_are_compared_as_fit_before_the_deadline_after_those_before_them() -> None:

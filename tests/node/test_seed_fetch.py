@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.node.coordinator_world import CONFIG_JSON, TRAINER
-from tests.node.swarm_world import ANNA, BEN, CORA, LOCAL, Swarm, ended, linked, swarm, until
+from tests.node.swarm_world import ANNA, BEN, CORA, LOCAL, Swarm, ended, linked, swarm
+from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -19,7 +20,7 @@ from prime_node.broadcast.audit.safetensors_file import read_weights
 from prime_node.broadcast.seed.seeder import Seeder
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.cli import wire, wire_swarm
-from prime_node.cli.fetch import _fetch
+from prime_node.cli.fetch import fetch_policy
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import JoinLink
@@ -105,7 +106,7 @@ async def test_fetch_exports_a_policy_that_peers_have(tmp_path: Path) -> None:
         (tmp_path / "fetch" / "model" / "config.json").write_bytes(CONFIG_JSON)
         link = JoinLink(made.world.url, made.world.run.digest)
         for version, out in ((None, tmp_path / "newest"), (0, tmp_path / "first")):
-            place, num_files = await _fetch(link, SETTINGS, tmp_path / "fetch", version, out)
+            place, num_files = await fetch_policy(link, SETTINGS, tmp_path / "fetch", version, out)
             assert place == out
             assert num_files >= 3
         assert root_of(read_weights(tmp_path / "newest")) == root_of(made.weights)
@@ -122,7 +123,7 @@ async def test_fetch_begins_at_a_peer_while_the_coordinator_is_away(tmp_path: Pa
         await made.lose_coordinator()
         settings = SETTINGS.model_copy(update={"mirrors": (f"http://127.0.0.1:{peer.port}",)})
         link = JoinLink(made.world.url, made.world.run.digest)
-        await _fetch(link, settings, tmp_path / "fetch", None, tmp_path / "newest")
+        await fetch_policy(link, settings, tmp_path / "fetch", None, tmp_path / "newest")
         assert root_of(read_weights(tmp_path / "newest")) == root_of(made.weights)
 
 
@@ -149,11 +150,11 @@ async def test_fetch_says_what_is_not_there_yet(tmp_path: Path) -> None:
     async with swarm(tmp_path) as made:
         link = JoinLink(made.world.url, made.world.run.digest)
         with pytest.raises(LocalError, match="nothing is published yet"):
-            await _fetch(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "out")
+            await fetch_policy(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "out")
         await made.publish()
         with pytest.raises(LocalError, match="policy 7 is not published yet; the newest is 0"):
-            await _fetch(link, SETTINGS, tmp_path / "fetch", 7, tmp_path / "out")
+            await fetch_policy(link, SETTINGS, tmp_path / "fetch", 7, tmp_path / "out")
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "file").write_bytes(b"x")
         with pytest.raises(LocalError, match="not empty"):
-            await _fetch(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "full")
+            await fetch_policy(link, SETTINGS, tmp_path / "fetch", None, tmp_path / "full")

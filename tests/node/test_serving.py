@@ -92,7 +92,7 @@ async def test_a_long_range_arrives_whole_and_gives_its_slot_back(serving: Servi
         for start, end in ((0, None), (7, len(BLOB) - 3)):
             assert await client.blob(DIGEST, start=start, end=end) == BLOB[start:end]
         assert await client.blob(digest_of(CONFIG_JSON), start=2, end=9) == CONFIG_JSON[2:9]
-    assert serving.service.uplink._choker.serving == 0
+    assert serving.service.uplink.choker.serving == 0
     assert serving.service.uplink.served_bytes == 2 * len(BLOB) - 10 + 7
 
 
@@ -113,7 +113,7 @@ async def test_a_body_that_breaks_off_does_not_look_whole(serving: Serving, monk
     async with HttpClient(serving.url, run=RUN.digest, clock=CLOCK) as client:
         with pytest.raises(Unreachable):
             await client.blob(DIGEST)
-    assert serving.service.uplink._choker.serving == 0
+    assert serving.service.uplink.choker.serving == 0
 
 
 async def test_over_libp2p_an_answer_is_held_whole_and_so_bounded(
@@ -130,7 +130,7 @@ async def test_over_libp2p_an_answer_is_held_whole_and_so_bounded(
     monkeypatch.setattr(limits, "PEER_RANGE_BYTES_MAX", 2 * READ_BYTES_MAX)
     with pytest.raises(RemoteError, match="peer_range_bytes_max"):
         await link.blob(DIGEST, start=1, end=len(BLOB))
-    assert serving.service.uplink._choker.serving == 0
+    assert serving.service.uplink.choker.serving == 0
     await ben.close()
     await anna.close()
 

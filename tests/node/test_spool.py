@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tests.node.worker_world import JumpClock, names_in
+from tests.node.worker_world import names_in
+from tests.time_world import VirtualClock
 
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.spool import REFUSED_LINES_MAX, Spool
@@ -25,7 +26,7 @@ LEASE = digest_of(b"lease")
 
 
 def make_spool(folder: Path, *, bytes_max: int = 2**20) -> Spool:
-    return Spool(folder, bytes_max=bytes_max, clock=JumpClock(), rng=random.Random(1))
+    return Spool(folder, bytes_max=bytes_max, clock=VirtualClock(), rng=random.Random(1))
 
 
 async def flush_all(spool: Spool, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
@@ -86,7 +87,7 @@ async def test_a_coordinator_that_is_away_loses_nothing(tmp_path: Path) -> None:
 
 
 async def test_the_server_says_for_how_long_to_wait(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     spool = Spool(tmp_path, bytes_max=100, clock=clock, rng=random.Random(1))
     await spool.put(b"a", LEASE)
     began = clock.monotonic_s()

@@ -8,12 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
+from tests.time_world import until
+
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 
 WAITS_FOR_EOF = "import sys; print('up', flush=True); sys.stdin.read(); print('parent gone', flush=True)"
-IGNORES_TERM = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-)
+IGNORES_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); signal.pause()"
 
 
 def child(tmp_path: Path, code: str, **options: object) -> Child:
@@ -21,9 +21,7 @@ def child(tmp_path: Path, code: str, **options: object) -> Child:
 
 
 async def until_log_holds(path: Path, text: str) -> None:
-    async with asyncio.timeout(20):
-        while text not in last_lines(path, 100):  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.01)
+    await until(lambda: text in last_lines(path, 100))
 
 
 async def test_a_child_that_ends_well_is_done(tmp_path: Path) -> None:

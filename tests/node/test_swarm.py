@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from tests.node.coordinator_world import CONFIG_JSON, make_run, memory_parts
-from tests.node.swarm_world import ANNA, BEN, CORA, WORKERS, from_peers, linked, swarm, until
+from tests.node.swarm_world import ANNA, BEN, CORA, WORKERS, from_peers, linked, swarm
+from tests.time_world import until
 
 from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.swarm.topology import TopologyRules, parents

@@ -6,11 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tests.time_world import until
 
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
 from tests.node.coordinator_world import COORDINATOR, make_run
-from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm, until
+from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm
 
 from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
 from prime_node.adapters.peers.libp2p_host import PeerSettings

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.node.swarm_world import until
+from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import have_broadcast

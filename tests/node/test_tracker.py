@@ -122,7 +122,7 @@ def test_what_is_refused_beside_or_against_a_verdict_is_told_as_refused_and_forg
     assert [span.outcome for span in run.of(SpanKind.CHECK)] == ["accepted", "copied"]
     run.upload(run.granted("ben", 0, 2))
     run.do(ev.WorkerBanned("ben", "by the operator"))
-    assert not run.tracker._judged
+    assert not run.tracker.judged
 
 
 def test_a_straggler_s_lease_that_was_overtaken_is_told_as_such() -> None:
@@ -262,7 +262,7 @@ def test_a_ban_ends_what_waited_and_costs_by_what_it_ends() -> None:
     run.granted("ben", 0, 2)
     run.granted("anna", 0, 2)
     run.upload(run.granted("anna", 0, 2))
-    run.tracker._held = Unlisted(run.tracker._held)
+    run.tracker.held = Unlisted(run.tracker.held)
     run.do(ev.WorkerBanned("anna", "by hand"))
     assert [span.outcome for span in run.of(SpanKind.LEASE)] == ["redeemed", "lapsed"]
-    assert (run.tracker._judged, len(run.tracker._held)) == ({}, 1)
+    assert (run.tracker.judged, len(run.tracker.held)) == ({}, 1)

@@ -7,7 +7,6 @@ import os
 import struct
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from tests.node import coordinator_world
 from tests.node.batch_coordinator import make_run
+from tests.time_world import wait_until
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import wire_training
@@ -110,13 +110,11 @@ def wandb_records_of(folder: Path) -> list[Any]:
 
 
 def wandb_history(folder: Path) -> list[dict[str, float]]:
-    records = wandb_records_of(folder)
-    while not any(record.HasField("exit") for record in records):  # another process writes it, and says when it is done
-        time.sleep(0.01)
-        records = wandb_records_of(folder)
+    # Another process writes the file, and then says that it is complete.
+    wait_until(lambda: any(record.HasField("exit") for record in wandb_records_of(folder)))
     return [
         {item.key or item.nested_key[0]: float(item.value_json) for item in record.history.item}
-        for record in records
+        for record in wandb_records_of(folder)
         if record.HasField("history")
     ]
 

@@ -16,13 +16,12 @@ from tests.node.worker_world import (
     ROOT,
     STRANGER,
     TRAINER,
-    JumpClock,
     MemorySource,
     make_run,
     names_in,
     next_ring,
-    until,
 )
+from tests.time_world import VirtualClock, until
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.follow.trust import Trust
@@ -37,7 +36,7 @@ from prime_protocol.timestamp import Timestamp
 NEW_TRAINER, NEW_COORDINATOR = SigningKey(b"\x50" * 32), SigningKey(b"\x51" * 32)
 
 
-def make_source(clock: JumpClock, *, policies: int = 1) -> MemorySource:
+def make_source(clock: VirtualClock, *, policies: int = 1) -> MemorySource:
     source = MemorySource(make_run())
     source.now_ms = clock.now_ms
     for version in range(policies):
@@ -45,7 +44,7 @@ def make_source(clock: JumpClock, *, policies: int = 1) -> MemorySource:
     return source
 
 
-def make_trust(folder: Path, clock: JumpClock, *sources: MemorySource) -> Trust:
+def make_trust(folder: Path, clock: VirtualClock, *sources: MemorySource) -> Trust:
     """Make a new machine: it shares nothing with the sources but the join link."""
     run = make_run()
     assert run.digest == sources[0].run.digest
@@ -66,7 +65,7 @@ def rotate(source: MemorySource, *signers: SigningKey, **keys: Any) -> Envelope:
 async def test_a_frozen_run_is_noticed_when_its_timestamp_expires_and_forgiven_when_a_new_one_comes(
     tmp_path: Path,
 ) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock)
     trust = make_trust(tmp_path, clock, source)
     assert "no source says" in trust.fault()
@@ -85,7 +84,7 @@ async def test_a_frozen_run_is_noticed_when_its_timestamp_expires_and_forgiven_w
 
 
 async def test_one_honest_source_is_enough(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     honest, frozen, away = (make_source(clock) for _ in range(3))
     frozen.shown_timestamp = frozen.timestamp_of(frozen.shown_head, age_s=3_600)
     away.away = True
@@ -95,7 +94,7 @@ async def test_one_honest_source_is_enough(tmp_path: Path) -> None:
 
 
 async def test_a_run_that_is_over_cannot_be_frozen_once_its_last_manifest_was_seen(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = MemorySource(make_run(max_steps=1))
     source.now_ms = clock.now_ms
     for version in range(2):
@@ -112,7 +111,7 @@ async def test_a_run_that_is_over_cannot_be_frozen_once_its_last_manifest_was_se
 
 
 async def test_a_key_ring_that_is_announced_and_hidden_is_a_freeze(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock)
     source.shown_timestamp = source.timestamp_of(source.shown_head, key_ring=1)
     trust = make_trust(tmp_path, clock, source)
@@ -121,7 +120,7 @@ async def test_a_key_ring_that_is_announced_and_hidden_is_a_freeze(tmp_path: Pat
 
 
 async def test_a_rollback_is_not_believed_after_a_restart_either(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock, policies=3)
     await make_trust(tmp_path, clock, source).refresh()
     clock.seconds += 10
@@ -136,7 +135,7 @@ async def test_a_rollback_is_not_believed_after_a_restart_either(tmp_path: Path)
 
 
 async def test_rings_are_followed_to_their_end_before_the_timestamp_is_read(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock)
     rotate(source, trainer=(NEW_TRAINER,))
     rotate(source, coordinator=(NEW_COORDINATOR,))
@@ -148,7 +147,7 @@ async def test_rings_are_followed_to_their_end_before_the_timestamp_is_read(tmp_
 
 
 async def test_a_revocation_survives_a_restart_behind_a_source_that_hides_it(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock)
     rotate(source, coordinator=(NEW_COORDINATOR,))
     source.shown_timestamp = source.timestamp_of(source.shown_head, key=NEW_COORDINATOR)
@@ -169,7 +168,7 @@ def not_the_roots(source: MemorySource) -> Envelope:
 
 
 def a_gap(source: MemorySource) -> Envelope:
-    ahead = make_source(JumpClock())
+    ahead = make_source(VirtualClock())
     rotate(ahead)
     return next_ring(ahead.run.keys, ROOT)
 
@@ -178,7 +177,7 @@ def a_gap(source: MemorySource) -> Envelope:
 async def test_a_ring_that_does_not_hold_changes_nothing(
     tmp_path: Path, forge: Callable[[MemorySource], Envelope]
 ) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     liar, honest = make_source(clock), make_source(clock)
     liar.key_rings.append(forge(liar))
     trust = make_trust(tmp_path, clock, liar, honest)
@@ -188,7 +187,7 @@ async def test_a_ring_that_does_not_hold_changes_nothing(
 
 
 async def test_damaged_files_are_asked_for_again(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock)
     rotate(source)
     await make_trust(tmp_path, clock, source).refresh()
@@ -201,7 +200,7 @@ async def test_damaged_files_are_asked_for_again(tmp_path: Path) -> None:
 
 
 async def test_what_is_signed_by_a_key_that_is_new_is_checked_again_after_asking(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock)
     trust = make_trust(tmp_path, clock, source)
     tried = []
@@ -237,14 +236,14 @@ async def following(follower: Follower):  # type: ignore[no-untyped-def]
             await task
 
 
-def make_follower(trust: Trust, folder: Path, clock: JumpClock, *sources: MemorySource) -> Follower:
+def make_follower(trust: Trust, folder: Path, clock: VirtualClock, *sources: MemorySource) -> Follower:
     named = [(f"source-{i}", source) for i, source in enumerate(sources)]
     pool = SourcePool(named, clock=clock, rng=random.Random(1))
     return Follower(trust.run, pool, folder, clock=clock, poll_s=0.1)
 
 
 async def test_policies_of_the_new_trainer_are_followed_and_those_of_the_old_one_are_not(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source, thief = make_source(clock), make_source(clock)
     trust = make_trust(tmp_path / "t", clock, source)
     follower = make_follower(trust, tmp_path / "c", clock, thief, source)
@@ -257,12 +256,12 @@ async def test_policies_of_the_new_trainer_are_followed_and_those_of_the_old_one
         policy = await follower.wait_newer(0)
         assert policy.signed.digest == source.signed(1).digest
         thief.publish(table_weights(67), key=TRAINER)
-        await asyncio.sleep(0.05)
+        await clock.sleep(10.0)
         assert follower.versions() == (0, 1)
 
 
 async def test_a_head_below_what_the_root_names_is_no_head_for_a_newcomer(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock, policies=3)
     rotate(source)
     behind = make_source(clock, policies=2)
@@ -270,7 +269,7 @@ async def test_a_head_below_what_the_root_names_is_no_head_for_a_newcomer(tmp_pa
     await trust.refresh()
     follower = make_follower(trust, tmp_path / "c", clock, behind)
     async with following(follower):
-        await asyncio.sleep(0.05)
+        await clock.sleep(10.0)
         assert follower.latest() is None
     caught_up = make_follower(trust, tmp_path / "d", clock, behind, source)
     async with following(caught_up):
@@ -278,7 +277,7 @@ async def test_a_head_below_what_the_root_names_is_no_head_for_a_newcomer(tmp_pa
 
 
 async def test_who_has_followed_a_thief_learns_it_from_the_root_and_begins_anew(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source, thief = make_source(clock), make_source(clock)
     for version in (1, 2):
         thief.publish(table_weights(60 + version))
@@ -331,7 +330,7 @@ FORGED = [
 async def test_a_peer_with_a_stolen_coordinator_key_stops_nobody_who_has_an_honest_source(
     tmp_path: Path, forged: dict[str, Any]
 ) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     honest = make_source(clock)
     thief = Thief(honest, **forged)
     run = make_run()
@@ -353,7 +352,7 @@ async def test_a_key_ring_heals_those_who_believed_the_key_that_it_replaces(
     tmp_path: Path, forged: dict[str, Any]
 ) -> None:
     """The thief was a source here, and so its timestamp counted."""
-    clock = JumpClock()
+    clock = VirtualClock()
     honest = make_source(clock)
     honest.shown_timestamp = await Thief(honest, **forged).timestamp()
     trust = make_trust(tmp_path, clock, honest)
@@ -370,7 +369,7 @@ async def test_a_key_ring_heals_those_who_believed_the_key_that_it_replaces(
 
 
 async def test_a_peer_that_shows_the_manifest_of_a_newer_timestamp_ends_a_freeze(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     frozen, peer = make_source(clock), make_source(clock, policies=2)
     frozen.shown_timestamp = await frozen.timestamp()
     clock.seconds += 1
@@ -383,7 +382,7 @@ async def test_a_peer_that_shows_the_manifest_of_a_newer_timestamp_ends_a_freeze
 
 
 async def test_a_peers_timestamp_that_was_overtaken_while_its_manifest_came_is_not_taken(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     source = make_source(clock, policies=2)
 
     class Slow(Thief):

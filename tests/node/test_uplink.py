@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.node.worker_world import JumpClock
+from tests.time_world import VirtualClock
 
 from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.broadcast.swarm.rate_limit import BURST_S, RateLimit
@@ -16,7 +16,7 @@ from prime_protocol.errors import ErrorCode, RemoteError
 DAY_MS = 86_400_000
 
 
-class StillClock(JumpClock):
+class StillClock(VirtualClock):
     """Clock whose time moves on command, or while a task sleeps."""
 
     async def sleep(self, seconds: float) -> None:

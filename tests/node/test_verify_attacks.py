@@ -8,17 +8,8 @@ from pathlib import Path
 import pytest
 from tests.builder import rows_of
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import (
-    COORDINATOR,
-    MODEL_FILES,
-    ROOT,
-    STRANGER,
-    TRAINER,
-    JumpClock,
-    MemorySource,
-    make_run,
-    next_ring,
-)
+from tests.node.worker_world import COORDINATOR, MODEL_FILES, ROOT, STRANGER, TRAINER, MemorySource, make_run, next_ring
+from tests.time_world import VirtualClock
 
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import Check, audit
@@ -97,7 +88,7 @@ async def test_rollback_of_a_copy_without_a_timestamp_is_shown_by_the_heads_numb
 class Slow(MemorySource):
     """Source that answers truthfully, and each time a little too late."""
 
-    clock: JumpClock
+    clock: VirtualClock
     seconds: float
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
@@ -113,7 +104,7 @@ class Slow(MemorySource):
 async def test_slow_retrieval(seconds: float, *, holds: bool) -> None:
     """Whether no answer stalls for long or one stalls without end, the audit ends and reports why."""
     source = Slow(RUN)
-    source.clock, source.seconds = JumpClock(), seconds
+    source.clock, source.seconds = VirtualClock(), seconds
     for version in range(8):
         source.publish(table_weights(version))
     report = await audit(PacedSource(source, clock=source.clock), RUN.digest, chain=True)

@@ -10,7 +10,8 @@ from typing import NoReturn
 import pytest
 from tests.node.memory_coordinator import WorkerWorld
 from tests.node.table_engine import TableEngine
-from tests.node.worker_world import names_in, until
+from tests.node.worker_world import names_in
+from tests.time_world import until
 
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run_worker
@@ -180,7 +181,7 @@ async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_pat
     world = WorkerWorld(tmp_path)
     world.coordinator.away = True
     task = asyncio.create_task(run_worker(world.worker(), world.stop))
-    await asyncio.sleep(0.01)
+    await until(lambda: world.coordinator.num_asked > 0)
     world.stop.set()
     assert await task is Ending.STOPPED
     assert world.coordinator.joined == 0

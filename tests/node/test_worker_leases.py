@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 from tests.node.memory_coordinator import MemoryCoordinator
 from tests.node.table_engine import TableEngine
-from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, JumpClock, make_run
+from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, make_run
+from tests.time_world import VirtualClock
 
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.leases import open_lease
@@ -30,7 +31,7 @@ def offer(**changes: object) -> tuple[Envelope, LeaseRequest, PinnedRun]:
     """Return a lease as the coordinator gives it, with some fields changed before signing."""
     asked = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
     signer = changes.pop("signer", COORDINATOR)
-    coordinator = MemoryCoordinator(RUN, JumpClock())
+    coordinator = MemoryCoordinator(RUN, VirtualClock())
     coordinator.known = True
     envelope = asyncio.run(_lease(coordinator, asked))
     fields = json.loads(envelope.payload) | changes
@@ -121,7 +122,7 @@ def test_a_rehearsal_counts_until_work_does() -> None:
 
 
 async def test_a_machine_that_takes_too_long_for_a_rehearsal_is_known_to_be_at_least_so_slow() -> None:
-    pinned, pace, clock = make_run(), GenerationPace(), JumpClock()
+    pinned, pace, clock = make_run(), GenerationPace(), VirtualClock()
 
     class Stuck(TableEngine):
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:

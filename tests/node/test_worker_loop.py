@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tests.node.memory_coordinator import MemoryCoordinator, WorkerWorld
 from tests.node.table_engine import TableEngine, table_weights
-from tests.node.worker_world import COORDINATOR, ROOT, WORKER, JumpClock, make_run, names_in, next_ring, until
+from tests.node.worker_world import COORDINATOR, ROOT, WORKER, make_run, names_in, next_ring
+from tests.time_world import VirtualClock, until
 
 from prime_lab.adversaries.table import ADVERSARIES
 from prime_node.broadcast.follow.pinned import fetch_run
@@ -288,7 +289,7 @@ async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_kn
     await until(lambda: worker.spool.num_bundles == 0 and not worker.activity.in_hand)
     asked = len(coordinator.leases)
     await until(lambda: "has expired" in worker.activity.waiting_for)
-    await asyncio.sleep(0.05)
+    await world.clock.sleep(30.0)
     assert len(coordinator.leases) == asked
     coordinator.shown_timestamp = None
     await until(lambda: len(coordinator.leases) > asked)
@@ -331,17 +332,17 @@ async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
 
 
 async def test_a_wrong_run_behind_the_join_link_is_refused() -> None:
-    coordinator = MemoryCoordinator(make_run(name="other"), JumpClock())
+    coordinator = MemoryCoordinator(make_run(name="other"), VirtualClock())
     with pytest.raises(RemoteError) as caught:
-        await fetch_run(RUN.digest, coordinator, clock=JumpClock())
+        await fetch_run(RUN.digest, coordinator, clock=VirtualClock())
     assert caught.value.code is ErrorCode.WRONG_RUN
 
 
 async def test_the_run_is_waited_for_while_the_coordinator_starts() -> None:
-    coordinator = MemoryCoordinator(RUN, JumpClock())
+    coordinator = MemoryCoordinator(RUN, VirtualClock())
     coordinator.away = True
-    task = asyncio.create_task(fetch_run(RUN.digest, coordinator, clock=JumpClock()))
-    await asyncio.sleep(0.005)
+    task = asyncio.create_task(fetch_run(RUN.digest, coordinator, clock=VirtualClock()))
+    await until(lambda: coordinator.num_asked > 3)
     assert not task.done()
     coordinator.away = False
     assert (await task).digest == RUN.digest

@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.node.coordinator_world import Letters, World, memory_parts, running
 from tests.node.served_world import RUN, Digits, publish, validate
 from tests.node.table_engine import TableEngine
-from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, MemorySource, until
+from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, MemorySource
+from tests.time_world import until
 
 from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.follow.follower import Follower

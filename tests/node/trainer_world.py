@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.node.batch_coordinator import TRAINER, BatchCoordinator, Fuse, JumpClock, write_model
+from tests.node.batch_coordinator import TRAINER, BatchCoordinator, Fuse, write_model
+from tests.time_world import VirtualClock
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
@@ -139,7 +140,7 @@ def make_trainer(
     backend: TrainBackend | None = None,
 ) -> Trainer:
     """Return a trainer that stands for a process: its state is only in `folder` and in `coordinator`."""
-    run, clock = coordinator.run, JumpClock()
+    run, clock = coordinator.run, VirtualClock()
     coordinator.fuse = fuse or Fuse()
     model = write_model(folder / "model")
     tokenizer = HfTokenizer(model)

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from tests.builder import build_header, build_lease
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_of, table_weights
-from tests.node.worker_world import WORKER, JumpClock, MemorySource, make_run
+from tests.node.worker_world import WORKER, MemorySource, make_run
+from tests.time_world import VirtualClock
 
 from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import Environment, HeldOutProblem
@@ -202,5 +203,5 @@ def make_validator(
         tokenizer=LetterTokenizer(),
         policy=policy,
         policy_versions=lambda: (),
-        clock=JumpClock(),
+        clock=VirtualClock(),
     )

@@ -1,6 +1,6 @@
 """A run in memory: real keys, envelopes and manifests, without a network.
 
-`MemorySource` is a mirror that a test can make fail or misbehave. `JumpClock` hardly waits: a sleep moves its time
+`MemorySource` is a mirror that a test can make fail or misbehave. `VirtualClock` hardly waits: a sleep moves its time
 forward.
 """
 
@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.builder import base_of, build_manifest, build_spec, pinned, role_keys
 from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE
+from tests.time_world import VirtualClock, until
 
 from prime_node.broadcast.follow.follower import Follower
 from prime_node.broadcast.swarm.sources import SourcePool
@@ -36,39 +37,12 @@ ROOT, COORDINATOR, TRAINER, WORKER, STRANGER = (SigningKey(bytes([number]) * 32)
 MODEL_FILES = {"config.json": b'{"model_type": "table"}', "tokenizer.json": b"{}"}
 
 
-class JumpClock:
-    """Clock (ports.clock.Clock) whose time moves by the duration of each sleep. A second takes about 10 us."""
-
-    def __init__(self) -> None:
-        self.seconds = 1_000_000.0
-
-    def now_ms(self) -> int:
-        return int(self.seconds * 1_000)
-
-    def monotonic_s(self) -> float:
-        return self.seconds
-
-    async def sleep(self, seconds: float) -> None:
-        until = self.seconds + max(0.0, seconds)
-        await asyncio.sleep(max(0.0005, seconds * 1e-5))
-        self.seconds = max(self.seconds, until)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Let other tasks run until the condition holds."""
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it never came true")
-
-
 def names_in(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
 
 
 def make_run(**changes: object) -> PinnedRun:
-    """Return a signed, pinned RunSpec. Leases practically never expire by default, since JumpClock runs fast."""
+    """Return a signed, pinned RunSpec. Leases practically never expire by default, since VirtualClock runs fast."""
     fields: dict[str, object] = {
         "vocab_size": VOCAB_SIZE,
         "environments": (EnvironmentSpec(name="toy", id="toy"),),
@@ -111,6 +85,9 @@ class MemorySource:
         self.blobs = {digest_of(data): data for data in MODEL_FILES.values()}
         self.shown_head: Envelope | None = None
         self.away = False
+        self.num_asked = 0
+        self.clock = VirtualClock()
+        """Clock of its followers."""
         self.blobs_asked: list[str] = []
         self.before_blob: Callable[[str], None] = lambda _: None
         self.key_rings: list[Envelope] = []
@@ -224,14 +201,16 @@ class MemorySource:
         return self.blobs[digest][start:end]
 
     def _check_reachable(self) -> None:
+        self.num_asked += 1
         if self.away:
             raise Unreachable("connection refused")
 
 
 def make_follower(folder: Path, *sources: MemorySource, **options: Any) -> Follower:
-    """Return a follower with a JumpClock; `options` go to Follower."""
+    """Return a follower with a VirtualClock; `options` go to Follower."""
     named = [(f"source-{number}", source) for number, source in enumerate(sources)]
-    settings: dict[str, Any] = {"clock": JumpClock(), "poll_s": 0.1, "rng": random.Random(1)}
+    clock = sources[0].clock if sources else VirtualClock()
+    settings: dict[str, Any] = {"clock": clock, "poll_s": 0.1, "rng": random.Random(1)}
     run = sources[0].run if sources else make_run()
     settings |= options
     pool = SourcePool(named, clock=settings["clock"], rng=settings["rng"])
@@ -250,6 +229,8 @@ async def following(follower: Follower) -> AsyncIterator[Follower]:
             await task
 
 
-async def settle() -> None:
-    """Let the follower poll a few dozen times."""
-    await asyncio.sleep(0.05)
+async def settle(source: MemorySource) -> None:
+    """Let the follower of a source poll it for three virtual seconds, and at least four times: pauses grow after failures."""
+    enough = source.num_asked + 4
+    await source.clock.sleep(3.0)
+    await until(lambda: source.num_asked >= enough)

@@ -37,7 +37,7 @@ from prime_protocol import (
 from prime_protocol.envelope import PayloadType, WireModel
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.limits import Limits
-from prime_protocol.rollout import _LAYOUT, FinishReason
+from prime_protocol.rollout import BODY_LAYOUT, FinishReason
 from prime_protocol.run_spec import PROTOCOL_VERSION
 from prime_protocol.verdict import RejectReason
 
@@ -171,7 +171,7 @@ def order(rows: list[list[str]]) -> Any:
 def test_the_tensors_of_a_bundle_are_those_of_the_code() -> None:
     rows = rows_after("N completions, T tokens in all, S spans")
     assert [(row[0], row[1], 1 + row[2].count(",")) for row in rows] == [
-        (name, *kind) for name, kind in _LAYOUT.items()
+        (name, *kind) for name, kind in BODY_LAYOUT.items()
     ]
     assert [int(reason) for reason in FinishReason] == [0, 1]
 

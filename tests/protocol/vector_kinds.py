@@ -47,8 +47,8 @@ from prime_protocol.pieces import cut_pieces
 from prime_protocol.proof import build_proofs
 from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS, rank_sums
 from prime_protocol.rollout import (
-    _LAYOUT,
-    _OPTIONAL,
+    BODY_LAYOUT,
+    BODY_OPTIONAL,
     RolloutHeader,
     Rollouts,
     check_turn_rows,
@@ -312,9 +312,9 @@ def pieces(case: Case, folder: Path) -> Any:
 
 def turns(case: Case, folder: Path) -> Any:
     tensors = unpack_tensors(
-        decompress_body(bytes.fromhex(case["hex"]), size=case["size"]), _LAYOUT, optional=_OPTIONAL
+        decompress_body(bytes.fromhex(case["hex"]), size=case["size"]), BODY_LAYOUT, optional=BODY_OPTIONAL
     )
-    rollouts = Rollouts(*(tensors.get(name) for name in _LAYOUT))  # type: ignore[arg-type]
+    rollouts = Rollouts(*(tensors.get(name) for name in BODY_LAYOUT))  # type: ignore[arg-type]
     check_turn_rows(rollouts, case["num_rollouts"])
     episodes = episodes_behind(rollouts, [tuple(prompt) for prompt in case["prompts"]])
     return [[[list(t.prompt_token_ids), list(t.completion.token_ids)] for t in episode] for episode in episodes]

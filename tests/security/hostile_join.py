@@ -102,8 +102,8 @@ def leave_out(restriction: str) -> None:
 
 if __name__ == "__main__":
     model_folder.require_listed = lambda files: None
-    pinned._is_there = lambda folder, file: False
-    pinned._write = write_anywhere
+    pinned.is_stored = lambda folder, file: False
+    pinned.store_model_file = write_anywhere
     leave_out(sys.argv[1])
     sys.argv[1:2] = []
     main()

@@ -229,7 +229,7 @@ async def test_the_least_rate_rises_with_the_length_so_that_no_body_takes_longer
 
 
 async def test_a_signed_request_needs_no_body_and_has_only_one_place(world: World) -> None:
-    epoch = (await world.client(ANNA).heartbeat(HEARTBEAT), world.client(ANNA)._epoch)[1]
+    epoch = (await world.client(ANNA).heartbeat(HEARTBEAT), world.client(ANNA).epoch)[1]
     signed = world.signed(HEARTBEAT, ANNA, epoch=epoch).decode()
     line = f"{REQUEST_HEADER}: {signed}"
     assert (await ask(world.url, post("/v1/heartbeat", 2, line) + b"{}")).code == ErrorCode.MALFORMED

@@ -94,6 +94,6 @@ async def test_a_stopping_rule_does_not_read_a_broken_grader_as_no_accuracy() ->
 
 def test_workers_evaluations_count_unscored_answers_apart() -> None:
     group = AcceptedGroup("w", 0, "b", 0, (1.0, 0.0, 0.0), unscored=(1, 2))
-    mark = evaluations._mark(group)
+    mark = evaluations.mark_of(group)
     assert mark == Mark(1, 1, 1.0, 2)
     assert sampled_figures({"toy": [mark]}, pass_at=())["eval_sampled"] == 1.0

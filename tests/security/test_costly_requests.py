@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.node.coordinator_world import ANNA, HEARTBEAT, make_parcel, make_run, memory_parts, running
-from tests.node.worker_world import JumpClock
 from tests.security.raw_http import ask, claim, post
+from tests.time_world import VirtualClock
 
 from prime_node.adapters.models.model_folder import regex_fault
 from prime_node.adapters.web.request_head import read_request_head
@@ -56,7 +56,7 @@ async def test_a_recorded_announcement_uses_up_nothing_of_its_signers_rate() -> 
 
 
 async def test_an_answer_that_nobody_takes_counts_only_its_first_piece_against_the_cap(tmp_path: Path) -> None:
-    clock = JumpClock()
+    clock = VirtualClock()
     cap = DataCap(2**40, days=30, file=tmp_path / "cap", clock=clock)
     uplink = Uplink(clock=clock, cap=cap)
     give_back = await uplink.slot("anna", 64 * PACE_BYTES, is_member=True)

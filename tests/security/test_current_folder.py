@@ -44,7 +44,7 @@ async def test_the_compiler_of_kernels_imports_nothing_from_the_current_folder(
     planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    await up._compile_kernels()
+    await up.compile_for_children()
     assert not has_run(planted)
 
 

@@ -210,8 +210,8 @@ def test_an_order_brings_no_command_and_a_bad_one_starts_nothing() -> None:
         ]
         for order in orders:
             with Path(os.devnull).open("rb") as pipe:
-                socket.send_fds(launcher._channel, [json.dumps(order).encode()], [pipe.fileno()] * 3)
-            assert "pid" not in json.loads(launcher._channel.recv(ORDER_BYTES_MAX)), order
+                socket.send_fds(launcher.channel, [json.dumps(order).encode()], [pipe.fileno()] * 3)
+            assert "pid" not in json.loads(launcher.channel.recv(ORDER_BYTES_MAX)), order
         with pytest.raises(LocalError, match="does not start"):
             launcher.start(network=True)
         assert arguments.exists(), "what runs goes on"

@@ -193,7 +193,7 @@ async def test_an_episode_that_asks_for_ever_ends_its_process(tmp_path: Path) ->
             nonlocal asked
             asked += 1
 
-        made = world.process._child
+        made = world.process.child
         made.asks[7] = (asyncio.get_running_loop(), ask)
         line = json.dumps({"ask": 1, "id": 7, "prompt": [1]})
         begun = time.monotonic()

@@ -14,6 +14,7 @@ import struct
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from tests.time_world import until
 
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
@@ -126,12 +127,6 @@ def broken(run: str) -> Iterator[bytes]:
         yield bytes(spoilt)
 
 
-async def until(met: object) -> None:
-    async with asyncio.timeout(20):
-        while not met():  # type: ignore[operator]  # noqa: ASYNC110 - what is heard on the network tells nobody
-            await asyncio.sleep(0.02)
-
-
 async def test_broken_answers_hold_up_nobody(sender: socket.socket, caplog: pytest.LogCaptureFixture) -> None:
     run = os.urandom(32).hex()
     async with network(ANNA, run) as anna:
@@ -185,7 +180,7 @@ async def test_a_flood_of_names_leaves_few_behind_and_ends_the_search_not_the_ma
         for number in range(600):
             sender.sendto(announcement(run, stranger(number), "/ip4/127.0.0.1/tcp/9"), GROUP)
             await asyncio.sleep(0)
-        await until(lambda: local._zeroconf is None)
+        await until(lambda: local.responder is None)
     finally:
         await local.close()
     assert 0 < len({one.peer for one in found}) <= limits.PEER_HINTS_MAX
@@ -220,10 +215,10 @@ async def test_names_that_come_while_the_search_ends_leave_no_task_behind(sender
             await asyncio.sleep(0)
 
     telling = asyncio.create_task(keep_telling())
-    await until(lambda: len(local._asking) == limits.PEER_HINTS_MAX)
+    await until(lambda: len(local.asking) == limits.PEER_HINTS_MAX)
     await asyncio.gather(local.close(), local.close())
     assert not telling.done(), "names came all the while"
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
-    assert not local._asking
+    assert not local.asking
     assert asyncio.all_tasks() == before

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.node.coordinator_world import ANNA
-from tests.node.swarm_world import Swarm, swarm, until
+from tests.node.swarm_world import Swarm, swarm
+from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -110,7 +111,7 @@ async def deep(path: str, writer: asyncio.StreamWriter) -> None:
 
 
 async def silent(path: str, writer: asyncio.StreamWriter) -> None:
-    await asyncio.sleep(3_600)
+    await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize(

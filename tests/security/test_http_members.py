@@ -12,6 +12,7 @@ import pytest
 from tests.node.coordinator_process import REPOSITORY, crash_run
 from tests.node.coordinator_world import ANNA, HEARTBEAT, World, make_parcel, make_run, memory_parts
 from tests.security.raw_http import Raw, get
+from tests.time_world import until
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.connection_counts import MEMBER_BURST_S, ConnectionCounts, Entry
@@ -99,9 +100,7 @@ async def test_large_answers_to_one_member_are_bounded(
     raws = [await Raw.to(url) for _ in range(2)]
     raws[0].stand_still()
     await raws[0].send(get("/v1/run"))
-    async with asyncio.timeout(20):
-        while is_bounded and not server._answers.num_bytes("answers to member"):  # noqa: ASYNC110 - no event tells it
-            await asyncio.sleep(0.01)
+    await until(lambda: not is_bounded or server.answers.num_bytes("answers to member"))
     await raws[1].send(get("/v1/run"))
     assert (await raws[1].line()).startswith(b"HTTP/1.1 503" if is_bounded else b"HTTP/1.1 200")
     for raw in raws:

@@ -27,7 +27,8 @@ from tests.node.coordinator_world import make_run as make_plain_run
 from tests.node.served_world import Digits, publish, validate
 from tests.node.swarm_world import LOCAL
 from tests.node.table_engine import TableEngine
-from tests.node.worker_world import COORDINATOR, MODEL_FILES, WORKER, MemorySource, make_run, until
+from tests.node.worker_world import COORDINATOR, MODEL_FILES, WORKER, MemorySource, make_run
+from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -176,9 +177,7 @@ async def test_a_machine_that_the_coordinator_refuses_opens_no_swarm_host(tmp_pa
 async def never_opens(host: Libp2pNetwork, *, seconds: float) -> bool:
     """Return whether a host stays closed for this long."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while not host.addresses():  # noqa: ASYNC110 - a host that opens tells nobody
-                await asyncio.sleep(0.01)
+        await until(host.addresses, seconds=seconds)
     return not host.addresses()
 
 

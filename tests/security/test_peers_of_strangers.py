@@ -21,7 +21,8 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
-from tests.node.swarm_world import CORA, LOCAL, until
+from tests.node.swarm_world import CORA, LOCAL
+from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.choker import ChokerRules
@@ -30,7 +31,7 @@ from prime_node.broadcast.swarm.network_peer import NetworkPeer, serve_over
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.uplink import Uplink
-from prime_node.cli.seed import _seed
+from prime_node.cli.seed import serve_policies
 from prime_node.coordinator.listed_peers import Peers
 from prime_node.ports.web import Request
 from prime_node.worker.config import WorkerConfig
@@ -146,9 +147,9 @@ async def test_dial_backs_to_strangers_leave_room_for_those_to_members() -> None
         await asyncio.sleep(0)
     assert len(asked) == limits.DIAL_BACKS_MAX // 4 + 1
     assert asked[-1] == key_of(99).key_id
-    for task in list(peers._dials):
+    for task in list(peers.dials):
         task.cancel()
-    await asyncio.gather(*peers._dials, return_exceptions=True)
+    await asyncio.gather(*peers.dials, return_exceptions=True)
 
 
 # A seeder
@@ -156,7 +157,7 @@ async def test_dial_backs_to_strangers_leave_room_for_those_to_members() -> None
 
 async def run_seed(world: World, folder: Path, stop: asyncio.Event) -> int:
     """Run what `prime-node seed` runs, with the key CORA."""
-    return await _seed(JoinLink(world.url, RUN.digest), WorkerConfig(swarm=LOCAL), folder, CORA, stop)
+    return await serve_policies(JoinLink(world.url, RUN.digest), WorkerConfig(swarm=LOCAL), folder, CORA, stop)
 
 
 async def test_a_seeder_that_a_closed_run_does_not_know_ends_and_says_what_its_operator_has_to_do(
@@ -220,7 +221,7 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
 
     async def listen(number: int, host: str) -> None:
         request = Request(params={}, body=b"", headers={"authorization": shown_by(key_of(number))}, remote=host)
-        response = await service._have(request)
+        response = await service.have(request)
         assert not isinstance(response.body, bytes)
         streams.append(response.body)
         await anext(streams[-1])
@@ -233,7 +234,7 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
     await listen(1_001, "9.9.9.9")
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]
-    assert not service._listeners
+    assert not service.listeners
 
 
 @pytest.mark.parametrize("are_members", [True, False], ids=["tickets", "strangers"])
@@ -278,10 +279,10 @@ async def test_sixteen_keys_of_one_network_that_read_nothing_keep_no_bytes_from_
             for number in range(NUM_KEYS):
                 attacker = await host(key_of(number), listen[0])
                 hostile = link(attacker, key_of(number), "/ip4/", shows=are_members)
-                await attacker.connect(hostile._address)
+                await attacker.connect(hostile.address)
                 asking += [asyncio.create_task(hostile.blob(digest_of(BLOB))) for _ in range(4)]
-            choker = service.uplink._choker
-            await until(lambda: choker._num_waiting, seconds=60.0)
+            choker = service.uplink.choker
+            await until(lambda: choker.num_waiting, seconds=60.0)
             assert 0 < choker.serving <= 8
         member = link(await host(BEN, listen[1]), BEN, "/ip6/", shows=True)
         async with asyncio.timeout(20):

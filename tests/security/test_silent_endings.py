@@ -13,7 +13,8 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, memory_parts, running
 from tests.node.coordinator_world import make_run as make_coordinators_run
 from tests.node.mesh_world import RUN, Finder, where
-from tests.node.swarm_world import swarm, until
+from tests.node.swarm_world import swarm
+from tests.time_world import until
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
 from prime_node.adapters.peers import faults
@@ -40,7 +41,7 @@ from prime_protocol.peers import PeerUpdate
 async def test_a_bug_among_the_links_starts_them_again_and_shows_where_the_owner_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right, calls = Neighbours._link_more, 0
+    right, calls = Neighbours.link_more, 0
 
     def wrong_twice(self: Neighbours) -> None:
         nonlocal calls
@@ -49,7 +50,7 @@ async def test_a_bug_among_the_links_starts_them_again_and_shows_where_the_owner
             raise KeyError("a bug of ours\x1b[31m")
         right(self)
 
-    monkeypatch.setattr(Neighbours, "_link_more", wrong_twice)
+    monkeypatch.setattr(Neighbours, "link_more", wrong_twice)
     async with swarm(tmp_path, ANNA) as made:
         [(follower, peer)] = made.workers
         assert peer.neighbours is not None
@@ -123,7 +124,7 @@ async def test_a_libp2p_host_whose_thread_ends_is_opened_again() -> None:
     async def crash() -> None:
         raise RuntimeError("a bug in a library")
 
-    anna._thread.spawn(crash)
+    anna.thread.spawn(crash)
     await anna.ended()
     assert anna.has_ended()
     with pytest.raises(Unreachable):

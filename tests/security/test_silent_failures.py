@@ -10,7 +10,7 @@ import pytest
 
 from prime_node.cli.supervisor import Child, ChildState, Supervisor
 from prime_node.patience import first_of, unless
-from prime_node.trainer.trainer import _tell_failure
+from prime_node.trainer.trainer import log_failed_save
 
 
 class DiskFull(Exception):
@@ -36,7 +36,7 @@ async def test_what_ends_the_first_of_several_is_raised() -> None:
 
 async def test_a_checkpoint_that_cannot_be_written_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
     saving = asyncio.create_task(fails())
-    saving.add_done_callback(_tell_failure)
+    saving.add_done_callback(log_failed_save)
     await asyncio.gather(saving, return_exceptions=True)
     with caplog.at_level(logging.ERROR):
         await asyncio.sleep(0)

@@ -12,9 +12,10 @@ import pytest
 from aiohttp import web
 from tests.builder import build_manifest, provenance
 from tests.node.coordinator_world import ANNA, BEN, CONFIG_JSON, COORDINATOR, TRAINER
-from tests.node.swarm_world import LOCAL, Swarm, ended, policy_weights, swarm, until
+from tests.node.swarm_world import LOCAL, Swarm, ended, policy_weights, swarm
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import MemorySource, following, make_follower, make_run, settle
+from tests.time_world import until
 
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.adapters.system_clock import SystemClock
@@ -81,8 +82,7 @@ class OtherFace:
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
-        assert site._server is not None
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         await runner.cleanup()
 
 
@@ -171,7 +171,7 @@ async def test_a_second_manifest_of_one_version_is_refused_and_both_are_kept(
     async with following(make_follower(tmp_path, honest)) as follower:
         await follower.wait_newer(-1)
     async with following(make_follower(tmp_path, honest, forking)) as follower:
-        await settle()
+        await settle(honest)
         assert follower.heads.chain.digest(0) == first.digest
     evidence = {path.read_bytes() for path in (tmp_path / "evidence").iterdir()}
     assert evidence == {first.envelope.to_bytes(), second.envelope.to_bytes()}

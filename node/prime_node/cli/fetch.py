@@ -63,14 +63,15 @@ def fetch(
     place = folder or HOME / "fetch" / parsed.run[:16]
     lock = FolderLock(place)
     ready_kernels(Console(stderr=True, highlight=False).print)
-    written, files = asyncio.run(_fetch(parsed, settings, place, policy, out))
+    written, files = asyncio.run(fetch_policy(parsed, settings, place, policy, out))
     lock.release()
     say(f"{written}: {files} files", console=Console())
 
 
-async def _fetch(
+async def fetch_policy(
     link: JoinLink, settings: WorkerConfig, folder: Path, policy_version: int | None, out: Path | None
 ) -> tuple[Path, int]:
+    """Download a policy, the newest if none is named, and write it. Return the folder and the number of files."""
     from prime_node.broadcast.audit.audit import Verified
     from prime_node.broadcast.audit.export import check_free, export_checkpoint
     from prime_node.broadcast.follow.pinned import model_files_in

@@ -57,7 +57,7 @@ def seed(
     key = load_or_create(identity or place / "identity.key")
     confine_role(settings.sandbox, place, Needs())
     code = run_role(
-        lambda stop: _seed(parsed, settings, place, key, stop),
+        lambda stop: serve_policies(parsed, settings, place, key, stop),
         stop_with_parent=stop_with_parent,
         grace_s=GRACE_S,
     )
@@ -65,7 +65,10 @@ def seed(
     raise typer.Exit(code)
 
 
-async def _seed(link: JoinLink, settings: WorkerConfig, folder: Path, key: SigningKey, stop: asyncio.Event) -> int:
+async def serve_policies(
+    link: JoinLink, settings: WorkerConfig, folder: Path, key: SigningKey, stop: asyncio.Event
+) -> int:
+    """Follow the run and serve its checkpoints until `stop`. Return the exit code."""
     from prime_node.cli import wire, wire_swarm
     from prime_node.patience import causes_of, unless
 

@@ -134,7 +134,7 @@ class UpSession:
         """
         host, port = self._settings.host, self._link.url.rpartition(":")[2]
         await self._start(COORDINATOR, "--set", f"coordinator.host={host}", "--set", f"coordinator.port={port}")
-        compiling = asyncio.create_task(_compile_kernels())
+        compiling = asyncio.create_task(compile_for_children())
         try:
             self.status = await self._until_healthy()
             await compiling
@@ -267,7 +267,7 @@ class UpSession:
         return await asyncio.to_thread(get_status, self._link.url)
 
 
-async def _compile_kernels() -> None:
+async def compile_for_children() -> None:
     """Compile the kernels before the children do so all at once, in a separate process that alone imports numba."""
     process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-m", "prime_node.cli.kernels")
     try:

@@ -89,14 +89,14 @@ class Peers:
         """
         self._network = network
         self._dial_backs = {"http": over_http, "libp2p": over_libp2p}
-        self._offers: dict[KeyId, _Offer] = {}
-        self._dials: dict[asyncio.Task[None], bool] = {}
+        self.offers: dict[KeyId, _Offer] = {}
+        self.dials: dict[asyncio.Task[None], bool] = {}
         """Dial-backs under way, and whether they are for guests."""
         per_minute = limits.PEER_DIAL_BACKS_PER_MINUTE_MAX
         self._rates = Buckets(per_second=per_minute / 60, burst=per_minute)
 
     def __len__(self) -> int:
-        return sum(offer.is_listed for offer in self._offers.values())
+        return sum(offer.is_listed for offer in self.offers.values())
 
     def offer(
         self,
@@ -114,7 +114,7 @@ class Peers:
         members; PEER_GUESTS_MAX limits guests.
         """
         self._forget(now_s)
-        known = self._offers.get(record.peer)
+        known = self.offers.get(record.peer)
         if known is not None and known.is_guest != is_guest:  # it has joined or left, and counts in the other group now
             self.withdraw(record.peer)
             known = None
@@ -124,7 +124,7 @@ class Peers:
                 is_trusted or self._has_room(network, limits.PEER_GUESTS_MAX if is_guest else offers_max, is_guest)
             ):
                 return None
-            known = self._offers[record.peer] = _Offer(record, now_s, network, is_guest)
+            known = self.offers[record.peer] = _Offer(record, now_s, network, is_guest)
         known.record, known.heard_s = record, now_s
         hosts = {seen_at, *(self._link_hosts(record.peer) or ())}
         own = {parsed for host in hosts if (parsed := parse_ip(host)) is not None}
@@ -144,7 +144,7 @@ class Peers:
 
     def withdraw(self, peer: KeyId) -> None:
         """Remove a peer's announcement."""
-        self._offers.pop(peer, None)
+        self.offers.pop(peer, None)
 
     def sample(
         self, asker: KeyId, peers_max: int, now_s: float, rng: random.Random, *, address: str
@@ -158,8 +158,8 @@ class Peers:
         if self._network is not None:
             own = PeerRecord(peer=self._network.peer_id, addresses=_named(self._network.addresses(), address))
         first = (own,) if own is not None and own.addresses else ()
-        members = [offer for peer, offer in self._offers.items() if peer != asker and not offer.is_guest]
-        guests = [offer for peer, offer in self._offers.items() if peer != asker and offer.is_guest]
+        members = [offer for peer, offer in self.offers.items() if peer != asker and not offer.is_guest]
+        guests = [offer for peer, offer in self.offers.items() if peer != asker and offer.is_guest]
         rng.shuffle(members)
         rng.shuffle(guests)
         # Lazily: to work out what is shown of an offer costs more than all else here.
@@ -191,7 +191,7 @@ class Peers:
         One network may not take all places. Guests of one network have a quarter of the guests' places, and none of the
         members'.
         """
-        alike = {peer: offer for peer, offer in self._offers.items() if offer.is_guest == is_guest}
+        alike = {peer: offer for peer, offer in self.offers.items() if offer.is_guest == is_guest}
         of_network = sum(offer.network == network for offer in alike.values())
         if network and of_network >= (offers_max // 4 if is_guest else limits.PEER_OFFERS_PER_NETWORK_MAX):
             return False
@@ -203,14 +203,14 @@ class Peers:
         return True
 
     def _forget(self, now_s: float) -> None:
-        for peer in [peer for peer, offer in self._offers.items() if now_s - offer.heard_s > OFFER_S_MAX]:
+        for peer in [peer for peer, offer in self.offers.items() if now_s - offer.heard_s > OFFER_S_MAX]:
             self.withdraw(peer)
 
     def _try(self, offer: _Offer, address: str, verdict: _Verdict, now_s: float) -> None:
         dial_back = self._dial_backs["http" if address.startswith("http://") else "libp2p"]
-        if dial_back is None or len(self._dials) >= limits.DIAL_BACKS_MAX:
+        if dial_back is None or len(self.dials) >= limits.DIAL_BACKS_MAX:
             return
-        if offer.is_guest and sum(self._dials.values()) >= limits.DIAL_BACKS_MAX // 4:
+        if offer.is_guest and sum(self.dials.values()) >= limits.DIAL_BACKS_MAX // 4:
             return
         if offer.network:
             try:
@@ -220,8 +220,8 @@ class Peers:
             self._rates.charge(offer.network, now_s)
         verdict.tried_s, verdict.is_under_way = now_s, True
         task = asyncio.create_task(self._dial(offer.record.peer, address, verdict, dial_back))
-        self._dials[task] = offer.is_guest
-        task.add_done_callback(self._dials.pop)
+        self.dials[task] = offer.is_guest
+        task.add_done_callback(self.dials.pop)
 
     async def _dial(self, peer: KeyId, address: str, verdict: _Verdict, dial_back: DialBack) -> None:
         try:

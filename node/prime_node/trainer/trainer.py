@@ -117,7 +117,7 @@ class Trainer:
             write = await self.in_thread(self.backend.save, folder)
             finish = partial(self.checkpoints.finish, self.state, write, head=self.publisher.head)
             self._saving = asyncio.create_task(asyncio.to_thread(finish))
-            self._saving.add_done_callback(_tell_failure)
+            self._saving.add_done_callback(log_failed_save)
 
     async def publish(self) -> None:
         """Submit the current policy to the publisher; wait for the copy, and while too many are pending."""
@@ -157,7 +157,7 @@ class Trainer:
         self.metrics.close()
 
 
-def _tell_failure(saving: asyncio.Task[None]) -> None:
+def log_failed_save(saving: asyncio.Task[None]) -> None:
     """Log a failed save at once: the next save raises the error, which may be much later or never."""
     if not saving.cancelled() and (error := saving.exception()) is not None:
         log.error("the checkpoint of the training state could not be written: %s", error)

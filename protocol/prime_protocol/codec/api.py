@@ -256,16 +256,16 @@ def _kernels_for(element: ElementType, count: int) -> Kernels | None:
 
 def load_kernels() -> Kernels | None:
     """Return the module of the CLASS kernels, or None if numba is missing or disabled."""
-    return None if _given_up else _import_kernels()
+    return None if given_up else _import_kernels()
 
 
 def give_up_kernels() -> None:
     """Disable the kernels, for a process that cannot compile them. From now on it codes as without numba."""
-    global _given_up
-    _given_up = True
+    global given_up
+    given_up = True
 
 
-_given_up = False
+given_up = False
 
 
 @functools.cache

@@ -129,7 +129,7 @@ class TransformersEngine:
         """
         self._model.require_fit(weights)
         self._loaded = False
-        self._copy_weights(weights)
+        self.copy_weights(weights)
         probe = probe_requests(self._model.vocab_size)
         found_T = self._score(strung(probe), PROBE_SAMPLING).logprobs_T
         error = float((found_T - reference_of(self._model, weights, probe).cpu()).abs().max())
@@ -156,7 +156,8 @@ class TransformersEngine:
             update.done.set_result(None)
         return waiting[-1].swap
 
-    def _copy_weights(self, weights: Weights) -> None:
+    def copy_weights(self, weights: Weights) -> None:
+        """Copy a policy's weights into the model."""
         self._model.load(weights)
 
     @torch.inference_mode()

@@ -193,7 +193,7 @@ class VllmEngine:
         if self._llm is None:
             await self._start()
         self._loaded = False
-        await self._swap(weights)
+        await self.replace_weights(weights)
         self._version = policy_version
         await self._check_probe(weights, policy_version)
         self._loaded = True
@@ -223,7 +223,7 @@ class VllmEngine:
                 await self._put(weights)
             else:
                 await self._llm.pause_generation(mode="abort", clear_cache=True)
-                await self._swap(weights)
+                await self.replace_weights(weights)
             await self._llm.resume_generation()
             self._version = policy_version
             await self._check_probe(weights, policy_version)
@@ -281,7 +281,6 @@ class VllmEngine:
             raise LocalError(
                 f"vLLM did not start ({error}); its own messages are above. --engine transformers does not need vLLM"
             ) from error
-
         if not self._seeded:
             await self._llm.collective_rpc("prime_die_with", args=(os.getpid(),))
 
@@ -299,7 +298,8 @@ class VllmEngine:
             else:
                 await self._llm.abort(name)
 
-    async def _swap(self, weights: Weights) -> None:
+    async def replace_weights(self, weights: Weights) -> None:
+        """Put new weights into vLLM and empty its prefix cache. Raises EngineMismatch."""
         await self._put(weights)
         if not await self._llm.reset_prefix_cache():
             raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")

@@ -100,7 +100,7 @@ class Launcher:
     def __init__(self, plans: Mapping[bool, Plan], command: Sequence[str]) -> None:
         """Start the launcher. `plans`: by network access. `command` gets its restrictions as a further argument."""
         self._lock = threading.Lock()
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 # -P and -s: no file in the current folder or in HOME may shadow a module.
@@ -110,7 +110,7 @@ class Launcher:
                 start_new_session=True,
             )
         order = {"command": list(command), "plans": {str(network): asdict(plan) for network, plan in plans.items()}}
-        self._channel.send(json.dumps(order).encode())
+        self.channel.send(json.dumps(order).encode())
 
     def start(self, *, network: bool, loopback: bool = False, read: Sequence[str] = ()) -> Launched:
         """Start a process that reads those files besides the common ones. Raises LocalError."""
@@ -136,16 +136,16 @@ class Launcher:
     def close(self) -> None:
         """Close the launcher and end all its processes. Idempotent."""
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
-        self._channel.close()
+            self.channel.shutdown(socket.SHUT_RDWR)
+        self.channel.close()
         self._process.wait()
 
     def _order(self, order: dict[str, object], descriptors: list[int]) -> dict[str, int]:
         """Send an order and return the answer; empty if the launcher has exited."""
         with self._lock:
             try:
-                socket.send_fds(self._channel, [json.dumps(order).encode()], descriptors)
-                return dict(json.loads(self._channel.recv(ORDER_BYTES_MAX) or b"{}"))
+                socket.send_fds(self.channel, [json.dumps(order).encode()], descriptors)
+                return dict(json.loads(self.channel.recv(ORDER_BYTES_MAX) or b"{}"))
             except OSError:
                 return {}
 

@@ -61,9 +61,9 @@ class EnvironmentProcess:
         self._description = dict(description)
         self._lock = threading.Lock()
         self._asking = threading.Lock()
-        self._child = EnvironmentChild(self._command, self._description)
+        self.child = EnvironmentChild(self._command, self._description)
         self._retired: set[EnvironmentChild] = set()
-        self.ready = self._child.ready
+        self.ready = self.child.ready
 
     def ask(self, method: str, environment: str, **arguments: Any) -> Any:
         """Request a result. Raises EnvironmentFailed. Calls from other threads wait, and their time limit begins afterwards."""
@@ -82,7 +82,7 @@ class EnvironmentProcess:
         Cancelling it cancels the episode. Raises EnvironmentFailed: EnvironmentSilent if the episode hangs, EnvironmentGone if
         the process does.
         """
-        while not self._is_fit(child := self._child):
+        while not self._is_fit(child := self.child):
             await asyncio.to_thread(self._started)
         number, loop = new_number(), asyncio.get_running_loop()
         open_asks = 0
@@ -137,17 +137,17 @@ class EnvironmentProcess:
     def close(self) -> None:
         """End all children. Idempotent."""
         with self._lock:
-            for child in (self._child, *tuple(self._retired)):
+            for child in (self.child, *tuple(self._retired)):
                 child.end()
 
     def _started(self) -> EnvironmentChild:
         with self._lock:
-            if not self._is_fit(self._child):
+            if not self._is_fit(self.child):
                 log.warning("the environment process has exited or hangs; starting another")
-                if self._child not in self._retired:
-                    self._child.end()
-                self._child = EnvironmentChild(self._command, self._description)
-            return self._child
+                if self.child not in self._retired:
+                    self.child.end()
+                self.child = EnvironmentChild(self._command, self._description)
+            return self.child
 
     def _is_fit(self, child: EnvironmentChild) -> bool:
         """Return whether the child may get new requests."""

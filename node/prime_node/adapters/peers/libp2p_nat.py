@@ -74,10 +74,10 @@ class Holes:
         )
         self._relay = CircuitV2Protocol(host, limits=bounds, allow_hop=serves_as_relay)
         self._circuits = CircuitV2Transport(host, self._relay, RelayConfig(roles=roles, limits=bounds))
-        self._punching = _Punching(_AsItListens(host))
-        self._punching.gate = gate
-        self._punching.relay_hosts = streams.all_hosts
-        host._dcutr_protocol = self._punching  # how the library registers it on its host
+        self.punching = _Punching(_AsItListens(host))
+        self.punching.gate = gate
+        self.punching.relay_hosts = streams.all_hosts
+        host._dcutr_protocol = self.punching  # how the library registers it on its host
         self._tried: dict[KeyId, trio.Event] = {}
         self.num_punched = 0
 
@@ -89,8 +89,8 @@ class Holes:
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Run the relay and hole-punching services while the context is open."""
-        async with background_trio_service(self._relay), background_trio_service(self._punching):
-            await self._punching.event_started.wait()
+        async with background_trio_service(self._relay), background_trio_service(self.punching):
+            await self.punching.event_started.wait()
             yield
 
     async def reserve(self, relay: KeyId) -> bool:
@@ -125,7 +125,7 @@ class Holes:
 
     async def _try(self, peer: KeyId, tried: trio.Event) -> None:
         started_s = time.monotonic()
-        seen = self._punching.seen[peer] = _Seen()
+        seen = self.punching.seen[peer] = _Seen()
         try:
             with trio.move_on_after(PUNCH_S_MAX):
                 seen.hosts = await self._seen_at(peer)
@@ -133,7 +133,7 @@ class Holes:
                 if not seen.hosts:
                     log.debug("no relay knows the address of %s: hole punching is left out", peer)
                 elif self._host.get_id().to_string() < peer:
-                    await self._punching.initiate_hole_punch(ID.from_string(peer))
+                    await self.punching.initiate_hole_punch(ID.from_string(peer))
                 else:
                     await self._wait_for_direct_link(peer)
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: no hole, and nothing else
@@ -141,7 +141,7 @@ class Holes:
         finally:
             punched = self._streams.has_direct_link(peer)
             self.num_punched += punched
-            self._punching.seen.pop(peer, None)
+            self.punching.seen.pop(peer, None)
             tried.set()
         outcome = "a direct link" if punched else "no direct link"
         log.info("hole punching with %s: %s after %.1f s", peer, outcome, time.monotonic() - started_s)

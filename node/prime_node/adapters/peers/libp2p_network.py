@@ -62,7 +62,7 @@ class Libp2pNetwork:
         self._key = key
         self._run = run
         self._settings = settings
-        self._thread = TrioThread("libp2p")
+        self.thread = TrioThread("libp2p")
         self._gate = ConnectionGater(near=_near(settings))
         self._local = LocalPeers(key.key_id, run, found=lambda address: self.learn((address,)))
         self._served: dict[str, tuple[RequestHandler, int]] = {}
@@ -70,12 +70,12 @@ class Libp2pNetwork:
         self._known: dict[KeyId, PeerAddress] = {}
         self._staying = {address.peer: address for address in settings.bootstrap[: limits.BOOTSTRAP_PEERS_MAX]}
         self._blocked: set[KeyId] = set()
-        self._heard_s: dict[KeyId, float] = {}
-        self._host: IHost | None = None
-        self._streams: Streams | None = None
+        self.heard_s: dict[KeyId, float] = {}
+        self.host: IHost | None = None
+        self.streams: Streams | None = None
         self._gossip: Gossip | None = None
-        self._hints: Hints | None = None
-        self._holes: Holes | None = None
+        self.hints: Hints | None = None
+        self.holes: Holes | None = None
         self._reach: Reach | None = None
         self._dialler: Dialler | None = None
 
@@ -90,30 +90,30 @@ class Libp2pNetwork:
         self._topics[topic] = (validate, handle)
 
     def has_ended(self) -> bool:
-        return self._thread.has_ended
+        return self.thread.has_ended
 
     async def ended(self) -> None:
-        await self._thread.ended()
+        await self.thread.ended()
 
     async def start(self) -> None:
-        if self._thread.has_ended:
+        if self.thread.has_ended:
             await self._local.close()
-            self._thread = TrioThread("libp2p")
-            self._host = self._streams = self._gossip = self._hints = self._holes = self._reach = None
+            self.thread = TrioThread("libp2p")
+            self.host = self.streams = self._gossip = self.hints = self.holes = self._reach = None
             self._dialler = None
-        await self._thread.start(self._main)
-        if self._settings.lan and not self._settings.private and self._host is not None:
-            await self._local.start([str(address) for address in self._host.get_transport_addrs()])
+        await self.thread.start(self._main)
+        if self._settings.lan and not self._settings.private and self.host is not None:
+            await self._local.start([str(address) for address in self.host.get_transport_addrs()])
 
     async def close(self) -> None:
         await self._local.close()
-        await self._thread.stop()
-        self._host = None
+        await self.thread.stop()
+        self.host = None
 
     def addresses(self) -> tuple[str, ...]:
-        if self._settings.private or self._host is None:
+        if self._settings.private or self.host is None:
             return ()
-        bound = [str(address) for address in self._host.get_transport_addrs()]
+        bound = [str(address) for address in self.host.get_transport_addrs()]
         named = [address for address in bound if not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/"))]
         found = (*self._reach.confirmed, *self._reach.relayed) if self._reach is not None else ()
         return tuple(dict.fromkeys((*self._settings.announce, *named, *found)))[: limits.PEER_ADDRESSES_MAX]
@@ -124,12 +124,12 @@ class Libp2pNetwork:
         return Reachability.UNKNOWN if self._reach is None else self._reach.found
 
     def punched(self) -> tuple[int, int]:
-        return (0, 0) if self._holes is None else (self._holes.num_punched, self._holes.num_tried)
+        return (0, 0) if self.holes is None else (self.holes.num_punched, self.holes.num_tried)
 
     def connected(self) -> tuple[ConnectedPeer, ...]:
-        if self._host is None:
+        if self.host is None:
             return ()
-        links = list(self._host.get_network().connections.items())
+        links = list(self.host.get_network().connections.items())
         return tuple(
             ConnectedPeer(str(peer), is_relayed=all(map(leads_through_relay, up)), hosts=hosts_of(up))
             for peer, every in links
@@ -152,37 +152,37 @@ class Libp2pNetwork:
         is_new = address.peer not in self._staying and address.peer != self.peer_id
         if is_new and len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
             self._staying[address.peer] = address
-            if self._host is not None:
-                self._thread.spawn(functools.partial(self._stay_linked, address.peer))
+            if self.host is not None:
+                self.thread.spawn(functools.partial(self._stay_linked, address.peer))
         elif not is_new and address.peer in self._staying:
             self._staying[address.peer] = address  # its current address
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
-        linked = await self._thread.call(self._connect, address, timeout_s)
+        linked = await self.thread.call(self._connect, address, timeout_s)
         self.learn((address,))
         return linked
 
     async def disconnect(self, peer: KeyId) -> None:
-        await self._thread.call(self._close_links, peer)
+        await self.thread.call(self._close_links, peer)
 
     async def block(self, peer: KeyId, reason: str) -> None:
-        await self._thread.call(self._block, peer, reason)
+        await self.thread.call(self._block, peer, reason)
 
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
-        return await self._thread.call(self._ask, peer, protocol, payload, timeout_s, reply_bytes_max)
+        return await self.thread.call(self._ask, peer, protocol, payload, timeout_s, reply_bytes_max)
 
     async def announce(self, topic: str, data: bytes) -> None:
         if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
             raise ValueError(f"an announcement has {len(data)} bytes, more than {limits.ANNOUNCEMENT_BYTES_MAX}")
-        await self._thread.call(self._announce, topic, data)
+        await self.thread.call(self._announce, topic, data)
 
     async def provide(self, digest: str) -> None:
-        await self._thread.call(self._provide, digest)
+        await self.thread.call(self._provide, digest)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        return await self._thread.call(self._providers, digest)
+        return await self.thread.call(self._providers, digest)
 
     # In the trio thread
 
@@ -191,7 +191,7 @@ class Libp2pNetwork:
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
         self._gate.guard(host)
         proven = self._gate.guard_announced_addresses(
-            host, lambda peer: () if self._streams is None else self._streams.hosts(peer)
+            host, lambda peer: () if self.streams is None else self.streams.hosts(peer)
         )
         gossip = Gossip(host, self._block)
         hints = Hints(host, run=self._run, private=self._settings.private, choose=self._choose_hints, proven=proven)
@@ -201,8 +201,8 @@ class Libp2pNetwork:
                 await stack.enter_async_context(background_trio_service(service))
             await gossip.pubsub.wait_until_ready()
             nursery = await stack.enter_async_context(trio.open_nursery())
-            self._host, self._gossip, self._hints = host, gossip, hints
-            self._streams = streams = Streams(host, nursery)
+            self.host, self._gossip, self.hints = host, gossip, hints
+            self.streams = streams = Streams(host, nursery)
             is_relay, gate = self._settings.relay, self._gate
             holes = Holes(host, streams, nursery, serves_as_relay=is_relay, gate=gate, seen_at=self._seen_at)
             usable = None if self._settings.private else holes
@@ -210,7 +210,7 @@ class Libp2pNetwork:
             self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
             self._serve(streams, ALIVE, reach.announce_addresses, request_bytes_max=0)
             if not self._settings.private:
-                self._holes = holes
+                self.holes = holes
                 await stack.enter_async_context(holes.run())
                 self._serve(streams, DIAL_BACK, reach.dial_back, request_bytes_max=TEXT_BYTES_MAX)
                 if is_relay:
@@ -219,7 +219,7 @@ class Libp2pNetwork:
                 for name, (handler, bytes_max) in self._served.items():
                     self._serve(streams, name, self._asking(handler), request_bytes_max=bytes_max)
                 nursery.start_soon(reach.look)
-            host.get_network().register_notifee(Doorkeeper(self._blocked, hints, self._holes, nursery))
+            host.get_network().register_notifee(Doorkeeper(self._blocked, hints, self.holes, nursery))
             for topic, (validate, handle) in self._topics.items():
                 name = stream_protocol(self._run, topic)
                 await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
@@ -241,38 +241,38 @@ class Libp2pNetwork:
 
     def _asking(self, handler: RequestHandler) -> Callable[[str, bytes], Awaitable[bytes | DeferredAnswer]]:
         async def there(asker: str, payload: bytes) -> bytes | DeferredAnswer:
-            given = await self._thread.borrow(functools.partial(handler, asker, payload), settle_answer)
+            given = await self.thread.borrow(functools.partial(handler, asker, payload), settle_answer)
             if isinstance(given, DeferredAnswer):
                 after = given.after
-                return DeferredAnswer(given.payload, lambda: self._thread.soon(after))
+                return DeferredAnswer(given.payload, lambda: self.thread.soon(after))
             return given
 
         return there
 
     def _in_asyncio(self, function: Callable[[str, bytes], Awaitable[Any]]) -> Callable[[str, bytes], Awaitable[Any]]:
         async def there(peer: str, data: bytes) -> Any:
-            return await self._thread.to_asyncio(function, peer, data)
+            return await self.thread.to_asyncio(function, peer, data)
 
         return there
 
     def _serve(self, streams: Streams, name: str, answer: Serve, *, request_bytes_max: int) -> None:
         async def heard(peer: str, payload: bytes) -> bytes | DeferredAnswer:
-            self._heard_s[peer] = trio.current_time()
+            self.heard_s[peer] = trio.current_time()
             return await answer(peer, payload)
 
         streams.serve(stream_protocol(self._run, name), heard, request_bytes_max=request_bytes_max)
 
     async def _ask(self, peer: KeyId, protocol: str, payload: bytes, timeout_s: float, reply_bytes_max: int) -> bytes:
-        assert self._streams is not None
+        assert self.streams is not None
         if peer in self._blocked:
             raise Unreachable(f"{peer} is blocked")
         name = stream_protocol(self._run, protocol)
         try:
             with trio.fail_after(timeout_s):
-                reply = await self._streams.ask(peer, name, payload, reply_bytes_max=reply_bytes_max)
+                reply = await self.streams.ask(peer, name, payload, reply_bytes_max=reply_bytes_max)
         except trio.TooSlowError:
             raise Unreachable(f"{peer} did not answer within {timeout_s:g} s") from None
-        self._heard_s[peer] = trio.current_time()
+        self.heard_s[peer] = trio.current_time()
         return reply
 
     async def _announce(self, topic: str, data: bytes) -> None:
@@ -280,12 +280,12 @@ class Libp2pNetwork:
         await self._gossip.announce(stream_protocol(self._run, topic), data)
 
     async def _provide(self, digest: str) -> None:
-        assert self._hints is not None
-        await self._hints.provide(digest)
+        assert self.hints is not None
+        await self.hints.provide(digest)
 
     async def _providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        assert self._hints is not None
-        return await self._hints.providers(digest)
+        assert self.hints is not None
+        return await self.hints.providers(digest)
 
     async def _connect(self, address: PeerAddress, timeout_s: float) -> ConnectedPeer:
         assert self._dialler is not None
@@ -293,17 +293,17 @@ class Libp2pNetwork:
 
     async def _seen_at(self, peer: KeyId) -> frozenset[str]:
         """Return a peer's addresses as seen by the relays that this machine stays linked to."""
-        assert self._streams is not None
-        relays = [one for one in list(self._staying) if self._streams.has_direct_link(one)]
+        assert self.streams is not None
+        relays = [one for one in list(self._staying) if self.streams.has_direct_link(one)]
         return await hosts_by(relays, peer, self._ask)
 
     def _choose_hints(self, addresses: Sequence[str]) -> Sequence[str]:
-        return self._gate.choose_hints(addresses, () if self._streams is None else self._streams.all_hosts())
+        return self._gate.choose_hints(addresses, () if self.streams is None else self.streams.all_hosts())
 
     async def _close_links(self, peer: KeyId) -> None:
-        assert self._host is not None
-        await self._host.get_network().close_peer(ID.from_string(peer))
-        self._heard_s.pop(peer, None)
+        assert self.host is not None
+        await self.host.get_network().close_peer(ID.from_string(peer))
+        self.heard_s.pop(peer, None)
 
     async def _block(self, peer: KeyId, reason: str) -> None:
         assert self._gossip is not None
@@ -322,10 +322,10 @@ class Libp2pNetwork:
             now_s = trio.current_time()
             stalled_s, began_s = max(0.0, now_s - began_s - 2 * heartbeat_s), now_s
             linked = {link.peer for link in self.connected()}
-            self._heard_s = {peer: heard_s + stalled_s for peer, heard_s in self._heard_s.items() if peer in linked}
+            self.heard_s = {peer: heard_s + stalled_s for peer, heard_s in self.heard_s.items() if peer in linked}
             async with trio.open_nursery() as nursery:
                 for peer in linked:
-                    if (silent_s := now_s - self._heard_s.setdefault(peer, now_s)) > MISSED_MAX * heartbeat_s:
+                    if (silent_s := now_s - self.heard_s.setdefault(peer, now_s)) > MISSED_MAX * heartbeat_s:
                         log.info("peer %s sent nothing for %.0f s: disconnected", peer, silent_s)
                         nursery.start_soon(self._close_links, peer)
                     else:

@@ -47,8 +47,8 @@ class _Session(SecureSession):  # type: ignore[misc]
             is_initiator=made.is_initiator,
             conn=made.conn,
         )
-        self._raw = made.conn.read_writer.read_write_closer
-        self._cipher = made.conn.noise_state
+        self.raw = made.conn.read_writer.read_write_closer
+        self.cipher = made.conn.noise_state
         self._sealed = bytearray()
         """Bytes of an incomplete record."""
         self._opened = bytearray()
@@ -62,7 +62,7 @@ class _Session(SecureSession):  # type: ignore[misc]
         if n == 0:
             return b""
         while len(self._opened) < (n or 1):
-            data = await self._raw.read(RECEIVE_BYTES)
+            data = await self.raw.read(RECEIVE_BYTES)
             if not data:
                 if n is None or not self._opened:
                     raise ConnectionClosedError("the link was closed")
@@ -80,7 +80,7 @@ class _Session(SecureSession):  # type: ignore[misc]
             record_end = begin + int.from_bytes(self._sealed[place:begin], "big")
             if record_end > end:
                 break
-            self._opened += self._cipher.decrypt(bytes(self._sealed[begin:record_end]))
+            self._opened += self.cipher.decrypt(bytes(self._sealed[begin:record_end]))
             place = record_end
         del self._sealed[:place]
 
@@ -91,10 +91,10 @@ class _Session(SecureSession):  # type: ignore[misc]
         """
         frames = []
         for start in range(0, len(data), MAX_PLAINTEXT_LENGTH):
-            record = self._cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
+            record = self.cipher.encrypt(data[start : start + MAX_PLAINTEXT_LENGTH])
             frames += [len(record).to_bytes(SIZE_NOISE_MESSAGE_LEN, "big"), record]
         with trio.CancelScope(shield=True, deadline=trio.current_time() + WRITE_S_MAX) as scope:
-            await self._raw.write(b"".join(frames))
+            await self.raw.write(b"".join(frames))
         if scope.cancelled_caught:
-            await self._raw.close()
+            await self.raw.close()
             raise ConnectionClosedError(f"the other side read nothing for {WRITE_S_MAX:g} s")

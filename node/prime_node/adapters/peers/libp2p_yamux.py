@@ -171,7 +171,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         try:
             while not self.event_shutting_down.is_set():
                 data = await self.secured_conn.read()
-                await self._take_in(data)
+                await self.take_in(data)
                 if len(data) < SHORT_BYTES and any(one.missing_bytes > SHORT_BYTES for one in self.streams.values()):
                     await trio.sleep(PAUSE_S)
         except Exception as error:  # noqa: BLE001 - the edge of the task: what a peer sends never ends the host
@@ -188,7 +188,7 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         async with self._write_lock:
             await self.secured_conn.write(data)
 
-    async def _take_in(self, data: bytes) -> None:
+    async def take_in(self, data: bytes) -> None:
         """Process bytes of the link, wherever they were cut. Raises ProtocolError."""
         place = 0
         while place < len(data):

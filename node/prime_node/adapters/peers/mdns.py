@@ -37,9 +37,9 @@ class LocalPeers:
         self._me = me
         self._type = f"_pn-{run[:10]}._udp.local."
         self._found = found
-        self._zeroconf: AsyncZeroconf | None = None
+        self.responder: AsyncZeroconf | None = None
         self._browser: AsyncServiceBrowser | None = None
-        self._asking: set[asyncio.Task[None]] = set()
+        self.asking: set[asyncio.Task[None]] = set()
         self._telling: asyncio.Future[None] | None = None
         """Task in which the library repeats our own announcement for a while."""
         self._closing: asyncio.Task[None] | None = None
@@ -61,7 +61,7 @@ class LocalPeers:
         inner = [address.split("/")[2] for address in addresses]
         self._only_here = all(host.startswith("127.") for host in inner)
         try:
-            self._zeroconf = AsyncZeroconf(
+            self.responder = AsyncZeroconf(
                 interfaces=["127.0.0.1"] if self._only_here else InterfaceChoice.Default, ip_version=IPVersion.V4Only
             )
             service = AsyncServiceInfo(
@@ -76,10 +76,10 @@ class LocalPeers:
             )
             # A name is a key, so it is unique: no need to probe first.
             self._telling = asyncio.ensure_future(
-                await self._zeroconf.async_register_service(service, cooperating_responders=True)
+                await self.responder.async_register_service(service, cooperating_responders=True)
             )
-            self._zeroconf.zeroconf.async_add_listener(_Flood(self._give_up), None)
-            self._browser = AsyncServiceBrowser(self._zeroconf.zeroconf, self._type, handlers=[self._heard])
+            self.responder.zeroconf.async_add_listener(_Flood(self._give_up), None)
+            self._browser = AsyncServiceBrowser(self.responder.zeroconf, self._type, handlers=[self._heard])
         except Exception as error:  # noqa: BLE001 - zeroconf and the system raise many kinds; only hints are lost
             log.info("the search for peers on the local network is off: %s", error or type(error).__name__)
             faults.note(log, "searching peers on the local network", error)
@@ -94,13 +94,13 @@ class LocalPeers:
     async def _close(self) -> None:
         """Close the browser first, since each name that it receives starts a look-up."""
         browser, self._browser = self._browser, None
-        zeroconf, self._zeroconf = self._zeroconf, None
+        zeroconf, self.responder = self.responder, None
         telling, self._telling = self._telling, None
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
                 if browser is not None:
                     await browser.async_cancel()
-                under_way = [*self._asking, *([] if telling is None else [telling])]
+                under_way = [*self.asking, *([] if telling is None else [telling])]
                 for task in under_way:
                     task.cancel()
                 await asyncio.gather(*under_way, return_exceptions=True)
@@ -133,10 +133,10 @@ class LocalPeers:
         except Exception as error:  # noqa: BLE001 - the name is a stranger's, and the library raises many kinds
             faults.note(log, "a name on the local network", error)
             return
-        if len(self._asking) < limits.PEER_HINTS_MAX:
+        if len(self.asking) < limits.PEER_HINTS_MAX:
             task = asyncio.get_running_loop().create_task(self._look_up(zeroconf, service))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self.asking.add(task)
+            task.add_done_callback(self.asking.discard)
 
     async def _look_up(self, zeroconf: Zeroconf, service: AsyncServiceInfo) -> None:
         try:

@@ -62,7 +62,7 @@ class AiohttpServer:
         self._header_s_max = header_s_max
         self._body_grace_s = body_grace_s
         self._body_stall_s_max, self._body_s_max = body_stall_s_max, body_s_max
-        self._bodies, self._answers = Shares(), Shares()
+        self._bodies, self.answers = Shares(), Shares()
         self._listener: Listener | None = None
         self._manager: web.Server | None = None
         self._runner: web.AppRunner | None = None
@@ -203,7 +203,7 @@ class AiohttpServer:
         entry, held = _guard_of(request).entry, None
         try:
             if is_large and not (entry.is_proxy or (entry.sender is not None and entry.sender.is_role)):
-                held = self._answers.open(_answers_to(entry))
+                held = self.answers.open(_answers_to(entry))
                 held.add(len(response.body) if isinstance(response.body, bytes) else STREAMED_BYTES)
             return await _stream(request, response, headers)
         finally:

@@ -107,7 +107,7 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
         self._resolver = NotedResolver()
         self._head: tuple[str, Envelope] | None = None
-        self._epoch = UNKNOWN_EPOCH
+        self.epoch = UNKNOWN_EPOCH
         """Epoch that the coordinator named last."""
 
     @property
@@ -239,7 +239,7 @@ class HttpClient:
                 body_bytes=len(data),
                 run=self._run,
                 issued_at_ms=self._clock.now_ms(),
-                epoch=self._epoch,
+                epoch=self.epoch,
             )
             return pack_parcel(header, data, PayloadType.BLOB, self._signing_key())
 
@@ -289,7 +289,7 @@ class HttpClient:
                 run=self._run,
                 nonce=secrets.token_hex(16),
                 issued_at_ms=self._clock.now_ms(),
-                epoch=self._epoch,
+                epoch=self.epoch,
                 request=request,
             )
             return seal(stamped, PayloadType.REQUEST, self._signing_key()).to_bytes()
@@ -314,7 +314,7 @@ class HttpClient:
         except ExplainedRefusal as error:
             if error.code is not ErrorCode.WRONG_EPOCH or not error.epoch:
                 raise
-            self._epoch = error.epoch
+            self.epoch = error.epoch
             return await self._send(action, body_of(), is_request, wait_s, bytes_max)
 
     async def _send(
@@ -327,7 +327,7 @@ class HttpClient:
         elif self._key is not None:
             nonce, now_ms = secrets.token_hex(16), self._clock.now_ms()
             headers[CLAIM_HEADER] = claim_of(
-                body, self._key, run=self._run, action=action, nonce=nonce, now_ms=now_ms, epoch=self._epoch
+                body, self._key, run=self._run, action=action, nonce=nonce, now_ms=now_ms, epoch=self.epoch
             )
         try:
             status, answer, _ = await self._exchange(

@@ -89,7 +89,7 @@ class Turns:
 
     def __init__(self, *, per_second: float, burst: float) -> None:
         self._per_second, self._burst = per_second, burst
-        self._levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), longest unused first
+        self.levels: dict[str, tuple[float, float]] = {}  # name -> (tokens, at), longest unused first
 
     def take(self, name: str, now_s: float) -> float:
         """Take a turn. Return the seconds until it comes, 0 if at once."""
@@ -106,11 +106,11 @@ class Turns:
         return True
 
     def _level(self, name: str, now_s: float) -> float:
-        tokens, at_s = self._levels.get(name, (self._burst, now_s))
+        tokens, at_s = self.levels.get(name, (self._burst, now_s))
         return min(self._burst, tokens + (now_s - at_s) * self._per_second)
 
     def _set(self, name: str, level: float, now_s: float) -> None:
-        self._levels.pop(name, None)
-        self._levels[name] = (level, now_s)
-        if len(self._levels) > BUCKETS_MAX:
-            del self._levels[next(iter(self._levels))]
+        self.levels.pop(name, None)
+        self.levels[name] = (level, now_s)
+        if len(self.levels) > BUCKETS_MAX:
+            del self.levels[next(iter(self.levels))]

@@ -129,7 +129,7 @@ class Follower:
                 rate,
             )
             self.heads = Heads(run, pool, folder)
-            self._update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
+            self.update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
 
@@ -150,7 +150,7 @@ class Follower:
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
         """Return a verified manifest to serve to peers, or None if it is not held."""
-        signed = self.heads.chain.recent(policy_version) or self._update_paths.at_hand(policy_version)
+        signed = self.heads.chain.recent(policy_version) or self.update_paths.at_hand(policy_version)
         return None if signed is None else signed.envelope
 
     async def wait_newer(self, policy_version: int) -> Policy:
@@ -234,7 +234,7 @@ class Follower:
             gone: set[tuple[int, int | None]] = set()
             while version not in self._policies:
                 try:
-                    way = await self._update_paths.find(signed, held=self._policies, closed=gone | self._bad.keys())
+                    way = await self.update_paths.find(signed, held=self._policies, closed=gone | self._bad.keys())
                 except RemoteError:
                     if any((version, one.base_version) not in self._bad for one in signed.manifest.encodings):
                         raise

@@ -59,9 +59,9 @@ async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun,
     Raises RemoteError or Unreachable.
     """
     for file in run.spec.model_files:
-        if not await asyncio.to_thread(_is_there, folder, file):
+        if not await asyncio.to_thread(is_stored, folder, file):
             data = await _in_turn(sources, partial(_fetch, file=file, run=run))
-            await asyncio.to_thread(_write, folder, file.name, data)
+            await asyncio.to_thread(store_model_file, folder, file.name, data)
     return folder
 
 
@@ -88,12 +88,14 @@ async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[Checkpoin
     raise errors[0]
 
 
-def _is_there(folder: Path, file: ModelFile) -> bool:
+def is_stored(folder: Path, file: ModelFile) -> bool:
+    """Return whether the folder holds a model file with the run's bytes."""
     data = read_inside(folder, file.name, bytes_max=file.size)
     return data is not None and digest_of(data) == file.digest
 
 
-def _write(folder: Path, name: str, data: bytes) -> None:
+def store_model_file(folder: Path, name: str, data: bytes) -> None:
+    """Write a model file, and the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     write_inside(folder, name, data)
 

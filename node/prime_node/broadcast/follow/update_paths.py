@@ -48,8 +48,8 @@ class UpdatePaths:
         """Search with the manifests of `heads`. `on_disk` returns whether a blob is here, by its digest."""
         self._heads = heads
         self._on_disk = on_disk
-        self._routes: dict[int, tuple[UpdateRoute, ...]] = {}
-        self._roots: dict[int, BasePolicy] = {}
+        self.routes: dict[int, tuple[UpdateRoute, ...]] = {}
+        self.roots: dict[int, BasePolicy] = {}
         """Policies whose root is known: from their own manifest, or from that of a delta against them."""
         self._manifests: dict[int, SignedManifest] = {}
 
@@ -76,7 +76,7 @@ class UpdatePaths:
         while True:
             routes = {
                 version: [route for route in self._routes_now(version) if (version, route.base_version) not in closed]
-                for version in self._routes
+                for version in self.routes
             }
             found = search(target, routes | {version: [] for version in dead_ends}, held)
             if not found.unread or (found.path is not None and num_read >= READS_MAX):
@@ -97,7 +97,7 @@ class UpdatePaths:
         """Return a policy's edges, without the bytes that are on disk if its manifest is held."""
         signed = self._manifests.get(version)
         if signed is None:
-            return self._routes[version]
+            return self.routes[version]
         return [
             UpdateRoute(one.base_version, sum(blob.size for blob in one.blobs if not self._on_disk(blob.digest)))
             for one in signed.manifest.encodings
@@ -106,25 +106,25 @@ class UpdatePaths:
     async def _manifest(self, version: int) -> SignedManifest:
         signed = self._manifests.get(version)
         if signed is None:
-            signed = await self._heads.base(self._roots[version])
+            signed = await self._heads.base(self.roots[version])
             self._note(signed)
         return signed
 
     def _note(self, signed: SignedManifest) -> None:
         version = signed.manifest.policy_version
-        self._routes[version] = routes_of(signed.manifest)
+        self.routes[version] = routes_of(signed.manifest)
         self._manifests.pop(version, None)
         self._manifests[version] = signed
-        self._roots[version] = BasePolicy(policy_version=version, state_root=signed.manifest.state_root)
+        self.roots[version] = BasePolicy(policy_version=version, state_root=signed.manifest.state_root)
         for encoding in signed.manifest.encodings:
             if encoding.base is not None:
-                self._roots[encoding.base.policy_version] = encoding.base
+                self.roots[encoding.base.policy_version] = encoding.base
         while len(self._manifests) > MANIFESTS_MAX:
             del self._manifests[next(iter(self._manifests))]
 
     def _forget_old(self) -> None:
         """Drop old entries between searches, because a search needs everything it has read until its end."""
-        if len(self._routes) > ROUTES_MAX:
-            self._routes = {version: self._routes[version] for version in sorted(self._routes)[-ROUTES_MAX:]}
-            bases = {route.base_version for routes in self._routes.values() for route in routes}
-            self._roots = {one: root for one, root in self._roots.items() if one in self._routes or one in bases}
+        if len(self.routes) > ROUTES_MAX:
+            self.routes = {version: self.routes[version] for version in sorted(self.routes)[-ROUTES_MAX:]}
+            bases = {route.base_version for routes in self.routes.values() for route in routes}
+            self.roots = {one: root for one, root in self.roots.items() if one in self.routes or one in bases}

@@ -20,7 +20,7 @@ class PartSpool:
     def __init__(self, folder: Path | None = None) -> None:
         """Open a spool. `folder` has room for all encodings of a policy; the default is the system's temporary folder."""
         self._folder = Path(folder or tempfile.gettempdir())
-        self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by __exit__
+        self.file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by __exit__
         self._places: dict[str, int] = {}
         self._end = 0
 
@@ -28,7 +28,7 @@ class PartSpool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.file.close()
 
     def keep(self, entry: PartEntry, data: bytes | bytearray) -> None:
         """Write a part, once for each digest. Raises LocalError if the disk is full."""
@@ -37,7 +37,7 @@ class PartSpool:
         try:
             written = 0
             while written < len(data):
-                written += os.pwrite(self._file.fileno(), memoryview(data)[written:], self._end + written)
+                written += os.pwrite(self.file.fileno(), memoryview(data)[written:], self._end + written)
         except OSError as error:
             raise LocalError(
                 f"an encoded policy does not fit into {self._folder}: {error}. Free some space there, or set TMPDIR"
@@ -47,7 +47,7 @@ class PartSpool:
 
     def read(self, entry: PartEntry) -> bytes:
         """Return a part that was kept. Raises LocalError."""
-        data = os.pread(self._file.fileno(), entry.size, self._places[entry.digest])
+        data = os.pread(self.file.fileno(), entry.size, self._places[entry.digest])
         if len(data) != entry.size:
             raise LocalError(f"the temporary file in {self._folder} lost bytes of part {entry.digest[:12]}")
         return data

@@ -85,12 +85,12 @@ class Choker:
         self._accounts: dict[str, _Account] = {}
         self._waiting: dict[str, deque[int]] = {}
         """Requests by peer, longest wait first."""
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._served: dict[str, int] = {}
         """Answers under way, by peer."""
-        self._served_in: Counter[str] = Counter()
+        self.served_in: Counter[str] = Counter()
         """Answers under way, by network."""
-        self._waiting_in: Counter[str] = Counter()
+        self.waiting_in: Counter[str] = Counter()
 
     def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True, network: str = "") -> UploadTurn:
         """Ask for a slot. All members in one `network` have a bounded share; an empty network has none."""
@@ -102,9 +102,9 @@ class Choker:
             self._begin(peer)
             return UploadTurn.NOW
         rules, queue = self.rules, self._waiting.get(peer, ())
-        if self._num_waiting >= rules.waiting_max or len(queue) >= rules.waiting_per_peer_max:
+        if self.num_waiting >= rules.waiting_max or len(queue) >= rules.waiting_per_peer_max:
             return UploadTurn.REFUSED
-        if account.network and self._waiting_in[account.network] >= rules.waiting_per_network_max:
+        if account.network and self.waiting_in[account.network] >= rules.waiting_per_network_max:
             return UploadTurn.REFUSED
         self._waiting.setdefault(peer, deque()).append(request)
         self._count_waiting(peer, 1)
@@ -117,7 +117,7 @@ class Choker:
         self._served[peer] -= 1
         if not self._served[peer]:
             del self._served[peer]
-        _add(self._served_in, self._accounts[peer].network, -1)
+        _add(self.served_in, self._accounts[peer].network, -1)
         if not self._waiting and len(self._accounts) > ACCOUNTS_IDLE_MAX:
             self._forget(now_s)
         longest = islice(filter(self._may_have_one, self._waiting), COMPARED_MAX)
@@ -147,7 +147,7 @@ class Choker:
 
     def _may_have_one(self, peer: str) -> bool:
         rules, account = self.rules, self._accounts[peer]
-        if account.network and self._served_in[account.network] >= max(1, int(rules.slots * rules.network_share)):
+        if account.network and self.served_in[account.network] >= max(1, int(rules.slots * rules.network_share)):
             return False
         most = rules.each_max if account.is_member else max(1, rules.slots - int(rules.slots * rules.members_share))
         return self._served.get(peer, 0) < most
@@ -155,11 +155,11 @@ class Choker:
     def _begin(self, peer: str) -> None:
         self.serving += 1
         self._served[peer] = self._served.get(peer, 0) + 1
-        _add(self._served_in, self._accounts[peer].network, 1)
+        _add(self.served_in, self._accounts[peer].network, 1)
 
     def _count_waiting(self, peer: str, num: int) -> None:
-        self._num_waiting += num
-        _add(self._waiting_in, self._accounts[peer].network, num)
+        self.num_waiting += num
+        _add(self.waiting_in, self._accounts[peer].network, num)
 
     def _received_for_given(self, peer: str, now_s: float) -> float:
         account = self._account(peer, now_s)

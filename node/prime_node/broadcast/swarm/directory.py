@@ -79,7 +79,7 @@ class Directory:
         self._hints_since_s = -limits.PEER_HINTS_S_MAX
         self._num_hints = 0
         """Hints taken since then."""
-        self._met: set[KeyId] = set()
+        self.members_met: set[KeyId] = set()
         """Members of the run that are on none of our lists: private ones, and newcomers."""
         self._woken = asyncio.Event()
 
@@ -88,10 +88,10 @@ class Directory:
 
         An unknown one may be new and serve, so the coordinator is asked soon.
         """
-        if peer not in self.records and peer not in self._met and peer != self.me:
-            if len(self._met) >= limits.PEER_RECORDS_MAX:
-                self._met.clear()
-            self._met.add(peer)
+        if peer not in self.records and peer not in self.members_met and peer != self.me:
+            if len(self.members_met) >= limits.PEER_RECORDS_MAX:
+                self.members_met.clear()
+            self.members_met.add(peer)
             self._woken.set()
 
     async def run(

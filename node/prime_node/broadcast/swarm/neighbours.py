@@ -94,7 +94,7 @@ class Neighbours:
         asking = asyncio.create_task(self._directory.run(self.links, self._wake.set, offer_of=offer_of))
         try:
             while True:
-                self._link_more()
+                self.link_more()
                 self._wake.clear()
                 try:
                     async with asyncio.timeout(LOOK_S):
@@ -108,7 +108,8 @@ class Neighbours:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _link_more(self) -> None:
+    def link_more(self) -> None:
+        """Begin a link to each chosen peer that has none."""
         now_s = self._clock.monotonic_s()
         waiting = {
             peer: record

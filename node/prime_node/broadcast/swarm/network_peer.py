@@ -101,26 +101,26 @@ class NetworkPeer:
         self, network: PeerNetwork, record: PeerRecord, *, bounds: Limits, authorization: Callable[[], str | None]
     ) -> None:
         self._network = network
-        self._address = PeerAddress(record.peer, record.addresses)
+        self.address = PeerAddress(record.peer, record.addresses)
         self._bounds = bounds
         self._authorization = authorization
 
     async def run_spec(self) -> Envelope:
         """Fetch the RunSpec. Raises RemoteError or Unreachable."""
-        return open_envelope(await self._ask("/v1/run", limits.ENVELOPE_BYTES_MAX))
+        return open_envelope(await self.ask("/v1/run", limits.ENVELOPE_BYTES_MAX))
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
         """Fetch the peer's newest manifest, or None. Raises RemoteError or Unreachable."""
-        body = await self._ask("/v1/head", limits.ENVELOPE_BYTES_MAX)
+        body = await self.ask("/v1/head", limits.ENVELOPE_BYTES_MAX)
         return open_envelope(body) if body else None
 
     async def manifest(self, policy_version: int) -> Envelope:
         """Fetch a manifest. Raises RemoteError or Unreachable."""
-        return open_envelope(await self._ask(f"/v1/manifests/{policy_version}", limits.ENVELOPE_BYTES_MAX))
+        return open_envelope(await self.ask(f"/v1/manifests/{policy_version}", limits.ENVELOPE_BYTES_MAX))
 
     async def timestamp(self) -> Envelope:
         """Fetch the coordinator's timestamp that the peer holds. Raises RemoteError or Unreachable."""
-        return open_envelope(await self._ask("/v1/timestamp", limits.ENVELOPE_BYTES_MAX))
+        return open_envelope(await self.ask("/v1/timestamp", limits.ENVELOPE_BYTES_MAX))
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Fetch bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
@@ -128,8 +128,8 @@ class NetworkPeer:
             return b""
         bytes_max = self._bounds.blob_bytes_max if end is None else end - start
         if end is None:
-            return (await self._ask(f"/v1/blobs/{digest}", bytes_max))[start:]
-        return await self._ask(f"/v1/blobs/{digest}", bytes_max, start=start, end=end)
+            return (await self.ask(f"/v1/blobs/{digest}", bytes_max))[start:]
+        return await self.ask(f"/v1/blobs/{digest}", bytes_max, start=start, end=end)
 
     async def updates(self) -> AsyncIterator[PeerUpdate]:
         """Yield what the peer has: everything first, then changes. Raises RemoteError or Unreachable."""
@@ -142,7 +142,7 @@ class NetworkPeer:
 
     async def peers(self) -> str:
         """Fetch the signed list of peers that the peer holds. Raises RemoteError or Unreachable."""
-        body = await self._ask("/v1/peers", limits.PEER_LIST_BYTES_MAX)
+        body = await self.ask("/v1/peers", limits.PEER_LIST_BYTES_MAX)
         try:
             return body.decode()
         except UnicodeDecodeError:
@@ -154,14 +154,15 @@ class NetworkPeer:
     async def close(self) -> None:
         """Do nothing: the network keeps links that it may need again."""
 
-    async def _ask(self, path: str, bytes_max: int, *, start: int | None = None, end: int | None = None) -> bytes:
+    async def ask(self, path: str, bytes_max: int, *, start: int | None = None, end: int | None = None) -> bytes:
+        """Request a path of the peer's interface, or a range of bytes of it."""
         return await self._request(PeerQuestion(path=path, start=start, end=end), bytes_max)
 
     async def _request(self, question: PeerQuestion, bytes_max: int, *, wait_s: float = 0.0) -> bytes:
         await self._need_direct_link()
         asked = question.model_copy(update={"authorization": self._authorization()})
         return await self._network.request(
-            self._address.peer,
+            self.address.peer,
             PROTOCOL,
             asked.model_dump_json(exclude_none=True).encode(),
             timeout_s=limits.PEER_ANSWER_S_MAX + wait_s,
@@ -173,8 +174,8 @@ class NetworkPeer:
 
         Raises Unreachable if there is only a relayed link: relays carry short messages, not blobs.
         """
-        linked = {link.peer: link for link in self._network.connected()}.get(self._address.peer)
+        linked = {link.peer: link for link in self._network.connected()}.get(self.address.peer)
         if linked is None or not linked.is_direct:
-            linked = await self._network.connect(self._address, timeout_s=LINK_S_MAX)
+            linked = await self._network.connect(self.address, timeout_s=LINK_S_MAX)
         if not linked.is_direct:
-            raise Unreachable(f"{self._address.peer} is reachable only through a relay")
+            raise Unreachable(f"{self.address.peer} is reachable only through a relay")

@@ -67,7 +67,7 @@ class PeerService:
     """Role's folder: the run's configuration and tokenizer in `model`, verified key rings and timestamp in `trust`."""
     _members: dict[tuple[int, str], tuple[str, int]] = field(default_factory=dict)
     """Verified authorizations, each with the key ring in force then."""
-    _listeners: Counter[tuple[str, str]] = field(default_factory=Counter)
+    listeners: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Open notification streams, by listener and its network."""
     _is_closing: bool = False
 
@@ -83,7 +83,7 @@ class PeerService:
             ("/v1/blobs/{digest}", self._blob),
             ("/v1/keys/{version}", self._key_ring),
             ("/v1/timestamp", self._timestamp),
-            ("/v1/have", self._have),
+            ("/v1/have", self.have),
             ("/v1/peers", self._peers),
             ("/v1/identity", self._identity),
         ]
@@ -217,7 +217,8 @@ class PeerService:
 
     # Notifications
 
-    async def _have(self, request: Request) -> Response:
+    async def have(self, request: Request) -> Response:
+        """Answer with a stream of changes to the have-set, unless too many listen already."""
         listener, network = self._listener(request)
         each_max = limits.PEER_STRANGERS_LISTENING_MAX if listener == STRANGERS else limits.PEER_LISTENERS_EACH_MAX
         self._check_room(listener, network, each_max)
@@ -237,24 +238,24 @@ class PeerService:
 
     def _check_room(self, listener: str, network: str, each_max: int) -> None:
         """Raise RemoteError if the listener, its network or all together have as many streams as they may."""
-        hears = sum(num for (who, _), num in self._listeners.items() if who == listener)
-        in_network = sum(1 for who, where in self._listeners if where == network and who != listener)
+        hears = sum(num for (who, _), num in self.listeners.items() if who == listener)
+        in_network = sum(1 for who, where in self.listeners if where == network and who != listener)
         if (
             hears >= each_max
             or in_network >= limits.PEER_LISTENERS_NETWORK_MAX
-            or len(self._listeners) >= limits.PEER_LISTENERS_MAX
+            or len(self.listeners) >= limits.PEER_LISTENERS_MAX
         ):
             raise RemoteError(ErrorCode.UNAVAILABLE, "too many listeners at this peer already", retry_after_s=10.0)
 
     @contextlib.contextmanager
     def _listening(self, listener: str, network: str) -> Iterator[None]:
-        self._listeners[listener, network] += 1
+        self.listeners[listener, network] += 1
         try:
             yield
         finally:
-            self._listeners[listener, network] -= 1
-            if not self._listeners[listener, network]:
-                del self._listeners[listener, network]
+            self.listeners[listener, network] -= 1
+            if not self.listeners[listener, network]:
+                del self.listeners[listener, network]
 
     async def _lines(self, listener: str, network: str) -> AsyncIterator[bytes]:
         with self._listening(listener, network):
@@ -271,9 +272,9 @@ class PeerService:
         each_max = limits.PEER_STRANGERS_LISTENING_MAX if is_stranger else limits.PEER_REQUESTS_MAX
         self._check_room(listener, network, each_max)
         with self._listening(listener, network):
-            return encode_update(await self._fresh(listener, cursor, head))
+            return encode_update(await self.fresh(listener, cursor, head))
 
-    async def _fresh(self, member: str, cursor: int, head: int) -> HaveChange:
+    async def fresh(self, member: str, cursor: int, head: int) -> HaveChange:
         """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or a policy is whole; then return all changes.
 
         Here each answer costs a request. In a stream, lines are too cheap for this to matter.

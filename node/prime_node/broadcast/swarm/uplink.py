@@ -104,7 +104,7 @@ class Uplink:
         """Create the gate. `may_serve` is called for every answer: with it, a machine serves only when it is idle."""
         self.served_bytes = 0
         self._clock = clock
-        self._choker = Choker(rules)
+        self.choker = Choker(rules)
         self._rate = rate
         self._cap = cap
         self._may_serve = may_serve
@@ -118,7 +118,7 @@ class Uplink:
 
     def gave(self, peer: str, num_bytes: int) -> None:
         """Record verified bytes from a peer: it is served before those that gave none."""
-        self._choker.gave(peer, num_bytes, self._clock.monotonic_s())
+        self.choker.gave(peer, num_bytes, self._clock.monotonic_s())
 
     async def slot(self, peer: str, num_bytes: int, *, is_member: bool, network: str = "") -> Callable[[], None]:
         """Wait for a slot, and return a function that releases it once the answer was sent.
@@ -158,12 +158,12 @@ class Uplink:
 
     def _done(self, peer: str, sent_bytes: int) -> None:
         self.served_bytes += sent_bytes
-        self._pass_on(self._choker.done(peer, sent_bytes, self._clock.monotonic_s()))
+        self._pass_on(self.choker.done(peer, sent_bytes, self._clock.monotonic_s()))
 
     async def _turn(self, peer: str, *, is_member: bool, network: str) -> None:
         self._requests += 1
         request = self._requests
-        turn = self._choker.asked(peer, request, self._clock.monotonic_s(), is_member=is_member, network=network)
+        turn = self.choker.asked(peer, request, self._clock.monotonic_s(), is_member=is_member, network=network)
         if turn is UploadTurn.NOW:
             return
         if turn is UploadTurn.REFUSED:
@@ -179,7 +179,7 @@ class Uplink:
             if waiting.done() and not waiting.cancelled():  # the slot came in the same moment
                 self._done(peer, 0)
             else:
-                self._choker.withdrawn(peer, request)
+                self.choker.withdrawn(peer, request)
             if isinstance(error, TimeoutError):
                 raise RemoteError(
                     ErrorCode.UNAVAILABLE, "this peer had no free slot in time", retry_after_s=RETRY_S
@@ -194,7 +194,7 @@ class Uplink:
             if not waiting.done():
                 waiting.set_result(None)
                 return
-            request = self._choker.done(peer, 0, self._clock.monotonic_s())  # it has just given up waiting
+            request = self.choker.done(peer, 0, self._clock.monotonic_s())  # it has just given up waiting
 
 
 def _does_not_serve() -> RemoteError:

@@ -131,20 +131,20 @@ class Tracker:
         """Step under way."""
         self._logs: dict[int, StepLog] = {}
         """Logs of this step and of later ones, because the trainer fetches its batches ahead."""
-        self._held: dict[str, _Held] = {}
+        self.held: dict[str, _Held] = {}
         self._holding: Counter[str] = Counter()
         """Worker -> number of leases that it holds; workers with none are absent."""
         self._num_active = 0
         self._arrived_ms: dict[str, int] = {}
         """Worker -> arrival of its last bundle; removed some time after the state has forgotten the worker."""
-        self._judged: dict[str, Span] = {}
+        self.judged: dict[str, Span] = {}
         """Pending bundle -> its lease."""
         self._waiting: dict[int, _Waiting] = {}
         """Waiting groups by slot."""
         for lease in state.leases.values():
             self._hold(lease.lease_id, _held(lease))
         for pending in state.bundles.values():
-            self._judged[pending.bundle] = self._span(_held(pending.lease), pending.arrived_at_ms, "redeemed")
+            self.judged[pending.bundle] = self._span(_held(pending.lease), pending.arrived_at_ms, "redeemed")
 
     def note(
         self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int
@@ -179,7 +179,7 @@ class Tracker:
                 case LeaseEnded():
                     spans += self._let_go(effect.lease, at_ms)
                 case Settled(status=BundleStatus.REFUSED):
-                    self._judged.pop(effect.bundle, None)  # with its worker, without a verdict of its own
+                    self.judged.pop(effect.bundle, None)  # with its worker, without a verdict of its own
                     self._take_back(effect.lease, state)
         if len(self._arrived_ms) > 2 * len(state.workers) + 16:
             self._arrived_ms = {key: at_ms for key, at_ms in self._arrived_ms.items() if key in state.workers}
@@ -196,19 +196,19 @@ class Tracker:
         self._now_ms = max(self._now_ms, at_ms)
 
     def _hold(self, lease_id: str, held: _Held) -> None:
-        self._held[lease_id] = held
+        self.held[lease_id] = held
         self._holding[held.worker] += 1
 
     def _arrive(self, bundle: str, lease: LeaseRecord, at_ms: int) -> Span:
-        if self._held.pop(lease.lease_id, None) is not None:  # otherwise it had lapsed
+        if self.held.pop(lease.lease_id, None) is not None:  # otherwise it had lapsed
             self._release(lease.worker)
         span = self._span(_held(lease), at_ms, "redeemed")
         self._arrived_ms[lease.worker] = at_ms
-        self._judged[bundle] = span
+        self.judged[bundle] = span
         return span
 
     def _judge(self, event: ev.VerdictGiven, effects: Sequence[Effect], state: State, at_ms: int) -> list[Span]:
-        lease = self._judged.pop(event.bundle)
+        lease = self.judged.pop(event.bundle)
         # The state machine rejects some bundles that the validator accepted: copies, and those that complete the evidence for a
         # ban.
         settled = (one for one in effects if isinstance(one, Settled) and one.bundle == event.bundle)
@@ -280,7 +280,7 @@ class Tracker:
 
     def _let_go(self, lease: LeaseRecord, at_ms: int) -> list[Span]:
         """End a lease without a bundle."""
-        held = self._held.pop(lease.lease_id, None)
+        held = self.held.pop(lease.lease_id, None)
         if held is None:
             return []
         self._release(held.worker)

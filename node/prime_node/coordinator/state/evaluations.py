@@ -63,14 +63,15 @@ def settle_evaluation(state: State, version: int) -> list[Effect]:
     if evaluation.open or evaluation.held:
         return []
     del state.evaluations[version]
-    marks = {slot: _mark(group) for slot, group in sorted(evaluation.accepted.items())}
+    marks = {slot: mark_of(group) for slot, group in sorted(evaluation.accepted.items())}
     state.results[version] = Results(evaluation.num_slots, marks)
     kept = state.bundles.keys() | set(state.evidence)
     forgotten = [BundleForgotten(bundle) for bundle in evaluation.bundles if bundle not in kept]
     return [Evaluated(version), *forgotten]
 
 
-def _mark(group: AcceptedGroup) -> Mark:
+def mark_of(group: AcceptedGroup) -> Mark:
+    """Return how an accepted group answered its problem."""
     rewards = [reward for place, reward in enumerate(group.rewards) if place not in group.unscored]
     right = sum(reward == 1.0 for reward in rewards)
     return Mark(right, len(rewards), statistics.fmean(rewards) if rewards else 0.0, len(group.unscored))
