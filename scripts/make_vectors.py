@@ -1,4 +1,4 @@
-"""Write golden vectors: inputs as they are on the wire, and what every implementation must make of them.
+"""Write golden vectors: inputs as they are on the wire, and the result that every implementation must give.
 
     python scripts/make_vectors.py tests/vectors/v1.1
 
@@ -6,7 +6,7 @@
 `v1.2` and so on, which keeps only the files that differ from those of the folder before. All keys and times are fixed, so two
 runs of one version of this script differ at most in how zstd compresses.
 
-A folder holds one JSON list per kind, and binary inputs beside it. A case has a `name`, an `input` (a file in the folder, or
+A folder holds one JSON list per kind, and binary inputs. A case has a `name`, an `input` (a file in the folder, or
 `hex`, or `text`), the kind's own parameters, and either `expect` or the `error` code. tests/protocol/vector_kinds.py shows
 in one short function per kind how to read them.
 """

@@ -58,7 +58,7 @@ STAMP = VENV / "setup.json"
 class Stamp:
     """What .venv holds. `{"state": "complete", "extras": ["envs", "train"], ...}`"""
 
-    identity: list[str]  # a .venv of another identity cannot be repaired, only made anew
+    identity: list[str]  # a .venv of another identity cannot be repaired, only recreated
     state: str = "incomplete"
     fingerprint: str = ""
     extras: list[str] = field(default_factory=list)  # asked for, by this command or an earlier one
@@ -109,7 +109,7 @@ def is_current(machine: Machine, extras: Sequence[str]) -> bool:
 
 
 def kernel_times() -> list[int]:
-    """numba compiles anew what was written anew."""
+    """numba compiles again every file that was written again."""
     folder = ROOT / "protocol" / "prime_protocol" / "codec" / "kernels"
     return [path.stat().st_mtime_ns for path in sorted(folder.glob("*.py"))]
 
@@ -120,7 +120,7 @@ def has_kernels() -> bool:
 
 
 def compile_kernels() -> None:
-    """So that the first processes of a run or of the tests find machine code; whoever does not, compiles for itself."""
+    """Compile now, so that the first processes of a run or of the tests find machine code; others compile for themselves."""
     stamp = read_stamp()
     assert stamp is not None
     subprocess.run([str(VENV_PYTHON), "-m", "prime_node.cli.kernels"], check=False)
@@ -156,7 +156,7 @@ def is_whole(dist_info: Path) -> bool:
     with record.open(newline="") as rows:
         for name, _, size in csv.reader(rows):
             path = dist_info.parent / name
-            compiled = path.suffix == ".pyc"  # Python itself may write these anew
+            compiled = path.suffix == ".pyc"  # Python itself may rewrite these
             if size and not compiled and not (path.is_file() and path.stat().st_size == int(size)):
                 return False
     return True

@@ -1,9 +1,10 @@
-"""System packages that pip cannot bring: what compiles libp2p, bubblewrap, and nftables for tests. Standard library only.
+"""System packages that pip cannot install: libraries to compile libp2p, bubblewrap, and nftables for tests. Standard library
+only.
 
 libp2p's signatures (fastecdsa) are C source that pip compiles against GMP. Without them peers talk over HTTP alone.
 bubblewrap gives environments a network, processes and a /tmp of their own.
 nftables makes the NATs of tests, for the part `dev`.
-The set-up goes on without them and says what is missing.
+The set-up continues without them and reports what is missing.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What is caught, how soon and by what: every cheat of lab/prime_lab/adversaries as a real worker against the real daemon.
+"""Detection of every cheat of lab/prime_lab/adversaries, as a real worker against the real daemon: share, delay, and check.
 
-    python scripts/bench/adversaries.py --out DIR [--audits floor] [--seconds 200]   goes on where it stopped
+    python scripts/bench/adversaries.py --out DIR [--audits floor] [--seconds 200]   resumes where it stopped
     python scripts/bench/adversaries.py --out DIR [--audits floor] --report          the table of what there is
     python scripts/bench/adversaries.py --quick [--json]          nine cheats, one seed, no baselines, under two minutes
 
-For each cheat and seed a run with one honest worker beside it (tests/adversaries/arena.py; a Qwen3-shaped model of two layers,
-trained on the spot and kept in DIR): the cheat is banned, and what the trainer got of it is counted. Rollouts are counted from
-the first bundle on that is not what an honest worker would have uploaded, that one included.
+Each cheat and seed has a run with one honest worker (tests/adversaries/arena.py). The model has the shape of Qwen3 and two
+layers; it is trained first and kept in DIR. The run continues until the cheat is banned. The benchmark counts its rollouts that
+the trainer got, from the first bundle that differs from an honest worker's, including that bundle.
 
-Audits in full: every bundle gets a forward pass, and a second run, in which nobody is banned, shows the same cheat's bundles to
-the baselines of cheat_baselines.py (not with --quick or --no-baselines). At the floor: the cheat is honest until it is audited as
-seldom as anybody, one bundle in four, and begins then. Of a cheat that shows in every bundle that is audited, the number of
-bundles until the first refused one is geometric: 4 on average, 11 or fewer in 95 of 100.
+Full audits: every bundle gets a forward pass. A second run without bans gives the same cheat's bundles to the baselines of
+cheat_baselines.py (not with --quick or --no-baselines). Audits at the floor: the cheat is honest until its audits are as rare as
+possible, one bundle in four, and begins then. For a cheat that shows in every audited bundle, the number of bundles until the
+first rejected one is geometric: 4 on average, 11 or fewer in 95 of 100.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ NO_CALIBRATION = ("temperature-0.99-as-unknown", "spikes-as-unknown")
 BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown", "older-1-as-vllm", *NO_CALIBRATION)
 """They get through, or may: SECURITY.md says so."""
 ADDING_UP = ("ties-as-vllm", "ties-as-unknown", "unseeded-best-of-n", "temperature-0.98-as-unknown", "best-of-n-in-20")
-"""Nothing in one bundle shows them; what they do adds up more slowly than what other tokens say."""
+"""Cheats that no single bundle shows. Their evidence adds up more slowly than that of other cheats."""
 ROLLOUTS_MAX = {
     "partial-1": 800,
     "partial-10": 400,
@@ -91,17 +91,17 @@ ROLLOUTS_MAX = {
     "unseeded-best-of-n": 600,
     "best-of-n-in-20": 400,
 }
-"""Of a cheat, before it is taken for not caught, ..."""
+"""Rollouts of a cheat before it counts as not caught, ..."""
 ROLLOUTS_MAX_OTHERS = 160
 AT_THE_FLOOR_TIMES = 4
-"""... and so many times as many at the floor."""
+"""... and the factor for audits at the floor."""
 SECONDS_MAX = 90.0
-"""Of one run, on however busy a machine."""
+"""Time limit of one run, even on a busy machine."""
 STREAM_ROLLOUTS = 32
-"""Of a cheat, for the baselines."""
+"""Rollouts of a cheat for the baselines."""
 LEASE_ROLLOUTS = 8
 NATS = 1e-3
-"""A logprob that is further off than this is not an honest worker's: same engine, same machine."""
+"""Error of a logprob above which it is not an honest worker's, on the same engine and machine."""
 RATIO_NATS = math.log(1.01)
 """A claim that is further off than this moves an importance ratio by more than 1 %."""
 SHADING = ("shading-", "low-0.05")
@@ -217,7 +217,7 @@ class Bench:
         return found
 
     async def _add_streams(self, found: dict[str, Any], name: str, seed: int) -> None:
-        """What the baselines have to judge by: nobody is banned."""
+        """Add the bundles that the baselines judge, from a run in which no worker is banned."""
         outcome = await self._arena.fight(
             name,
             seed=seed,

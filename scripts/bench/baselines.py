@@ -1,13 +1,13 @@
-"""What others do, written anew from their descriptions, to be measured beside our codec in one run.
+"""Other codecs, implemented from their descriptions, to compare with our codec in one run.
 
 Each baseline codes a whole checkpoint (name -> uint16 bit patterns of bf16) and applies it to the base, in place or into other
-memory. Where its authors' own code is slower than plain numpy allows, it gets the faster form, so that nobody is beaten by an
-accident.
+memory. Where its authors' own code is slower than plain numpy allows, the baseline uses the faster form, so that the comparison
+is fair.
 
     memcpy      copies the new weights: the speed of memory, no compression
     xor         XOR with the base, chunks of 2^20 elements, zstd -1 (the usual simple delta)
     pulse       PULSE's format: per tensor the changed (row, column) pairs as differences in the narrowest unsigned type,
-                beside the new values, one zstd -1 frame for everything
+                and the new values, one zstd -1 frame for everything
     zipnn       ZipNN on whole tensors (full checkpoints only; measured where the package is installed)
 """
 
@@ -117,7 +117,7 @@ def _pulse_apply(
         return
     rows = np.cumsum(row_steps, dtype=np.int64)
     sums = np.cumsum(column_steps, dtype=np.int64)
-    # Column differences begin anew in every row: take off what the earlier rows summed up to.
+    # Column differences restart in every row: subtract the sum of the earlier rows.
     first = np.flatnonzero(np.concatenate(([True], row_steps[1:] != 0)))
     before = sums[first] - column_steps[first]
     columns = sums - np.repeat(before, np.diff(np.append(first, rows.size)))

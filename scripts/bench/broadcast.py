@@ -1,11 +1,11 @@
-"""One file to many over shaped links: this project beside naive HTTP, libtorrent and SHARDCAST, on the same bytes in one run.
+"""Distribution of one file over shaped links: this project, naive HTTP, libtorrent and SHARDCAST, on the same bytes in one run.
 
     python scripts/bench/broadcast.py [--quick] [--json] [--row NAME ...] [--system NAME ...] [--faults] [--rounds 3]
 
-Hosts are network namespaces (shaped/network.py), every program a process of its own; needs root, iproute2, and nft for the row
-behind NAT. `ratio` is the time until the last receiver holds verified bytes over the fluid lower bound max(F/u_s, F/min d_i,
-N*F/(u_s + sum u_i)): headers alone cost 1.05. The baselines are installed on demand into --folder. All processes share this
-machine's cores, so a row that asks for more megabytes a second than they can carry measures the processor: see its columns.
+Hosts are network namespaces (shaped/network.py), and every program is a separate process. It needs root, iproute2, and nft for
+the row behind NAT. `ratio` is the time until the last receiver holds verified bytes over the fluid lower bound max(F/u_s, F/min
+d_i, N*F/(u_s + sum u_i)); headers alone cost 1.05. The baselines are installed on demand into --folder. All processes share this
+machine's cores, so a row that needs more megabytes per second than they can carry measures the processor: see its columns.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def checks_of(row: Row, bar: float, found: dict[str, list[Outcome]]) -> list[Che
 
 
 def fault_checks(found: dict[str, Outcome]) -> list[Check]:
-    """Everybody who stays completes with the right bytes; the cost is reported beside it."""
+    """Return checks that all receivers that stayed completed with the right bytes. The cost has no bar."""
     return [
         at_most(f"{name}: receivers that stayed and did not complete, or hold a wrong byte", len(outcome.failed), 0)
         for name, outcome in found.items()

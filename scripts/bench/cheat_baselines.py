@@ -41,9 +41,9 @@ class Numbers:
     unlikely: float = 0.0
     """Share of tokens that the policy gives a small probability."""
     stop_probability: float = 1.0
-    """Of the least likely stop token."""
+    """Probability of the least likely stop token."""
     form: bool = False
-    """Refused for its form: what cannot be parsed, other problems than assigned, a wrong end."""
+    """Whether it is rejected for its form: it cannot be parsed, has other problems than assigned, or ends wrongly."""
 
 
 class Baselines:
@@ -116,5 +116,5 @@ class Cuts:
         }
 
     def first_refused(self, stream: Sequence[Numbers], who: str) -> int | None:
-        """Bundles up to the first one that is refused."""
+        """Return the number of bundles up to and including the first rejected one; None without one."""
         return next((place + 1 for place, one in enumerate(stream) if self.verdicts(one)[who]), None)

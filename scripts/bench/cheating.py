@@ -30,9 +30,9 @@ STRATEGIES: dict[str, Strategy] = {
     "best of 4, 1 in 20": at_rate(0.05),
 }
 WORK = {"best of 4, 1 in 20": 4.0}
-"""What a cheated bundle costs beside an honest one, where that is not nothing."""
+"""Cost of a cheated bundle relative to an honest one, where it is not zero."""
 CASES = ((0.5, 1.0), (0.9, 1.0), (0.5, 0.5), (0.9, 0.5))
-"""Cost of honest work, and how many cheated bundles an audit tells."""
+"""Cost of honest work, and the share of cheated bundles that an audit detects."""
 
 
 def main() -> int:

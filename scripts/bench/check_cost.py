@@ -1,13 +1,13 @@
-"""What proving a rollout costs: seeded sampling, hidden-state proofs, and a validator's forward pass.
+"""Cost of proving a rollout: seeded sampling, hidden-state proofs, and a validator's forward pass.
 
     python scripts/bench/check_cost.py [--quick] [--only sampling|demo|longer] [--vllm] [--json]
 
-Sampling: a batch of 64 rows over 151,936 tokens, beside the plain sampler (softmax, exponential noise, argmax) on the same
+Sampling: a batch of 64 rows over 151,936 tokens, compared with the plain sampler (softmax, exponential noise, argmax) on the same
 logits. Proofs: the transformers engine with and without them, in the demo's shape (short completions: one proof each) and in a
-longer one; --vllm measures vLLM instead, in a shape of its own. Validator: the forward pass and all its checks, beside the
-generation of the same tokens. What is counted is processor time, of this process and, where vLLM samples, of its processes:
-neighbours move it far less than the clock on the wall. Validating counts this process alone, for vLLM's wait busily for a while
-after they have sampled. Rounds of the two sides alternate, and so does which is first; the figure is the median of the rounds'
+longer one; --vllm measures vLLM instead, in another shape. Validator: the forward pass and all its checks, compared with the
+generation of the same tokens. The benchmark measures processor time of this process and, where vLLM samples, of vLLM's processes:
+other load changes it far less than elapsed time. Validation counts this process alone, because vLLM's processes wait busily for a
+while after they have sampled. Rounds of the two sides alternate, and so does their order. The figure is the median of the rounds'
 ratios, with its standard error and the quartiles. One thread.
 """
 
@@ -144,7 +144,7 @@ class TimedRows(HiddenRows):
 
 
 async def counted_inside(generate: Callable[[], Awaitable[object]], rounds: int) -> Timing:
-    """With proofs, beside the same less what their own code took: no other round's noise is in it."""
+    """Return the time with proofs, and the same without the time of the proofs' code, so without noise of another round."""
     taken: tuple[list[float], list[float]] = ([], [])
     vars(transformers_engine)["HiddenRows"] = TimedRows
     try:

@@ -67,7 +67,7 @@ def load(path: Path) -> Weights:
 
 
 def corpus(folder: Path) -> np.ndarray:
-    """Token ids of the Python files on this machine. Text that everybody has, and that a small model can learn something of."""
+    """Return token ids of the Python files on this machine: text that every machine has and a small model can learn from."""
     cached = folder / "tokens.npy"
     if cached.exists():
         return np.asarray(np.load(cached))

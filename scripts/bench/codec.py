@@ -1,4 +1,4 @@
-"""Size, speed and memory of the checkpoint codec beside what others do, in one run.
+"""Size, speed and memory of the checkpoint codec and of other codecs, in one run.
 
     python scripts/bench/codec.py --quick                      synthetic checkpoints, under a minute
     python scripts/bench/checkpoints.py --out DIR              real ones, half an hour, once
@@ -6,13 +6,13 @@
 
 Every codec is timed in turn inside each round, in processor time, so that a busy machine slows all of them alike; the table
 shows medians and, after the sign, half the spread between the quartiles. Decoding means decoding and applying: in place to a copy
-of the base, and into other memory beside the base, as a worker does, which keeps the policy that it samples from. Before any
-timing, each codec's result is compared with the new weights bit by bit. All tensors of a checkpoint lie in one allocation, so
-that these small ones are in huge pages as those of a real model are.
+of the base, and into separate memory, as a worker does because it keeps the policy that it samples from. Before any
+timing, each codec's result is compared with the new weights bit by bit. All tensors of a checkpoint are in one allocation, so
+that these small ones are in huge pages, like those of a real model.
 
-What this machine has to give is measured in the same rounds: the time to read each cache line of the base once, and what a second
-thread gains whoever copies memory, hashes, or counts in registers, and two processes that share nothing. `--json` prints the
-checks alone, for other tools. The exit code is 1 if a check missed its bar (stretch aims aside).
+The same rounds measure the machine's own limits: the time to read each cache line of the base once, and the gain of a second
+thread for copying memory, for hashing, for counting in registers, and for two processes that share nothing. `--json` prints only
+the checks, for other tools. The exit code is 1 if a check missed its bar (stretch aims aside).
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def bench_deltas(
 ) -> None:
     """Measure deltas.
 
-    Without `patience_s`, speeds that are close have no bar: two threads beside one, PULSE, dense deltas. These need large
+    Without `patience_s`, speeds that are close have no bar: two threads against one, PULSE, dense deltas. These need large
     checkpoints and quiet rounds.
     """
     bounds = delta_bounds(base, new)

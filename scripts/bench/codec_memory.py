@@ -1,9 +1,10 @@
-"""Memory that encoding and decoding take beside the weights, in a process of its own; scripts/bench/codec.py runs it.
+"""Memory that encoding and decoding take in addition to the weights. scripts/bench/codec.py runs it as a separate process.
 
     python scripts/bench/codec_memory.py stream 14    a checkpoint of 14 GB, one tensor at a time in memory
     python scripts/bench/codec_memory.py publish 1    1 GB of weights as the trainer publishes them, and back
 
-Prints JSON. `extra_mib` is the highest resident memory less what was resident before: kernels, weights, and room for the result.
+Prints JSON. `extra_mib` is the highest resident memory less the memory resident before: kernels, weights, and room for the
+result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a second thread gains the codec, beside what this machine has to give: for codec.py."""
+"""Gain of a second thread for the codec, compared with this machine's own limit. Used by codec.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prime_protocol.codec.kernels.base import kernel
 
 SCALING_ELEMENTS = 1 << 26
 STEPS = 20_000_000
-"""Of the integer loop, for each of two."""
+"""Iterations of the integer loop, for each of two threads."""
 OTHERS_MAX = 0.05
 """A round counts in which other processes took no more than this share of a processor."""
 
@@ -77,12 +77,12 @@ class Gains:
 
 
 def scaling(codec: Codec, base: Weights, new: Weights, rounds: int, patience_s: float) -> Gains:
-    """Our two threads, beside what the machine had to give in the same rounds: two processes with half of the work each, which
+    """Measure our two threads and, in the same rounds, the machine's limits: two processes with half of the work each, which
     share nothing, and two threads that copy memory, hash, or only count.
 
-    Two processors that are threads of one core, or that others use too, give far less than two. So a round counts in which other
-    processes and guests of this machine took little of them; where too few such rounds come within `patience_s`, those in which
-    they took least.
+    Two processors that are threads of one core, or that other programs use too, give far less than two. So a round counts if
+    other processes and guests of this machine used little of them. If too few such rounds come within `patience_s`, the rounds
+    with the least other use count.
     """
     block = bytes(8 << 20)
     count(1)

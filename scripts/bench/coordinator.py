@@ -1,14 +1,14 @@
-"""What one coordinator process can take: heartbeats, uploads of 256 KiB, leases of the demo's size, state machine events.
+"""Capacity of one coordinator process: heartbeats, uploads of 256 KiB, leases of the demo's size, state machine events.
 
     python scripts/bench/coordinator.py [--quick] [--json]
 
-The real daemon (SQLite, folders, signatures, uvloop where it is installed) in a process of its own, and beside it a bare aiohttp
-server that does as little as can be: for heartbeats it answers a fixed text, for uploads it writes the body durably, by the same
-adapter, and checks nothing. The load comes from this process over raw sockets with everything signed beforehand, so on two cores
-one is the server's. Each figure is the median of three rounds; the spread is beside it.
+The real daemon (SQLite, folders, signatures, uvloop where it is installed) is a separate process. The baseline is a bare aiohttp
+server: it answers heartbeats with a fixed text, and uploads by a durable write of the body through the same adapter, unchecked.
+The load comes from this process over raw sockets, with everything signed in advance, so on two cores the server has one of them.
+Each figure is the median of three rounds, with the spread.
 
-Then, in this process, what a lease costs where many wait for one: each time one is handed back, the handler that waits longest is
-woken, is granted its group, and waits again. Leases by processor time, with 20 who wait and with 2,000.
+The last part measures, in this process, the cost of a lease when many handlers wait for one. Each time a lease is handed back,
+the handler that waits longest wakes, is granted its group, and waits again. Leases per processor time, with 20 and 2,000 waiters.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ async def bench_waiting(num_waiting: int, num_leases: int) -> float:
     began = time.process_time()
     for number, (name, lease_id) in enumerate(zip(names, held, strict=False)):
         await leasing.return_lease(name, ReturnLeaseRequest(lease_id=lease_id))
-        for _ in range(16):  # turns of the loop, until somebody has it
+        for _ in range(16):  # turns of the loop, until one has it
             await asyncio.sleep(0)
         assert decisions.state.num_leases == num_leases + number + 1
         joined = f"late {number}"

@@ -1,17 +1,17 @@
-"""Evidence that adds up: how many tokens each kind of cheat lasts, and how often the honest are hurt.
+"""Evidence that accumulates: tokens until each kind of cheat is detected, and how often honest workers are hurt.
 
-    python scripts/bench/evidence.py --out DIR [--seconds 200]   a small random model; goes on where it stopped
+    python scripts/bench/evidence.py --out DIR [--seconds 200]   a small random model; resumes where it stopped
     python scripts/bench/evidence.py --quick --json         fewer tokens, under a minute; the checks alone
     python scripts/bench/evidence.py --quick --out DIR --sampler vllm/bf16      workers with vLLM
     python scripts/bench/evidence.py --model M --older 1=A --older 8=B     real policies, by `verify --policy N --export`
 
-Everything runs under the shipped calibration. A cheat samples as its row says; `own` claims the logprobs and proofs of what it
-sampled with, `rescored` those of the right policy (a liar's prefill: no comparison of logprobs or hidden states can see it).
+Everything runs under the shipped calibration. A cheat samples as its row says. `own` claims the logprobs and proofs of the model
+that sampled; `rescored` claims those of the right policy by a prefill, which no comparison of logprobs or hidden states detects.
 Tokens: until the evidence reaches 1e5, completion by completion (multiples of 32), median and 95th percentile over orders of the
-same completions; `-` where it never comes. Columns: all statistics together as a run uses them, and three baselines in the same
-run: comparing logprobs alone, hidden states alone (TOPLOC), and the run's thresholds on single bundles of 8 completions (share
-refused). ROC: share of single bundles of 8 completions that are told from honest ones where 1 in 100 honest ones is suspected
-(rescored ones by margins and flips alone: it would prove nothing that they lack the noise of honest logprobs).
+same completions; `-` if the evidence never reaches it. Columns: all statistics together as a run uses them, and three baselines
+in the same run: comparing logprobs alone, hidden states alone (TOPLOC), and the run's thresholds on single bundles of 8
+completions (share rejected). ROC: share of single bundles of 8 completions that are detected when 1 in 100 honest ones is
+suspected (rescored ones by margins and flips alone, because their lack of honest logprobs' noise would prove nothing).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Size:
     honest_workers: int
     honest_bundles: int
     bundles: int
-    """Of each kind, for the ROC."""
+    """Bundles of each kind, for the ROC."""
 
 
 FULL = Size(tokens=16_000, orders=20, honest_workers=1_000, honest_bundles=60, bundles=400)
@@ -117,13 +117,13 @@ def shown(values: list[float]) -> str:
 COLUMNS = {"all": CALIBRATION.statistics, "logprobs alone": ("logprob",), "hidden states alone": ("proof",)}
 
 LIMITS = (10, 100, 100_000)
-"""Evidence that honest workers are counted above."""
+"""Limits of evidence; the honest workers above each one are counted."""
 CHOICES = ("flip", "margin")
-"""What a rescored bundle can be told by."""
+"""Statistics that can detect a rescored bundle."""
 
 
 def names(arguments: argparse.Namespace) -> list[str]:
-    """Of all pieces."""
+    """Return the names of all pieces."""
     return ["honest", "escalation", *cheats({}, older_of(arguments))]
 
 

@@ -1,7 +1,7 @@
-"""A small internet on one machine: Linux network namespaces on a bridge, some of them homes behind a router that masquerades.
+"""A small internet on one machine: Linux network namespaces on a bridge. Some are homes behind a router that masquerades.
 
-Needs root, iproute2 and nftables, and for round-trip times /dev/net/tun: shaped/delay.py carries packets then. Nothing outside
-the namespaces is touched; everything is gone when the context ends.
+It needs root, iproute2 and nftables, and for round-trip times /dev/net/tun: shaped/delay.py then carries packets. It touches
+nothing outside the namespaces, and removes everything when the context ends.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _behind(router: str, namespace: str, network: str, device: str) -> None:
 
 
 def _masquerade(router: str, *, is_symmetric: bool) -> None:
-    """What comes in from `wan` and nobody asked for is dropped."""
+    """Drop what arrives from `wan` unrequested."""
     _run("ip", "netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
     ports = "masquerade random,fully-random" if is_symmetric else "masquerade"
     rules = (

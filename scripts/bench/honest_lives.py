@@ -1,4 +1,4 @@
-"""How many honest workers are hurt by everything together that can strike or ban, over a long life each.
+"""Share of honest workers that all rules for strikes and bans together hurt, each over a long life.
 
     python scripts/bench/honest_lives.py [--quick] [--json]
 
@@ -11,8 +11,8 @@ The scale of each class's noise comes from a measured table. For a pair of confi
 that its moments of `logprob` and `proof` allow, judged by that table. For bf16 of a real model of 135 M parameters it is the
 measured spread of logits (0.065 nats), judged by a table that `prime-node calibrate` would make of 32,768 such tokens. Two such
 engines are judged without a calibration too, and two without seeds. A worker is hurt if its evidence ever reaches 1e5, or if a
-threshold on a single bundle refuses one of its bundles. Without a calibration bf16 exceeds the default thresholds on single
-bundles, as SECURITY.md (G4) says: those rows count evidence alone and show the refusals beside it.
+threshold on a single bundle rejects one of its bundles. Without a calibration bf16 exceeds the default thresholds on single
+bundles, as SECURITY.md (G4) says: those rows count evidence alone and show the rejections separately.
 
 Sums are those of prime_protocol, folded for all workers at once as evidence.folded folds them, which is checked in each run.
 
@@ -165,7 +165,7 @@ class Lived:
     highest: Floats
     """[W] nats of evidence."""
     refused: npt.NDArray[np.int64]
-    """[W] bundles refused by thresholds."""
+    """[W] bundles rejected by thresholds."""
     chances_differ: float
     checked: float
     """Nats by which the first worker's evidence differs from what evidence.folded gives."""
@@ -241,7 +241,7 @@ def _refused(kind: Kind, policy: CheckPolicy, log_e: Floats, measured: Floats) -
 
 
 def kinds() -> list[Kind]:
-    """Of every table that there is, with its calibration and without one, and without seeds."""
+    """Return the kinds of every table, with its calibration, without one, and without seeds."""
     found = []
     for pair in shipped_calibration().pairs:
         allowed = {

@@ -1,17 +1,17 @@
-"""Which loss learns, and how far behind may the sampler be? Held-out accuracy by loss and by async_level k, three seeds a row.
+"""Held-out accuracy by loss and by async_level k, with three seeds per row: which loss learns, and at what lag of the sampler.
 
-    python scripts/bench/learning.py --out DIR                     the whole grid: 126 runs, hours; goes on where it stopped
+    python scripts/bench/learning.py --out DIR                     the whole grid: 126 runs, hours; resumes where it stopped
     python scripts/bench/learning.py --out DIR --minutes 10        as many runs as begin within ten minutes
-    python scripts/bench/learning.py --out DIR --report            tables of what there is; --plot FILE draws the curves,
+    python scripts/bench/learning.py --out DIR --report            tables of the finished runs; --plot FILE draws the curves,
                                                                    --keep FILE writes them, and --out takes that FILE too
     python scripts/bench/learning.py --quick [--json]              two losses, two levels, a few steps, under a minute
 
 Engine, environment, losses and train backend in one process, without the wire. Every run of a task and a seed begins with the
-same weights, taught by supervised steps until a fifth of sampled answers is right. Step n trains on rollouts of policy
+same weights, trained by supervised steps until a fifth of sampled answers is right. Step n trains on rollouts of policy
 max(0, n - k), sampled from its published bf16 weights by the engine that workers use. All runs take AdamW and the same learning
-rate with a linear decay and no damping, so that what one loss survives and another does not is seen. `grpo` is grpo_is with
-importance correction switched off: it takes the rollouts for the trainer's own. Evaluation is on held-out problems that no
-stopping rule saw.
+rate with a linear decay and no damping, so that differences in stability are visible. `grpo` is grpo_is with importance
+correction switched off: it treats the rollouts as the trainer's own. Evaluation is on held-out problems that no stopping rule
+used.
 
 Each run is one JSON file in DIR: its settings, the evaluations, and each step's reward, mean |log ratio| and gradient norm.
 """
@@ -88,7 +88,7 @@ GROUPS, ROLLOUTS, COMPLETION_TOKENS = 48, 8, 8
 TAUGHT = 0.2
 """Sampled accuracy at which the supervised steps end."""
 EVALUATIONS = 8
-"""Of a run, beside the one before it."""
+"""Evaluations of a run, in addition to the one before it."""
 
 
 @dataclass(frozen=True)

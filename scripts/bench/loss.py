@@ -1,18 +1,18 @@
-"""The loss path: logprobs of the sampled tokens without all logits, and whole steps beside TRL's GRPOTrainer.
+"""The loss path: logprobs of the sampled tokens without all logits, and whole steps, compared with TRL's GRPOTrainer.
 
     python scripts/bench/loss.py            a vocabulary of 151,936; about three minutes
     python scripts/bench/loss.py --quick    a vocabulary of 32,768, fewer rounds, under a minute
     python scripts/bench/loss.py --json     the checks alone
 
-Head: forward and backward from hidden states to logprobs, each formulation in a process of its own. The plain one is log_softmax
+Head: forward and backward from hidden states to logprobs, each formulation in a separate process. The plain one is log_softmax
 and gather on float32 logits; TRL's is its selective_log_softmax on the same logits. Errors are against float64. The head's
 gradient, which all of them return, is not counted as memory.
 
-Step: the same model, batch, advantages and optimizer, in one process, turn by turn within TRL's own callback: TRL's step from
-begin to end (its generation replaced by a cached batch), a plain padded loop, and our backend. All three start from the same
-weights; how far apart they are after the last step is printed. TRL comes from PyPI into a folder of its own the first time.
+Step: the same model, batch, advantages and optimizer, in one process, turn by turn within TRL's own callback: TRL's whole
+step (its generation replaced by a cached batch), a plain padded loop, and our backend. All three start from the same
+weights; their distance after the last step is printed. The first run installs TRL from PyPI into a separate folder.
 
-Memory is the peak of the resident set over where it stood before; tokens are those of prompts and completions, without padding.
+Memory is the peak of the resident set above its size before. Tokens are those of prompts and completions, without padding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whole training steps beside TRL's GRPOTrainer, and the peak of memory while they run; for loss.py and trainer.py."""
+"""Whole training steps and TRL's GRPOTrainer, with the peak of memory while they run. Used by loss.py and trainer.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def peak_bytes() -> int:
 
 
 def reset_peak() -> int:
-    """Bytes resident now, what is free handed back; the peak begins anew here."""
+    """Return free memory to the system, reset the peak, and return the bytes resident now."""
     ctypes.CDLL(None).malloc_trim(0)
     CLEAR.write_text("5")
     return _field("VmRSS:")

@@ -1,20 +1,20 @@
-"""How close a run comes to a scheduler that costs nothing, mode by mode, on one trace of generation times.
+"""Closeness of a run to a scheduler without cost, in each mode, on one trace of generation times.
 
     python scripts/bench/overlap.py [--quick] [--json]
 
 The coordinator's own state machine and scheduler on a virtual clock (lab/prime_lab/world.py), with simulated workers:
 512 groups a step as in verl's experiment with 128 GPUs (documents of its fully asynchronous policy: 64 generate, 64
 train, 512 prompts, 4 batches a step, staleness 0.5). Group times are lognormal with sigma 1.1, capped at 8 times their mean,
-130 s of work a step and worker. Each question, upload, check, swap and pause takes its time (sim.world.Costs; a pause is 1 s
-here, five times the product's). Workers ask for no lease ahead but in one row.
+130 s of work a step and worker. Each request, upload, check, swap and pause takes its time (sim.world.Costs; a pause is 1 s
+here, five times the product's). Only in one row do workers lease ahead.
 
-Baseline, in the same run: the same generation, training and broadcast times replayed by a scheduler that costs nothing
+Baseline, in the same run: the same generation, training and broadcast times replayed by a scheduler without cost
 (coordinator/measure/zero_overhead.py). Closeness is its time over ours.
 
 `mode` rows train for 113 s, as verl reports. `sync` is verl's colocated baseline by its own published phases: all 128 GPUs
 generate, then all train for 178 s, the recomputed logprobs included. In the `k` rows G is the time that one batch takes on-policy
-on 64 workers, T is G, and b is the broadcast. `real trainer` trains the demo's model on this machine, and the clock goes on by
-what each batch took.
+on 64 workers, T is G, and b is the broadcast. `real trainer` trains the demo's model on this machine, and the clock advances by
+the time that each batch took.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRAIN_S = 113.16
 SYNC_WORKERS, SYNC_TRAIN_S = 128, 356.30 - 177.85
 SEED_SPEEDUP = 2.35
 WARM = 2
-"""Steps that fill the pipeline; the time of a step is told over those after them."""
+"""Steps that fill the pipeline; the time of a step is measured over the steps after them."""
 MODES = {
     "a verl_on_policy": {"preset": "verl_on_policy"},
     "b verl_stream": {"preset": "verl_stream"},
@@ -67,7 +67,7 @@ class Row:
     """Mean of the steps after the first ones."""
     replayed_step_s: float
     closeness: float
-    """Of the whole run, from the first policy's arrival to the last one's publication."""
+    """Closeness over the whole run, from the first policy's arrival to the last one's publication."""
     trainer_idle: float
     rollouter_idle: float
     lag_mean: float

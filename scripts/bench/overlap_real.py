@@ -1,19 +1,20 @@
-"""What k buys with real parts: whole runs by `prime-node up`, on-policy and behind, with time, idleness and learning curves.
+"""Effect of k with real parts: whole runs by `prime-node up`, on-policy and off-policy, with time, idle shares and learning
+curves.
 
     python scripts/bench/overlap_real.py --resume DIR [--quick] [--json] [--levels 0,1,2] [--seeds 1,2,3] [--steps 200]
         [--engine transformers | vllm] [--workers 3] [--download-mbit 2 | --link-mbit 4] [--seconds 240] [--png FILE]
 
-Each level and seed is a run in DIR of its own: the demo's task and model, real coordinator, trainer, validator and workers as
-processes. One call works for at most `--seconds` and goes on next time where it stopped, so that a long measurement can be made
-in pieces; what is whole is reported. Levels take turns, seed by seed, so that a busy hour hits them alike.
+Each level and seed is a separate run in DIR: the demo's task and model, and real coordinator, trainer, validator and workers as
+processes. One call works for at most `--seconds`, and the next call resumes, so that a long measurement can be made in pieces.
+Complete runs are reported. Levels take turns, seed by seed, so that a busy hour affects all of them alike.
 
-What makes the broadcast long: `--link-mbit` puts each worker into a network namespace of its own, behind a link that the kernel
-holds to so many Mbit/s in both directions, and the trusted roles into another (needs root and iproute2; DIR must not lie in
-/tmp, which each host has for itself). `--download-mbit` leaves all on loopback, and each worker holds itself to so many.
+Two options make the broadcast long. `--link-mbit` puts each worker into its own network namespace, behind a link that the kernel
+limits to this rate in both directions, and the trusted roles into another one. It needs root and iproute2, and DIR must not be in
+/tmp, which is private to each host. `--download-mbit` leaves all on loopback, and each worker limits itself.
 
 Baseline, in the same measurement: k = 0. Step times are of the trainer's own clock, the first tenth left out; closeness is the
-coordinator's (docs/scheduler.md). On one machine workers and trainer share the cores: what overlaps in time does not overlap in
-arithmetic, so less is gained here than where everybody has a machine.
+coordinator's (docs/scheduler.md). On one machine workers and trainer share the cores: work that overlaps in time does not overlap
+in arithmetic, so the gain is smaller than with one machine each.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def settings_of(level: int, seed: int, options: argparse.Namespace) -> list[str]
 
 
 def work_on(folder: Path, settings: Sequence[str], *, engine: str, seconds: float) -> bool:
-    """Begin or go on with a run. True if it ended."""
+    """Start or resume a run. Return True if it ended."""
     command = [sys.executable, "-m", "prime_node", "up", str(folder), "--engine", engine]
     if not (folder / "run.json").exists():
         for assignment in settings:
@@ -102,7 +103,7 @@ def is_done(folder: Path) -> bool:
 
 
 def measure(folder: Path, level: int, seed: int) -> dict[str, Any]:
-    """Of a run that ended."""
+    """Return the figures of a run that ended."""
     trained = {
         row["step"]: row for row in read_json_lines(folder / "trainer" / "metrics.jsonl") if "step_seconds" in row
     }

@@ -1,4 +1,4 @@
-"""The real trainer of overlap.py: the product's torch backend with the demo's model, told batch by batch what to train."""
+"""The real trainer of overlap.py: the product's torch backend with the demo's model, which gets one batch after another."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a peer costs: MB/s per core serving and receiving, memory over the file's size, and whether many peers leak.
+"""Cost of a peer: MB/s per core for serving and receiving, memory above the file's size, and leaks of many peers.
 
     python scripts/bench/peer_cost.py [--quick] [--json] [--peers 50] [--leak-minutes 0]
 
 The first part sends one file from one process to another over an unshaped link between namespaces (shaped/race.py; needs root):
 this project as a worker (which also decodes) and as a seeder (which does not), raw aiohttp (sendfile; hashed and written) and
-libtorrent. Processor time counts from the start of the race until the receiver is done. The second part runs so many
-workers' followers and peers in one process, all linked to a neighbourhood each, while a trainer publishes one small policy after
-another; it counts open files, tasks and memory once everybody has each policy.
+libtorrent. Processor time counts from the start of the race until the receiver is done. The second part runs the followers and
+peers of `--peers` workers in one process, each linked to a neighbourhood, while a trainer publishes one small policy after
+another. It counts open files, tasks and memory once every peer has each policy.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench/plan.py [--quick] [--json]
 
-What of the formula can be measured on this machine is measured beside it: the FLOPs of a forward and backward pass as torch
+The benchmark measures the parts of the formula that this machine can measure: the FLOPs of a forward and backward pass as torch
 counts them, the bytes that each rank holds between two steps, and the time of a step from this machine's own speed of matrix
 products.
 """
@@ -119,7 +119,7 @@ def measure(*, repeats: int) -> tuple[list[Check], dict[str, float]]:
 
 
 def _matmul_flops(repeats: int) -> float:
-    """Of the model's own largest product."""
+    """Return the FLOPs per second of the model's largest matrix product."""
     left, right = torch.randn(SEQUENCES * LENGTH, HIDDEN), torch.randn(HIDDEN, INTERMEDIATE)
     seconds = []
     for _ in range(5 * repeats):

@@ -1,6 +1,6 @@
 """The page of all recorded figures, RESULTS.md, from the JSON files in results/.
 
-    python scripts/bench/results.py write                                        write RESULTS.md anew
+    python scripts/bench/results.py write                                        write RESULTS.md
     python scripts/bench/results.py record [--variant V] [--notes TEXT] -- python scripts/bench/X.py [options]
 
 `record` runs the benchmark with --json, writes results/X-V-DATE.json and then the page. The page shows the newest value of

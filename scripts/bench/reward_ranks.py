@@ -1,10 +1,10 @@
-"""Reward ranks: how soon the best of n unseeded samples is found, and how near honest workers come to a ban.
+"""Reward ranks: delay until the best of n unseeded samples is detected, and how near honest workers come to a ban.
 
     python scripts/bench/reward_ranks.py [--quick] [--json]
 
-Rewards are simulated: right or wrong with a probability of each problem's own, or graded so that no two are alike. Groups of 8,
-each beside 8 trusted rollouts, folded as the coordinator does, beside a calibration's seven statistics that say nothing; a ban
-is at 1e5. Rollouts are those that were compared: with `reference_share` 0.25 four times as many are uploaded meanwhile.
+Rewards are simulated: right or wrong with a probability per problem, or graded so that no two are equal. Groups of 8 are compared
+with 8 trusted rollouts each, folded as the coordinator does, with a calibration's seven statistics that show nothing. A ban is
+at 1e5. Rollouts are those that were compared: with `reference_share` 0.25, four times as many are uploaded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Shaded logprobs: how soon they are found, and how near honest workers of any engine come to a ban.
+"""Shaded logprobs: delay until they are detected, and how near honest workers of any engine come to a ban.
 
     python scripts/bench/shading.py [--quick] [--json]
 
 Tokens are simulated, two choices each: a worker samples by p' and claims p' (honest) or moves it; the validator computes p, which
-differs as the class of engine says. Sums are those of prime_protocol/shading.py, folded as the coordinator folds them (checked
+differs by the class of engine. Sums are those of prime_protocol/shading.py, folded as the coordinator folds them (checked
 against it), over bundles of one group of 8; a ban is at 1e5. Rewards are right or wrong, and lean towards texts that the
 validator finds likelier than the worker, so that their chances of a reward differ. Honest workers are weighed by the two
-statistics alone, cheats beside nine that say nothing.
+statistics alone, cheats by these and nine that show nothing.
 
 Letters: W workers, N completions of a bundle, T tokens of a completion, K entries of a statistic.
 """
@@ -38,9 +38,9 @@ from prime_protocol.shading import (
 
 SIZE = 8
 SILENT = 9
-"""Other statistics of a run, which say nothing of these cheats."""
+"""Other statistics of a run, which these cheats do not change."""
 ENTRIES = 2 * len(STAKES)
-"""Of `shading`; its other statistic has twice as many."""
+"""Entries of `shading`; its other statistic has twice as many."""
 LIMIT = math.log(EVIDENCE_MAX)
 Floats = npt.NDArray[np.float64]
 Odds = Callable[[np.random.Generator, Floats], Floats]
@@ -52,7 +52,7 @@ def normal(sd: float) -> Odds:
 
 
 def heavy(rng: np.random.Generator, odds: Floats) -> Floats:
-    """As bf16 beside fp32: small errors and a long tail."""
+    """Errors of bf16 against fp32: small, with a long tail."""
     return odds + 0.008 * rng.standard_t(3, odds.shape)
 
 

@@ -1,20 +1,20 @@
-"""A coordinator under siege: what its members get while strangers attack it, beside what they get in quiet.
+"""A coordinator under siege: service to its members while strangers attack it, compared with service without an attack.
 
-    python scripts/bench/siege.py [--seconds 60]      sixteen attacks, and a quiet while before each
+    python scripts/bench/siege.py [--seconds 60]      sixteen attacks, with a quiet period before each
     python scripts/bench/siege.py --quick [--json]    3 seconds each, under two minutes
 
-The real daemon (SQLite, folders, signatures) is a process on one core. Members and attackers share the other, where uploads
-give way to heartbeats (nice 5) and attackers to both (nice 19): a machine of their own would not take the members' time
-either. All come from 127.0.0.1, so strangers and members share an address: the harder case. The attackers have 64 sockets and
-start again whenever they are cut. Members beat 60 times a second over kept connections, by the client that workers use, and
-two of them upload 256 KiB as fast as they are answered. The same parcel goes again and again; all is read, hashed and
-verified, and it is stored once. Their bounds by key are off, of requests and of nonces: two keys that upload all the time use up
-more than a worker's in minutes.
+The real daemon (SQLite, folders, signatures) is a process on one core. Members and attackers share the other, where uploads give
+way to heartbeats (nice 5) and attackers to both (nice 19): a machine of their own would not take the members' time either. All
+come from 127.0.0.1, so strangers and members share an address: the harder case. The attackers have 64 sockets and start again
+whenever they are disconnected. Members send 60 heartbeats a second over kept connections, by the client that workers use, and two
+of them upload 256 KiB as fast as they are answered. They send the same parcel repeatedly: all of it is read, hashed and verified,
+and it is stored once. Their bounds by key on requests and nonces are off, because two keys that upload all the time use up more
+than a worker's share in minutes.
 
 Bars: the 99th percentile of a heartbeat at most 3 times the quiet one; uploads at least 0.7 of the quiet rate; the server's
 memory at most 64 MiB more; a new connection answered within 5 s of the end. Quiet is measured before each attack, for as long
-(10 s at most, 1.5 s with --quick). On a machine that does other work an attack that misses a bar is tried a second time, beside
-a quiet while of its own, and the better one counts.
+(10 s at most, 1.5 s with --quick). On a machine that does other work, an attack that misses a bar is repeated once with its own
+quiet period, and the better result counts.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Members:
         seen.latencies_s.append(time.perf_counter() - began)
 
     async def recover(self) -> float:
-        """Seconds until somebody new is answered over a new connection."""
+        """Return the seconds until a new key is answered over a new connection."""
         began, key = time.perf_counter(), SigningKey(os.urandom(32))
         request = JoinRequest(name="late", software="1", engine=ENGINE, rollouts_max=1)
         async with self._client(key) as client:

@@ -1,11 +1,11 @@
-"""The swarm at sizes that no test machine has: the product's picker, slots and topology on a virtual clock.
+"""The swarm at sizes beyond any test machine: the product's picker, slots and topology on a virtual clock.
 
 The simulator is lab/prime_lab/network.py.
 
     python scripts/bench/swarm_sim.py [--quick] [--json] [--plot docs/swarm-scale.png]
 
-100, 1,000 and 10,000 homes, alone, with churn (a fifth leaves during the download, as many join), and with nobody
-behind a NAT; the origin is a bucket with 1 Gbit/s. Times are those of peers that stayed, over the fluid lower bound; the median
+100, 1,000 and 10,000 homes, alone, with churn (a fifth leaves during the download, as many join), and without
+NATs; the origin is a bucket with 1 Gbit/s. Times are those of peers that stayed, over the fluid lower bound; the median
 is often below 1, since the bound is that of the slowest downlink. `validation` runs the rows of scripts/bench/broadcast.py in the
 simulator, with 6.8 % of headers and acknowledgements: compare with the table there. One process, one core. --compiled runs the
 same files as C, with the same results: it needs mypyc, which comes with mypy, and a C compiler.

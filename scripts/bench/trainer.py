@@ -1,17 +1,17 @@
-"""Tokens a second of a training step: ours, TRL's GRPOTrainer, and plain PyTorch loops of the same model, batch and precision.
+"""Tokens per second of a training step: ours, TRL's GRPOTrainer, and plain PyTorch loops of the same model, batch and precision.
 
     .venv/bin/python scripts/bench/trainer.py [--quick] [--json]
 
 All take their turns within TRL's own callback, on one thread, in fp32 (loss_steps.py, which has the model and the batch):
 
-    TRL             its step from begin to end, with a cached batch in place of generation
-    plain, padded   what one writes first
-    plain, packed   a bare loop over sequences one after another, with our attention and nothing else of ours
+    TRL             its whole step, with a cached batch in place of generation
+    plain, padded   the simplest loop
+    plain, packed   a bare loop over sequences one after another, with our attention and no other part of ours
     ours, packed    the backend with trainer.packing = "sequences": the same packing as that bare loop
     ours            the backend with trees of shared prefixes, as it is by default
 
 Lengths are ragged: 4 prompts of 16 to 47 tokens, 16 completions of lognormal lengths (median 81, sigma 0.7, 2 to 320). Tokens are
-those of prompts and completions, without padding. How long publishing keeps a step waiting is told beside it.
+those of prompts and completions, without padding. The time for which publishing blocks a step is reported too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Learning while three workers in ten cheat: with the checks, without them, and nobody cheating. Three seeds a condition.
+"""Learning while three workers in ten cheat: with the checks, without them, and without cheats. Three seeds per condition.
 
-    python scripts/bench/under_attack.py --out DIR [--minutes 3]   goes on where it stopped; no run begins after so long
-    python scripts/bench/under_attack.py --out DIR --report        the table of what there is; --plot FILE draws the curves
+    python scripts/bench/under_attack.py --out DIR [--minutes M]   resumes where it stopped; no run begins after M minutes
+    python scripts/bench/under_attack.py --out DIR --report        the table of the finished runs; --plot FILE draws the curves
     python scripts/bench/under_attack.py --quick [--json]          a few steps of each, under a minute
 
 The demo's task, model, loss and learning rate in one process, by learning.py's parts. Each step's groups are leased to ten
-workers; every bundle is signed, opened and judged by the functions that validators use, and what is refused is leased to an
-honest worker. Three of the ten poison: half of a group stops one token early, the other half says nothing, with the right
-policy's logprobs for all of it, so that nothing but the seeds shows it. They come back with a new key whenever they are banned,
-so they poison for the whole run. Without checks is `[validator] unsafe_skip_proofs`.
+workers; every bundle is signed, opened and judged by the functions that validators use, and rejected work is leased to an
+honest worker. Three of the ten poison: half of a group stops one token early, the other half is empty, with the right
+policy's logprobs for all of it, so that only the seeds show it. They return with a new key whenever they are banned, so they
+poison during the whole run. Without checks is `[validator] unsafe_skip_proofs`.
 """
 
 from __future__ import annotations

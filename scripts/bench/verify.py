@@ -1,4 +1,4 @@
-"""Speed of `prime-node verify` beside raw hashing of the same files, in one run.
+"""Speed of `prime-node verify` and of raw hashing of the same files, in one run.
 
     python scripts/bench/verify.py --quick          a policy of 300 MB, under a minute
     python scripts/bench/verify.py                  600 MB
@@ -9,8 +9,8 @@ the sign, half the spread between the quartiles. Rates and shares are of the bes
 files are read once before, so the disk plays no part: raw hashing reads the same files from the same cache. "published" are the
 bytes of the parts, "weights" those that they decode to.
 
-What verify must do beyond one pass of hashing: a second one over each chunk, decoding, and a third one over the decoded weights.
-"hashing" is verify's own reader with nothing behind it. `--json` prints the checks alone; the exit code is 1 if one missed.
+Work of verify beyond one pass of hashing: a second one over each chunk, decoding, and a third one over the decoded weights.
+"hashing" is verify's reader alone. `--json` prints the checks alone; the exit code is 1 if one missed.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ CONFIG = b'{"model_type": "bench"}'
 TENSORS = 24
 HASHING = ("raw1", "raw", "hashing")
 PASSES = 3
-"""Over all parts each time, in the figures that only hash: a larger checkpoint than this machine has time for."""
+"""Passes over all parts in the figures that only hash, in place of a larger checkpoint, which would take too long."""
 HASHING_SHARE_MIN = 0.8
-"""Of raw hashing with as many threads. An event loop's start and handing over parts cost some milliseconds at any size."""
+"""Share of raw hashing with as many threads. Starting an event loop and passing parts on costs some milliseconds at any size."""
 EXTRA_BYTES_MAX = 256 * 2**20
 """Memory of an audit beyond the weights themselves and what the interpreter holds."""
 

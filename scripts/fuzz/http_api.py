@@ -2,10 +2,10 @@
 
     .venv/bin/python scripts/fuzz/http_api.py --seconds 60 [--seed 7] [--replay FILE]
 
-Requests are made from valid ones, changed field by field, signed anew with the keys of each role and of strangers, and sent to
-all routes in sequences: later requests name what the daemon has answered (leases, bundles, batches, digests). Some callers
-behave, so that there is something to name. Then these must hold: no answer of 500 or above but a 503 that says so; every answer
-of 400 or above is an ErrorBody with the status of its code; no traceback in the log; the daemon still answers; after a kill it
+Requests are made from valid ones, changed field by field, signed again with the keys of each role and of strangers, and sent to
+all routes in sequences: later requests name what the daemon has answered (leases, bundles, batches, digests). Some callers follow
+the protocol, so that such names exist. Then these must hold: no answer of 500 or above except an explained 503; every answer of
+400 or above is an ErrorBody with the status of its code; no traceback in the log; the daemon still answers; after a kill it
 starts again from what it kept, with the same run; the state that each daemon leaves on its disk keeps its invariants. A finding
 is kept as findings/http_api-NAME; --replay sends it to a new daemon.
 """
@@ -77,7 +77,7 @@ Sent = tuple[str, str, dict[str, str], bytes]
 
 
 class Finding(Exception):
-    """The daemon answered as it must not."""
+    """An answer of the daemon that the protocol forbids."""
 
 
 class Fuzzer:

@@ -64,7 +64,8 @@ def _models() -> list[Parser]:
 
 
 def _statements() -> list[Parser]:
-    """What is signed: the payload is broken and signed anew, so that mutation gets behind the signature."""
+    """Return parsers of signed input: the payload is mutated and signed again, so that mutation reaches the code behind the
+    signature."""
     weights = {"w": WeightTensor("bf16", (64,), np.arange(64, dtype=np.uint16))}
     first = build_manifest(RUN, None, weights, encode_checkpoint(weights))
     signed = sign_manifest(first, TRAINER)

@@ -16,7 +16,8 @@ STOP = 257
 
 
 def turns(folder: Folder, lease: Lease) -> None:
-    """Four rollouts: one turn; two, the second goes on; three, the last begins anew; one that answers another prompt."""
+    """Return four rollouts: one turn; two, the second of which continues; three, the last of which restarts; an answer to another
+    prompt."""
 
     def answer(*tokens: int) -> Completion:
         return Completion((*tokens, STOP), (-0.5,) * (len(tokens) + 1), FinishReason.STOP)

@@ -2,7 +2,7 @@
 
 A verdict that would be a strike, or whose evidence would ban its worker, is held while another validator of the same engine
 class is active. That validator judges the bundle too. (Different arithmetic may see less without a contradiction.) If both
-convict, the verdict stands. If they contradict each other, a third validator decides; without one the bundle is unverifiable,
+convict, the verdict is final. If they contradict each other, a third validator decides; without one the bundle is unverifiable,
 which is no strike, and the operator is notified. So no worker is banned by one validator's verdict that another one denies.
 
 A held bundle that no other validator judges in time, or that all others call unverifiable, is rejected as unverifiable too. That

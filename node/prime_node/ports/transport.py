@@ -147,7 +147,7 @@ class ValidatorPort(CheckpointSource, Protocol):
         ...
 
     async def check_result(self, request: CheckResultRequest) -> None:
-        """Report a verdict. Idempotent: the first verdict on a bundle stands."""
+        """Report a verdict. Idempotent: the first verdict on a bundle is final."""
         ...
 
 

@@ -27,7 +27,7 @@ class Trained:
     """Result of a step."""
 
     batch: str
-    """Digest of its last batch, which stands for those before it."""
+    """Digest of its last batch, which covers those before it."""
     lr_multiplier: float
     idle_seconds: float = 0.0
     ahead_seconds: float = 0.0

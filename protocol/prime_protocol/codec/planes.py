@@ -25,7 +25,7 @@ class PlaneKind(IntEnum):
     RAW = 0
     ZSTD = 1
     CONSTANT = 2
-    """One payload byte that stands for all."""
+    """One payload byte that represents all."""
 
 
 ENTROPY_ONLY = zstandard.ZstdCompressionParameters(

@@ -169,7 +169,7 @@ class Network:
         return sum(int(link["stats64"]["tx"]["bytes"]) for link in shown if link["ifname"] in ports)
 
     def cut_off(self, hosts: Sequence[Host]) -> None:
-        """These reach each other and nobody else, until `heal`."""
+        """Let these hosts reach only each other, until `heal`."""
         for host in hosts:
             _run(f"ip -n {self._bridge} link set port{host.index} master br1")
 

@@ -1,4 +1,4 @@
-"""One broadcast between shaped hosts, timed: who held the whole file when, verified, beside what physics asks for."""
+"""One timed broadcast between shaped hosts: when each one held the whole verified file, compared with the physical bound."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class _Race:
                 time.sleep(0.01)
 
     def _watch(self, began_s: float, sent_before: int) -> None:
-        """Until everybody who is still expected is done or has failed, while the faults take their course."""
+        """Wait until all hosts that are still expected are done or have failed, while the faults happen."""
         faults, out = self._row.faults, self._outcome
         hosts = self._network.hosts
         events: list[tuple[float, int, Callable[[], None]]] = []

@@ -9,7 +9,7 @@
 
 If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
 statement by a former key that is dated after the key ring that replaced it is no evidence. If (5) fails, the
-head alone convicts the coordinator, with the lines that it stands for.
+head alone convicts the coordinator, with the lines that it covers.
 """
 
 from __future__ import annotations

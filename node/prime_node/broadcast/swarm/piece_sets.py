@@ -1,6 +1,6 @@
 """Sets of pieces as integers, and counts of how many sources hold each piece, updated for all pieces at once. Pure.
 
-A set is a Python int: bit n stands for piece n. The counter keeps one int per binary digit of the counts (bit slicing).
+A set is a Python int: bit n represents piece n. The counter keeps one int per binary digit of the counts (bit slicing).
 Adding a whole bitfield, or finding the rarest pieces of a set, takes a few operations on ints, whatever the number of pieces.
 """
 

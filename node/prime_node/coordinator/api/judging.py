@@ -83,7 +83,7 @@ class Judging:
     async def check_result(self, signer: str, request: CheckResultRequest) -> None:
         """Record the verdict of the validator that has the bundle. Raise RemoteError.
 
-        Idempotent: the first verdict stands, unless another validator has to confirm it (agreement.py).
+        Idempotent: the first verdict is final, unless another validator has to confirm it (agreement.py).
         """
         pending = self.decisions.state.bundles.get(request.bundle)
         if pending is None and request.bundle not in self.agreement.looks:

@@ -1,6 +1,6 @@
-"""libtorrent 2.1 with a v2 torrent over TCP (uTP behind NAT), everybody knowing everybody. Options: piece_kib, utp.
+"""libtorrent 2.1 with a v2 torrent over TCP (uTP behind NAT); every peer knows all others. Options: piece_kib, utp.
 
-`is_finished` comes before the bytes are on the disk, so a receiver is done when the cache has been flushed.
+`is_finished` is set before the bytes are on the disk, so a receiver is done when the cache is flushed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from marks import description, mark, wait_for_go
 
 
 def make_torrent(node: SimpleNamespace) -> Path:
-    """Beside the file, once."""
+    """Write the torrent into the shared folder, once."""
     torrent = Path(node.shared) / f"file-{node.options['piece_kib']}.torrent"
     if not torrent.exists():
         entry = lt.create_file_entry("out.bin", node.size)

@@ -1,4 +1,4 @@
-"""The baseline of everybody: each receiver downloads the whole file from the origin over one aiohttp connection."""
+"""The common baseline: each receiver downloads the whole file from the origin over one aiohttp connection."""
 
 from __future__ import annotations
 

@@ -30,6 +30,6 @@ async def until_go(node: SimpleNamespace) -> None:
 
 
 def wait_until_over(node: SimpleNamespace) -> None:
-    """Until everybody is done: what follows is no part of the race."""
+    """Wait until every host is done. What follows is not part of the race."""
     while not Path(node.over).exists():
         time.sleep(0.05)

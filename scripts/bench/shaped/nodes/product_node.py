@@ -37,7 +37,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import open_manifest
 
 LINK_S_MAX = 30.0
-"""A receiver that has not linked to everybody after this long begins all the same."""
+"""Seconds after which a receiver begins even if it has not linked to all others."""
 RUN = make_run()
 
 
@@ -70,7 +70,7 @@ async def publish(node: SimpleNamespace) -> None:
 
 
 def meeting_place(node: SimpleNamespace) -> PeerNetwork | None:
-    """Where somebody is behind a NAT, the coordinator has a libp2p host: a relay over which holes are punched."""
+    """If a host is behind a NAT, the coordinator has a libp2p host: a relay over which holes are punched."""
     if not node.has_nat:
         return None
     from prime_node.adapters.peers.libp2p_host import PeerSettings
@@ -108,7 +108,7 @@ async def receive(node: SimpleNamespace) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINK_S_MAX if node.is_on_time else 0):
                 await linked(peer, node.num_links)
-        directory.ASK_S_MAX = 30.0  # as for a worker who knows everybody
+        directory.ASK_S_MAX = 30.0  # as for a worker that knows all peers
         gc.freeze()  # as lifetime.py does for a role that has run for a minute
         mark("ready")
         here = asyncio.create_task(all_here.wait())
@@ -136,7 +136,7 @@ async def seed(node: SimpleNamespace) -> None:
         task = asyncio.create_task(mirror.follow())
         await linked(peer, node.num_links)
         mark("ready")
-        while mirror.have_set.head < 0:  # noqa: ASYNC110 - it tells its peers, and nobody here
+        while mirror.have_set.head < 0:  # noqa: ASYNC110 - it notifies its peers, not this process
             await asyncio.sleep(0.004)
         mark("done")
         await asyncio.to_thread(write_out, node, mirror.parts)
@@ -184,7 +184,7 @@ class _Lying:
 
 async def linked(peer: Peer, count: int) -> None:
     assert peer.neighbours is not None
-    while len(peer.neighbours.linked) < count:  # noqa: ASYNC110 - links tell nobody
+    while len(peer.neighbours.linked) < count:  # noqa: ASYNC110 - links send no notification
         await asyncio.sleep(0.02)
 
 
@@ -203,7 +203,7 @@ def write_out(node: SimpleNamespace, parts: PartStore) -> None:
 if __name__ == "__main__":
     described = description()
     spread_by(described)
-    directory.ASK_S_MAX = 1.0  # so that a race need not wait for everybody to have found everybody
+    directory.ASK_S_MAX = 1.0  # so that a race need not wait until all peers know each other
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         receiver = seed if described.options.get("is_seeder") else receive
         runner.run(publish(described) if described.role == "origin" else receiver(described))

@@ -1,7 +1,7 @@
 """shardcast 0.3.2 as it is shipped: the first `relays` receivers are its middle nodes, the others its clients. Options: relays.
 
-Every process runs a copy of the package of its own, because a client writes its notes beside the package. A client starts when
-every relay lists the version: one that does not makes it recurse for ever.
+Every process runs its own copy of the package, because a client writes its notes into the package's folder. A client starts when
+every relay lists the version: a relay that does not would make it recurse endlessly.
 """
 
 from __future__ import annotations
