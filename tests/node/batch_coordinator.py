@@ -5,6 +5,7 @@
 """
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -43,10 +44,14 @@ def tiny_files() -> Mapping[str, bytes]:
     return tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48)
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, **changes: object) -> Path:
+    """Write the tiny model's files; `changes` are for its config.json. Example: tie_word_embeddings=True."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in tiny_files().items():
         (folder / name).write_bytes(data)
+    if changes:
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     return folder
 
 

@@ -93,6 +93,17 @@ def test_what_a_role_would_refuse_is_said_before_a_run_is_made(tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
+def test_a_pretrained_model_needs_weights_for_its_trainer(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("""[run]
+model = { kind = "pretrained", name_or_path = "some/model" }
+environments = [{ name = "spell", id = "reasoning_gym", options = { task = "spell_backward" } }]
+""")
+    with pytest.raises(LocalError, match=r'initial_weights = "some/model"'):
+        new(tmp_path / "run", config=config)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("url", "assignments", "told"),
     [

@@ -161,10 +161,13 @@ def test_adapters_leave_the_ranks_alone(pool: RankPool, model: Path) -> None:
     same(pool.run(rank_jobs.train, ranks=4, model=model, lora=lora)[0], expected)
 
 
-def test_weights_that_are_given_are_read_rows_by_rows(pool: RankPool, model: Path) -> None:
-    """The model is built without memory; its buffers, such as rotary frequencies, must not be."""
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_given_are_read_rows_by_rows(pool: RankPool, tmp_path: Path, tied: bool) -> None:
+    """The model is built without memory; its buffers, such as rotary frequencies, must not be. A tied head stays tied."""
+    model = write_model(tmp_path, tie_word_embeddings=tied)
     weights = rank_jobs.initial(model, seed=9)
     expected = rank_jobs.train(ALONE, model=model, weights=weights, optimizer=ADAMW)
+    assert ("lm_head.weight" in expected.weights) is not tied
     for ranks in (1, 4):
         same(pool.run(rank_jobs.train, ranks=ranks, model=model, weights=weights, optimizer=ADAMW)[0], expected)
 
@@ -192,7 +195,9 @@ def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
     same(rank_jobs.resume(ALONE, model=model, folder=tmp_path), expected)
 
 
-def test_a_checkpoint_of_one_process_is_resumed_on_many(pool: RankPool, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_one_process_is_resumed_on_many(pool: RankPool, tmp_path: Path, tied: bool) -> None:
+    model = write_model(tmp_path / "model", tie_word_embeddings=tied)
     expected = rank_jobs.save_and_go_on(ALONE, model=model, folder=tmp_path)
     same(pool.run(rank_jobs.resume, ranks=4, model=model, folder=tmp_path)[0], expected)
 

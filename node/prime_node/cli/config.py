@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from prime_node.cli.options import Options, Section
 from prime_node.cli.say import say
 from prime_node.config import Settings
+from prime_protocol.errors import LocalError
 
 
 def config(
@@ -41,6 +42,23 @@ def check_settings(options: Options, *, with_run: bool) -> None:
     for settings in all_settings():
         if with_run or settings.section != "run":
             options.load(settings)
+    if with_run:
+        _check_weights(options)
+
+
+def _check_weights(options: Options) -> None:
+    """Check that the trainer of a pretrained model does not start from random weights. Raises LocalError."""
+    from prime_node.coordinator.new_run import PretrainedModel, RunConfig
+    from prime_node.trainer.config import TrainerConfig
+
+    run = options.load(RunConfig)
+    if not isinstance(run.model, PretrainedModel) or run.adapters is not None:
+        return
+    if options.load(TrainerConfig).initial_weights is None:
+        raise LocalError(
+            "[trainer] initial_weights: the run's model is pretrained, so the trainer needs its weights; "
+            f'set it to a folder or a model name, for example initial_weights = "{run.model.name_or_path}"'
+        )
 
 
 def describe_settings(model: type[BaseModel], table: str) -> Iterator[str]:

@@ -56,7 +56,9 @@ def up(
     ] = Path("runs/demo"),
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
-    engine: Annotated[EngineName, typer.Option(help="Inference engine of the workers.")] = "auto",
+    engine: Annotated[
+        EngineName | None, typer.Option(help="Inference engine of the workers [worker.engine].", show_default=False)
+    ] = None,
 ) -> None:
     """Start everything on this machine and train, or resume a run that was stopped."""
     from prime_node.observe import setup_logging
@@ -71,7 +73,7 @@ def up(
     raise typer.Exit(code)
 
 
-async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_file: Path, engine: str) -> int:
+async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_file: Path, engine: str | None) -> int:
     console = Console()
     run, resumed = _open_or_make(run_dir, options, config_file)
     link = _choose_address(run_dir, run, settings)
@@ -114,7 +116,7 @@ class UpSession:
         run: PinnedRun,
         link: JoinLink,
         settings: UpConfig,
-        engine: str,
+        engine: str | None,
         assignments: list[str],
     ) -> None:
         self._run_dir, self._run, self._link = run_dir, run, link
@@ -152,13 +154,13 @@ class UpSession:
                 str(self._run_dir.worker(number)),
                 "--name",
                 name,
-                "--engine",
-                self._engine,
                 "--set",
                 f"worker.swarm.host={host}",
                 "--set",
                 "worker.swarm.p2p=off",
             ]
+            if self._engine is not None:
+                arguments += ["--engine", self._engine]
             cheat = self._settings.unsafe_cheaters.get(str(number))
             if cheat is not None:
                 arguments += ["--unsafe-cheat", cheat, "--unsafe-cheat-after", str(self._settings.cheat_after_policies)]

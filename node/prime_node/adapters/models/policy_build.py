@@ -93,7 +93,8 @@ def _nothing_drawn() -> Iterator[None]:
     register = torch.nn.Module.register_parameter
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        if parameter is not None:
+        # A parameter that is already there may be another module's: a new one would untie a tied head.
+        if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
@@ -109,5 +110,6 @@ def _materialise(policy: PolicyModule, device: torch.device) -> None:
     """Allocate this rank's shards, and restore the buffers, because `to_empty` empties them too, without an error."""
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)
+    policy.model.tie_weights()  # to_empty makes one tensor for each name
     for name, buffer in policy.named_buffers():
         buffer.copy_(buffers[name])
