@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,17 @@ def ring_of(run: PinnedRun) -> Envelope:
         reason="stolen",
     )
     return seal(ring, PayloadType.KEY_RING, ROOT)
+
+
+def test_a_file_of_empty_lines_ends_at_the_first(tmp_path: Path) -> None:
+    size, file = 2**23, tmp_path / "ban.jsonl"
+    file.write_bytes(b"\n" * size)
+    tracemalloc.start()
+    try:
+        assert check(file)[0] == 1
+        assert tracemalloc.get_traced_memory()[1] < 3 * size
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ class StoppedClock(SystemClock):
         return 1_000_000
 
 
+async def test_a_head_dated_before_its_own_entries_convicts(honest: Honest) -> None:
+    """Back-dating hides no omission: a receipt that is missing would count as newer than the head."""
+    left_out = rewritten(honest.run, honest.receipts[1:], at_ms=1)
+    code, text = await verify(honest, left_out)
+    assert (code, "the signed head is dated before one of its own entries" in text) == (1, True)
+
+
 async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> None:
     shown = []
     async with running(replace(memory_parts(make_run()), clock=StoppedClock())) as world:

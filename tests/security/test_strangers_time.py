@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from dataclasses import replace
 
 import pytest
 from tests.security.raw_http import ask, get
@@ -18,7 +20,9 @@ from prime_protocol.errors import RemoteError
 
 
 def bounds() -> CallerBounds:
-    return caller_bounds_of(CoordinatorConfig.model_validate({"public_requests_per_second": 1e9}))
+    """Return the default bounds without those by network."""
+    found = caller_bounds_of(CoordinatorConfig.model_validate({"public_requests_per_second": 1e9}))
+    return replace(found, connects_per_second=math.inf)
 
 
 @pytest.mark.parametrize("cost_s", [0.0005, 0.002, 0.01, 0.1])
@@ -73,6 +77,37 @@ async def test_strangers_are_refused_while_they_owe_processor_time() -> None:
         assert (await ask(url, get("/spin"))).status == 503
     finally:
         await server.stop(grace_s=0.1)
+
+
+async def healthy(request: Request) -> Response:
+    return Response(b"{}")
+
+
+async def test_requests_that_are_refused_before_their_turn_count_too() -> None:
+    server = AiohttpServer()
+    port = await server.start([Route("GET", "/", healthy)], host="127.0.0.1", port=0, bounds=bounds())
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(10):
+            await asyncio.gather(*(ask(url, b"GET  / HTTP/1.1\r\n\r\n") for _ in range(60)))
+        began_s = time.monotonic()
+        assert (await ask(url, get("/"))).status == 200
+        assert time.monotonic() - began_s > DEBT_S_MAX / 4, "it waited for what the others had used"
+    finally:
+        await server.stop(grace_s=0.1)
+
+
+def test_refused_requests_owe_a_bounded_time() -> None:
+    now_s = 1_000.0
+    connection_counts = ConnectionCounts(bounds(), lambda: now_s)
+    for _ in range(10_000):
+        entry = connection_counts.enter("9.9.9.9")
+        assert entry is not None
+        connection_counts.unread(entry)
+        entry.leave()
+    other = connection_counts.enter("8.8.8.8")
+    assert other is not None
+    assert DEBT_S_MAX / 2 < connection_counts.delay_s(other, "") <= DEBT_S_MAX
 
 
 async def test_a_meter_counts_the_steps_of_a_coroutine_and_passes_on_what_happens() -> None:

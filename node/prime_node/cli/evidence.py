@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -150,12 +151,13 @@ def evidence_verify(
 def _read(path: Path, *, pinned: str | None) -> _Dossier:
     """Read a dossier. Raises LocalError for disk errors and RemoteError for faults in the file's content."""
     try:
-        lines = _read_file(path, None if pinned else limits.UNPINNED_DOSSIER_BYTES_MAX).splitlines()
+        data = _read_file(path, None if pinned else limits.UNPINNED_DOSSIER_BYTES_MAX)
     except OSError as error:
         raise LocalError(
             f"{path}: {error.strerror}; a ban dossier is a file in the run's coordinator/evidence/"
         ) from None
-    envelopes = [open_envelope(line, bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in lines]
+    # Line by line: the first broken one ends it, before the others take memory.
+    envelopes = [open_envelope(line.rstrip(b"\n"), bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in BytesIO(data)]
     if not envelopes:
         raise RemoteError(ErrorCode.MALFORMED, "an empty file is not a ban dossier")
     run = open_run_spec(envelopes[0], pinned=pinned or envelopes[0].digest)
@@ -200,11 +202,13 @@ def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]
 
 def _read_file(path: Path, bytes_max: int | None) -> bytes:
     """Read a file. Raises OSError, and RemoteError if it has more than `bytes_max` bytes."""
+    data = bytearray()
     with path.open("rb") as file:
-        data = file.read(-1 if bytes_max is None else bytes_max + 1)
-    if bytes_max is not None and len(data) > bytes_max:
-        raise _too_large(path.name, bytes_max)
-    return data
+        while piece := file.read(2**20):  # read(n) would allocate n bytes at once
+            data += piece
+            if bytes_max is not None and len(data) > bytes_max:
+                raise _too_large(path.name, bytes_max)
+    return bytes(data)
 
 
 def _require_small(parcel: bytes, bytes_max: int) -> None:

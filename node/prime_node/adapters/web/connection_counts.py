@@ -206,6 +206,14 @@ class ConnectionCounts:
             self._cost_s += (entry.spent_s - self._cost_s) / COSTS_REMEMBERED
             entry.paid_s = None
 
+    def unread(self, entry: Entry) -> None:
+        """Count the processor time of a stranger's connection or request that ended before its turn. The debt stays bounded."""
+        if entry.sender is None and entry.paid_s is None and self._requests is not None:
+            now_s, cost_s = self._now(), REQUEST_S if entry.has_asked else REQUEST_S + CONNECTION_S
+            lane_s = max(self._lane_s, now_s - BURST_S)
+            self._lane_s = max(lane_s, min(lane_s + cost_s / STRANGERS_SHARE, now_s + DEBT_S_MAX))
+            entry.has_asked = True
+
     def _each_max(self) -> int:
         return min(limits.HTTP_STRANGERS_EACH_MAX, max(1, self._scaled(limits.HTTP_STRANGERS_MAX) // 4))
 

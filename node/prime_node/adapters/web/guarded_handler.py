@@ -113,6 +113,8 @@ class GuardedHandler(web.RequestHandler):
             if timer is not None:
                 timer.cancel()
         self._held.clear()
+        if not self.entry.has_asked:
+            self._counts.unread(self.entry)
         self.entry.leave()
         super().connection_lost(exc)
 
@@ -278,6 +280,7 @@ class GuardedHandler(web.RequestHandler):
     def _refuse(self, error: RemoteError) -> None:
         """Answer a request that never reaches the framework, and end the connection."""
         self.is_given_up = True
+        self._counts.unread(self.entry)
         self._held.clear()
         self._stop_header_timer()
         if self.transport is None:

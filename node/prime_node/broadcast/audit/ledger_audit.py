@@ -1,7 +1,7 @@
 """Audit a ledger: one chain up to its signed head, agreement with earlier statements, and each worker's credit.
 
     (1) every line follows the one before it             CHAIN_BROKEN, MALFORMED, ...
-    (2) the head that a coordinator of the run signed names the last line
+    (2) the head that a coordinator of the run signed names the last line, and no line is dated after the head
     (3) earlier heads name lines of this ledger, and this head names a line of every ledger that was kept
     (4) every settled receipt of the caller's own up to the head is a line
     (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
@@ -122,6 +122,7 @@ class _Reader:
         self._missing = missing
         self._seeds = SeedAudit(run, report.head, report.seeds)
         self._chain = LedgerChain(report.head.run)
+        self._newest_ms = 0  # of all lines
         self._accepted: dict[str, Receipt] = {}  # bundle -> its current acceptance
 
     async def read(self, source: LedgerSource) -> None:
@@ -139,6 +140,7 @@ class _Reader:
                 receipt, digest = self._chain.follow(line)
                 self._report.num_entries = self._chain.num_entries
                 self._missing.pop(digest, None)
+                self._newest_ms = max(self._newest_ms, receipt.at_ms)
                 self._count(receipt)
                 self._compare()
 
@@ -169,6 +171,8 @@ class _Reader:
         head, signed = self._heads[0]
         if self._report.faults:
             return
+        if self._newest_ms > head.at_ms:  # back-dated, so that missing receipts would not count
+            self._accuse("the signed head is dated before one of its own entries", (head, signed))
         if faults := self._seeds.faults():
             self._report.faults += faults
             self._report.evidence.append(signed)
