@@ -216,7 +216,7 @@ def test_every_module_keeps_to_its_floor() -> None:
         ("prime_node.attic.box", "import json"),
         ("prime_node.broadcast.swarm.download", "from prime_node.broadcast.follow.heads import Heads"),
         ("prime_node.broadcast.publish.publisher", "from prime_node.broadcast import audit"),
-        ("prime_node.broadcast.routes", "from .swarm import holdings"),
+        ("prime_node.broadcast.routes", "from .swarm import have_set"),
         ("prime_node.broadcast.attic", "from prime_node.broadcast import routes"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
             "prime_node.broadcast.seed.seeder",
             "from prime_node.broadcast.follow import update_paths\nfrom ..swarm import download",
         ),
-        ("prime_node.broadcast.swarm.download", "from prime_node.broadcast import routes\nfrom . import holdings"),
+        ("prime_node.broadcast.swarm.download", "from prime_node.broadcast import routes\nfrom . import have_set"),
         ("prime_node", "from prime_node.cli.api import join_run as join"),
     ],
 )

@@ -97,7 +97,7 @@ def _statements() -> list[Parser]:
         envelope = seal(payload, PayloadType.RUN_SPEC, ROOT)
         open_run_spec(envelope, pinned=envelope.digest)
 
-    def cases(payload: bytes) -> None:
+    def dossiers(payload: bytes) -> None:
         found = parse_json(payload, BanStatement)
         check_dossier(found, [parse_json(one, Receipt) for one in receipts], run=found.run, spec=SPEC)
 
@@ -156,7 +156,7 @@ def _statements() -> list[Parser]:
             ),
         ),
         Parser("timestamp", stamps, [json_of(own), *of_our_run("Timestamp")], ("timestamp.open_timestamp",)),
-        Parser("case", cases, of_our_run("BanStatement"), ("case.check_dossier",)),
+        Parser("dossier", dossiers, of_our_run("BanStatement"), ("dossier.check_dossier",)),
         Parser("ledger_line", line, vector_lines, ("ledger.LedgerChain.follow",), again=lambda same: bytes(same)),
         Parser(
             "ledger_head",

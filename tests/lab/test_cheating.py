@@ -41,8 +41,8 @@ def test_honest_work_is_audited_less_and_less() -> None:
     assert play(at_rate(0.0), DEFAULT, cost=0.5, num_bundles=2_000, num_lives=5).audited < 0.3
 
 
-def test_without_surety_a_cheat_that_picks_its_moment_would_gain() -> None:
-    """The model can tell: what makes cheating lose is the surety, not the model."""
+def test_without_escrow_a_cheat_that_picks_its_moment_would_gain() -> None:
+    """The model can tell: what makes cheating lose is the escrow, not the model."""
     audits = AuditPolicy.model_construct(share_min=0.25, newcomer_bundles=16, escrow_bundles=0)
     careless = DEFAULT.model_copy(update={"audits": audits})
     assert play(once_trusted(64), careless, cost=0.5, num_lives=80, seed=1).gain > 0

@@ -80,7 +80,7 @@ def test_where_all_is_audited_tokens_are_credited_at_once(run: Run) -> None:
     assert audits.audit_share(RULES, anna(run)) == 1.0
 
 
-def test_tokens_are_credited_when_newer_bundles_take_their_place_as_surety(run: Run) -> None:
+def test_tokens_are_credited_when_newer_bundles_take_their_place_in_escrow(run: Run) -> None:
     credited = []
     for number in range(6):
         settled = accept(run, run.granted("anna", 0, rollouts_max=2), audited=number % 2 == 0)
@@ -193,7 +193,7 @@ async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_cr
     assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 5 * 2)
 
 
-def test_when_the_run_ends_the_surety_is_credited_once_all_is_judged() -> None:
+def test_when_the_run_ends_the_escrow_is_credited_once_all_is_judged() -> None:
     run = Run(dataclasses.replace(AUDITED, max_steps=1, statistics=("margin",)))
     run.join("anna", "ben")
     run.publish()
@@ -229,7 +229,7 @@ def test_who_leaves_is_credited_no_sooner(run: Run) -> None:
     assert not audits.is_releasable(run.state, anna(run))
 
 
-async def test_a_worker_reads_its_released_surety_in_its_last_receipts_and_so_does_the_ledger() -> None:
+async def test_a_worker_reads_its_released_escrow_in_its_last_receipts_and_so_does_the_ledger() -> None:
     policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, escrow_bundles=4)
     spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
     async with running(memory_parts(spec)) as world:
@@ -266,7 +266,7 @@ async def test_a_lapsed_lease_is_redeemed_no_more_once_nothing_stands_for_it() -
         await world.client(ROOT).admin(AdminRequest(action="drain"))
         forgotten = LeaseRequest(policy_version=0, policy_digest=manifest.digest, rollouts_max=2, holding=())
         assert isinstance(await world.client(ANNA).lease(forgotten), NotYet)
-        await world.client(ANNA).receipts(ReceiptsRequest())  # nothing waits: the surety is credited
+        await world.client(ANNA).receipts(ReceiptsRequest())  # nothing waits: the escrow is credited
         answer = await world.client(ANNA).upload(make_parcel(lost, ANNA))
     assert answer.verdict is not None
     assert answer.verdict.reason is RejectReason.LEASE_EXPIRED

@@ -42,7 +42,7 @@ def note(
     book.add(ReceiptList(receipts=(signed,), next=book.cursor + 1), now_ms=0)
 
 
-def test_the_last_accepted_bundles_stand_surety_until_a_dishonest_one_costs_them_all(book: ReceiptBook) -> None:
+def test_the_last_accepted_bundles_are_in_escrow_until_a_dishonest_one_costs_them_all(book: ReceiptBook) -> None:
     held = []
     for number in range(5):
         note(book, number, BundleStatus.PENDING)
