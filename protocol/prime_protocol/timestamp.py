@@ -1,7 +1,7 @@
 """Timestamps: the coordinator's short-lived statement of the newest policy and keys. TUF's timestamp role.
 
 A signature does not expire, so an old head remains valid. An attacker between a machine and the run could show it
-forever (the freeze attack). Therefore the coordinator, whose key is online anyway, signs every few seconds what is
+forever (the freeze attack). Therefore the coordinator, whose key is online anyway, signs every 30 seconds by default what is
 newest, with an expiry time. It decides nothing else: the trainer vouches for weights, the root for keys.
 """
 

@@ -187,7 +187,7 @@ def test_every_loss_has_a_reference() -> None:
 def test_a_loss_is_its_formula_in_float64(
     name: str, settings: tuple[tuple[str, Any], ...], kind: AggregationKind, prox: bool
 ) -> None:
-    """Return the tolerance: a few roundings of float32 of the largest token; exp amplifies those of a log ratio twenty times."""
+    """Tolerance: a few roundings of float32 of the largest token; exp amplifies those of a log ratio twenty times."""
     given = inputs(prox=prox)
     outputs = found(name, kwargs=dict(settings), aggregation=kind)(given)
     total, slope = in_float64(REFERENCES[name, settings], given, kind)

@@ -105,7 +105,7 @@ SPLITS = {
 def test_micro_batches_order_and_padding_change_nothing_but_rounding(
     name: str, kind: AggregationKind, example: str
 ) -> None:
-    """Return the tolerance: 1e-6 of the largest term, some roundings of a float32 sum in another order."""
+    """Tolerance: 1e-6 of the largest term, some roundings of a float32 sum in another order."""
     path = example if name not in LOSSES else None
     loss = find_loss(name, import_path=path, aggregation=kind, constant_length=8)
     batch = samples()

@@ -1,8 +1,8 @@
 """From a bundle's bytes to a verdict with rewards. The scorer's forward pass is the only I/O.
 
-The order is the one of SPEC.md, "Checks": (1) framing and signature, (2) body, (3) the assignment, (4) a forward pass
-of exactly the lease's policy, (5) logprobs and seeds, (6) rewards, computed here from the tokens, (7) copies within the
-bundle. The first failing check decides.
+The order: framing and signature, body, assignment, a forward pass of exactly the lease's policy, logprobs and seeds,
+rewards, computed here from the tokens, copies within the bundle. The first failing check decides. prime_protocol/verify.py
+numbers the checks of the content.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from prime_protocol.telemetry import Speed
 
 SHARE_OF_LEASE = 0.4
 """Largest share of a lease's time that the requested work may take. The rest is for queueing and for the upload."""
-MARGIN = 1.3
+LEASE_MARGIN = 1.3
 """Safety factor: work is assumed to take this much longer than measured."""
 
 
@@ -50,7 +50,7 @@ class GenerationPace:
         """Return whether the work can be finished in time. Before the first measurement: try it."""
         if self._seconds_per_rollout is None or self._is_rehearsed:
             return seconds_left > 0
-        return num_rollouts * self._seconds_per_rollout * MARGIN < seconds_left
+        return num_rollouts * self._seconds_per_rollout * LEASE_MARGIN < seconds_left
 
     def doubt(self) -> None:
         """Halve the estimate after a lease was handed back because of it: it may have been bad luck."""

@@ -1,8 +1,8 @@
 """The run's other signed statements: key rings, timestamps, and the ledger.
 
 Anyone may upload a key ring: its signatures count. It is on disk before it is used, so that no restart goes back to revoked
-keys. A timestamp is renewed every few seconds and after each publication. The last one is stored with the manifests, for
-mirrors.
+keys. A timestamp is renewed every `timestamp_seconds` (30) and after each publication. The last one is stored with the
+manifests, for mirrors.
 """
 
 from __future__ import annotations

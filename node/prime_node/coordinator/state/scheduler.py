@@ -46,7 +46,8 @@ SILENCE_MS_MIN = 10_000
 CLAIM_MARGIN = 2.0
 """Time that a worker may take, as a multiple of what it claimed, ..."""
 CLAIM_SHARE_MAX = 0.4
-"""... within this share of its lease's time. An honest worker requests no more than it can do in that (worker/leases.py)."""
+"""... within this share of its lease's time. An honest worker requests no more than it can do in that: keep
+it equal to worker/pace.py::SHARE_OF_LEASE."""
 STRAGGLERS_LOOKED_AT_MAX = 64
 """Oldest open leases that are searched for a straggler."""
 

@@ -183,6 +183,7 @@ def test_the_documents_list_every_algorithm_with_its_settings() -> None:
     functions = {name: known.function for name, known in LOSSES.items()} | dict(ADVANTAGES) | dict(FILTERS)
     del functions["default"]  # a second name
     for name, function in functions.items():
+        assert name in FILTERS or name in rows, f"docs/algorithms.md has no row for {name}"
         section = listed if name in FILTERS else rows[name]
         for setting in list(inspect.signature(function).parameters)[1:]:
             assert f"`{setting}`" in section, f"docs/algorithms.md: {name} has a setting {setting}"
