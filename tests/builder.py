@@ -49,13 +49,13 @@ def build_spec(keys: RoleKeys, files: Mapping[str, bytes], /, **changes: object)
 
 
 def pinned(spec: RunSpec, root: SigningKey) -> PinnedRun:
-    """As somebody holds it who has the join link."""
+    """Return the run as a holder of the join link has it."""
     envelope = seal(spec, PayloadType.RUN_SPEC, root)
     return open_run_spec(envelope, pinned=envelope.digest)
 
 
 def build_lease(run: PinnedRun, worker: SigningKey, groups: Sequence[GroupAssignment], /, **changes: object) -> Lease:
-    """Of step 0 and policy 0, for ever."""
+    """Return a lease of step 0 and policy 0 that never expires."""
     fields: dict[str, object] = {
         "run": run.digest,
         "lease_id": digest_of(b"lease"),
@@ -91,7 +91,7 @@ def build_header(lease: Lease, body: bytes, decompressed_bytes: int, /, **change
 
 
 def provenance(version: int, *, batch: str | None = None) -> Provenance:
-    """Of a policy that comes of a batch which nobody looks into."""
+    """Return the provenance of a policy, made from a batch that no test reads."""
     if version and batch is None:
         batch = digest_of(b"batch %d" % (version - 1))
     return Provenance(step=version - 1, optimizer_steps=version, batch=batch, software="test")

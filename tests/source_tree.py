@@ -15,7 +15,7 @@ PACKAGES = {
 
 
 def within(module: str, package: str) -> bool:
-    """Return whether a module is a package or lies in it."""
+    """Return whether a module is a package or inside it."""
     return module == package or module.startswith(f"{package}.")
 
 

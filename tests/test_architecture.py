@@ -59,7 +59,7 @@ def defines(file: Path, name: str) -> bool:
 
 
 def drawn(diagram: str) -> tuple[set[str], Arrows]:
-    """Return the boxes and the arrows of a flowchart. An arrow from a subgraph stands for one from each of its boxes."""
+    """Return the boxes and the arrows of a flowchart. An arrow from a subgraph means one from each of its boxes."""
     groups: dict[str, set[str]] = {}
     arrows: Arrows = set()
     group: str | None = None
@@ -81,7 +81,7 @@ def drawn(diagram: str) -> tuple[set[str], Arrows]:
 
 
 def dotted(box: str) -> str:
-    """Return the package that a box stands for. Example: "broadcast/swarm" -> "prime_node.broadcast.swarm"."""
+    """Return the package that a box represents. Example: "broadcast/swarm" -> "prime_node.broadcast.swarm"."""
     return box if box in PACKAGES else f"prime_node.{box.replace('/', '.')}"
 
 

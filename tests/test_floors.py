@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from tests.source_tree import PACKAGES, imports_of, modules, within
 
-# From the top down. What stands on one line are siblings. `prime_node` is the version in the bare package.
+# From the top down. Packages on one line are siblings. `prime_node` is the version in the bare package.
 FLOORS = (
     {"prime_lab"},
     {"__main__"},
@@ -111,7 +111,10 @@ PASSES_ENVIRONMENT = {
 
 
 def unit_of(module: str) -> str:
-    """`prime_node.worker.loop` -> `worker`, `prime_protocol.codec` -> `prime_protocol`; an entry point stands above all."""
+    """Return the unit of a module. Examples: `prime_node.worker.loop` -> `worker`, `prime_protocol.codec` -> `prime_protocol`.
+
+    The unit of an entry point is `__main__`.
+    """
     parts = module.split(".")
     if parts[-1] == "__main__" or module in API:
         return "__main__"

@@ -1,8 +1,8 @@
-"""Cheats as real workers against the real daemon: a run in memory with honest workers beside them, a validator and a trainer.
+"""Cheats as real workers against the real daemon: a run in memory with cheats, honest workers, a validator and a trainer.
 
-Who waits for whom: workers and the validator live as the product's loops do, over HTTP on loopback. The trainer takes each step's
-batch and publishes the next of the policies that were trained beforehand, so it learns nothing here, but everything that it would
-have learned from is known. It ends when every cheat is banned, when each has had `rollouts_max` judged, or with the last policy.
+Concurrency: workers and the validator run the product's loops, over HTTP on loopback. The trainer takes each step's batch and
+publishes the next of the policies that were trained in advance. So it learns nothing, but all its training data is known. The run
+ends when every cheat is banned, when each has had `rollouts_max` judged, or with the last policy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each cheat as a real worker: it is found out, by the check that says so, and the honest workers beside it are not hurt."""
+"""Each cheat as a real worker: the expected check detects it, and the honest workers of its run are not hurt."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ EXPECTED = {
     "shading-both-ways": {LOGPROBS},
     "colluding": {SEEDS},
 }
-"""The reasons that a cheat's refused bundles may have, beside those that any may."""
+"""Reasons that a cheat's rejected bundles may have, in addition to those of ANY_CHEAT."""
 ANY_CHEAT = {RejectReason.STATISTICAL, RejectReason.BAD_TERMINATION}
-"""And that a stop token was not the one that its seed chooses, which is the first to be seen where the tokens are wrong."""
+"""Reasons that any cheat's bundles may have. If tokens are wrong, a stop token that its seed does not choose is found first."""
 BY_DESIGN = (
     "escalation-3",
     "int8-as-vllm",
@@ -99,7 +99,7 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
 
 
 async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> None:
-    # Alone, so that it does as much whoever is faster. Which completions it forges hangs on the run's digest, so the run is long.
+    # Alone, so that others' speed does not change its work. Which completions it forges depends on the digest, so the run is long.
     outcome = await arena.fight("partial-1", honest=0, rollouts_max=1_600, groups_per_step=40, seed=13)
     assert outcome.worker(outcome.parts[0])["banned"] is not None
 

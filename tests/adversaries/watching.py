@@ -49,9 +49,9 @@ class Part:
     means: Means
     worker: Worker | None = None
     replies: Counter[str] = field(default_factory=Counter)
-    """Uploads that were turned away at once: by verdict's reason or error's code."""
+    """Uploads that were rejected at once, by the verdict's reason or the error's code."""
     waits: list[str] = field(default_factory=list)
-    """Why it got no lease, each time."""
+    """Reasons for no lease, one for each request."""
 
 
 @dataclass

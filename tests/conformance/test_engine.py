@@ -45,7 +45,7 @@ from prime_protocol.weights import Weights, WeightTensor
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # Met when vLLM is imported and as its engine starts; neither is ours to mend.
+    # They occur when vLLM is imported and when its engine starts; we can fix neither.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 

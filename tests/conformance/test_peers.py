@@ -135,7 +135,7 @@ async def linked(node: MakeNode, count: int) -> list[Node]:
 
 
 async def both_see_a_link(one: Node, other: Node) -> None:
-    """Whoever dialled sees it first."""
+    """Wait until both see the link. The dialling side sees it first."""
     await until(lambda: one.network.connected() and other.network.connected())
 
 

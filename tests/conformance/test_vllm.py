@@ -33,7 +33,7 @@ from prime_node.adapters.engines.transformers_engine import TransformersEngine
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    # Met when vLLM is imported and as its engine starts; neither is ours to mend.
+    # They occur when vLLM is imported and when its engine starts; we can fix neither.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path, tmp_path: Path) -> None:
-    # As in Qwen3-0.6B. Upstream leaves a tied head on the old weights on a CPU, and says nothing.
+    # As in Qwen3-0.6B. Upstream silently leaves a tied head on the old weights on a CPU.
     config = json.loads((folder / "config.json").read_bytes())
     config |= {"tie_word_embeddings": True, "num_key_value_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -33,7 +33,8 @@ SMALL_RUN = [
 
 
 def read(url: str) -> bytes:
-    """What an address answers. Raises OSError; a refusal is closed first, or a later test would be told of its open socket."""
+    """Return the answer of an address. Raises OSError, after closing a refused connection: a later test would report its open
+    socket."""
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:
             body: bytes = answer.read()
@@ -150,6 +151,6 @@ def up(tmp_path: Path) -> Iterator[Up]:
     session = Up(tmp_path / "run")
     yield session
     session.kill()
-    for pid in session.processes():  # workers would still try to hand in what they have, to nobody
+    for pid in session.processes():  # workers would still try to upload their bundles
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A run whose coordinator gives no checkpoint bytes any more goes on by its swarm; `seed` and `fetch` as a user runs them."""
+"""A run continues through its swarm when its coordinator serves no checkpoint bytes; `seed` and `fetch` as a user runs them."""
 
 from __future__ import annotations
 

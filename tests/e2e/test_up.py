@@ -165,7 +165,7 @@ def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
 
 
 def test_a_trainers_key_is_replaced_while_the_run_goes_on(up: Up) -> None:
-    """The new key first stands beside the old one; when it signs, the old one is taken away. The whole chain verifies."""
+    """Both keys are valid first; when the new one signs, the old one is removed. The whole chain verifies."""
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
     up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
     old = _keys("show", up.directory).partition("trainer (1 must sign): ")[2].split()[0]

@@ -1,4 +1,4 @@
-"""The swarm on a virtual clock: everybody gets the file, near the bound, whatever happens to the others."""
+"""The swarm on a virtual clock: every peer gets the file, near the bound, whatever happens to the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock that jumps: order, bells, deadlines, and who waits for ever."""
+"""The clock that jumps: order, bells, deadlines, and tasks that wait forever."""
 
 from __future__ import annotations
 

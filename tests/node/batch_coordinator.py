@@ -1,7 +1,7 @@
-"""What a trainer talks to, in memory: a coordinator with real keys, envelopes, bundles, blobs and manifests, and no network.
+"""A trainer's coordinator in memory: with real keys, envelopes, bundles, blobs and manifests, and without a network.
 
-`BatchCoordinator` makes the same batch for the same step, takes publications in only where they verify, and can be away. A
-`Fuse` ends whoever passes a named place for the n-th time, as kill -9 would: nothing after that place happens.
+`BatchCoordinator` makes the same batch for the same step, accepts only publications that verify, and can be unreachable. A
+`Fuse` ends the program at the n-th passage of a named place, as kill -9 would: nothing after that place happens.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def make_run(
 
 
 class KilledError(Exception):
-    """Error that stands for kill -9; no code catches it on purpose."""
+    """Error in place of kill -9; no code catches it on purpose."""
 
 
 class Fuse:

@@ -1,6 +1,6 @@
 """One rank of a trainer under torchrun, in the world of trainer_world.py: `-m tests.node.cluster_process FOLDER STEPS`.
 
-The coordinator's state lies in files, so it survives whatever happens to the ranks. Each rank leaves its process id.
+The coordinator's state is in files, so it survives whatever happens to the ranks. Each rank leaves its process id.
 """
 
 from __future__ import annotations

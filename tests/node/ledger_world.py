@@ -29,7 +29,7 @@ def command(*arguments: str) -> Result:
 
 
 class Shown:
-    """Implements ports.transport.LedgerSource: whatever somebody would show."""
+    """Implementation of ports.transport.LedgerSource that serves any lines and head."""
 
     def __init__(self, lines: Sequence[bytes], head: Envelope) -> None:
         self.lines, self.head = list(lines), head

@@ -33,7 +33,7 @@ class Digits:
 
 
 async def validate(client: HttpClient) -> None:
-    """A validator that recomputes every logprob and every choice, for ever."""
+    """Run a validator that recomputes every logprob and every choice, without end."""
     while True:
         task = await client.check(CheckRequest(policy_versions=(), wait_s=1.0))
         if not isinstance(task, CheckTask):

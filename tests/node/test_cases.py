@@ -135,7 +135,7 @@ def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
 
 
 async def test_who_equivocates_to_begin_anew_is_banned_by_all_his_bundles(tmp_path: Path) -> None:
-    """The receipt of the bundle that he contradicted is replaced, and its evidence goes on counting."""
+    """The receipt of the bundle that the worker contradicted is replaced, and its evidence still counts."""
     async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
         await world.join(ANNA)
         await world.publish()

@@ -86,7 +86,7 @@ class Crowd:
                 try:
                     await persist(lambda result=result: client.check_result(result))
                 except RemoteError as error:
-                    if error.code is not ErrorCode.NOT_FOUND:  # a restarted coordinator has handed it to nobody
+                    if error.code is not ErrorCode.NOT_FOUND:  # a restarted coordinator has handed it to no validator
                         raise
                     continue
                 if is_good:
@@ -131,7 +131,7 @@ async def test_a_killed_daemon_loses_nothing_that_it_acknowledged(tmp_path: Path
                 await process.wait()
                 process, _ = await start(tmp_path, port)
             before = len(crowd.batches)
-            while len(crowd.batches) < before + 3:  # it goes on as if nothing had happened
+            while len(crowd.batches) < before + 3:  # it continues as before
                 done, _ = await asyncio.wait(tasks, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
                 assert not done, [task.result() for task in done]
             for task in tasks:

@@ -198,7 +198,7 @@ async def test_rubbish_from_one_address_shuts_out_strangers_and_nobody_else() ->
         await refused(world, ErrorCode.TOO_MANY_REQUESTS, "/v1/join", json.dumps(forged).encode())
         await refused(world, ErrorCode.TOO_MANY_REQUESTS, "/v1/join", world.signed(stranger, BEN))
         await refused(world, ErrorCode.TOO_MANY_REQUESTS, "/v1/heartbeat", world.signed(HEARTBEAT, BEN))
-        await world.fill(0)  # worker, validator and trainer go on
+        await world.fill(0)  # worker, validator and trainer continue
         await world.publish()
         await world.join(ANNA)
 

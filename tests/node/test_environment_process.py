@@ -307,7 +307,7 @@ def test_an_environment_that_takes_its_process_with_it_is_started_again(
         world.process.ask("prompt", "another", index=0)
     first = world.process.pid
     os.kill(first, 9)
-    with contextlib.suppress(EnvironmentFailed):  # whoever asks before the end is noticed is told of it
+    with contextlib.suppress(EnvironmentFailed):  # a request before the end is noticed fails
         while world.process.pid == first:
             world.process.ask("prompt", "sums", index=0)
     assert world.process.ask("prompt", "sums", index=0) == question

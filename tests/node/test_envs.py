@@ -97,7 +97,7 @@ def test_problems_are_the_same_in_another_process() -> None:
 
 
 def test_the_demos_problems_are_these() -> None:
-    # A change here changes every run that is going on: verdicts would differ between releases.
+    # A change here changes every active run: verdicts would differ between releases.
     environment = gym(seed=7, **SPELLING)
     assert [environment.answer(index) for index in range(3)] == ["edanap", "eudnof", "esuks"]
     assert [problem.prompt.split()[-1] for problem in environment.held_out(3)] == ["antrum", "stoun", "tarsi"]

@@ -1,4 +1,5 @@
-"""The HTTP client against a server that lies, stalls, floods or is not HTTP: RemoteError or Unreachable within its bounds."""
+"""The HTTP client against a server that sends false data, stalls, floods or is not HTTP: RemoteError or Unreachable within its
+bounds."""
 
 from __future__ import annotations
 

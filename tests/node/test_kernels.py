@@ -163,7 +163,7 @@ def test_the_compilers_die_with_a_process_that_is_killed(tmp_path: Path) -> None
         assert parent.stdout is not None
         assert [parent.stdout.readline() for _ in range(2)] == [b"compiling\n"] * 2
         parent.kill()
-        parent.communicate(timeout=30)  # ends when nobody holds the other end any more
+        parent.communicate(timeout=30)  # ends when no process holds the other end
 
 
 def test_without_a_folder_to_write_to_nothing_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The ledger of a running coordinator: what is in it, that it survives, and what convicts whoever rewrites it."""
+"""The ledger of a running coordinator: its content, its durability, and the evidence against a coordinator that rewrites it."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ async def test_what_convicts_the_coordinator_is_kept_in_a_folder(tmp_path: Path)
 
 
 class SetClock(SystemClock):
-    """Somebody sets it."""
+    """A clock that tests set."""
 
     ahead_ms = 0
 

@@ -108,7 +108,7 @@ async def test_a_link_that_goes_silent_is_dropped_within_three_signs_of_life(pee
 
     async def freeze() -> None:
         frozen.set()
-        thaw.wait()  # blocks ben's loop: his sockets stay open and say nothing
+        thaw.wait()  # blocks ben's loop: its sockets stay open and send nothing
 
     ben.thread.spawn(freeze)
     await asyncio.to_thread(frozen.wait)
@@ -132,7 +132,7 @@ async def test_a_machine_that_stood_still_itself_drops_nobody_for_it(peer: MakeP
     anna.thread.spawn(stand_still)
     await asyncio.to_thread(woken.wait)
     heard_s = anna.heard_s[ben.peer_id]
-    await until(lambda: anna.heard_s.get(ben.peer_id) != heard_s)  # a round has gone by
+    await until(lambda: anna.heard_s.get(ben.peer_id) != heard_s)  # a round has passed
     assert anna.streams.links(ben.peer_id) == links != []
 
 

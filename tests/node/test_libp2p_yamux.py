@@ -93,7 +93,7 @@ def test_a_peer_that_sends_more_than_it_has_credit_for_loses_the_link() -> None:
     async def talk() -> None:
         async with links(Yamux, Yamux) as (one, other):
             opened, accepted = await pair_of_streams(one, other)
-            accepted.send_window = 2 * WINDOW  # it takes what nobody gave
+            accepted.send_window = 2 * WINDOW  # more than the other side granted
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(one.event_closed.wait)
                 with pytest.raises(MuxedStreamError):  # noqa: PT012 - which of the two meets the end is a race

@@ -31,7 +31,7 @@ SIGNED, BLOBS = make_manifest(RUN, None)
 
 @contextlib.asynccontextmanager
 async def linked(folder: Path, *, shows_ticket: bool = True) -> AsyncIterator[tuple[NetworkPeer, PeerService]]:
-    """ANNA serves policy 0; BEN is linked to her."""
+    """Give a peer BEN that is linked to ANNA, which serves policy 0."""
     switch = MemorySwitch()
     anna, ben = (MemoryNetwork(switch, key.key_id, run=RUN.digest) for key in (ANNA, BEN))
     parts, have_set = PartStore(folder, bytes_max=2**30), HaveSet()
@@ -143,7 +143,7 @@ async def test_strangers_who_listen_are_bounded_together(tmp_path: Path, monkeyp
         await anext(second)
         waiting = asyncio.ensure_future(anext(first))
         await asyncio.sleep(0)
-        while not service.listeners:  # noqa: ASYNC110 - the request is on its way, and tells nobody
+        while not service.listeners:  # noqa: ASYNC110 - the request is on its way, without an event
             await asyncio.sleep(0)
         with pytest.raises(RemoteError) as caught:
             await anext(second)

@@ -85,7 +85,7 @@ def test_a_thousand_keys_that_work_get_what_one_would_get_for_the_same_work() ->
     def accept(run: Run, bundle: str) -> None:
         run.accept(bundle)
 
-    rounds = 3  # nobody has passed all his audits yet
+    rounds = 3  # no key has passed all its audits yet
     thousand = play(world_of(THOUSAND), THOUSAND, accept, rounds=rounds)
     one = play(world_of(["key 0"]), ["key 0"], accept, rounds=rounds)
     assert thousand == one

@@ -143,7 +143,7 @@ def test_rows_give_the_proofs_of_the_whole_completion_however_they_came() -> Non
     straight, redone = HiddenRows(), HiddenRows()
     filled(straight, hidden)
     filled(redone, torch.cat([hidden[:30], -hidden[30 : 32 + SLACK]]))
-    filled(redone, hidden[30:], start=30)  # the tokens from the 30th on were thrown away and sampled anew
+    filled(redone, hidden[30:], start=30)  # the tokens from the 30th on were dropped and sampled again
     assert straight.take({"a": 75}) == redone.take({"a": 75}) == {"a": expected}
     assert straight.take({"a": 0}) == {"a": b""}, "nothing is kept"
 

@@ -203,7 +203,7 @@ def test_a_checkpoint_of_one_process_is_resumed_on_many(pool: RankPool, tmp_path
 
 
 def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: RankPool, model: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk: the kernel refuses the write at the same place."""
+    """A limit on the size of files replaces the full disk: the kernel refuses the write at the same place."""
     for reason in pool.run(rank_jobs.save_on_a_full_disk, ranks=4, model=model, folder=tmp_path):
         assert "rank 3" in reason
         assert "could not be written whole; is the disk full?" in reason

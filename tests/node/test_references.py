@@ -1,4 +1,4 @@
-"""What a validator samples beside unseeded bundles, and what rewards say that are compared with it."""
+"""References that a validator samples for unseeded bundles, and the evidence from comparing rewards with them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_a_bundle_that_says_one_text_twice_is_refused_as_copied(monkeypatc
 
 async def test_what_an_environment_cannot_score_is_compared_with_nothing() -> None:
     class Fragile(LengthEnvironment):
-        """Scores as many answers as the worker sent, and then is gone."""
+        """An environment that scores as many answers as the worker sent, and then ends."""
 
         left = make_lease().num_rollouts
 

@@ -295,8 +295,8 @@ def test_what_is_begun_and_not_trained_fits_into_nemos_buffer(age: int) -> None:
 
 @pytest.mark.parametrize("age", [1, 2, 3])
 def test_what_nemos_code_allows_is_a_part_of_what_its_documentation_allows(age: int) -> None:
-    """In its code a version other than the first does not serve its own step, which is how a step can be left without rollouts
-    for ever (NeMo-RL #3238). A step that is short of rollouts may be served by its own version here."""
+    """In its code a version other than the first does not serve its own step, so a step can stay without rollouts forever
+    (NeMo-RL #3238). Here, a step's own version may serve it if it lacks rollouts."""
     rule = Admission(groups_per_step=1, slots_ahead=1 + age, is_in_order=True)
     for version in range(6):
         theirs = range(age + 1) if version == 0 else range(version + 1, version + age + 1)

@@ -70,7 +70,7 @@ async def test_two_validators_at_once_judge_each_bundle_once() -> None:
             validator_of(world, key, scorer) for key, scorer in zip((VALIDATOR, SECOND), scorers, strict=True)
         ]
         tasks = [asyncio.create_task(run_validator(validator, stop)) for validator in validators]
-        for scorer in scorers:  # both are in the middle of one before either goes on
+        for scorer in scorers:  # both are in the middle of one before either continues
             await scorer.began.wait()
         for scorer in scorers:
             scorer.may_score.set()

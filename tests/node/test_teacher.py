@@ -130,7 +130,7 @@ async def test_a_server_that_is_no_teacher_is_explained(
 
 
 async def test_a_server_that_is_away_may_be_asked_again() -> None:
-    with socket.socket() as held:  # bound and not listening: nobody answers there
+    with socket.socket() as held:  # bound and not listening: nothing answers there
         held.bind(("127.0.0.1", 0))
         teacher = VllmTeacher(f"http://127.0.0.1:{held.getsockname()[1]}", model="t")
         with pytest.raises(Unreachable, match="teacher http"):

@@ -68,8 +68,8 @@ def test_a_turn_without_an_answer_teaches_nothing() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 5),  # which earlier turn to go on from; the later ones begin anew
-            st.booleans(),  # cut the last token of that history off, as a stripped one is
+            st.integers(0, 5),  # which earlier turn to continue; the later ones restart
+            st.booleans(),  # cut the last token of that history, as a stripped one is
             st.text("ab", max_size=3),
             st.text("ab", max_size=3),
         ),

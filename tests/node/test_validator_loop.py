@@ -1,4 +1,4 @@
-"""The validator's loop: one forward pass after another, rewards beside them, and on through every misfortune."""
+"""The validator's loop: one forward pass after another, rewards at the same time, and no failure that stops it."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def make_trainer(
     config: TrainerConfig = CONFIG,
     backend: TrainBackend | None = None,
 ) -> Trainer:
-    """Return a trainer that stands for a process: its state is only in `folder` and in `coordinator`."""
+    """Return a trainer in place of a process: its state is only in `folder` and in `coordinator`."""
     run, clock = coordinator.run, VirtualClock()
     coordinator.fuse = fuse or Fuse()
     model = write_model(folder / "model")

@@ -214,9 +214,9 @@ async def test_every_address_that_a_name_led_to_is_remembered_and_too_many_count
     ("remote", "header", "found"),
     [
         ("10.0.0.5", None, "10.0.0.5"),
-        ("10.0.0.5", "203.0.113.7", ""),  # a proxy that nobody has named: its own address would be dialled
+        ("10.0.0.5", "203.0.113.7", ""),  # a proxy that the settings do not name: its own address would be dialled
         ("10.0.0.5", "10.0.0.5, 203.0.113.7", ""),  # forged in front
-        ("203.0.113.7", "198.51.100.1, 203.0.113.7", "203.0.113.7"),  # named, so that the caller stands for itself
+        ("203.0.113.7", "198.51.100.1, 203.0.113.7", "203.0.113.7"),  # named, so that the caller's address counts
         ("203.0.113.7", "203.0.113.7:4711, 172.16.0.1", "203.0.113.7"),  # two of them
     ],
 )

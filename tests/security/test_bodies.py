@@ -242,7 +242,7 @@ async def test_a_signed_request_needs_no_body_and_has_only_one_place(world: Worl
 
 @pytest.mark.parametrize("turns", [1, 3])
 def test_the_bound_of_an_upload_is_the_one_that_spec_states(turns: int) -> None:
-    """Proofs and turns included. The formula of SPEC.md, section 14, beside the code that refuses."""
+    """Compare the formula of SPEC.md, section 14, with the code that refuses, including proofs and turns."""
     rollouts, tokens, context = 7, 100, 900
     proofs = -(-tokens // 32)
     per_turn = 12 + 4 * context if turns > 1 else 0

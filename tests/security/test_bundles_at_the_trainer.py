@@ -1,4 +1,4 @@
-"""Accepted bundles that break the run's bounds, as one wrong validator lets through: the trainer goes on without them."""
+"""Accepted bundles that break the run's bounds, as one wrong validator accepts them: the trainer continues without them."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is
     assert contributor.everything() == before
     assert not any(Path(name).exists() for name in ABSOLUTE)
     assert (contributor.place / "model" / "config.json").read_text() == OURS
-    # What lies in the process's own, empty /tmp and /dev/shm vanishes with it.
+    # Files in the process's own, empty /tmp and /dev/shm vanish with it.
     inside = {"config.json", "zz.json", *ABSOLUTE[:2]}
     assert [name for name, said in report["files"].items() if said.startswith("done") and name not in inside] == []
     allowed = {"socket file"} if left_out == "namespaces" and landlock.abi() < landlock.ABI_UNIX_PATHS else set()

@@ -87,7 +87,7 @@ async def truncated(path: str, writer: asyncio.StreamWriter) -> None:
 
 async def endless(path: str, writer: asyncio.StreamWriter) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-    for _ in range(4_096):  # a quarter of a gigabyte, where nobody hangs up
+    for _ in range(4_096):  # a quarter of a gigabyte, if the client does not hang up
         writer.write(b"10000\r\n" + b"x" * 65_536 + b"\r\n")
         await writer.drain()
     writer.close()

@@ -76,7 +76,7 @@ def unchecked(name: str) -> PinnedRun:
 
 
 class Source:
-    """Whoever serves the blob."""
+    """Any source of the blob."""
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         return DATA

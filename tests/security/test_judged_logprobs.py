@@ -165,7 +165,7 @@ def test_a_trainer_takes_only_what_a_validator_signed_for_this_bundle() -> None:
 
 
 async def test_an_unaudited_bundle_keeps_its_claims() -> None:
-    """A worker's claim there stands until an audit detects it: three bundles of four at the floor."""
+    """A worker's claim counts until an audit detects it: for three bundles of four at the floor."""
     never = AuditPolicy.model_construct(share_min=0.0, newcomer_bundles=0, escrow_bundles=8)
     checks = RUN.spec.checks.model_copy(update={"audits": never})
     run = PinnedRun(RUN.digest, RUN.spec.model_copy(update={"checks": checks}), RUN.envelope)

@@ -1,5 +1,5 @@
-"""A folder that somebody else has packed, with links in it that lead to the owner's files. Nothing is read, written, deleted,
-uploaded or served through them."""
+"""A folder from a stranger, with links that lead to the owner's files. Nothing is read, written, deleted, uploaded or served
+through them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_environments_read_nothing_that_the_role_could_replace_by_a_link(
 
 
 def test_a_folder_that_the_role_may_write_itself_is_granted_whole(tmp_path: Path) -> None:
-    """Nobody can replace it, because what is above it is closed to the role. A link inside it leads nowhere."""
+    """The role cannot replace it, because the folders above it are closed to the role. A link inside it leads nowhere."""
     (tmp_path / "open").mkdir()
     (tmp_path / "run").mkdir()
     settings = BOUNDS.model_copy(update={"data_folder": tmp_path / "open"})

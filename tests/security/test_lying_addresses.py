@@ -165,7 +165,7 @@ async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Vict
             published = await made.publish()
             for follower, _ in made.workers:
                 assert root_of((await follower.wait_newer(-1)).weights) == published.manifest.state_root
-            for liar in blocklist[:10]:  # what a member is told
+            for liar in blocklist[:10]:  # the list that a member gets
                 listed = open_peer_list((await liar.find_peers(PeersRequest())).peers, made.world.run)
                 assert {record.peer for record in listed.peers} == {
                     *(key.key_id for key in (ANNA, BEN, CORA, TRAINER, COORDINATOR))

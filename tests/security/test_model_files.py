@@ -264,7 +264,8 @@ NEO: dict[str, object] = {
 
 
 def test_a_model_is_planned_with_its_tables_before_anything_large_is_allocated(folder: Path) -> None:
-    """Beside weights: masks of positions squared (before, a gpt_neo of 60,000 positions took 3.6 GB a layer), labels, sines."""
+    """Tables in addition to weights: masks of positions squared (before, a gpt_neo of 60,000 positions took 3.6 GB a layer),
+    labels, sines."""
     hostile: list[dict[str, object]] = [
         NEO | {"max_position_embeddings": 2**20},
         {

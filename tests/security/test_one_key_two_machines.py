@@ -212,7 +212,7 @@ async def test_a_state_folder_copied_with_its_spool_loses_nothing_and_counts_onc
         lease = await world.lease(ANNA)
         parcel = make_parcel(lease, ANNA)
         replies = []
-        for session in (ONE, TWO):  # each machine uploads what lies in its copy of the spool
+        for session in (ONE, TWO):  # each machine uploads the content of its copy of the spool
             async with HttpClient(world.url, run=plain.digest, clock=SystemClock(), key=ANNA) as client:
                 with contextlib.suppress(RemoteError):
                     await client.join(join(session))

@@ -170,7 +170,7 @@ async def test_a_lifted_ban_is_not_taken_again_when_the_clock_returns_to_its_mom
 
 async def test_a_restored_older_backup_takes_no_request_again(site: Site, tmp_path: Path) -> None:
     await site.world.join(ANNA)
-    await site.again()  # kill -9 and a start: what lies in the folder is whole
+    await site.again()  # kill -9 and a start: the files in the folder are whole
     await site.kill()
     shutil.copytree(site.folder, tmp_path / "backup")
     site.process, _ = await start(site.folder, site.port)
@@ -214,7 +214,7 @@ async def test_no_request_of_any_role_is_taken_again_by_the_next_process(site: S
     blob = pack_parcel(header, b"part", PayloadType.BLOB, TRAINER)
     assert (await site.world.post("/v1/blobs", blob))[0] == 200
     await site.again()
-    assert (await site.ask(JOIN, ANNA))[0] == 200  # so that no replay fails for want of a role
+    assert (await site.ask(JOIN, ANNA))[0] == 200  # so that no replay fails because a role is missing
     before = await site.world.status()
     for _, body, path in [*sent, (200, blob, "/v1/blobs")]:
         await refused(site.world, ErrorCode.WRONG_EPOCH, path, body)

@@ -82,7 +82,7 @@ async def test_a_shorter_head_that_is_not_older_convicts(honest: Honest, later_m
 
 
 class StoppedClock(SystemClock):
-    """A wall clock that stands still."""
+    """A wall clock that does not advance."""
 
     def now_ms(self) -> int:
         return 1_000_000

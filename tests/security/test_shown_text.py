@@ -297,7 +297,7 @@ def test_labels_of_metrics_hold_nothing_of_it() -> None:
     assert max(map(len, text.splitlines())) < 400
 
 
-# Commands, against a server that tells lies
+# Commands, against a server that sends false data
 
 
 class Liar(BaseHTTPRequestHandler):

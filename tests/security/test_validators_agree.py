@@ -67,7 +67,7 @@ async def say(world: World, key: SigningKey, task: CheckTask, reason: RejectReas
 
 
 async def outcome_of(world: World) -> tuple[str, bool]:
-    """Return the receipt of Anna's one bundle, and whether she is banned. Both are current, while the status may lag."""
+    """Return the status of Anna's only receipt, and whether its key is banned. Both are current, while the status may lag."""
     (one,) = (await world.client(ANNA).receipts(ReceiptsRequest(after=0))).receipts
     receipt = parse_json(open_envelope(one.encode()).payload, Receipt)
     is_banned = False
@@ -192,7 +192,7 @@ async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_who_accepts_a
         assert await outcome_of(world) == ("accepted", False), "it waits for nobody"
         second = await world.take_task(SECOND)
         assert (second.bundle, second.lease) == (first.bundle, first.lease)
-        await say(world, VALIDATOR, first)  # sent again, which says nothing new
+        await say(world, VALIDATOR, first)  # sent again, without new information
         await say(world, SECOND, second, FORGED)
         assert await outcome_of(world) == ("accepted", False)
         (one,) = (await told(world, 1))["contradictions"]
@@ -275,7 +275,7 @@ async def test_status_names_both_on_the_operator_s_screen() -> None:
 
 
 def left_unanswered(agreement: Agreement, bundle: int, now_s: float) -> bool:
-    """The first validator convicts, and the second is active and silent. Return whether the conviction stands."""
+    """The first validator convicts, and the second is active and silent. Return whether the conviction remains."""
     mine = opinion("first", convicts=True, bundle=bundle)
     agreement.heard("first", now_s)
     agreement.heard("second", now_s)
