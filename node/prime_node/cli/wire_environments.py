@@ -168,7 +168,7 @@ def _require_fixed(granted: Sequence[Path], changeable: Sequence[Path], hidden: 
         if found := replaceable(path.absolute(), changeable):
             place, folder = found
             raise LocalError(
-                f"environments read {path}, and {place} lies in {folder}, which this role may write: if a run took the role "
+                f"environments read {path}, and {place} is in {folder}, which this role may write: if a run took the role "
                 "over, a link there would open any file to environments; keep them apart ([sandbox] also_write, "
                 "[environments], folder)"
             )
