@@ -99,7 +99,7 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
 
 
 async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> None:
-    # Alone, so that others' speed does not change its work. The digest determines which completions it forges, so the run is long.
+    # Alone, so that others' speed does not change its work. Its forged completions depend on the digest, so the run is long.
     outcome = await arena.fight("partial-1", honest=0, rollouts_max=1_600, groups_per_step=40, seed=13)
     assert outcome.worker(outcome.parts[0])["banned"] is not None
 
