@@ -184,7 +184,7 @@ PEER_REQUESTS_MAX = 32
 PEER_FRAME_BYTES_MAX = 64 * 2**20
 """One request or reply between peers, regardless of what the two agreed on; a longer one ends the stream."""
 PEER_STREAMS_MAX = 64
-"""Streams that one peer may hold open to another."""
+"""Streams that one side of a link may hold open, for all protocols together; further ones are reset."""
 PEER_STALL_S_MAX = 20.0
 """Time for which a request or reply that has begun may make no progress before its stream is reset."""
 PEER_CONNECTIONS_MAX = 512

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from libp2p import new_host
-from libp2p.abc import IHost
+from libp2p.abc import IHost, INetStream, INetworkService
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.network.auto_connector import AutoConnector
@@ -21,7 +21,8 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_noise import Noise
-from prime_node.adapters.peers.libp2p_yamux import Muxers
+from prime_node.adapters.peers.libp2p_streams import reset
+from prime_node.adapters.peers.libp2p_yamux import Muxers, Yamux
 from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
@@ -88,8 +89,29 @@ def make_host(
     swarm.retry_config = RetryConfig(max_retries=0)  # our own code decides about redialling
     swarm.auto_connector = _DialsNobody(swarm)
     swarm.upgrader.muxer_multistream = Muxers(int(HANDSHAKE_S_MAX))
+    _count_handlers(swarm)
     assert str(host.get_id()) == key.key_id
     return host
+
+
+def _count_handlers(swarm: INetworkService) -> None:
+    """Count each link's running stream handlers, so that streams that end at once cannot start any number of them.
+
+    Then reset a stream that the other side has ended: the library leaves it half open, and it would count for ever.
+    """
+    handle = swarm.common_stream_handler
+
+    async def counted(stream: INetStream) -> None:
+        link: Yamux = stream.muxed_conn
+        link.num_handlers += 1
+        try:
+            await handle(stream)
+        finally:
+            link.num_handlers -= 1
+            if stream.muxed_stream.recv_closed and not stream.muxed_stream.closed:
+                await reset(stream)
+
+    swarm.set_stream_handler(counted)
 
 
 class _DialsNobody(AutoConnector):  # type: ignore[misc]
@@ -104,7 +126,8 @@ def _resources(connections_max: int) -> ResourceManager:
         limits=ResourceLimits(
             max_connections=connections_max,
             max_memory_mb=1_024,
-            max_streams=connections_max * limits.PEER_STREAMS_MAX,
+            # Streams wait for a place without a timeout. The other sides' alone never fill this, because yamux bounds them.
+            max_streams=2 * connections_max * limits.PEER_STREAMS_MAX,
         ),
         connection_limits=ConnectionLimits(
             max_pending_inbound=limits.PEER_HANDSHAKES_MAX,

@@ -6,7 +6,8 @@ what one call writes leaves together. trio switches tasks only at an await: code
 https://github.com/hashicorp/yamux/blob/master/spec.md
 
 Waiting: the link's reader waits for bytes and, if it answers a frame, for the link's writer. Readers of streams wait for it,
-writers for the other side's credit, STALL_S at most. Invariant: no stream holds more unread bytes than it gave credit for.
+writers for the other side's credit, STALL_S at most. Invariants: no stream holds more unread bytes than it gave credit for,
+and the other side has at most PEER_STREAMS_MAX streams open, whatever protocol they agree on.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         """Stream and missing bytes of an incomplete frame."""
         self._flags = 0
         """Flags of that frame, which apply at its end."""
+        self.num_handlers = 0
+        """Running handlers of streams that the other side opened. A handler can outlast its stream."""
 
     async def open_stream(self) -> Stream:
         """Open a stream. Raises MuxedStreamError."""
@@ -247,7 +250,10 @@ class Yamux(library.Yamux):  # type: ignore[misc]
             self._ping_event.set()
 
     async def _accept(self, name: int) -> None:
-        if name in self.streams:
+        if name % 2 == self.is_initiator_value or not name:
+            raise ProtocolError(f"stream {name} is not the other side's to open")
+        num_open = sum(not stream.is_initiator for stream in self.streams.values())
+        if name in self.streams or max(num_open, self.num_handlers) >= limits.PEER_STREAMS_MAX:
             await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_RST, name)
             return
         stream = Stream(name, self, False)

@@ -1,0 +1,135 @@
+"""A stranger's link cannot open streams without a limit, whatever protocol they are for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+import trio
+from libp2p import new_host
+from libp2p.abc import IHost, INetStream
+from libp2p.host.exceptions import StreamFailure
+from libp2p.io.exceptions import IOException
+from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
+from libp2p.stream_muxer.yamux import yamux as library
+from multiaddr import Multiaddr
+from tests.node.libp2p_world import sessions
+
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_noise import Noise
+from prime_node.adapters.peers.libp2p_yamux import Yamux
+from prime_protocol import limits
+from prime_protocol.identity import SigningKey
+
+PROTOCOL = "/library/1"
+HEADER = library.struct.Struct(library.YAMUX_HEADER_FORMAT)
+MANY = 3 * limits.PEER_STREAMS_MAX
+
+
+def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(20):
+            await talk()
+
+    trio.run(bounded)
+
+
+@asynccontextmanager
+async def linked() -> AsyncIterator[tuple[IHost, IHost]]:
+    """A stranger with the library's own host, linked to a host of ours."""
+    ours, stranger = make_host(SigningKey(bytes([1]) * 32), PeerSettings()), new_host()
+    async with ours.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]), stranger.run([]):
+        await stranger.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
+        yield stranger, ours
+        for one, other in ((stranger, ours), (ours, stranger)):
+            await one.get_network().close_peer(other.get_id())
+
+
+def test_the_other_side_opens_a_bounded_number_of_streams_and_more_once_some_have_ended() -> None:
+    async def talk() -> None:
+        dialled, listened = await sessions(Noise, Noise)
+        link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
+        answers: dict[int, list[int]] = {}
+
+        async def read() -> None:
+            with suppress(IOException):
+                while True:
+                    _, _, flags, name, _ = HEADER.unpack(await dialled.read(HEADER.size))
+                    answers.setdefault(flags, []).append(name)
+
+        async def write(flags: int, names: range) -> None:
+            for name in names:
+                await dialled.write(HEADER.pack(0, library.TYPE_WINDOW_UPDATE, flags, name, 0))
+
+        async def until(flags: int, number: int) -> None:
+            while len(answers.get(flags, ())) < number:
+                await trio.lowlevel.checkpoint()
+
+        async def accept() -> None:
+            with suppress(MuxedConnUnavailable):
+                while True:
+                    await link.accept_stream()
+
+        first, last = range(1, 2 * MANY, 2), range(1_001, 1_001 + 20, 2)
+        async with trio.open_nursery() as nursery:
+            for task in (link.start, read, accept):
+                nursery.start_soon(task)
+            await write(library.FLAG_SYN, first)
+            await until(library.FLAG_RST, MANY - limits.PEER_STREAMS_MAX)
+            assert answers[library.FLAG_ACK] == list(first)[: limits.PEER_STREAMS_MAX]
+            assert answers[library.FLAG_RST] == list(first)[limits.PEER_STREAMS_MAX :]
+            assert len(link.streams) == limits.PEER_STREAMS_MAX
+            await write(library.FLAG_RST, first[: len(last)])
+            await write(library.FLAG_SYN, last)
+            await until(library.FLAG_ACK, limits.PEER_STREAMS_MAX + len(last))
+            assert len(link.streams) == limits.PEER_STREAMS_MAX
+            await write(library.FLAG_SYN, range(2, 3))  # a number of our own streams
+            await link.event_closed.wait()
+            nursery.cancel_scope.cancel()
+
+    on_trio(talk)
+
+
+def test_streams_that_are_reset_at_once_start_a_bounded_number_of_handlers() -> None:
+    async def talk() -> None:
+        running = 0
+
+        async def work_on(stream: INetStream) -> None:
+            nonlocal running
+            running += 1
+            await trio.sleep_forever()
+
+        async with linked() as (stranger, ours):
+            ours.set_stream_handler(PROTOCOL, work_on)
+            refused = 0
+            for _ in range(MANY):
+                try:
+                    stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
+                    await stream.reset()
+                except (StreamFailure, StreamError):
+                    refused += 1
+            assert running == limits.PEER_STREAMS_MAX
+            assert refused == MANY - running
+
+    on_trio(talk)
+
+
+def test_streams_that_both_sides_have_finished_with_do_not_count() -> None:
+    async def talk() -> None:
+        async def read_to_the_end(stream: INetStream) -> None:
+            with pytest.raises(StreamError):
+                await stream.read(1)  # and leaves its own half open, as the library's handlers do
+
+        async with linked() as (stranger, ours):
+            ours.set_stream_handler(PROTOCOL, read_to_the_end)
+            for _ in range(MANY):
+                stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
+                await stream.close()
+
+    on_trio(talk)
