@@ -72,7 +72,7 @@ def build_lease(run: PinnedRun, worker: SigningKey, groups: Sequence[GroupAssign
 
 
 def build_header(lease: Lease, body: bytes, decompressed_bytes: int, /, **changes: object) -> RolloutHeader:
-    """What an honest worker says of the bundle for a lease."""
+    """Return the header of an honest worker's bundle for a lease."""
     fields: dict[str, object] = {
         "body_digest": digest_of(body),
         "body_bytes": len(body),
@@ -123,7 +123,7 @@ def build_manifest(
 
 
 def base_of(signed: SignedManifest) -> BasePolicy:
-    """How a delta names the policy that it is applied to."""
+    """Return the name of the policy to which a delta is applied."""
     return BasePolicy(policy_version=signed.manifest.policy_version, state_root=signed.manifest.state_root)
 
 

@@ -1,4 +1,4 @@
-"""What every test needs: one thread a process, no hub, a log of its own, and a word where the machine lacks a part."""
+"""Settings of every test: one thread per process, no hub, a separate log, and a skip where the machine lacks a part."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips by what the machine is, never by what is installed: a missing package must fail its tests."""
+    """Skip tests by the kind of machine, never by installed packages: a missing package must fail its tests."""
     for item in items:
         if _is_heavy(item):
             item.add_marker(pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the code is: its paths, names, endpoints and arrows between packages."""
+"""docs/architecture.md agrees with the code: its paths, names, endpoints and arrows between packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documents say what is true: commands, options, settings, files and links that they name exist."""
+"""The documents are true: commands, options, settings, files and links that they name exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_of(name: str) -> str:
 
 
 def invocations() -> list[tuple[str, str, str]]:
-    """(document, command, the rest of the line) for each `prime-node ...` in a document."""
+    """Yield (document, command, rest of the line) for each `prime-node ...` in a document."""
     pattern = re.compile(r"prime-node ([a-z]+)([^`#\n|]*)")
     return [(name, match[1], match[2]) for name in DOCUMENTS for match in pattern.finditer(text_of(name))]
 

@@ -40,7 +40,7 @@ ROOMS = {
     ),
 }
 
-# The protocol takes bytes and returns values: what acts, waits, looks at a clock or rolls dice stays outside.
+# The protocol takes bytes and returns values: code that acts, waits, reads a clock or draws random numbers stays outside.
 FORBIDDEN_IN_PROTOCOL = {
     *(
         "asyncio",
@@ -104,7 +104,7 @@ PASSES_ENVIRONMENT = {
     "prime_node.cli.main",  # numpy's threads are set before it is imported
     "prime_node.cli.api",  # and here, where a program calls join
     "prime_node.cli.wire_sandbox",  # takes secrets out of it, and points libraries to the role's folder
-    "prime_node.adapters.environments.variables",  # and this one, less whatever may be a secret
+    "prime_node.adapters.environments.variables",  # and this one, without possible secrets
     "prime_node.adapters.environments.verifiers_v1",  # verifiers reads keys of endpoints there, and its own is made on the spot
     "prime_node.adapters.engines.vllm_engine",  # vLLM can be set up through the environment alone
 }
@@ -136,7 +136,7 @@ def room_fault(module: str, name: str) -> str:
 
 
 def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
-    """What this module does that its floor may not, as `module:line: why`."""
+    """Return the violations of this module against its layer, as `module:line: why`."""
     tree = ast.parse(source)
     unit = "__main__" if module == "prime_node" else unit_of(module)
     if unit not in HEIGHT:

@@ -1,4 +1,4 @@
-"""Scripts are run by hand and rarely: each one at least comes up, with whatever it imports, and says what it is for."""
+"""Scripts are run by hand and rarely. Each one at least starts, with all its imports, and prints its help."""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ class Arena:
         audits_first: int = 0,
         **spec: object,
     ) -> Outcome:
-        """One run with these cheats, and so many honest workers. `rollouts_max` None: up to the last policy.
+        """Run these cheats with `honest` honest workers, up to the last policy if `rollouts_max` is None.
 
-        `audits_first`: passed audits, which receipts tell, after which the cheats begin.
+        The cheats begin after `audits_first` passed audits, which they see in their receipts.
         """
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
@@ -141,7 +141,7 @@ class Arena:
         return Outcome(parts, judged, batches, status, receipts)
 
     async def honest(self, lease: Lease) -> list[Completion]:
-        """What an honest worker answers to a lease."""
+        """Return an honest worker's completions for a lease."""
         await self._grow(1)
         policy = self.policies.chain[SEEN + lease.policy_version]
         await self._engines[0].load(policy, policy_version=lease.policy_version)
@@ -192,11 +192,11 @@ class Arena:
             await self._small.load(self.policies.small, policy_version=0)
 
     def _means(self, shared: Means, *, seed: int) -> Means:
-        """What one worker has at hand; accomplices share their boxes."""
+        """Return the means of one worker; accomplices share their boxes."""
         policies, tokenizer = self.policies, self.policies.tokenizer
 
         def score(prompt: tuple[int, ...], completion: tuple[int, ...]) -> float:
-            """Letters that are where they should be: every cheat can tell for this task."""
+            """Return the number of letters in their right places: every cheat can compute it for this task."""
             word = tokenizer.decode([token for token in prompt if token < 256]).split()[-1]
             said = tokenizer.decode(list(completion))
             return float(sum(a == b for a, b in zip(word[::-1], said, strict=False)))

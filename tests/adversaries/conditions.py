@@ -1,4 +1,4 @@
-"""What a run must be like for a cheat to have anything to do, and how seldom its workers are audited."""
+"""Conditions of a run in which a cheat can act, and the rate of its audits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from prime_protocol.assignment import Sampling
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 
 SOFT = ("equivocation", "time-shift", "hoarding", "picking")
-"""Nothing that they upload is false; the scheduler limits what they can do."""
+"""Cheats that upload nothing false; the scheduler limits them."""
 UNSEEDED = ("unseeded-best-of-n", "framing")
-"""They need a run that takes engines without seeds."""
+"""Cheats that need a run that admits engines without seeds."""
 FLOOR = AuditPolicy(newcomer_bundles=1)
 """A worker is at the default floor, one bundle in four, after four passed audits."""
 FLOOR_AUDITS = 4

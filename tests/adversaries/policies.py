@@ -73,7 +73,7 @@ async def make_policies(
     rl_steps: int,
     groups: int = 12,
 ) -> Policies:
-    """Teach both models for so many supervised steps, then train the larger one by reinforcement, a policy a step."""
+    """Train both models by supervised steps, then the larger one by reinforcement, one policy per step."""
     place, small_place = (_write(folder / name, each) for name, each in (("model", shape), ("small", small_shape)))
     environment = build_environments([ENVIRONMENT], place)["spell"]
     tokenizer = HfTokenizer(place)
@@ -121,7 +121,7 @@ def _numbered(chain: Sequence[Weights]) -> dict[str, Weights]:
 
 
 def logits_of(folder: Path, weights: Weights) -> Logits:
-    """What a model chooses by."""
+    """Return the function that gives a model's logits."""
     model = CausalModel(folder, dtype="fp32", device="cpu")
     model.load(weights)
 

@@ -70,7 +70,7 @@ BY_DESIGN = (
     "temperature-0.99-as-unknown",
     "spikes-as-unknown",
 )
-"""These get through, some of them now and then: SECURITY.md says what they gain, and what limits it."""
+"""Cheats that are not always detected. SECURITY.md states their gain and its limits."""
 IN_THE_BENCH = (
     "ties-as-vllm",
     "low-0.0095-as-vllm",

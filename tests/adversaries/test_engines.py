@@ -1,4 +1,4 @@
-"""Cheating engines really do what they say, seen from the outside, over the smallest real language model."""
+"""Cheating engines behave as declared, observed from outside, with the smallest real language model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUESTS = [GenerateRequest((1,), seed) for seed in range(64)]
 
 
 async def completions_of(cheat: str | None, *policies: int, honest_loads: int = 0) -> list[Completion]:
-    """What a worker answers after it was given these policies one after another."""
+    """Return a worker's answer after it got these policies one after another."""
     engine = TableEngine() if cheat is None else cheating_engine(TableEngine(), cheat, honest_loads=honest_loads)
     for version, policy in enumerate(policies):
         await engine.load(table_weights(policy), policy_version=version)

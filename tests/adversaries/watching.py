@@ -1,4 +1,4 @@
-"""What is seen of a run of the arena from outside: bundles with their verdicts, answers to workers, and what became of each."""
+"""Observations of a run of the arena from outside: bundles with their verdicts, answers to workers, and each worker's outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Judged:
 
 @dataclass
 class Part:
-    """What one worker was, and what became of it."""
+    """One worker and its outcome."""
 
     key: SigningKey
     adversary: Adversary | None
@@ -56,7 +56,7 @@ class Part:
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """Outcome of a run."""
 
     parts: Sequence[Part]
     """Cheats in the order of their names, then their accomplices, then the honest."""
@@ -105,7 +105,7 @@ class Watched:
 
 
 class Noting:
-    """Implements ports.transport.WorkerPort around a real one, and notes what it is refused."""
+    """Implementation of ports.transport.WorkerPort around a real one, which records its refusals."""
 
     def __init__(self, port: HttpClient, part: Part) -> None:
         self._port, self._part = port, part

@@ -67,7 +67,7 @@ def deaf_vllm(folder: Path) -> VllmEngine:
     return DeafVllm(folder, context_tokens_max=128)
 
 
-Engine = DeafTransformers  # type that the tests see: the port, and the switch
+Engine = DeafTransformers  # type for the tests: the port, and the switch
 
 
 def write_model(folder: Path) -> Path:

@@ -192,7 +192,7 @@ async def test_sampling_draws_from_the_softmax(
     assert expected.sum() == pytest.approx(draws, rel=1e-4)
     counts = Counter(completion.token_ids[0] for completion in completions)
     seen = np.array([counts[token] for token in range(264)], dtype=np.float64)
-    # Tokens that are expected less than five times share a bin, as Pearson's test wants.
+    # Tokens with fewer than five expected draws share a bin, as Pearson's test requires.
     common = expected >= 5
     seen, expected = (np.append(x[common], x[~common].sum()) for x in (seen, expected))
     chi_square = float(((seen - expected) ** 2 / expected).sum())

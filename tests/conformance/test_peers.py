@@ -26,7 +26,7 @@ ECHO, SLOW, STRICT, BIG, COUNTED = "echo", "slow", "strict", "big", "counted"
 
 @dataclass
 class Node:
-    """A peer that echoes, hears one topic and takes every announcement that does not begin with "bad"."""
+    """A peer that echoes, subscribes to one topic and accepts every announcement that does not begin with "bad"."""
 
     network: PeerNetwork
     heard: list[tuple[KeyId, bytes]] = field(default_factory=list)
@@ -140,7 +140,7 @@ async def both_see_a_link(one: Node, other: Node) -> None:
 
 
 async def reach(one: Node, other: Node) -> bytes:
-    """Link and ask."""
+    """Link, send a request, and return the answer."""
     await one.network.connect(other.address)
     return await ask(one, other, ECHO, b"hello")
 

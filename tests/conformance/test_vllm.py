@@ -1,4 +1,4 @@
-"""What only vLLM can get wrong: tied heads, sampling by itself, processes that outlive their owner. Each test starts its own."""
+"""Faults that only vLLM can have: tied heads, unseeded sampling, processes that outlive their owner. Each test starts its own."""
 
 from __future__ import annotations
 

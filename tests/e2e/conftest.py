@@ -45,7 +45,7 @@ def read(url: str) -> bytes:
 
 
 def until_found(found: Callable[[], int | None], *, what: str, timeout_s: float = 120.0) -> int:
-    """Poll until something is found; an address that does not answer yet is asked again."""
+    """Poll until something is found. Retry an address that does not answer yet."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def until_found(found: Callable[[], int | None], *, what: str, timeout_s: float 
 
 
 class Up:
-    """One `prime-node up` in a directory, and what a test wants to know of it."""
+    """One `prime-node up` in a directory, and its state for tests."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -89,7 +89,7 @@ class Up:
         self.process.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """As the kernel would: no goodbye."""
+        """Kill it as the kernel would, without notice."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -28,7 +28,7 @@ def test_workers_seeders_and_downloads_do_without_the_coordinators_chunks(up: Up
     up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
     with (up.directory / "config.toml").open("a") as config:
         config.write("\n[coordinator]\nserve_chunks = false\n")
-    os.kill(up.process_of("coordinator"), signal.SIGKILL)  # `up` starts it again, with what the file says now
+    os.kill(up.process_of("coordinator"), signal.SIGKILL)  # `up` starts it again, with the file's new settings
     cut_at = up.until(lambda status: gives_no_chunks(up, status["head"]), timeout_s=60, what="the cut")["step"]
 
     # A step is trained on rollouts of policies at most two steps old: so the workers hold policies from after the cut.
@@ -63,7 +63,7 @@ def test_workers_seeders_and_downloads_do_without_the_coordinators_chunks(up: Up
 
 
 def head_of_seeder(log: Path) -> int | None:
-    """The newest policy that it shows on its own port."""
+    """Return the newest policy that it shows on its own port."""
     port = re.search(r"serving peers on port (\d+)", last_lines(log, 100))
     if port is None:
         return None
@@ -72,14 +72,14 @@ def head_of_seeder(log: Path) -> int | None:
 
 
 def policy_in(envelope: bytes) -> int:
-    """As anyone may read it without a key."""
+    """Return what a caller without a key can read."""
     payload = json.loads(base64.b64decode(json.loads(envelope)["payload"]))
     version: int = payload["policy_version"]
     return version
 
 
 def gives_no_chunks(up: Up, head: int) -> bool:
-    """Asked for the newest policy's first part, the coordinator says that it gives none."""
+    """The coordinator refuses the first part of the newest policy."""
     url = (up.directory / "join-link").read_text().strip().partition("#")[0]
     manifest = json.loads(base64.b64decode(json.loads(read(f"{url}v1/manifests/{head}"))["payload"]))
     try:

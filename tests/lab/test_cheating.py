@@ -42,7 +42,7 @@ def test_honest_work_is_audited_less_and_less() -> None:
 
 
 def test_without_escrow_a_cheat_that_picks_its_moment_would_gain() -> None:
-    """The model can tell: what makes cheating lose is the escrow, not the model."""
+    """The model can show a gain: cheating loses because of the escrow, not because of the model."""
     audits = AuditPolicy.model_construct(share_min=0.25, newcomer_bundles=16, escrow_bundles=0)
     careless = DEFAULT.model_copy(update={"audits": audits})
     assert play(once_trusted(64), careless, cost=0.5, num_lives=80, seed=1).gain > 0

@@ -1,4 +1,4 @@
-"""Transfers share links as max-min fairness says, and lose no time between strides."""
+"""Transfers share links by max-min fairness, and lose no time between strides."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def bundle_of(parts: list[dict[str, npt.NDArray[np.float32]]]) -> Statistics:
 
 
 async def rescored(judged: Judged, sampled: list[Rollouts]) -> list[Rollouts]:
-    """The liar's prefill: other weights chose the tokens, the right ones give the logprobs (and would give the proofs)."""
+    """Rescore the tokens of other weights: the right weights give the logprobs (and would give the proofs)."""
     honest = []
     for lease, rollouts in zip(judged.leases, sampled, strict=True):
         one = replace(judged, leases=[lease])

@@ -24,7 +24,7 @@ async def receipts_of(world: World) -> list[Envelope]:
 
 
 def command(*arguments: str) -> Result:
-    """`prime-node ledger`, in a thread of its own."""
+    """Run `prime-node ledger` in a separate thread."""
     return CliRunner().invoke(app, ["ledger", *arguments], catch_exceptions=False)
 
 

@@ -32,7 +32,7 @@ def run_dir_of(world: World, folder: Path) -> RunDir:
 
 
 async def operate(*arguments: object) -> str:
-    """The command's output, in a thread of its own. Raises what it raises."""
+    """Run the command in a separate thread and return its output. Raises its errors."""
     words = ["operate", *map(str, arguments)]
     result = await asyncio.to_thread(CliRunner().invoke, app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output

@@ -1,7 +1,7 @@
-"""Four real processes joined by gloo, kept over all tests of a module, for what is called on 1, 2 or 4 ranks.
+"""Four real processes joined by gloo, kept over all tests of a module, for jobs on 1, 2 or 4 ranks.
 
 A job is a function of a module (it travels by its name) that takes this process's Ranks first. Every process joins every group
-of ranks, because torch.distributed wants it so; those outside it do nothing.
+of ranks, because torch.distributed requires it; processes outside the group do nothing.
 """
 
 from __future__ import annotations

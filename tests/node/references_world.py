@@ -23,7 +23,7 @@ RUN = make_run(rollouts_per_group=16, checks=COMPARED)
 
 
 async def sampled(num: int, lease: Lease, *, created_at_ms: int = 0) -> bytes:
-    """A bundle of a worker that takes no seeds and uploads the longest of so many answers, which scores best here."""
+    """Return the bundle of a worker without seeds that uploads the longest of several answers, which scores best here."""
     engine = TableScorer()
     await engine.load(table_weights(0), policy_version=0)
     requests = [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]

@@ -52,7 +52,7 @@ async def validate(client: HttpClient) -> None:
 
 
 async def publish(world: World, source: MemorySource, version: int, batch: str | None) -> None:
-    """As the trainer does: first the bytes, then the manifest."""
+    """Publish as the trainer does: first the bytes, then the manifest."""
     trainer = world.client(TRAINER)
     provenance = {"step": version - 1, "optimizer_steps": version, "batch": batch, "software": "test"}
     signed = source.publish(table_weights(version), produced_by=provenance)

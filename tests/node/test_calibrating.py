@@ -42,7 +42,7 @@ def log_evidence_of(bundles: list[Statistics], judge: str = "transformers/fp32/c
 async def test_honest_workers_of_a_model_that_was_not_measured_are_not_suspected(
     judged: Judged, folder: Path, dtype: str
 ) -> None:
-    """Many workers, each with bundles in an order of its own, looked at after every bundle: Ville holds with room to spare."""
+    """Many workers with bundles in different orders, checked after every bundle: Ville's inequality holds with a margin."""
     judge = TransformersEngine(folder, dtype=dtype, threads=1)
     await judge.load(judged.weights, policy_version=0)
     parts = completions_of(await judged.statistics(await sample_honestly(judged.engine, judged.leases), judge))

@@ -56,7 +56,7 @@ async def offer(world: World, encoded: list[EncodedCheckpoint], **changes: objec
     return signed
 
 
-# What is refused
+# Refusals
 
 
 async def refused(world: World, encoded: list[EncodedCheckpoint], code: ErrorCode, **changes: object) -> str:

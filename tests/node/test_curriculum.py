@@ -77,7 +77,7 @@ async def train_step(world: World, step: int, judge: Judge) -> tuple[TrainBatch,
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
         task = await validator.check(CheckRequest(policy_versions=(), wait_s=5.0))
         assert isinstance(task, CheckTask)
-        assert task.lease.groups == lease.groups  # the check sees the problems that were leased
+        assert task.lease.groups == lease.groups  # the check gets the leased problems
         rewards = tuple(reward for group in lease.groups for reward in judge(group.problem))
         await validator.check_result(
             CheckResultRequest(bundle=task.bundle, verdict=Verdict.accept(), rewards=rewards, num_tokens=2)

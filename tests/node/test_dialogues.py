@@ -199,13 +199,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tamper", "reason"),
     [
-        (spoil(lambda turns: turns[:-1]), RejectReason.INCOMPLETE),  # its worker's environment failed, it says
+        (spoil(lambda turns: turns[:-1]), RejectReason.INCOMPLETE),  # it claims that its worker's environment failed
         (one_of_each, RejectReason.WRONG_CONTEXT),  # which hides nothing else
         (spoil(other_words), RejectReason.WRONG_CONTEXT),
         (
             spoil(lambda turns: [turns[0], *turns[:-1]]),
             RejectReason.WRONG_CONTEXT,
-        ),  # it asked twice, and kept the better
+        ),  # it sampled twice, and kept the better one
     ],
 )
 async def test_turns_that_the_environment_does_not_ask_for_are_refused(

@@ -272,7 +272,7 @@ def test_a_process_ends_with_its_host_whatever_hangs_in_its_threads(
     process.stdin.write(json.dumps(hello).encode() + b"\n")
     process.stdin.flush()
     assert process.stdout.readline()
-    if is_broken:  # it is killed before it hears an answer
+    if is_broken:  # it is killed before it gets an answer
         process.stdout.close()
     for message in ({"id": 1, "index": 6, **played}, {"id": 2, "index": 5, **played}, {"id": 3, "method": "ping"}):
         process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -194,7 +194,7 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["PROVENANCE.json", "provenance", "model.safetensors", INDEX_FILE])
 def test_a_model_file_that_would_pass_for_one_of_the_export_is_refused(tmp_path: Path, name: str) -> None:
-    source, _ = tiny_run(tmp_path)  # no RunSpec names such a file: this is the second wall
+    source, _ = tiny_run(tmp_path)  # no RunSpec names such a file: this is the second check
     with pytest.raises(LocalError, match="writes its own file of that name"):
         export_checkpoint(
             replace(verified(source), model_files=FILES | {name: b"{}"}), tmp_path / "out", software="test"

@@ -276,7 +276,7 @@ MISPLACED: dict[str, Callable[[BatchGroup], dict[str, Any]]] = {
     "slot": lambda group: {"slot": group.slot - 1},
     "more rewards": lambda group: {"rewards": (*group.rewards, 0.5)},
 }
-"""The trainer cannot tell these from a body that a wrong validator accepted: intake parses no body."""
+"""The trainer cannot distinguish these from a body that a wrong validator accepted: intake parses no body."""
 
 
 @pytest.mark.parametrize("what", sorted(TAMPERED))

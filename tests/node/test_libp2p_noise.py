@@ -1,4 +1,4 @@
-"""Our Noise sessions speak to the library's own, whatever the sizes in which bytes come."""
+"""Our Noise sessions interoperate with the library's, for any sizes in which bytes arrive."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def test_long_rollouts_are_as_frequent_in_what_is_trained_as_in_what_was_asked_f
         run.accept(run.upload(run.state.leases[lease_id]))
         idle.add(name)
     assert trained.keys() == took.keys(), "each group is trained exactly once"
-    for first in range(0, 40, 10):  # and not at the end of the run either: a quarter of it sees its share
+    for first in range(0, 40, 10):  # and not only at the end of the run: each quarter trains its share
         steps = range(first, first + 10)
         asked = sum(slot // 16 in steps for slot in is_long)
         seen = sum(trained[slot] in steps for slot in is_long)

@@ -1,4 +1,4 @@
-"""Links that need no coordinator: peers that know each other only by hints meet, and whom the coordinator names counts more."""
+"""Links without a coordinator: peers that know each other only by hints connect; peers that the coordinator names count more."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_counts_are_those_of_a_plain_counter(held: list[set[int]], data: st.Data
     assert set(members(counts.rarest(piece_set(asked)))) == {number for number in asked if plain[number] == fewest}
 
 
-# What to ask for
+# Choice of requests
 
 
 def test_the_rarest_piece_is_asked_for_first() -> None:
@@ -149,7 +149,7 @@ def test_pieces_that_only_slow_sources_have_are_asked_of_them_and_of_a_fallback(
 def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
     of = picker(400, rules=PickerRules(rate_memory_s=0.1))
     of.add("far", has=span(0, 400))
-    asked: list[tuple[float, int]] = []  # answered 0.2 s after it was asked, whatever else is open
+    asked: list[tuple[float, int]] = []  # answered 0.2 s after the request, however many are open
     now_s, widest = 0.0, 0
     while not of.is_done:
         asked += [(now_s + 0.2, piece) for piece in picks(of, "far", now_s=now_s)]
@@ -351,6 +351,6 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
         assert of.idle() == [one for one in of.sources if not asked[one]]
         open_now = [piece for pieces_of in asked.values() for piece in pieces_of]
         assert not any(1 << piece & of.have for piece in open_now)
-        copies_max = len(rates) if fallbacks else PickerRules().copies_max  # a fallback sees who is to be doubted
+        copies_max = len(rates) if fallbacks else PickerRules().copies_max  # a fallback shows which source is too slow
         assert all(count <= copies_max for count in Counter(open_now).values())
     assert of.is_done

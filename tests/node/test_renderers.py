@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(folder: Path, text: str) -> Completion:
-    """What a model of this tokenizer says, special tokens and all."""
+    """Return the output of a model with this tokenizer, including special tokens."""
     ids = tuple(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
     return Completion(ids, (-0.5,) * len(ids), FinishReason.STOP)
 

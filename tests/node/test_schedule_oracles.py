@@ -1,7 +1,7 @@
 """Each preset against a small model of the framework it is named after, written from that framework's documentation and code.
 
-A model knows nothing of slots: it counts in its framework's own terms. Hypothesis plays the trainer, the workers and the network;
-after every event both must say the same about whether another group may be begun, and which groups a batch takes.
+A model has no slots: it counts in its framework's own terms. Hypothesis acts as the trainer, the workers and the network. After
+every event both must agree whether another group may be begun, and which groups a batch takes.
 """
 
 from __future__ import annotations

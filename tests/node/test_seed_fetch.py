@@ -128,7 +128,7 @@ async def test_fetch_begins_at_a_peer_while_the_coordinator_is_away(tmp_path: Pa
 
 
 async def test_a_bucket_of_files_is_a_mirror(tmp_path: Path) -> None:
-    """A plain server of a folder with ranges: none of our code runs there."""
+    """Serve a folder with ranges, without our code."""
     blobs = tmp_path / "bucket" / "v1" / "blobs"
     blobs.mkdir(parents=True)
     app = web.Application()

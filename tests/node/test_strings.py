@@ -31,7 +31,7 @@ def rollout(rng: np.random.Generator, turns: int, *, seed: int) -> list[ScoreReq
 def requests() -> list[ScoreRequest]:
     rng = np.random.default_rng(0)
     made = [one for seed in range(0, 60, 10) for one in rollout(rng, 1 + seed // 10, seed=seed)]
-    anew = replace(made[-1], prompt_token_ids=(7, 7, *made[-1].prompt_token_ids[2:]))  # thinking was stripped, say
+    anew = replace(made[-1], prompt_token_ids=(7, 7, *made[-1].prompt_token_ids[2:]))  # thinking was stripped
     return [*made, anew, *rollout(rng, 3, seed=90)]
 
 

@@ -155,7 +155,7 @@ def test_a_restart_in_the_middle_of_everything_goes_on_counting() -> None:
         run.accept(run.upload(lease))
     run.fix()
     run.publish()
-    assert run.steps == []  # its beginning was not seen
+    assert run.steps == []  # its start was not recorded
     run.train("anna", 1)
     assert [step.step for step in run.steps] == [1]
 

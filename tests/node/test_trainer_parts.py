@@ -223,7 +223,7 @@ async def test_a_model_that_knows_the_answers_is_marked_as_knowing_them(model: P
     evaluator = Evaluator(TransformersEngine(model, threads=1), tokenizer, questions, sampling, seed=1)
     marks = await evaluator.evaluate(backend.snapshot(), 1)
     assert [marks[f"eval_{name}"] for name in ("greedy", "sampled", "reward")] == [1.0, 1.0, 1.0]
-    assert marks["eval_greedy_low"] < 0.5  # three problems say little
+    assert marks["eval_greedy_low"] < 0.5  # three problems are a small sample
     assert await evaluator.stopping_accuracy(backend.snapshot(), 2) < 1.0
     await evaluator.close()
 

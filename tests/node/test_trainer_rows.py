@@ -42,7 +42,7 @@ def test_rows_become_gauges() -> None:
     assert "prime_trainer_trainer_idle_ratio 0.125" in text
     assert "prime_trainer_fully_async_count_stale_samples_processed 9.0" in text
     assert 'prime_trainer_lag_by_policies{policies="1"} 5.0' in text
-    assert 'prime_trainer_lag_by_policies{policies="2"} 0.0' in text  # the newest row counts none of them
+    assert 'prime_trainer_lag_by_policies{policies="2"} 0.0' in text  # the newest row has none of them
 
 
 async def test_rows_are_in_the_file_and_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +110,7 @@ def wandb_records_of(folder: Path) -> list[Any]:
 
 
 def wandb_history(folder: Path) -> list[dict[str, float]]:
-    # Another process writes the file, and then says that it is complete.
+    # Another process writes the file, and then reports that it is complete.
     wait_until(lambda: any(record.HasField("exit") for record in wandb_records_of(folder)))
     return [
         {item.key or item.nested_key[0]: float(item.value_json) for item in record.history.item}

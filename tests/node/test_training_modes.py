@@ -115,7 +115,7 @@ def test_an_optimizer_that_is_none_is_said(folder: Path, path: str, kwargs: dict
         TorchBackend(folder).new_optimizer(OptimizerSettings(import_path=path, kwargs=kwargs))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler reads it
 def test_compiled_layers_give_the_same_step(folder: Path) -> None:
     plain = TorchBackend(folder, seed=3).train_step(samples(4), AIPO, lr=1e-3)
     compiled = TorchBackend(folder, seed=3, placement=Placement(compile_backend="aot_eager"))

@@ -25,7 +25,7 @@ async def test_a_result_whose_asker_was_cancelled_as_it_came_is_given_back() -> 
 
     async def lend() -> str:
         token[0].run_sync_soon(scope.cancel)
-        assert is_cancelled.wait(5.0)  # in asyncio's thread, so that it hears of the cancellation after this result
+        assert is_cancelled.wait(5.0)  # in asyncio's thread, so that the cancellation arrives there after this result
         return "slot"
 
     async def asker() -> None:

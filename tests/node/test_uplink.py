@@ -187,7 +187,7 @@ async def test_a_slot_that_comes_free_as_somebody_gives_up_waiting_is_not_lost()
     gone, stays = (asyncio.create_task(uplink.slot(peer, 10, is_member=True)) for peer in ("ben", "cora"))
     await asyncio.sleep(0)
     gone.cancel()
-    first()  # before the one that gives up has said so
+    first()  # before the cancelled one has withdrawn
     await asyncio.gather(gone, return_exceptions=True)
     (await asyncio.wait_for(stays, 1.0))()
     (await asyncio.wait_for(uplink.slot("anna", 10, is_member=True), 1.0))()

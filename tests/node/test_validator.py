@@ -86,7 +86,7 @@ async def test_what_a_bundle_says_against_its_worker_goes_with_the_verdict_accep
 
 
 async def test_what_a_calibration_expects_of_two_engines_is_no_strike() -> None:
-    """bf16 judged by fp32 errs by more than thresholds for fp32 allow. What is grossly wrong is refused all the same."""
+    """bf16 judged by fp32 errs by more than thresholds for fp32 allow. Grossly wrong values are still rejected."""
     lease, rollouts = make_lease(), await generate(make_lease())
     noisy = Moments(cap=1.0, lambdas=(1.0, 10.0), log_moments=(0.1, 1.0), num_tokens=1_000)
     pair = PairMoments(worker="table/fp32/cpu", validator="table/fp32/cpu", moments={"logprob": noisy, "margin": noisy})
@@ -131,7 +131,7 @@ async def test_samples_of_another_policy_are_found_out() -> None:
 
 
 async def test_another_policys_tokens_with_the_right_logprobs_are_found_out_by_the_seeds() -> None:
-    """A cheap model samples, the right one rescores: no comparison of logprobs can see it."""
+    """A cheap model samples, the right one rescores: no comparison of logprobs can detect it."""
     lease = make_lease()
     rollouts = await generate(lease, OTHER_POLICY)
     scorer = TableScorer()
@@ -206,7 +206,7 @@ class FailingEnvironment(LengthEnvironment):
 
 
 class UnsureEnvironment(LengthEnvironment):
-    """Its judge says something else each time: 0.1, 0.9, 0.2, then the same again."""
+    """Environment whose judge gives 0.1, 0.9 and 0.2 in turn."""
 
     def __init__(self) -> None:
         self._said = itertools.cycle((0.1, 0.9, 0.2))

@@ -107,7 +107,7 @@ async def test_a_validator_whose_clock_is_fast_judges_in_the_time_that_is_left()
 
 
 class StubbornEnvironment(LengthEnvironment):
-    """Its grader hangs on some problems until it is let go."""
+    """Environment whose grader hangs on some problems until the test releases it."""
 
     def __init__(self, hangs_on: int, let_go: threading.Event) -> None:
         self._hangs_on, self._let_go = hangs_on, let_go
@@ -171,7 +171,7 @@ def moved(lease: Lease, index: int) -> Lease:
 
 
 class ForgetfulScorer(TableScorer):
-    """Its loads do nothing, so many times."""
+    """Scorer whose first loads do nothing."""
 
     def __init__(self, failures: int) -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class World:
         runner = typer.testing.CliRunner()
         result = runner.invoke(main.app, ["verify", str(self.folder), "--run", RUN.digest, *map(str, arguments)])
         assert result.exit_code == code, result.output
-        # Kept apart: stderr may tell as well that kernels are compiled, wherever a file of the codec has changed.
+        # Kept apart: stderr may also report that kernels are compiled, if a file of the codec has changed.
         return result.stdout if code < 2 else result.stderr
 
     def verify_json(self, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def test_this_machines_faults_have_their_own_code(
     with pytest.raises(SystemExit) as stopped:
         main.main()
     assert stopped.value.code == 3
-    assert "ok " not in capsys.readouterr().out  # said before anything was verified
+    assert "ok " not in capsys.readouterr().out  # printed before anything was verified
 
 
 def test_the_help_documents_every_exit_code() -> None:

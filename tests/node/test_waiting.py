@@ -1,4 +1,4 @@
-"""Tasks that wait for work are woken in turn, as many as there is work for, and no notification is lost."""
+"""Tasks that wait for work wake in turn, one for each piece of work, and no notification is lost."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_a_step_waits_for_its_slowest_group() -> None:
 
 
 def test_few_workers_take_turns_in_the_order_of_the_slots() -> None:
-    # 3 and 1 at once, then 1 and 1 behind the second: 3, and the rest at 3
+    # 3 and 1 at once, then 1 and 1 after the second: 3, and the others at 3
     assert times([3.0, 1.0, 1.0, 1.0], workers=2) == [4.0]
 
 

@@ -22,7 +22,7 @@ from prime_protocol.proof import (
 )
 from prime_protocol.proof_polynomial import PRIME
 
-# What toploc 0.1.6's compute_newton_coefficients makes of the 128 largest values of `published()`.
+# Result of toploc 0.1.6's compute_newton_coefficients for the 128 largest values of `published()`.
 PUBLISHED = (
     "/9lklHXDfowyKVC/+d2tVefQ3RgMqIH/jeWNQhuQ8qJlQWddI3Lxs95pRk2iQi1zaSyS5FdOJIGQ9XjeHOPe/6IjjfLm/v79HOrkCVwH+4FzzaI4TnWZFLQF"
     "IcyjcLXGvi3eFJ06MwXqJc5R5CBAf44TtNGWhb0lQxu/Dy15qjJhDDBPvnznj9nUQ3nFaG+ykZwoZ4+BD9mQ9RXQVzRzh8nY+FNbdou97BEGCEOIgdQJsLZw"

@@ -1,8 +1,8 @@
-"""`prime-node join` without the check of names (E1), and with code of a run's in the process: what the walls alone still hold.
+"""`prime-node join` without the check of names (E1), and with a run's code in the process: tests the restrictions alone.
 
-Started by test_confined_roles.py. `python hostile_join.py LEFT_OUT join LINK ...`: LEFT_OUT names walls that are not raised
-either: "landlock", "namespaces" or "none". After the last model file is written, the process tries what a hostile run's
-code would, writes what came of it to the file REPORT in its folder, and ends.
+Started by test_confined_roles.py. `python hostile_join.py LEFT_OUT join LINK ...`: LEFT_OUT names restrictions that are
+also missing: "landlock", "namespaces" or "none". After the last model file is written, the process tries what a hostile run's
+code would try, writes the outcomes to the file REPORT in its folder, and ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ATTACKED = Path(os.environ["PRIME_TEST_ATTACKED"])
 
 
 def tried(action: Callable[[], Any]) -> str:
-    """Return the outcome in a word."""
+    """Return the outcome as one word."""
     try:
         return f"done: {str(action())[:200]}"
     except OSError as error:
@@ -90,7 +90,7 @@ def write_anywhere(folder: Path, name: str, data: bytes) -> None:
 
 
 def leave_out(restriction: str) -> None:
-    """Remove this wall, to simulate another mistake in addition to the first."""
+    """Remove this restriction, to simulate another mistake in addition to the first."""
     from prime_node.adapters.sandbox import landlock, namespaces
     from prime_node.adapters.sandbox.rules import Restriction
 

@@ -203,4 +203,4 @@ NO_MODEL_FILES = [
     "PROVENANCE.dsse.json",
 ]
 NEVER = set("/\\\0\n ~")
-"""In no name of a file, of whatever kind."""
+"""Characters that no name of a file contains."""

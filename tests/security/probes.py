@@ -328,7 +328,7 @@ def create_dataset(task: str, seed: int, size: int, **options: object) -> Datase
         sys.exit("gone")
     if task == "hang":
         time.sleep(1_000)
-    if task == "patch":  # what is given back is no longer checked by our own code in there
+    if task == "patch":  # our own code in there no longer checks the result
         from prime_node.envs.split import SplitEnvironment
 
         patched: Any = SplitEnvironment

@@ -29,7 +29,7 @@ def tried(action):
 
 
 def inside(folder: Path, program: str, **told: Any) -> Any:
-    """What a program prints as JSON that confines itself. `told` reaches it by that name."""
+    """Run a program that confines itself, and return what it prints as JSON. It gets `told` by that name."""
     ran = subprocess.run(
         [sys.executable, "-c", PREAMBLE + program, str(folder), json.dumps(told)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Addresses from signed and unsigned lists: which ones are listed, dialled and forwarded, and to whom."""
+"""Addresses from signed and unsigned lists: which ones are listed, dialled and forwarded, and to which callers."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def usable(
     logprobs: int | None = None,
     environments: Sequence[str] = ("echo", "echo"),
 ) -> list[Group]:
-    """The groups that the trainer finds in an accepted bundle; `logprobs`: so many were computed by a validator."""
+    """Return the groups that the trainer finds in an accepted bundle. `logprobs` is the number that a validator computed."""
     parcel = parcel_of(rollouts)
     digest = digest_of(parcel)
     bundle = open_trained_bundle(parcel, digest=digest, worker=WORKER.key_id, run=RUN)

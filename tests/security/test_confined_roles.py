@@ -213,7 +213,7 @@ print(child.wait(), subprocess.run(["touch", "made"], user=65534, group=65534, e
 
 
 def test_without_walls_the_same_run_does_all_of_it(contributor: Contributor, hostile_run: str) -> None:
-    """This shows that the test above passes because of the wall."""
+    """This shows that the test above passes because of the restriction."""
     report = joined(contributor, hostile_run, "worker.sandbox.unsafe_off=true")
     assert (contributor.outside / "absolute.sh").read_text() == OURS
     assert (contributor.home / ".bashrc").read_text().startswith(OURS)

@@ -282,7 +282,7 @@ def test_an_order_opens_nothing_outside_the_plan(tmp_path: Path) -> None:
 
 
 def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The role sends a process wider walls, which worked before the launcher wrote them into the command line."""
+    """The role sends a process weaker restrictions. That worked before the launcher wrote them into the command line."""
     monkeypatch.setenv("PYTHONPATH", str(package(tmp_path / "package")))
     monkeypatch.setenv("PRIME_ENVIRONMENT_KEY_OF_A_JUDGE", "secret")
     launcher = open_launcher(BOUNDS, hidden=[tmp_path / "run"])

@@ -1,6 +1,6 @@
 """Escapes: attempts of a hostile environment from inside a real environment process. Each is refused, or bounded.
 
-Each is tried with bubblewrap and without it, as where it is not installed, by root here, whom less holds back than others.
+Each is tried with bubblewrap and without it, as on machines that lack it. Here root tries, which has fewer restrictions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What faulty requests cost the address that they come from."""
+"""Consequences of faulty requests for the address that sends them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ NOT_PARSERS = {
     "seed_chain.committed": "hashes",
     "seed_chain.link": "hashes",
 }
-"""Prefixes of names of functions that take bytes and parse none of a stranger's, or only after one that is fuzzed."""
+"""Prefixes of names of functions that take bytes, but no stranger's bytes, or only after a parser that is fuzzed."""
 
 
 def functions() -> Iterator[tuple[str, object]]:

@@ -175,7 +175,7 @@ async def test_a_mirror_with_old_heads_holds_up_nobody_who_has_another_source(tm
 
 
 async def test_linked_peers_show_a_fresher_timestamp_than_a_frozen_mirror(tmp_path: Path) -> None:
-    """The freeze ends once one peer is linked that has seen a newer policy."""
+    """The freeze ends once a peer is linked that has a newer policy."""
     async with swarm(tmp_path) as made:
         await made.publish()
         mirror = Mirror(copy_of(made))

@@ -1,4 +1,4 @@
-"""A RunSpec that is signed, pinned by its join link, and hostile. Nothing but `config.json` and the like becomes a file."""
+"""A hostile RunSpec that is signed and pinned by its join link. Only `config.json` and similar names become files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spec() -> RunSpec:
 
 
 def opened(fields: Any) -> PinnedRun:
-    """As `join` opens it: it carries its root's signature and has the link's digest."""
+    """Open it as `join` does: it has its root's signature and the link's digest."""
     envelope = seal(json.dumps(fields).encode(), PayloadType.RUN_SPEC, ROOT)
     return open_run_spec(envelope, pinned=envelope.digest)
 
@@ -182,7 +182,7 @@ class HostileCoordinator(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: this is the attacker's."""
+        """Do nothing: this is the attacker's."""
 
 
 @pytest.mark.timeout(240)  # a home without compiled kernels: they are compiled first
@@ -233,7 +233,7 @@ def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def fault_of(fields: Any) -> str:
-    """What is said of a RunSpec; empty where it is read. Anything but a RemoteError fails the test."""
+    """Return the error about a RunSpec; empty if it is accepted. Any other error than RemoteError fails the test."""
     try:
         parse_json(json.dumps(fields).encode(), RunSpec)
     except RemoteError as error:

@@ -1,4 +1,4 @@
-"""Symbolic links on granted paths, nested in any way, weaken no wall, and have the same targets as outside."""
+"""Symbolic links on granted paths, nested in any way, weaken no restriction, and have the same targets as outside."""
 
 from __future__ import annotations
 

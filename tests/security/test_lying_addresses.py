@@ -1,4 +1,5 @@
-"""A hundred liars announce addresses of every kind to a real swarm: no peer dials an address that the liar does not answer at."""
+"""A hundred attackers announce addresses of every kind to a real swarm: no peer dials an address at which the attacker does not
+answer."""
 
 from __future__ import annotations
 
@@ -229,7 +230,7 @@ async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, 
 
 
 async def test_a_peer_that_answers_at_its_own_address_is_told_of(tmp_path: Path) -> None:
-    """The counterpart of the above: the same wall lets an honest newcomer through, over libp2p alone."""
+    """The counterpart of the above: the same check admits an honest newcomer, over libp2p alone."""
     async with attacked_swarm(tmp_path) as made:
         run = made.world.run
         network = Libp2pNetwork(ANNA, run=run.digest, settings=PeerSettings(listen=LISTEN))

@@ -163,7 +163,7 @@ async def test_a_machine_that_the_coordinator_refuses_opens_no_swarm_host(tmp_pa
         stop_one.set()
         assert await working is Ending.STOPPED
         await until(host_two.addresses)
-        # The first one comes back while the second one was cut off for a while, and the second one hears of it.
+        # The first one returns while the second one is disconnected, and the second one is then refused.
         await client_leaves(second, two)
         await first.join(join(ONE))
         await until(lambda: two.session.in_use)

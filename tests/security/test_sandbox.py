@@ -1,4 +1,4 @@
-"""The walls of adapters/sandbox, each tried from inside by a real process."""
+"""The restrictions of adapters/sandbox, each tested from inside by a real process."""
 
 from __future__ import annotations
 

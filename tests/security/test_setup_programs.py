@@ -1,4 +1,4 @@
-"""The set-up installs the programs that walls and their tests need, or reports what is missing."""
+"""The set-up installs the programs that restrictions and their tests need, or reports what is missing."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def test_many_texts_are_found() -> None:
 
 
 def test_python_and_the_wire_agree_on_every_code_point() -> None:
-    """What a name may hold is what `printable` leaves, but for code points that some version of Unicode does not know."""
+    """A name may contain what `printable` keeps, except code points that some version of Unicode lacks."""
     taken = re.compile(VISIBLE)
     for code in range(0x110000):
         if 0xD800 <= code <= 0xDFFF:
@@ -309,7 +309,7 @@ class Liar(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: this is the attacker's."""
+        """Do nothing: this is the attacker's."""
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ RUN = make_run()
 
 
 class OtherFace:
-    """The same coordinator as another client sees it: it forwards everything but its statement on the newest policy."""
+    """A second view of the same coordinator: it forwards everything except the statement on the newest policy."""
 
     def __init__(self, made: Swarm, head: SignedManifest, encoded: EncodedCheckpoint) -> None:
         self.made = made

@@ -1,4 +1,4 @@
-"""What strangers' requests cost is measured and bounded: all of them together get a share of the server's processor time."""
+"""The cost of strangers' requests is measured and bounded: all of them together get a share of the server's processor time."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 CHECKS = CheckPolicy(
     calibration=shipped_calibration(), flips_explained=True, close_flips_seen=True, shading_seen=True, unseeded=True
 )
-"""With 11 statistics, of which 9 say nothing here: as little as evidence can make of two."""
+"""Checks with 11 statistics, of which 9 show nothing here: the least that the other two can give."""
 WORKERS, BUNDLES, TOKENS = 40, 8, 8 * 16
 ERROR = 1e-6
 """Nats between claims and recomputed logprobs, as of one engine in float32 on other hardware."""

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups(folder: Path) -> list[Group]:
-    """Sixteen rollouts of four prompts with the policy's own logprobs; no validator has seen them."""
+    """Sixteen rollouts of four prompts with the policy's own logprobs; no validator has checked them."""
     rng = random.Random(3)
     found = []
     for slot in range(GROUPS):
@@ -86,7 +86,7 @@ def cosine(one: Step, other: Step) -> float:
 
 
 def lying(groups: Sequence[Group], nats: float) -> list[Group]:
-    """The first rollout claims logprobs that are so many nats below its own."""
+    """Lower the claimed logprobs of the first rollout by this many nats."""
     first = groups[0].completions[0]
     lie = replace(first, logprobs=tuple(each - nats for each in first.logprobs))
     return [replace(groups[0], completions=(lie, *groups[0].completions[1:])), *groups[1:]]

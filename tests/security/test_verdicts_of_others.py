@@ -1,4 +1,4 @@
-"""A validator judges what it was handed: it chooses neither its bundles nor whether another one looks at them again."""
+"""A validator judges only bundles that it was handed: it chooses neither its bundles nor their second look."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_a_verdict_names_no_logprobs_of_another_validator() -> None:
 
 
 async def test_what_is_said_of_a_bundle_of_another_makes_no_class() -> None:
-    """Else a word on any bundle would choose by whom the next ones are judged again."""
+    """Otherwise a verdict on any bundle would choose the validator of the next second looks."""
     async with running(memory_parts(RUN)) as world:
         await world.publish()
         await world.join(ANNA)
