@@ -22,10 +22,9 @@ from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.measure.tracker import StepLog, Tracker
 from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.batches import choose_batch, forgettable_step, next_step, stale_slots
 from prime_node.coordinator.state.effects import Topic, Woken
 from prime_node.coordinator.state.records import LeaseRecord, State
-from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.state.rules import SchedulerRules
 from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots
 from prime_node.coordinator.state.tick import tick

@@ -1,7 +1,7 @@
-"""Retries with growing pauses, cancellable waits, and a switch.
+"""Retries with growing pauses, cancellable waits, a switch, and a limit on bytes per second.
 
-Retry until there is an answer, for days if necessary; end a wait when something else happens; wait for a switch; and
-choose which error to report if several tasks fail together.
+Retry until there is an answer, for days if necessary; end a wait when something else happens; wait for a switch or a
+rate; and choose which error to report if several tasks fail together.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ T = TypeVar("T")
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 30.0
 SAY_AGAIN_S = 30.0
 """Seconds between log lines while the reason stays the same."""
+BURST_S = 0.25
+"""Seconds' worth of a rate limit that may be used at once."""
 
 
 class Switch:
@@ -124,3 +126,28 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class RateLimit:
+    """A token bucket: bytes per second, with short bursts. 0 is no limit."""
+
+    def __init__(self, bytes_per_s: float, clock: Clock) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._free_s = 0.0
+        """Time at which everything taken so far is paid for."""
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until so many bytes may move. First come, first served."""
+        if not self._bytes_per_s:
+            return
+        now_s = self._clock.monotonic_s()
+        begins_s = max(self._free_s, now_s - BURST_S)
+        self._free_s = begins_s + num_bytes / self._bytes_per_s
+        if begins_s > now_s:
+            try:
+                await self._clock.sleep(begins_s - now_s)
+            except BaseException:
+                # Otherwise a cancelled request would keep the others waiting.
+                self._free_s -= num_bytes / self._bytes_per_s
+                raise

@@ -27,10 +27,9 @@ from checks import Output, at_least
 from prime_lab.world import make_rules
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.batches import choose_batch, forgettable_step, next_step, stale_slots
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.schedule import Schedule

@@ -30,10 +30,9 @@ from prime_node.broadcast.swarm.network_peer import PeerQuestion
 from prime_node.config import parse_overrides, read_toml
 from prime_node.coordinator.api.documents import preferred_wait_s
 from prime_node.envs.dataset import rows_of_json_lines
-from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
-from prime_node.ports.web import Request, Response, Route
+from prime_node.ports.web import Request, Response, Route, parse_range
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.identity import SigningKey

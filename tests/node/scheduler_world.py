@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prime_node.broadcast.routes import UpdateRoute
-from prime_node.coordinator.state import batching, records
+from prime_node.coordinator.state import batches, records
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.endings import leases_remembered
@@ -100,10 +100,10 @@ class Run:
 
         Returns True if that was the last batch of a step.
         """
-        step = batching.next_step(self.state)
-        if old := batching.stale_slots(self.state, step):
+        step = batches.next_step(self.state)
+        if old := batches.stale_slots(self.state, step):
             self.do(ev.GroupsDropped(old))
-        chosen = batching.choose_batch(self.state)
+        chosen = batches.choose_batch(self.state)
         if chosen is not None:
             self.do(ev.BatchFixed(step, chosen))
         return self.state.is_given(step)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batching import choose_batch
+from prime_node.coordinator.state.batches import choose_batch
 from prime_protocol.schedule import Selection, StalePolicy
 
 

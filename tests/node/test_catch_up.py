@@ -15,9 +15,8 @@ from tests.node.worker_world import MemorySource, following, make_follower, make
 from tests.time_world import until
 
 from prime_node.broadcast.follow.follower import Follower
-from prime_node.broadcast.publish.encoder import SpanEncoder
+from prime_node.broadcast.publish.encoder import SpanEncoder, WholeCopy
 from prime_node.broadcast.publish.spans import SpanRules
-from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator.state import blockers, invariants, records, retained, scheduler, snapshot
+from prime_node.coordinator.state import blockers, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.batches import forgettable_step
 from prime_node.coordinator.state.curriculum import Pool, Rating
 from prime_node.coordinator.state.effects import Effect, Settled
 from prime_node.coordinator.state.records import State
@@ -183,7 +184,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2))
     def save_checkpoint(self, back: int) -> None:
-        durable = retained.forgettable_step(self.state, self.state.head - back)
+        durable = forgettable_step(self.state, self.state.head - back)
         if durable > self.state.durable_step:
             self.run_.do(ev.TrainerDurable(durable))
 

@@ -33,13 +33,13 @@ from prime_node.coordinator.api.receipts import receipt_signer
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.journal import open_journal, restore_state
+from prime_node.coordinator.manifests import kept_encodings
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.retention import kept_encodings
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State
 from prime_node.coordinator.state.rules import rules_of
-from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.store import LoggedEvent, StoredReceipt
+from prime_node.ports.web import parse_range
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.messages import ReceiptsRequest

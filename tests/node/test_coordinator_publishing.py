@@ -22,7 +22,7 @@ from tests.node.coordinator_world import (
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_node.broadcast.routes import UpdateRoute, search
-from prime_node.coordinator.retention import kept_encodings
+from prime_node.coordinator.manifests import kept_encodings
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants
 from prime_node.coordinator.state.records import State

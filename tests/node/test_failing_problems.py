@@ -14,7 +14,7 @@ from prime_node.coordinator import curation
 from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
-from prime_node.coordinator.state.batching import choose_batch, next_step
+from prime_node.coordinator.state.batches import choose_batch, next_step
 from prime_node.coordinator.state.blockers import waits_for
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.tick import tick

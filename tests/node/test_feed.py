@@ -23,8 +23,8 @@ from tests.node.batch_coordinator import (
 )
 from tests.time_world import VirtualClock
 
+from prime_node.broadcast.publish.encoder import WholeCopy
 from prime_node.broadcast.publish.publisher import Publisher
-from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
 from prime_node.training_data.bundles import groups_of, open_batch, open_trained_bundle

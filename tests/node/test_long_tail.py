@@ -9,8 +9,8 @@ import random
 import pytest
 from tests.node.scheduler_world import RULES, Run
 
+from prime_node.coordinator.state import batches, invariants
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state import invariants, retained
 from prime_node.coordinator.state.effects import BundleForgotten, Settled
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord
 from prime_node.coordinator.state.scheduler import NothingToLease
@@ -186,7 +186,7 @@ def test_long_rollouts_are_as_frequent_in_what_is_trained_as_in_what_was_asked_f
         if not run.state.is_given(run.state.head) and run.fix():
             trained |= {slot: run.state.head for batch in run.state.batches[run.state.head] for slot in batch}
             run.publish()
-            run.do(ev.TrainerDurable(retained.forgettable_step(run.state, run.state.head)))
+            run.do(ev.TrainerDurable(batches.forgettable_step(run.state, run.state.head)))
             continue
         now_s, name, lease_id = heapq.heappop(busy)
         run.now_ms = 1_000 + round(now_s * 1_000)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.time_world import turns
 
-from prime_node.adapters.web import http_replies
+from prime_node.adapters.web import connection_counts
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -179,7 +179,7 @@ async def test_who_goes_away_while_he_is_sent_to_gives_the_slot_back(line: Line,
 
 
 async def test_a_reader_who_does_not_read_is_cut(line: Line, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_replies, "BODY_GRACE_S", -len(LARGE))
+    monkeypatch.setattr(connection_counts, "BODY_GRACE_S", -len(LARGE))
     line.writer.write(b"GET /blobs/large HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.wait_for(blobs.given_back.acquire(), 5.0)
 

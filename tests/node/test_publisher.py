@@ -11,10 +11,9 @@ from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fu
 from tests.node.publisher_world import UntrustedRow, make, publish, sparse, weights
 from tests.time_world import VirtualClock
 
-from prime_node.broadcast.publish.encoder import SpanEncoder
+from prime_node.broadcast.publish.encoder import SpanEncoder, WholeCopy
 from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.broadcast.publish.spans import SpanRules
-from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.weights import root_of

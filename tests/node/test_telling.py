@@ -10,16 +10,15 @@ import pytest
 from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.swarm import have_broadcast
-from prime_node.broadcast.swarm.have_broadcast import HaveBroadcast
-from prime_node.broadcast.swarm.have_set import HaveSet
+from prime_node.broadcast.swarm import have_set as have_set_module
+from prime_node.broadcast.swarm.have_set import HaveBroadcast, HaveSet
 from prime_protocol.envelope import parse_json
 from prime_protocol.peers import PeerUpdate
 
 
 @pytest.fixture
 def have_set(monkeypatch: pytest.MonkeyPatch) -> HaveSet:
-    monkeypatch.setattr(have_broadcast, "UPDATES_EVERY_S", 0.0)
+    monkeypatch.setattr(have_set_module, "UPDATES_EVERY_S", 0.0)
     return HaveSet()
 
 
@@ -62,7 +61,7 @@ async def test_who_reads_slowly_is_told_at_once_what_he_missed(have_set: HaveSet
 async def test_a_line_comes_now_and_then_although_nothing_is_new(
     have_set: HaveSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(have_broadcast, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(have_set_module, "KEEP_ALIVE_S", 0.01)
     async with listener(HaveBroadcast(have_set, SystemClock())) as lines:
         assert [head_of(await anext(lines)) for _ in range(3)] == [-1, -1, -1]
 

@@ -9,8 +9,8 @@ import pytest
 from tests.time_world import VirtualClock
 
 from prime_node.broadcast.swarm.choker import ChokerRules
-from prime_node.broadcast.swarm.rate_limit import BURST_S, RateLimit
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
+from prime_node.patience import BURST_S, RateLimit
 from prime_protocol.errors import ErrorCode, RemoteError
 
 DAY_MS = 86_400_000

@@ -16,7 +16,7 @@ from tests.time_world import until
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.connection_counts import MEMBER_BURST_S, ConnectionCounts, Entry
-from prime_node.coordinator.api.caller_bounds import MEMBER_REQUESTS_TIMES, caller_bounds_of
+from prime_node.coordinator.api.callers import MEMBER_REQUESTS_TIMES, caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits

@@ -15,7 +15,7 @@ from prime_node.adapters.web import guarded_handler
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.connection_counts import DEBT_S_MAX, ConnectionCounts
 from prime_node.adapters.web.shares import Turns
-from prime_node.coordinator.api.caller_bounds import caller_bounds_of
+from prime_node.coordinator.api.callers import caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits

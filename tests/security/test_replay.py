@@ -34,8 +34,7 @@ from tests.node.http_server import served
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.coordinator.api.epochs import Epochs
-from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
+from prime_node.coordinator.api.nonces import MEMORY_S, Epochs, Nonces
 from prime_node.coordinator.api.routes import ENDPOINTS
 from prime_protocol import limits
 from prime_protocol.digest import digest_of

@@ -13,7 +13,7 @@ from tests.security.raw_http import ask, get
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.connection_counts import DEBT_S_MAX, REQUEST_S, STRANGERS_SHARE, ConnectionCounts
 from prime_node.adapters.web.metered import Meter
-from prime_node.coordinator.api.caller_bounds import caller_bounds_of
+from prime_node.coordinator.api.callers import caller_bounds_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.web import CallerBounds, Request, Response, Route, Sender
 from prime_protocol.errors import RemoteError

@@ -28,12 +28,11 @@ if TYPE_CHECKING:
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.part_store import PartStore
     from prime_node.broadcast.swarm.peer import Peer
-    from prime_node.broadcast.swarm.rate_limit import RateLimit
     from prime_node.broadcast.swarm.sources import SourcePool
     from prime_node.broadcast.swarm.swarm_config import SwarmConfig
     from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
     from prime_node.broadcast.swarm.uplink import Uplink
-    from prime_node.patience import Switch
+    from prime_node.patience import RateLimit, Switch
     from prime_node.ports.peer_network import PeerNetwork
     from prime_node.ports.swarm import PeerLink
     from prime_node.worker.config import WorkerConfig
@@ -121,10 +120,10 @@ def peer_links(
     from prime_node.broadcast.swarm.gossiped_heads import AnnouncedHeads
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.network_peer import NetworkPeer
-    from prime_node.broadcast.swarm.rate_limit import RateLimit
     from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
     from prime_node.broadcast.swarm.topology import TopologyRules
     from prime_node.broadcast.swarm.uplink import DataCap, Uplink
+    from prime_node.patience import RateLimit
     from prime_protocol.peers import PeerRecord
 
     def may_serve() -> bool:
@@ -359,7 +358,7 @@ def _pool(sources: Sequence[tuple[str, HttpClient]]) -> SourcePool:
 
 def _download_rate(config: SwarmConfig) -> RateLimit | None:
     """Return the owner's limit on downloads, or None if there is none."""
-    from prime_node.broadcast.swarm.rate_limit import RateLimit
+    from prime_node.patience import RateLimit
 
     is_limited = config.enabled and config.download_bytes_per_s
     return RateLimit(config.download_bytes_per_s, clock()) if is_limited else None

@@ -26,6 +26,7 @@ from prime_node.coordinator.api.receipts import ReceiptLists, receipt_signer
 from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.api.routes import Handlers
 from prime_node.coordinator.api.statements import (
+    BatchSeals,
     KeyRings,
     LedgerSigner,
     TimestampSigner,
@@ -35,7 +36,6 @@ from prime_node.coordinator.api.statements import (
 from prime_node.coordinator.api.status import StatusPages, StatusReport
 from prime_node.coordinator.api.training import TrainerBatches
 from prime_node.coordinator.assignments import Assigner
-from prime_node.coordinator.batch_seals import BatchSeals
 from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.curation import Curation
@@ -44,16 +44,15 @@ from prime_node.coordinator.dossiers import BanDossiers
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import Journal, open_journal, restore_state
 from prime_node.coordinator.listed_peers import Peers
-from prime_node.coordinator.manifests import PublishedManifests
+from prime_node.coordinator.manifests import PublishedManifests, Retention
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.tracker import Tracker
 from prime_node.coordinator.metrics import METRICS
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.retention import Retention
+from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.waiting import Notifications
-from prime_node.coordinator.watchdog import Blockers
 from prime_node.observe import Gauges, Recorder, Recorders
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -181,7 +180,7 @@ def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator
     limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
     gate = RequestGate(run=run, limiter=limiter, nonces=Nonces(nonces_max=config.nonces_max))
     peers = Peers(parts.dial_back, parts.dial_back_libp2p, parts.network)
-    blockers = Blockers(decisions)
+    blockers = Blockers(journal.state)
     curation = Curation(config.curriculum, decisions, assigner, private, metrics)
     manifests = PublishedManifests(run, decisions, parts.published)
     seals = BatchSeals(run, key, decisions, assigner)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from prime_node.coordinator.api.caller_bounds import caller_bounds_of
+from prime_node.coordinator.api.callers import caller_bounds_of
 from prime_node.coordinator.api.routes import make_routes
 from prime_node.coordinator.api.statements import require_own_key
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.peering import PeerHost
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.scheduler import expired_leases
-from prime_node.coordinator.watchdog import Watchdog
 from prime_node.patience import first_of
 from prime_node.ports.blobs import Blobs
 
@@ -90,6 +91,28 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
             if parts.network is not None:
                 await parts.network.close()
             coordinator.journal.close()
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Warns once for each `quiet_seconds` in which no bundle was settled, no batch given and no policy published."""
+
+    blockers: Blockers
+    quiet_seconds: float
+    _seen: tuple[int, ...] = ()
+    _since_s: float = 0.0
+
+    def look(self, now_s: float) -> str | None:
+        """Return the warning for the operator, if any."""
+        state = self.blockers.state
+        moved = (state.head, state.accepted, sum(state.refused.values()), sum(map(len, state.batches.values())))
+        if moved != self._seen:
+            self._seen, self._since_s = moved, now_s
+            return None
+        if now_s - self._since_s < self.quiet_seconds or not (waits := self.blockers.reasons()):
+            return None
+        self._since_s = now_s
+        return f"the run has made no progress for {self.quiet_seconds:.0f} s. Waiting for: {'; '.join(waits)}"
 
 
 async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:

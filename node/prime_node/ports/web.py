@@ -1,14 +1,18 @@
-"""An HTTP server as a table of routes.
+"""An HTTP server as a table of routes, and what any server does alike: byte ranges and the reply to an error.
 
 Roles write handlers over plain values; only the adapter knows the web framework.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +125,33 @@ class WebServer(Protocol):
     async def stop(self, *, grace_s: float) -> None:
         """Accept no new request, let those in progress finish for `grace_s`, then cut them."""
         ...
+
+
+def parse_range(text: str, size: int) -> tuple[int, int]:
+    """Parse one byte range of RFC 9110 into [start, end). Raises RemoteError(BAD_RANGE).
+
+    Example: parse_range("bytes=0-9", 100) is (0, 10).
+    """
+    found = re.fullmatch(r"bytes=([0-9]{0,15})-([0-9]{0,15})", text.strip())
+    first, last = found.groups() if found else ("", "")
+    if first:
+        start, end = int(first), min(size, int(last) + 1) if last else size
+    elif last:
+        start, end = max(0, size - int(last)), size
+    else:
+        start, end = 0, 0
+    if start >= end:
+        raise RemoteError(ErrorCode.BAD_RANGE, f"of {size} bytes, {text[:60]!r} is no range that can be sent")
+    return start, end
+
+
+def explanation(error: RemoteError) -> Response:
+    """Return the reply to an error: its status, and an ErrorBody."""
+    body: dict[str, object] = {"code": str(error.code), "detail": error.detail[:2_000]}
+    headers = {}
+    if error.retry_after_s is not None:
+        body["retry_after_s"] = error.retry_after_s
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    if error.epoch:
+        body["epoch"] = error.epoch
+    return Response(json.dumps(body).encode(), error.http_status, headers=headers)

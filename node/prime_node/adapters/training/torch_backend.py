@@ -44,7 +44,7 @@ from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
 from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, RankShare, shares
-from prime_node.broadcast.publish.whole_copy import WholeCopy
+from prime_node.broadcast.publish.encoder import WholeCopy
 from prime_node.ports.train_backend import (
     Loss,
     OptimizerSettings,

@@ -17,9 +17,16 @@ from typing import Any
 
 from aiohttp import ClientConnectionError, web
 
-from prime_node.adapters.web.connection_counts import ConnectionCounts, Entry, Listener, connections_max
+from prime_node.adapters.web.connection_counts import (
+    BODY_BYTES_PER_S_MIN,
+    BODY_GRACE_S,
+    ConnectionCounts,
+    Entry,
+    Listener,
+    connections_max,
+    send_s_max,
+)
 from prime_node.adapters.web.guarded_handler import GuardedHandler, error_answer
-from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, BODY_GRACE_S, send_s_max
 from prime_node.adapters.web.plain_gets import BulkRoutes, PlainGets
 from prime_node.adapters.web.shares import HeldBytes, Shares
 from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Request, Response, Route

@@ -19,12 +19,15 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from prime_node.adapters.web.shares import Turns
-from prime_node.ports.web import CallerBounds, Sender
+from prime_node.ports.web import CallerBounds, Response, Sender
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 
 log = logging.getLogger(__name__)
 
+BODY_GRACE_S = 20.0
+BODY_BYTES_PER_S_MIN = 16 * 2**10
+"""Speed at which a body may be sent after the grace. Only a modem is slower."""
 BACKLOG = 1_024
 """Connections that the system queues until they are accepted."""
 WORK_AT_ONCE, WORK_OF_ACCEPTING = 32, 16
@@ -325,3 +328,9 @@ def _add(counts: dict[str, int], name: str, change: int) -> None:
 
 def _turns(per_second: float, *, burst_s: float) -> Turns | None:
     return None if math.isinf(per_second) else Turns(per_second=per_second, burst=max(1.0, burst_s * per_second))
+
+
+def send_s_max(response: Response) -> float:
+    """Return the seconds that a body of known length may take; an iterator's length is in its headers."""
+    num_bytes = len(response.body) if isinstance(response.body, bytes) else int(response.headers["Content-Length"])
+    return BODY_GRACE_S + num_bytes / BODY_BYTES_PER_S_MIN

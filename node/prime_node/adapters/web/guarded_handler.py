@@ -16,10 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from prime_node.adapters.web.connection_counts import ConnectionCounts, Entry
-from prime_node.adapters.web.http_replies import BODY_BYTES_PER_S_MIN, explanation
+from prime_node.adapters.web.connection_counts import BODY_BYTES_PER_S_MIN, ConnectionCounts, Entry
 from prime_node.adapters.web.metered import Meter
 from prime_node.adapters.web.request_head import Head, find_end, read_request_head
+from prime_node.ports.web import explanation
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 

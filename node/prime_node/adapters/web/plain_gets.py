@@ -19,9 +19,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from prime_node.adapters.web.connection_counts import Entry
-from prime_node.adapters.web.http_replies import explanation, send_s_max
-from prime_node.ports.web import Handler, Request, Response, Route
+from prime_node.adapters.web.connection_counts import Entry, send_s_max
+from prime_node.ports.web import Handler, Request, Response, Route, explanation
 from prime_protocol.errors import RemoteError
 
 log = logging.getLogger(__name__)

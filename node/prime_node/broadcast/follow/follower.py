@@ -29,8 +29,8 @@ from prime_node.broadcast.swarm.download import DownloadPlan, Downloads, NoPeers
 from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
-from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.patience import RateLimit
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder

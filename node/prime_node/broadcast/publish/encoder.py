@@ -1,15 +1,17 @@
 """Make the encodings of each next policy, and hold what that takes: older weights, and the sizes of what was published.
 
-spans.py decides which encodings are made. Memory: the weights of the last policy, of the last one at each longer span, and of
-policy 0, so len(spans) + 1 policies at most. Encodings stream out part by part, so they take one part, and some chunks for
-each thread. A base that is not held (after a restart) is skipped until its turn comes again; policy 0 can be supplied from
-outside.
+spans.py decides which encodings are made. A policy is a copy that encodes itself; `WholeCopy` is one in this process's memory.
+Memory: the weights of the last policy, of the last one at each longer span, and of policy 0, so len(spans) + 1 policies at most.
+Encodings stream out part by part, so they take one part, and some chunks for each thread. A base that is not held (after a
+restart) is skipped until its turn comes again; policy 0 can be supplied from outside.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prime_node.broadcast.publish.spans import (
@@ -22,9 +24,42 @@ from prime_node.broadcast.publish.spans import (
 )
 from prime_node.broadcast.routes import UpdateRoute, routes_of
 from prime_node.ports.train_backend import PolicyCopy
-from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry
+from prime_protocol.checkpoint import encode_parts, tensor_table
+from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry, TensorEntry
+from prime_protocol.weights import Weights, num_bytes
 
 log = logging.getLogger(__name__)
+ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Half the cores: encoding runs during the next step, which needs the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCopy:
+    """Implementation of ports.train_backend.PolicyCopy. The weights must not change any more."""
+
+    weights: Weights
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return num_bytes(self.weights)
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Return the table of tensors."""
+        return tensor_table(self.weights)
+
+    def encode(
+        self, base: tuple[BasePolicy, WholeCopy] | None, *, keep: Callable[[PartEntry, bytearray], object]
+    ) -> tuple[Encoding, bytes]:
+        """Encode the policy, as an anchor or against `base`. Return the encoding and its index."""
+        old = None if base is None else (base[0], base[1].weights)
+        if ENCODE_THREADS == 1:
+            return encode_parts(self.weights, old, keep=keep)
+        with ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode") as pool:
+            return encode_parts(self.weights, old, keep=keep, pool=pool)
+
+    def drop(self) -> None:
+        """Do nothing: Python frees the memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,9 @@ from typing import NoReturn
 
 from prime_node.broadcast.publish.announced import Announced
 from prime_node.broadcast.publish.disk_room import DiskRoom
-from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder
+from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder, WholeCopy
 from prime_node.broadcast.publish.part_spool import PartSpool
 from prime_node.broadcast.publish.spans import SpanRules
-from prime_node.broadcast.publish.whole_copy import WholeCopy
 from prime_node.broadcast.routes import UpdateRoute, routes_of
 from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock

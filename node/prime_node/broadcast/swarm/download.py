@@ -18,14 +18,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from prime_node.broadcast.swarm.blame import Absences, broken_publication
 from prime_node.broadcast.swarm.have_set import HaveSet, HeldEncoding
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
 from prime_node.broadcast.swarm.piece_decoder import Decode, PieceDecoder
 from prime_node.broadcast.swarm.piece_sets import PieceSet, members, span
-from prime_node.broadcast.swarm.rate_limit import RateLimit
-from prime_node.broadcast.swarm.sources import ROUNDS_MAX, NamedSource, SourceKind, SourcePool
+from prime_node.broadcast.swarm.sources import (
+    ROUNDS_MAX,
+    Absences,
+    NamedSource,
+    SourceKind,
+    SourcePool,
+    broken_publication,
+)
+from prime_node.patience import RateLimit
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits

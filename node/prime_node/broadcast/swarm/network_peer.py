@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from pydantic import Field
 
-from prime_node.broadcast.swarm.have_broadcast import KEEP_ALIVE_S
+from prime_node.broadcast.swarm.have_set import KEEP_ALIVE_S
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.ports.peer_network import DeferredAnswer, PeerAddress, PeerNetwork
 from prime_node.ports.transport import Unreachable

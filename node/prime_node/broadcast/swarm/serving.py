@@ -20,15 +20,20 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_node.broadcast.swarm.have_broadcast import KEEP_ALIVE_S, UPDATES_EVERY_S, HaveBroadcast, encode_update
-from prime_node.broadcast.swarm.have_set import HaveChange, HaveSet
+from prime_node.broadcast.swarm.have_set import (
+    KEEP_ALIVE_S,
+    UPDATES_EVERY_S,
+    HaveBroadcast,
+    HaveChange,
+    HaveSet,
+    encode_update,
+)
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
 from prime_node.inside import open_regular, place, read_regular
-from prime_node.ports.byte_ranges import parse_range
 from prime_node.ports.clock import Clock
-from prime_node.ports.web import Handler, Request, Response, Route
+from prime_node.ports.web import Handler, Request, Response, Route, parse_range
 from prime_protocol import limits
 from prime_protocol.addresses import network_of
 from prime_protocol.envelope import Envelope, PayloadType, seal

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
-from prime_node.broadcast.swarm.rate_limit import RateLimit
 from prime_node.files import replace
+from prime_node.patience import RateLimit
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError

@@ -18,11 +18,10 @@ import re
 from dataclasses import dataclass
 
 from prime_node.coordinator.api.callers import is_in, prefix_of
-from prime_node.coordinator.api.sessions import require_session
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.decisions import Decisions
-from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.presence import Presence, require_session
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import newcomers
 from prime_node.ports.clock import Clock

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from prime_node.ports.blobs import Blobs
-from prime_node.ports.byte_ranges import parse_range
-from prime_node.ports.web import Request, Response
+from prime_node.ports.web import Request, Response, parse_range
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.run_spec import PinnedRun
 

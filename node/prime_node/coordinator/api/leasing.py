@@ -6,19 +6,18 @@ import logging
 from dataclasses import dataclass
 
 from prime_node.coordinator.api.requests import Caller, require_role
-from prime_node.coordinator.api.sessions import require_session
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.measure.observer import Observer
-from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.presence import Presence, require_session
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import Claim, LeaseRecord
 from prime_node.coordinator.state.scheduler import Grant, NothingToLease, choose_slots
 from prime_node.coordinator.waiting import Notifications
-from prime_node.coordinator.watchdog import Blockers
 from prime_node.ports.clock import Clock
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError

@@ -1,16 +1,22 @@
-"""Recent nonces, so that a signed request works once.
+"""Epochs and recent nonces, so that a signed request works once.
 
 A request is valid for REQUEST_AGE_S_MAX before and after its time stamp. So a copy may be valid for twice as long after its
-arrival, plus the time that the wall clock may fall behind within an epoch (epochs.py). Its nonce is remembered for at least
+arrival, plus the time that the wall clock may fall behind within an epoch. Its nonce is remembered for at least
 that. There are two generations: when the newer one is old enough, the whole older one is forgotten.
 
 The run's keys, members and strangers have a room each. Within a room a key (for strangers: a network) that has used EACH_MIN
 gets more only as a share of what is left (FREE_PARTS), and a part of the room is not available to such keys. So the heaviest
 users are refused first. With the default settings it takes about two thousand member keys to fill their room.
+
+A nonce is forgotten by a restart, and with time, once its request has expired by the clock. So an epoch begins with the
+process, and again when the clock is set back, because expired requests could be valid again then. An epoch's name is random and
+not stored. So it cannot be known, nor a request be signed for it, in advance. Neither kill -9 nor a copied folder nor a
+restored backup brings an earlier one back.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +34,45 @@ EACH_MIN = 64
 """Nonces that a member's key, or a strangers' network, may use while its kind has any room."""
 FREE_PARTS = 8
 """Parts of what is left; beyond EACH_MIN a key gets more while it has used at most one part."""
+
+
+class Epochs:
+    """The current epoch. A new one begins when the wall clock falls CLOCK_BACK_S_MAX behind the monotonic clock."""
+
+    def __init__(self) -> None:
+        self._present = secrets.token_hex(16)
+        self._ahead_s: float | None = None
+        """Maximum lead of the wall clock over the monotonic one in this epoch."""
+
+    def present(self, *, now_ms: int, now_s: float) -> str:
+        """Return the epoch's name. `now_ms` is Unix time, `now_s` monotonic."""
+        ahead_s = now_ms / 1_000 - now_s
+        if self._ahead_s is None or ahead_s > self._ahead_s:
+            self._ahead_s = ahead_s
+        elif ahead_s < self._ahead_s - limits.CLOCK_BACK_S_MAX:
+            self._present, self._ahead_s = secrets.token_hex(16), ahead_s
+        return self._present
+
+    def require(self, epoch: str, *, now_ms: int, now_s: float) -> None:
+        """Check a request's epoch.
+
+        Raise RemoteError: WRONG_EPOCH with the current epoch, VERSION_UNSUPPORTED for a request without one, from older clients.
+        """
+        present = self.present(now_ms=now_ms, now_s=now_s)
+        if not epoch:
+            raise RemoteError(
+                ErrorCode.VERSION_UNSUPPORTED,
+                (
+                    "this coordinator requires requests that name its epoch (protocol/SPEC.md, section 14): install the "
+                    "release that it runs"
+                ),
+            )
+        if epoch != present:
+            raise RemoteError(
+                ErrorCode.WRONG_EPOCH,
+                "the request was signed for another epoch of this coordinator; sign it again for the current one",
+                epoch=present,
+            )
 
 
 class Room(StrEnum):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from prime_node.broadcast.routes import routes_of, search
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
-from prime_node.coordinator.batch_seals import BatchSeals
+from prime_node.coordinator.api.statements import BatchSeals
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.manifests import PublishedManifests

@@ -18,7 +18,7 @@ announced before its body was read is charged there, and not again (bodies.py).
 Many callers may share one address, behind a proxy or a NAT. So faulty requests from it shut out only strangers: keys that
 neither belong to the run nor take part. They are refused before any signature is checked.
 
-A restart forgets the nonces and begins a new epoch with a random name (epochs.py). So no request that was signed before is
+A restart forgets the nonces and begins a new epoch with a random name (nonces.py). So no request that was signed before is
 valid.
 """
 
@@ -29,9 +29,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_node.coordinator.api.callers import prefix_of
-from prime_node.coordinator.api.epochs import Epochs
 from prime_node.coordinator.api.limiter import Limiter
-from prime_node.coordinator.api.nonces import Nonces, Room
+from prime_node.coordinator.api.nonces import Epochs, Nonces, Room
 from prime_node.coordinator.state.records import State
 from prime_node.ports.web import Sender
 from prime_protocol import limits

@@ -6,13 +6,15 @@ shows no details and is logged with its endpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import BaseModel
+
 from prime_node.coordinator.api.admission import WorkerAdmission
-from prime_node.coordinator.api.answers import Answer, response_of
 from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.bodies import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
@@ -34,11 +36,15 @@ from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol import limits, messages
 from prime_protocol.body_claim import REQUEST_HEADER
+from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
+from prime_protocol.messages import NotYet
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
 log = logging.getLogger(__name__)
+Answer = BaseModel | Envelope | bytes | dict[str, Any] | Response | None
+"""Result of an endpoint. A dict is unsigned JSON; None is an answer without content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,3 +261,22 @@ def _sent(request: Request) -> bytes:
     if len(sent) > limits.HEADER_ENVELOPE_BYTES_MAX:
         raise LimitExceeded("HEADER_ENVELOPE_BYTES_MAX", len(sent), limits.HEADER_ENVELOPE_BYTES_MAX)
     return sent
+
+
+def response_of(answer: Answer) -> Response:
+    """Return the response that carries an answer."""
+    match answer:
+        case None:
+            return Response(status=204)
+        case Response():
+            return answer
+        case bytes():
+            return Response(answer, content_type="application/octet-stream")
+        case Envelope():
+            return Response(answer.to_bytes())
+        case NotYet():
+            return Response(answer.model_dump_json().encode(), status=202)
+        case BaseModel():
+            return Response(answer.model_dump_json().encode())
+        case dict():
+            return Response(json.dumps(answer, separators=(",", ":")).encode())

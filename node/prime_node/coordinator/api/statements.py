@@ -1,8 +1,8 @@
-"""The run's other signed statements: key rings, timestamps, and the ledger.
+"""What the coordinator signs or passes on signed, besides leases and receipts: key rings, timestamps, batches, and the ledger.
 
 Anyone may upload a key ring: its signatures count. It is on disk before it is used, so that no restart goes back to revoked
 keys. A timestamp is renewed every `timestamp_seconds` (30) and after each publication. The last one is stored with the
-manifests, for mirrors.
+manifests, for mirrors. The content of a batch is the same each time, so it is signed again on request.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.store import Store
 from prime_protocol import limits
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing, Role
 from prime_protocol.ledger import LedgerHead
+from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp
 
@@ -217,3 +219,68 @@ async def ledger_head_ms(private: Documents) -> int:
 def key_ring_name(version: int) -> str:
     """Return the name of a key ring's file."""
     return f"keys/{version:04d}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDigests:
+    """The digests of a batch that was handed out."""
+
+    payload: str
+    """Digest that the next batch of the same step names."""
+    envelope: str
+    """Digest that the manifest of the resulting policy names."""
+
+
+@dataclass(slots=True)
+class BatchSeals:
+    """The batches that are fixed, signed on request."""
+
+    run: PinnedRun
+    key: SigningKey
+    decisions: Decisions
+    assigner: Assigner
+    known: dict[tuple[int, int], BatchDigests] = field(default_factory=dict)
+    """Digests by step and part, so that publishing a policy does not make and sign its batches again."""
+
+    def seal(self, step: int, part: int) -> Envelope:
+        """Return the signed batch, and remember its digests until the trainer is durable past the step."""
+        envelope = seal(self._make(step, part), PayloadType.BATCH, self.key)
+        known, durable = self.known, self.decisions.state.durable_step
+        known[step, part] = BatchDigests(payload=digest_of(envelope.payload), envelope=envelope.digest)
+        for old in [key for key in known if key[0] < min(durable, step)]:
+            del known[old]
+        return envelope
+
+    def digests(self, step: int, part: int) -> BatchDigests:
+        """Return the digests of a fixed batch. Only after a restart the batch is made again."""
+        if (step, part) not in self.known:
+            self.seal(step, part)
+        return self.known[step, part]
+
+    def _make(self, step: int, part: int) -> TrainBatch:
+        """Return the batch to sign. It contains only settled facts, so its bytes are the same each time."""
+        state, groups = self.decisions.state, []
+        for slot in state.batches[step][part]:
+            group = state.steps[slot // state.rules.groups_per_step].accepted[slot]
+            problem, prompt = self.assigner.problem(slot)
+            groups.append(
+                BatchGroup.model_construct(
+                    slot=slot,
+                    problem=problem,
+                    prompt_token_ids=prompt,
+                    worker=group.worker,
+                    policy_version=group.policy_version,
+                    bundle=group.bundle,
+                    first=group.first,
+                    rewards=group.rewards,
+                    unscored=group.unscored,
+                    logprobs=group.logprobs or None,
+                )
+            )
+        return TrainBatch.model_construct(
+            run=self.run.digest,
+            step=step,
+            groups=tuple(groups),
+            part=part,
+            previous=self.digests(step, part - 1).payload if part else None,
+        )

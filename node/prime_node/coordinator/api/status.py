@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 from prime_node.coordinator.agreement import Agreement
-from prime_node.coordinator.api.answers import response_of
 from prime_node.coordinator.api.cached_response import CachedResponse
-from prime_node.coordinator.api.epochs import Epochs
+from prime_node.coordinator.api.nonces import Epochs
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.evaluating import Evaluations
@@ -18,8 +18,8 @@ from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import audits, newcomers
+from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.records import State, WorkerRecord
-from prime_node.coordinator.watchdog import Blockers
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Request, Response
@@ -175,7 +175,7 @@ class StatusPages:
         self._report = report
         self._epochs = epochs
         self._clock = clock
-        self._status = CachedResponse(lambda: response_of(report.status_of_run()), clock)
+        self._status = CachedResponse(self._described, clock)
         self._metrics = CachedResponse(self._measured, clock)
 
     async def status(self) -> Response:
@@ -194,6 +194,9 @@ class StatusPages:
     async def metrics(self) -> Response:
         """Return the metrics for Prometheus."""
         return self._metrics.get()
+
+    def _described(self) -> Response:
+        return Response(json.dumps(self._report.status_of_run(), separators=(",", ":")).encode())
 
     def _measured(self) -> Response:
         self._report.set_gauges()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from prime_node.coordinator.batch_seals import BatchSeals
+from prime_node.coordinator.api.statements import BatchSeals
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batching import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.batches import choose_batch, forgettable_step, next_step, stale_slots
+from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.effects import Topic
-from prime_node.coordinator.state.retained import forgettable_step
 from prime_node.coordinator.waiting import Notifications
-from prime_node.coordinator.watchdog import Blockers
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, RemoteError

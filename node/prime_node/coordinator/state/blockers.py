@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 from prime_node.coordinator.state import failing
-from prime_node.coordinator.state.batching import choose_batch
+from prime_node.coordinator.state.batches import choose_batch
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_protocol.schedule import Selection
 
 UNVERIFIABLE_SHOWN = 3
 """Unverifiable bundles in a row after which the watchdog notifies the operator."""
+
+
+@dataclass(slots=True)
+class Blockers:
+    """What the run waits for."""
+
+    state: State
+    environment_fault: str = ""
+    """Error of the last attempt to make a problem into a prompt; empty if it succeeded."""
+
+    def reasons(self) -> list[str]:
+        """Describe what the run waits for, the operator's own tasks first."""
+        fault = [f"the operator: {self.environment_fault}"] if self.environment_fault else []
+        return [*fault, *waits_for(self.state)]
 
 
 def waits_for(state: State) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from prime_node.broadcast.routes import search
+from prime_node.coordinator.state.batches import oldest_policy_needed
 from prime_node.coordinator.state.blockers import waits_for
 from prime_node.coordinator.state.evaluations import ATTEMPTS_MAX
 from prime_node.coordinator.state.networks import Network
 from prime_node.coordinator.state.newcomers import is_forgettable, is_newcomer
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
-from prime_node.coordinator.state.retained import oldest_policy_needed
 from prime_node.coordinator.state.slot_records import AcceptedGroup
 
 
