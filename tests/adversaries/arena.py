@@ -35,7 +35,7 @@ from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.leases import requests_for
+from prime_node.worker.generating import requests_for
 from prime_node.worker.loop import run_worker as run_worker
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease

@@ -21,9 +21,9 @@ from tests.node.coordinator_world import (
 )
 
 from prime_node.broadcast.routes import UpdateRoute
+from prime_node.coordinator.api.intake import decide_upload
 from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.arrivals import decide_upload
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol import limits
 from prime_protocol.digest import digest_of

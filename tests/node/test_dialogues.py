@@ -30,8 +30,7 @@ from prime_node.trainer.recipe import Recipe
 from prime_node.training_data.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.validator import judge
 from prime_node.worker.episodes import NothingSampled, Sample, play_lease
-from prime_node.worker.generating import Generated, generate
-from prime_node.worker.leases import bundle_for
+from prime_node.worker.generating import Generated, bundle_for, generate
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal

@@ -20,8 +20,7 @@ from prime_node.ports.environment import HeldOutProblem
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.validator.spans import policies_of, prefill_spans
 from prime_node.validator.spans import spans_of as spans_in
-from prime_node.worker.generating import Generated, generate
-from prime_node.worker.leases import bundle_for
+from prime_node.worker.generating import Generated, bundle_for, generate
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.rollout import Completion, EngineInfo, Rollouts, rollouts_for
 from prime_protocol.run_spec import PinnedRun

@@ -21,7 +21,7 @@ from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
-from prime_node.worker.leases import requests_for
+from prime_node.worker.generating import requests_for
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Rollouts, rollouts_for
 from prime_protocol.run_spec import PinnedRun

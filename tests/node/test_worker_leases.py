@@ -13,7 +13,7 @@ from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, make_run
 from tests.time_world import VirtualClock
 
 from prime_node.ports.engine import GenerateRequest
-from prime_node.worker.leases import open_lease
+from prime_node.worker.generating import open_lease
 from prime_node.worker.pace import GenerationPace
 from prime_node.worker.rehearsal import rehearse
 from prime_protocol.assignment import Sampling

@@ -15,7 +15,7 @@ from tests.time_world import VirtualClock, until
 from prime_lab.adversaries.table import ADVERSARIES
 from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.ports.engine import GenerateRequest
-from prime_node.worker.leases import open_lease
+from prime_node.worker.generating import open_lease
 from prime_node.worker.loop import run_worker
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.worker import Ending

@@ -18,8 +18,7 @@ from prime_node.patience import first_of, unless
 from prime_node.ports.engine import EngineMismatch
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.episodes import play_lease
-from prime_node.worker.generating import Play, generate
-from prime_node.worker.leases import bundle_for, open_lease
+from prime_node.worker.generating import Play, bundle_for, generate, open_lease
 from prime_node.worker.rehearsal import rehearse
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease

@@ -211,8 +211,7 @@ class HttpClient:
         return sensible(body, NotYet) if status == 202 else sensible(body, CheckTask)
 
     async def bundle(self, request: BundleRequest) -> bytes:
-        bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
-        _, body = await self._ask(request, bytes_max=bytes_max)
+        _, body = await self._ask(request, bytes_max=self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
         if digest_of(body) != request.bundle:
             raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"{self.url} sent another bundle than {request.bundle[:12]}")
         return body

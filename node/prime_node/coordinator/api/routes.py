@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from prime_node.coordinator.api.admission import WorkerAdmission
 from prime_node.coordinator.api.blobs import BlobReader
-from prime_node.coordinator.api.bodies import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
@@ -26,7 +25,7 @@ from prime_node.coordinator.api.operating import OperatorActions
 from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists
-from prime_node.coordinator.api.requests import Caller, RequestGate, sender_of
+from prime_node.coordinator.api.requests import BodyChecks, Caller, RequestGate, sender_of
 from prime_node.coordinator.api.statements import KeyRings, LedgerSigner, TimestampSigner
 from prime_node.coordinator.api.status import StatusPages
 from prime_node.coordinator.api.training import TrainerBatches
