@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from prime_node.validator.judge import OpenedBundle, open_bundle, reward_bundle
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
-from prime_protocol.errors import RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.limits import REWARD_MAX
 from prime_protocol.messages import BatchGroup, BatchRequest, CheckResultRequest, NotYet, TrainBatch
@@ -88,9 +89,10 @@ def in_turns(numbers: Sequence[int], rows: Sequence[tuple[int, int]], context: S
     )
 
 
-def parcel_of(rollouts: Rollouts | bytes) -> bytes:
+def parcel_of(rollouts: Rollouts | bytes, **changes: Any) -> bytes:
+    """Return a bundle, with `changes` to its header."""
     body, size = (rollouts, 1_000) if isinstance(rollouts, bytes) else pack_body(rollouts)
-    return pack_parcel(build_header(lease(), body, size), body, PayloadType.ROLLOUT, WORKER)
+    return pack_parcel(build_header(lease(), body, size, **changes), body, PayloadType.ROLLOUT, WORKER)
 
 
 def usable(
@@ -98,9 +100,11 @@ def usable(
     rewards: Sequence[tuple[float, ...]] = (REWARDS, REWARDS),
     logprobs: int | None = None,
     environments: Sequence[str] = ("echo", "echo"),
+    trained_at: int = 0,
+    **header: Any,
 ) -> list[Group]:
-    """Return the groups that the trainer finds in an accepted bundle. `logprobs` is the number that a validator computed."""
-    parcel = parcel_of(rollouts)
+    """Return the groups that the trainer finds in an accepted bundle; a validator computed `logprobs` logprobs."""
+    parcel = parcel_of(rollouts, **header)
     digest = digest_of(parcel)
     bundle = open_trained_bundle(parcel, digest=digest, worker=WORKER.key_id, run=RUN)
     if logprobs is not None:
@@ -119,7 +123,7 @@ def usable(
         )
         for slot, each in enumerate(rewards)
     )
-    return groups_of(TrainBatch(run=RUN.digest, step=0, groups=entries), {digest: bundle}, RUN)
+    return groups_of(TrainBatch(run=RUN.digest, step=trained_at, groups=entries), {digest: bundle}, RUN)
 
 
 def test_an_honest_bundle_is_used_whole() -> None:
@@ -170,6 +174,21 @@ def test_a_group_of_an_environment_that_the_run_does_not_have_is_left_out(caplog
 def test_a_body_that_cannot_be_read_and_a_wrong_number_of_logprobs_cost_their_own_groups_only() -> None:
     assert usable(b"no tensors") == []
     assert usable(honest(), logprobs=honest().num_tokens - 1) == []
+
+
+@pytest.mark.parametrize("change", [{"step": 1}, {"policy_version": 1}, {"run": "0" * 64}])
+def test_a_bundle_whose_header_names_something_else_is_left_out(
+    change: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, it ended the trainer at each start."""
+    assert usable(honest(), **change) == []
+    assert "its header names another run, worker, step or policy than the batch" in caplog.text
+
+
+def test_a_stale_bundle_that_a_validator_called_fresh_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Before, it ended the trainer at each start."""
+    assert usable(honest(), trained_at=9) == []
+    assert "policy 0 is stale for step 9" in caplog.text
 
 
 class WrongValidator(BatchCoordinator):
@@ -242,3 +261,40 @@ async def test_the_coordinator_refuses_a_verdict_with_an_unbounded_reward() -> N
         await world.client(coordinator_world.VALIDATOR).check_result(
             result.model_copy(update={"rewards": (REWARD_MAX, 0.0)})
         )
+
+
+async def test_intake_refuses_a_header_that_does_not_fit_its_lease() -> None:
+    """Before, a validator alone compared them."""
+    anna = coordinator_world.ANNA
+    async with coordinator_world.running(coordinator_world.memory_parts(coordinator_world.make_run())) as world:
+        await world.publish()
+        await world.join(anna)
+        leased = await world.lease(anna, rollouts_max=2)
+        changes: list[dict[str, Any]] = [{"step": 1}, {"policy_digest": "ab" * 32}, {"num_rollouts": 1}]
+        for change in changes:
+            parcel = coordinator_world.make_parcel(leased, anna, **change)
+            with pytest.raises(
+                RemoteError, match="another step, policy or number of rollouts than its lease"
+            ) as raised:
+                await world.client(anna).upload(parcel)
+            assert raised.value.code is ErrorCode.WRONG_TYPE
+        assert (await world.client(anna).upload(coordinator_world.make_parcel(leased, anna))).verdict is None
+
+
+@pytest.mark.parametrize("versions", [((9, 9),), ((1, 0),), ((0, 1),)])
+async def test_the_coordinator_refuses_a_verdict_with_policies_that_cannot_be_in_the_bundle(
+    versions: tuple[tuple[int, int], ...],
+) -> None:
+    anna, validator = coordinator_world.ANNA, coordinator_world.VALIDATOR
+    async with coordinator_world.running(coordinator_world.memory_parts(coordinator_world.make_run())) as world:
+        await world.publish()
+        await world.join(anna)
+        leased = await world.lease(anna, rollouts_max=2)
+        await world.client(anna).upload(coordinator_world.make_parcel(leased, anna))
+        bundle = (await world.take_task(validator)).bundle
+        result = CheckResultRequest(
+            bundle=bundle, verdict=Verdict.accept(), rewards=(1.0, 0.0), num_tokens=6, versions=versions
+        )
+        with pytest.raises(RemoteError, match="versions name policies that cannot be in the bundle: 0 to 0 can"):
+            await world.client(validator).check_result(result)
+        await world.client(validator).check_result(result.model_copy(update={"versions": ((0, 0),)}))

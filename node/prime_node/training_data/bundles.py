@@ -9,10 +9,11 @@
     prompts are within the run's bounds (accepted_groups.py);
 (5) every policy that sampled a token is admitted at this step, by step.py.
 
-The coordinator decides (1) and (3), digests and signatures, and which leased policies a step trains. A fault there is a
-bug or an intruder in the coordinator: it ends the trainer with an error that names the cause. For what a body contains
-the coordinator has a validator's word only. A group with a fault there is left out, with a warning: the batch is fixed,
-so the trainer would find the same fault at each start. What is left out follows from the batch alone.
+The coordinator makes the batch, and its intake checks digests and signatures with the functions used here. A fault there
+is a bug or an intruder in the coordinator: it ends the trainer with an error that names the cause. Headers, bodies and
+policies come from workers, and a validator's word may decide whether they are accepted and trained. A group with a fault
+there is left out, with a warning: the batch is fixed, so the trainer would find the same fault at each start. What is left
+out follows from the batch alone.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, 
 def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) -> list[Group]:
     """Return the usable groups in the batch's order, after checks (3) to (5).
 
-    Each group that is left out is logged as a warning. Raises RemoteError for a fault of the coordinator's.
+    Each group that is left out is logged as a warning. Raises RemoteError if the batch contradicts itself.
     """
     found = []
     for entry in batch.groups:
@@ -135,13 +136,17 @@ def groups_of(batch: TrainBatch, bundles: Mapping[str, Bundle], run: PinnedRun) 
 
 
 def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Group | str:
-    """Return the group, or why its data cannot be used. Raises RemoteError for a fault of the coordinator's."""
+    """Return the group, or why its data cannot be used. Raises RemoteError if the batch contradicts itself."""
     header, rollouts = bundle.header, bundle.rollouts
+    if not entry.rewards or any(place >= len(entry.rewards) for place in entry.unscored):
+        raise RemoteError(
+            ErrorCode.MALFORMED,
+            f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: the batch states no rewards, or names a "
+            "completion that is not in the group as not scored",
+        )
     said = (header.run, header.worker, header.step, header.policy_version)
     if said != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
-        raise _fault(entry, "its header names another run, worker, step or policy than the batch")
-    if not entry.rewards or any(place >= len(entry.rewards) for place in entry.unscored):
-        raise _fault(entry, "it has no rewards, or names a completion that is not in the group as not scored")
+        return "its header names another run, worker, step or policy than the batch"
     if rollouts is None or bundle.fault:  # (4)
         return bundle.fault
     members = range(entry.first, entry.first + len(entry.rewards))
@@ -160,8 +165,6 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
     for each in versions:  # (5)
         for version in (each.end, each.counted_from(schedule.staleness_from)):
             stale = admission.check_trained(step, version)
-            if stale is not None and version == entry.policy_version:
-                raise _fault(entry, f"policy {version} is {stale} for step {step}")
             if stale is not None:
                 return f"policy {version} is {stale} for step {step}"
     try:
@@ -184,10 +187,4 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
         policies_spanned=tuple(each.end - each.oldest for each in versions) if schedule.swap.spans_policies else (),
         turns=() if part.turns_N3 is None else tuple(map(tuple, episodes)),
         claimed=entry.logprobs is None,
-    )
-
-
-def _fault(entry: BatchGroup, what: str) -> RemoteError:
-    return RemoteError(
-        ErrorCode.MALFORMED, f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: {what}"
     )

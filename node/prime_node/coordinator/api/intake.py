@@ -7,6 +7,8 @@
     (5) its lease (`decide_upload`)                       LEASE_UNKNOWN, LEASE_FOREIGN, verdict DUPLICATE, EQUIVOCATION
                                                           or LEASE_EXPIRED
     (6) its step                                          verdict STALE or FUTURE
+        its step, policy and number of rollouts are the lease's
+                                                          WRONG_TYPE
     (7) sizes that the lease can possibly need            TOO_LARGE, DECOMPRESSED_TOO_LARGE
     (8) the body is the one that was signed               DIGEST_MISMATCH
 
@@ -83,6 +85,10 @@ def decide_upload(
     reason, detail = _fault(state, header, lease)
     if reason is not None:
         return BundleTurnedAway(bundle, lease.lease_id, lease.worker, num_rollouts, reason, detail)
+    said = (header.step, header.policy_version, header.policy_digest, header.num_rollouts)
+    if said != (lease.step, lease.policy_version, lease.policy_digest, num_rollouts):
+        detail = "the header names another step, policy or number of rollouts than its lease"
+        raise RemoteError(ErrorCode.WRONG_TYPE, detail)
     if len(state.workers[lease.worker].pending) >= state.rules.bundles_pending_per_worker_max:
         raise RemoteError(
             ErrorCode.TOO_MANY_REQUESTS,

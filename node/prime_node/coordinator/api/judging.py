@@ -108,6 +108,12 @@ class Judging:
             raise RemoteError(
                 ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups needs as many versions"
             )
+        leased = pending.lease.policy_version
+        newest = self.decisions.state.head if self.run.spec.schedule.swap.spans_policies else leased
+        if not all(leased <= oldest <= end <= newest for oldest, end in request.versions):
+            raise RemoteError(
+                ErrorCode.WRONG_TYPE, f"versions name policies that cannot be in the bundle: {leased} to {newest} can"
+            )
         if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
             raise RemoteError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot outside the lease")
         checks, evidence = self.run.spec.checks, request.evidence
