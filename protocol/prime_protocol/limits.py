@@ -179,6 +179,8 @@ ANNOUNCEMENTS_JUDGED_MAX = 16
 """Announcements that a peer validates concurrently; others wait."""
 ANNOUNCEMENTS_REJECTED_MAX = 8
 """Announcements of one peer that fail verification before its links are closed permanently."""
+PEER_GOSSIP_PER_MINUTE_MAX = 1_200
+"""Gossipsub messages (RPCs) and new announcements of one peer that are processed in a minute; further ones wait unread."""
 PEER_REQUESTS_MAX = 32
 """Concurrent requests of one peer at another."""
 PEER_FRAME_BYTES_MAX = 64 * 2**20

@@ -1,7 +1,10 @@
 """Announcements by gossipsub, on the trio side: signed by their author, validated by each peer before it forwards them.
 
 A rejected one is blamed on the peer that forwarded it, because an honest peer validates first: after
-ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. A late judgement blames no peer and counts as IGNORE.
+ANNOUNCEMENTS_REJECTED_MAX of them it is blocked. A false signature counts as rejected. A late judgement blames no peer and
+counts as IGNORE.
+
+Waiting: the reader of a stream waits for each announcement's judgement, so a flood waits unread at its sender.
 """
 
 from __future__ import annotations
@@ -14,11 +17,20 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import trio
-from libp2p.abc import IHost
+from libp2p.abc import IHost, INetStream
+from libp2p.io.exceptions import IncompleteReadError
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.pubsub.gossipsub import GossipSub
+from libp2p.pubsub.pb import rpc_pb2
 from libp2p.pubsub.pubsub import Pubsub
+from libp2p.pubsub.utils import maybe_consume_signed_record
+from libp2p.pubsub.validators import signature_validator
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
+from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_streams import reset
 from prime_node.ports.peer_network import GossipJudgement
 from prime_protocol import limits
 
@@ -52,11 +64,79 @@ class _Router(GossipSub):  # type: ignore[misc]
         return chosen - {msg_forwarder, origin}
 
 
-class _Pubsub(Pubsub):  # type: ignore[misc]
-    """A Pubsub that tolerates a missing stream.
+class GossipShares:
+    """Bound of what is processed of each peer's gossip in a minute."""
 
-    The library's own ends the whole host with a KeyError if the link of a blocked peer ends meanwhile.
+    def __init__(self) -> None:
+        self._minute = 0
+        self._processed: Counter[str] = Counter()
+
+    async def take(self, peer: str) -> None:
+        """Take one of the peer's PEER_GOSSIP_PER_MINUTE_MAX, in the next minute if there is none left."""
+        while (minute := int(trio.current_time() // 60)) == self._minute:
+            if self._processed[peer] < limits.PEER_GOSSIP_PER_MINUTE_MAX:
+                break
+            await trio.sleep_until(60 * (minute + 1))
+        if minute != self._minute:
+            self._minute = minute
+            self._processed.clear()
+        self._processed[peer] += 1
+
+
+class _Pubsub(Pubsub):  # type: ignore[misc]
+    """A Pubsub that tolerates a missing stream, and processes one announcement of a stream at a time.
+
+    The library's own ends the whole host with a KeyError if the link of a blocked peer ends meanwhile. It also starts a task
+    for each announcement of an RPC, verifies all signatures, and blames no peer for false ones.
     """
+
+    def __init__(
+        self, host: IHost, router: GossipSub, reject: Callable[[str], Awaitable[None]], **settings: Any
+    ) -> None:
+        super().__init__(host, router, **settings)
+        self._reject = reject
+        self._shares = GossipShares()
+        self._num_streams: Counter[ID] = Counter()
+
+    async def stream_handler(self, stream: INetStream) -> None:
+        peer = stream.muxed_conn.peer_id
+        if self._num_streams[peer] >= limits.PEER_LINKS_MAX:
+            await reset(stream)
+            return
+        self._num_streams[peer] += 1
+        try:
+            while self.manager.is_running and not self.is_peer_blacklisted(peer):
+                await self._shares.take(str(peer))
+                data = await read_varint_prefixed_bytes_limited(stream, self.max_inbound_rpc_size)
+                await self._process(peer, rpc_pb2.RPC.FromString(data))
+        except (StreamError, IncompleteReadError, RawConnError) as error:
+            faults.note(log, f"gossip of {peer}", error)
+        except Exception as error:  # noqa: BLE001 - the edge of the task: what a peer sends never ends the host
+            faults.note(log, f"gossip of {peer}", error)
+            self._handle_dead_peer(peer)
+        finally:
+            self._num_streams[peer] -= 1
+            if not self._num_streams[peer]:
+                del self._num_streams[peer]
+            await reset(stream)
+
+    async def _process(self, peer: ID, rpc: rpc_pb2.RPC) -> None:
+        if not maybe_consume_signed_record(rpc, self.host, peer):
+            return
+        for message in rpc.publish:
+            if self.is_peer_blacklisted(peer):
+                return
+            if self._is_subscribed_to_msg(message) and not self._is_msg_seen(message):
+                await self._shares.take(str(peer))
+                if _is_signed(message):
+                    await self.push_msg(peer, message)
+                else:
+                    await self._reject(str(peer))
+        if len(rpc.subscriptions) <= self.max_subscriptions_per_rpc:
+            for subscription in rpc.subscriptions:
+                self.handle_subscription(peer, subscription)
+        if rpc.HasField("control"):
+            await self.router.handle_rpc(rpc, peer)
 
     async def _teardown_if_connected(self, peer_id: ID) -> None:
         stream = self.peers.get(peer_id)
@@ -65,6 +145,15 @@ class _Pubsub(Pubsub):  # type: ignore[misc]
                 await stream.reset()
             self.peers.pop(peer_id, None)
         self._forget_all_subscriptions(peer_id)
+
+
+def _is_signed(message: rpc_pb2.Message) -> bool:
+    try:
+        signed: bool = signature_validator(message)
+    except Exception as error:  # noqa: BLE001 - a key that is none
+        faults.note(log, "the key of an announcement", error)
+        return False
+    return signed
 
 
 class Gossip:
@@ -82,6 +171,7 @@ class Gossip:
         self.pubsub = _Pubsub(
             host,
             self.router,
+            self._reject,
             strict_signing=True,
             max_inbound_rpc_size=RPC_BYTES_MAX,
             validation_timeout=2 * limits.ANNOUNCEMENT_JUDGE_S_MAX,  # ours is stricter, and blames no peer
@@ -148,8 +238,11 @@ class Gossip:
                 except Exception:
                     log.exception("an announcement that %s forwarded could not be checked", forwarder)
         if judgement is GossipJudgement.REJECT:
-            self._rejected[forwarder] += 1
-            if self._rejected[forwarder] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
-                del self._rejected[forwarder]
-                await self._blame(forwarder, "sent too many announcements that do not verify")
+            await self._reject(forwarder)
         return judgement
+
+    async def _reject(self, forwarder: str) -> None:
+        self._rejected[forwarder] += 1
+        if self._rejected[forwarder] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
+            del self._rejected[forwarder]
+            await self._blame(forwarder, "sent too many announcements that do not verify")
