@@ -56,7 +56,7 @@ STAMP = VENV / "setup.json"
 
 @dataclass
 class Stamp:
-    """What .venv holds. `{"state": "complete", "extras": ["envs", "train"], ...}`"""
+    """Contents of .venv. `{"state": "complete", "extras": ["envs", "train"], ...}`"""
 
     identity: list[str]  # a .venv of another identity cannot be repaired, only recreated
     state: str = "incomplete"
@@ -167,7 +167,7 @@ def say(text: str) -> None:
 
 
 def announce(machine: Machine, names: Sequence[str]) -> None:
-    """Says what comes and how large it is; ends the set-up here if it cannot fit."""
+    """Print the parts and their sizes. Ends the set-up if the disk lacks room for them."""
     what = machine.gpu or f"{machine.gpu_remark}: CPU parts"
     say(f"Setting up {VENV} (Python {platform.python_version()}, {machine.system} {machine.arch}; {what})")
     for name in names:

@@ -1,4 +1,4 @@
-"""What machine this is, which parts fit it, and how large they are. Standard library only."""
+"""The kind of this machine, the parts that fit it, and their sizes. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 GPU_QUERY_TIMEOUT_S = 20
 DRIVER_MAJOR_MIN = 580  # torch 2.13 on PyPI is built with CUDA 13
 
-# What a part adds, in MB: (to download, on disk). CPU parts were measured on x86-64 Linux with Python 3.11,
+# Size of a part, in MB: (to download, on disk). CPU parts were measured on x86-64 Linux with Python 3.11,
 # the others are added up from their wheels: a guide, not a promise.
 SIZES_MB = {
     "core": (40, 130),

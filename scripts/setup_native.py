@@ -23,7 +23,7 @@ SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 
 
 def missing_to_build() -> list[str]:
-    """What is missing, in words: "a C compiler", "the headers of Python", "the headers of GMP"."""
+    """Return what is missing, in words: "a C compiler", "the headers of Python", "the headers of GMP"."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     missing = [] if compiler else ["a C compiler"]
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
@@ -46,7 +46,7 @@ def debian_packages() -> list[str]:
 
 
 def install_what_is_missing() -> bool:
-    """As root on Debian or Ubuntu: fetch the packages. Returns whether libp2p can be built now."""
+    """Install the packages, as root on Debian or Ubuntu. Return whether libp2p can be built now."""
     apt_install([name for name in debian_packages() if "python" not in name or _is_debians_python()])
     return not missing_to_build()
 
@@ -85,7 +85,7 @@ def apt_install(packages: list[str]) -> None:
         try:
             subprocess.run(command, env=env, capture_output=True, timeout=APT_TIMEOUT_S, check=True)
         except (OSError, subprocess.SubprocessError):
-            continue  # an index may be out of reach while the packages are in the cache
+            continue  # an index may be unreachable while the packages are in the cache
 
 
 def _is_debians_python() -> bool:

@@ -45,11 +45,11 @@ NOT_HERE = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONPATH", "PYTHONHOME"}
 
 
 class SetupError(Exception):
-    """Something is missing. The message says what, where, and what to do next."""
+    """Error: something is missing. The message says what, where, and what to do next."""
 
 
 def pip(*arguments: str) -> tuple[int, list[str]]:
-    """Exit status and last lines of pip. A terminal shows the line that it is at."""
+    """Run pip; return its exit status and last lines. A terminal shows its current line."""
     # Constraints come by the environment, since only so they bind isolated builds, and by a relative path,
     # since pip splits the variable at blanks.
     env = {name: value for name, value in os.environ.items() if name not in NOT_HERE}
@@ -104,11 +104,11 @@ def advice(tail: list[str]) -> str:
 
 
 def torch_arguments(machine: Machine, version: str) -> list[str]:
-    """Where pip shall take torch from: without a GPU, from wherever it finds the far smaller CPU build."""
+    """Return pip's arguments for torch: without a GPU, the far smaller CPU build from any index that has it."""
     if machine.torch != "torch-cpu":
         return [f"torch=={version}"]
     cpu_build = f"torch=={version}+cpu"
-    # Asked by its local version, an index that holds only the CUDA build says no without a download of it.
+    # For its local version, an index that has only the CUDA build answers no without a download.
     status, _ = pip("install", "--dry-run", "--no-deps", "--ignore-installed", cpu_build)
     if status == 0:
         return [cpu_build]

@@ -75,12 +75,12 @@ AT_THE_FLOOR = (
     "shading-0.1-as-vllm",
     "shading-0.05-as-vllm",
 )
-"""They change the text, or the logprobs that stand where nothing is audited."""
+"""Cheats that change the text, or the logprobs that count where nothing is audited."""
 SLOW = ("int8", "temperature-0.95", "temperature-0.98-as-unknown", "best-of-n", "best-of-n-in-20", "ties")
-"""One audited bundle of these may not be enough."""
+"""Cheats that one audited bundle may not detect."""
 NO_CALIBRATION = ("temperature-0.99-as-unknown", "spikes-as-unknown")
 BY_DESIGN = ("escalation-3", "int8-as-vllm", "int8-as-unknown", "older-1-as-vllm", *NO_CALIBRATION)
-"""They get through, or may: SECURITY.md says so."""
+"""Cheats that may pass, as SECURITY.md says."""
 ADDING_UP = ("ties-as-vllm", "ties-as-unknown", "unseeded-best-of-n", "temperature-0.98-as-unknown", "best-of-n-in-20")
 """Cheats that no single bundle shows. Their evidence adds up more slowly than that of other cheats."""
 ROLLOUTS_MAX = {
@@ -103,13 +103,13 @@ LEASE_ROLLOUTS = 8
 NATS = 1e-3
 """Error of a logprob above which it is not an honest worker's, on the same engine and machine."""
 RATIO_NATS = math.log(1.01)
-"""A claim that is further off than this moves an importance ratio by more than 1 %."""
+"""Error of a claim above which it moves an importance ratio by more than 1 %."""
 SHADING = ("shading-", "low-0.05")
 """Cheats that move importance ratios, by how their names begin: found within ..."""
 SHADED_ROLLOUTS_MAX = 64
-"""... so many dishonest rollouts."""
+"""... this many dishonest rollouts."""
 COOLER_ROLLOUTS_MAX = 64
-"""Rollouts of 6 tokens. One run in 40 has fewer than two changed tokens in so many, and one token proves nothing."""
+"""Rollouts of 6 tokens. In this many, one run in 40 has fewer than two changed tokens, and one token proves nothing."""
 BUNDLES_95 = math.ceil(math.log(0.05) / math.log(1 - FLOOR.share_min))
 
 
@@ -239,7 +239,7 @@ def _is_hurt(outcome: Outcome, part: Part) -> bool:
 async def fill(
     names: Sequence[str], seeds: Sequence[int], out: Path, *, at_the_floor: bool, streams: bool, seconds: float
 ) -> None:
-    """Every cheat and seed that DIR does not have yet; none is begun after so many seconds. `streams`: for the baselines too."""
+    """Run every cheat and seed that DIR lacks, and begin none after `seconds`. `streams`: run them for the baselines too."""
     began, runs = time.monotonic(), runs_in(out, at_the_floor=at_the_floor)
     runs.mkdir(parents=True, exist_ok=True)
     missing = [(seed, name) for seed in seeds for name in names if not (runs / f"{name}-{seed}.json").exists()]

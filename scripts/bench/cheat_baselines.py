@@ -1,7 +1,7 @@
-"""What others' checks would say of a bundle: TOPLOC alone, a comparison of logprobs alone, and INTELLECT-2's published checks.
+"""Verdicts of other checks on a bundle: TOPLOC alone, a comparison of logprobs alone, and INTELLECT-2's published checks.
 
-Each looks at the same bundles as our validator, by a forward pass of the claimed policy. Cut-offs that are not published are
-1.5 times what the honest bundles reach, which is as tight as they may be.
+Each checks the same bundles as our validator, by a forward pass of the claimed policy. Cut-offs that are not published are
+1.5 times the maximum of the honest bundles, the tightest possible value.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BASELINES = ("logprobs alone", "TOPLOC alone", "INTELLECT-2")
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a bundle shows to the baselines."""
+    """Numbers of a bundle for the baselines."""
 
     logprob_error: float = 0.0
     toploc: bool = False
-    """A proof is beyond TOPLOC's thresholds."""
+    """Whether a proof is beyond TOPLOC's thresholds."""
     unlikely: float = 0.0
     """Share of tokens that the policy gives a small probability."""
     stop_probability: float = 1.0
@@ -107,7 +107,7 @@ class Cuts:
         )
 
     def verdicts(self, one: Numbers) -> dict[str, bool]:
-        """Who refuses a bundle."""
+        """Return which baselines reject a bundle."""
         sampling = one.unlikely > self.unlikely or one.stop_probability < self.stop_probability
         return {
             "logprobs alone": one.logprob_error > self.logprob_error,

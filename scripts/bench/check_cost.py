@@ -231,7 +231,7 @@ async def engines(shape: Shape, rounds: int, folder: Path, engine: Engine) -> di
 
 
 def rollouts_of(asked: list[GenerateRequest], completions: list[Completion]) -> Rollouts:
-    """What the checks on numbers look at."""
+    """Return the rollouts that the checks on numbers read."""
     lengths = [len(completion.token_ids) for completion in completions]
     proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8)
     return Rollouts(

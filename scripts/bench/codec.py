@@ -230,7 +230,7 @@ def bench_memory(streamed_gb: float, published_gb: float, out: Report) -> None:
 
 
 def bench_start(out: Report) -> None:
-    """What a short-lived process pays: importing the codec, and its first large chunk."""
+    """Measure the start-up cost of a short-lived process: importing the codec, and its first large chunk."""
     program = (
         "import time; t = time.process_time(); import numpy; n = time.process_time()\n"
         "import prime_protocol.codec as c; i = time.process_time(); c.warm_up(); w = time.process_time()\n"

@@ -35,7 +35,7 @@ THREADS = 2
 
 
 def stream(gigabytes: float) -> dict[str, float]:
-    """Encode and decode a checkpoint of so many GB, tensor by tensor."""
+    """Encode and decode a checkpoint of `gigabytes`, tensor by tensor."""
     base, new = synthetic_pair(3e-6, elements=1 << 24)
     old, young = base["mlp"].reshape(-1), new["mlp"].reshape(-1)
     out = np.zeros_like(old)

@@ -40,7 +40,7 @@ def copy_of(weights: Weights) -> Weights:
 
 @kernel
 def touch(words: Any) -> Any:
-    """The sum of a word from each line of 64 bytes: a sum, so that the compiler does not leave the loads out."""
+    """Return the sum of a word from each line of 64 bytes. The sum keeps the compiler from omitting the loads."""
     total = np.uint64(0)
     for at in range(0, words.size, 32):
         total += words[at]
@@ -49,8 +49,8 @@ def touch(words: Any) -> Any:
 
 @kernel
 def count(steps: Any) -> Any:
-    """A chain of integer steps (xorshift) in registers: what two processors do side by side that need no memory, nor share
-    an execution unit that one such chain could fill."""
+    """Run a chain of integer steps (xorshift) in registers: parallel work that needs no memory and fills no shared execution
+    unit."""
     word = np.uint64(88172645463325252)
     for _ in range(steps):
         word ^= word << np.uint64(13)
@@ -60,14 +60,14 @@ def count(steps: Any) -> Any:
 
 
 def read_once(weights: Weights) -> None:
-    """A load of each cache line, and nothing else: what no codec that looks at its base can be faster than."""
+    """Load each cache line: no codec that reads its base can be faster."""
     for tensor in weights.values():
         touch(tensor.reshape(-1))
 
 
 @dataclass
 class Gains:
-    """How much sooner two threads are done than one: the median of the rounds that count."""
+    """Speed-up of two threads over one: the median of the rounds that count."""
 
     of: dict[str, float] = field(default_factory=dict)
     counted: int = 0
@@ -148,7 +148,7 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def others_s() -> float:
-    """Processor time so far of all but this process and its children; 0 where /proc does not tell."""
+    """Return the processor time so far of all but this process and its children; 0 if /proc does not give it."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0.0

@@ -272,7 +272,7 @@ def bench_events(num_workers: int, steps: int) -> list[float]:
 
 
 async def bench_waiting(num_waiting: int, num_leases: int) -> float:
-    """Leases by a second of processor time, while so many wait for one."""
+    """Return the leases per second of processor time, while this many handlers wait for one."""
     run = make_run(groups_per_step=num_leases, rollouts_per_group=8, max_steps=1)
     coordinator = await open_coordinator(memory_parts(run))
     decisions, leasing = coordinator.decisions, coordinator.handlers.leasing

@@ -183,7 +183,7 @@ def _path(out: Path, name: str) -> Path:
 
 
 def honest_row(honest: list[Part], bundles: list[Statistics], pair: Pair, size: Size) -> dict[str, Any]:
-    """How near honest workers ever came to a ban, and what the thresholds refuse of theirs."""
+    """Return how near honest workers came to a ban, and the share of their bundles that the thresholds reject."""
     highest = []
     for worker in range(size.honest_workers):
         lived = bundles_of(honest, size.honest_bundles, worker)

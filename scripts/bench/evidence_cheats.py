@@ -1,4 +1,4 @@
-"""What evidence.py measures: cheats that sample from other weights, at other temperatures or by other seeds, and their judge."""
+"""Cheats that evidence.py measures: sampling from other weights, at other temperatures or by other seeds, and their judge."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Part = dict[str, npt.NDArray[np.float32]]
 
 @dataclass
 class World:
-    """The right policy in an engine that samples for the cheats too, in one that liars score by, and in the judge's."""
+    """The right policy in three engines: the one that samples, also for the cheats; the cheats' scorer; and the judge's."""
 
     engine: Engine
     liar: Scorer
@@ -68,7 +68,7 @@ class World:
         return found
 
     async def parts(self, sampled: list[Rollouts]) -> list[Part]:
-        """What the judge finds, completion by completion."""
+        """Return the judge's findings, one completion after another."""
         errors = await measure_pair(self.judge, self.leases, sampled)
         num = sum(map(len, errors.lengths))
         split = {name: np.split(np.concatenate(values), num) for name, values in errors.values.items()}
@@ -166,7 +166,7 @@ def noisy_scores(model: CausalModel, weights: Weights, lease: Lease, sampled: Ro
 
 
 def escalation(folder: Path, world: World, honest: list[Rollouts]) -> list[str]:
-    """A cheap model that asks the right one where its own two best are closer than so many nats: what it saves, what it risks."""
+    """Report savings and risk of a cheap model that uses the right one where its two best tokens are within some nats."""
     model, rows = CausalModel(folder, dtype="fp32", device="cpu"), []
     leases = [(lease, one) for lease, one in zip(world.leases, honest, strict=True) if len(lease.groups) > 1][:1]
     cheap_ones = {

@@ -25,13 +25,13 @@ UNSHAPED_MBIT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process can run. Example: Place("nat1a2bh1", "192.168.1.2", "10.99.0.3", "home")."""
+    """A place where a process can run. Example: Place("nat1a2bh1", "192.168.1.2", "10.99.0.3", "home")."""
 
     namespace: str
     inner: str
     """Its own address."""
     outer: str
-    """The address that others see: its own, or its router's."""
+    """Its address for others: its own, or its router's."""
     kind: str
 
     def command(self, *argv: str) -> list[str]:

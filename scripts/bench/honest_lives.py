@@ -57,7 +57,7 @@ LEAN_MAX, LEAN_VARIANCE = 60.0, 0.1
 
 @dataclass(frozen=True)
 class Kind:
-    """An honest class of engine as one validator sees it."""
+    """An honest class of engine, judged by one validator."""
 
     name: str
     scale: float
@@ -147,7 +147,7 @@ def _part(kind: Kind, num: int, seed: int) -> Pool:
 
 
 def _ranks() -> Floats:
-    """What the reward ranks say [so many of the worker's rewarded, so many of the trusted, K of them]."""
+    """Return the reward ranks' evidence: [rewarded of the worker's, rewarded of the trusted, K]."""
     groups = [(1.0,) * rewarded + (0.0,) * (SIZE - rewarded) for rewarded in range(SIZE + 1)]
     return np.array(
         [
@@ -172,7 +172,7 @@ class Lived:
 
 
 def live(kind: Kind, pool: Pool, workers: int, rollouts: int, seed: int) -> Lived:
-    """So many lives, drawn from the pool."""
+    """Return the lives of `workers`, drawn from the pool."""
     rng = np.random.default_rng(seed)
     names = list(pool.log_e)
     widths = [pool.log_e[name].shape[1] for name in names]
@@ -264,7 +264,7 @@ def kinds() -> list[Kind]:
 
 
 def calibrated(kind: Kind) -> dict[str, Moments]:
-    """What `prime-node calibrate` makes of such an engine."""
+    """Return the moments that `prime-node calibrate` would give for such an engine."""
     num = REAL_TOKENS // TOKENS
     found, errors = tokens_of(kind, num, np.random.default_rng(2)), Errors()
     values = {name: found[name].ravel().astype(np.float32) for name in ("margin", "flip", "logprob", "proof")}

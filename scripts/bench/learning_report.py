@@ -1,4 +1,4 @@
-"""What the runs of learning.py say: tables, checks, and the curves in one file."""
+"""Results of the runs of learning.py: tables, checks, and the curves in one file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checks import Check, at_least, at_most
 Run = dict[str, Any]
 """One of learning.py's JSON files."""
 BASE = "grpo_is"
-"""What the other losses are compared with."""
+"""Loss with which the others are compared."""
 
 
 def read(out: Path) -> list[Run]:
@@ -49,7 +49,7 @@ def final(run: Run) -> float:
 
 
 def lost(run: Run) -> float:
-    """What it had at its best evaluation and has no more at the end."""
+    """Return the accuracy that it lost between its best evaluation and the end."""
     return max(float(mark["sampled"]) for mark in run["evaluations"]) - final(run)
 
 

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import loss_steps  # first: it says how many threads torch has
+import loss_steps  # first: it sets the number of torch's threads
 import torch
 from checks import Check, Output
 from memory import peak_bytes, reset_peak
@@ -51,7 +51,7 @@ def ours(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def trl(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """As its trainer calls it: [B, T, V] logits, looped over B; here the rows are four sequences."""
+    """Call it as its trainer does: [B, T, V] logits, looped over B. The rows are four sequences here."""
     loss_steps.load_trl()
     from trl.trainer.utils import selective_log_softmax
 

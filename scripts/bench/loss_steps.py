@@ -36,7 +36,7 @@ LR = 1e-4
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """Amount of work to measure."""
 
     vocab: int
     rows: int
@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def advantages(self) -> list[float]:
-        """As TRL's default: over the group's deviation (of a sample) plus 1e-4."""
+        """Return advantages as TRL does by default: divided by the group's sample deviation plus 1e-4."""
         grouped = torch.tensor(self.rewards).view(-1, self.group)
         centred = grouped - grouped.mean(1, keepdim=True)
         scaled: list[float] = (centred / (grouped.std(1, keepdim=True) + 1e-4)).flatten().tolist()
@@ -107,7 +107,7 @@ def make_model() -> Any:
 
 
 class PaddedLoop:
-    """What one writes first: left-padded prompts, right-padded completions, logits of all completion places."""
+    """Run the simplest loop: left-padded prompts, right-padded completions, logits of all completion places."""
 
     def __init__(self, batch: Batch) -> None:
         self.model = make_model()

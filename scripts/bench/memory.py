@@ -1,4 +1,4 @@
-"""What this process holds in memory, as Linux counts it; getrusage would count what its parent held."""
+"""Memory of this process, as Linux counts it; getrusage would include its parent's."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Who reaches whom through which NAT, and how long it takes: real peers in network namespaces (root, iproute2, nftables).
+"""Reachability through each kind of NAT, and its delay: real peers in network namespaces (root, iproute2, nftables).
 
     python scripts/bench/nat.py [--quick] [--json]
 
-Every place runs a process with the libp2p adapter; one public place is bootstrap, relay and dial-back for the others. Measured:
-what each finds out about its own reachability, and how soon; for each pair of kinds whether the link ends up direct, relayed
-or missing, and the time that `connect` took; then a whole street of homes, all pairs, at once and 40 ms apart.
+Every place runs a process with the libp2p adapter. One public place is bootstrap, relay and dial-back for the others. Measured:
+each peer's finding about its own reachability, and its delay; for each pair of kinds whether the link is direct, relayed or
+missing, and the time of `connect`; then a street of homes, all pairs, at the same time and 40 ms apart.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Peer:
         return answer
 
     async def found(self) -> tuple[dict[str, Any], float]:
-        """What it finds out about itself, and after how many seconds."""
+        """Return its finding about its own reachability, and the seconds until then."""
         started_s = time.monotonic()
         while True:
             status = await self.do("status")

@@ -60,7 +60,7 @@ def make_trace(num_groups: int, mean_s: float, seed: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one run gave."""
+    """Result of one run."""
 
     name: str
     step_s: float

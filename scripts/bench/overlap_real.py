@@ -73,7 +73,7 @@ def work_on(folder: Path, settings: Sequence[str], *, engine: str, seconds: floa
 def work_on_shaped(
     folder: Path, settings: Sequence[str], *, engine: str, seconds: float, links: Sequence[Link]
 ) -> bool:
-    """The same, with the trusted roles on host 0 and a worker, who joins by the link, on each other host."""
+    """Do the same, with the trusted roles on host 0 and one worker, which joins by the link, on each other host."""
     until_s = time.monotonic() + seconds
     prime_node = [sys.executable, "-m", "prime_node"]
     with Network([Link(DATACENTRE_MBIT, DATACENTRE_MBIT), *links]) as network:

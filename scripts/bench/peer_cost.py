@@ -40,7 +40,8 @@ FULL_MB_MAX = 256
 LEAK_FILES_MAX, LEAK_TASKS_MAX = 0.05, 0.05
 """Growth over the second half, as a share."""
 LEAK_BYTES_MAX, LEAK_PEER_BYTES_MAX = 2**18, 2**14
-"""What may stay of a policy: at the coordinator, whose stores are in memory here, and at each peer, which keeps the chain."""
+"""Maximum bytes that a policy may leave: at the coordinator, with its stores in memory, and at each peer, which keeps the
+chain."""
 WARM_SHARE = 0.5
 """Links are made and caches fill in the first part of the steps: growth is counted after it."""
 

@@ -89,7 +89,7 @@ def measure(*, repeats: int) -> tuple[list[Check], dict[str, float]]:
         for _ in range(SEQUENCES)
     ]
     parameters = backend.published_bytes / 2
-    embedded = 264.0 * HIDDEN  # the embedding's rows are looked up, not multiplied with
+    embedded = 264.0 * HIDDEN  # the embedding's rows are read, not multiplied
     shape = Shape(parameters - embedded, LAYERS, HIDDEN, 264)
     load = Load(tokens=SEQUENCES * LENGTH, sequence_tokens=LENGTH, pass_tokens=SEQUENCES * LENGTH, recompute=False)
     loss = find_loss("aipo")

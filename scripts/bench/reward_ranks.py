@@ -24,12 +24,12 @@ from prime_protocol.run_spec import EVIDENCE_MAX
 
 SIZE = 8
 STATISTICS = (*REWARD_RANKS, *(f"of tokens {number}" for number in range(7)))
-"""As many as a run with the shipped calibration has."""
+"""Statistics, as many as in a run with the shipped calibration."""
 GROUPS_MAX = 400
 
 Rewards = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator], Callable[[int], Rewards]]
-"""A problem, and then so many rewards of it."""
+"""Function that draws a problem and returns a function that draws rewards of it."""
 
 
 def coin(p: float | None) -> Draw:
@@ -61,7 +61,7 @@ def sums_of(mine: tuple[float, ...], trusted: tuple[float, ...]) -> dict[str, Su
 
 
 def evidence_over(draw: Draw, best_of: int, groups: int, seed: int) -> list[float]:
-    """Nats after each compared group of a worker that uploads the best of so many samples."""
+    """Return the nats after each compared group of a worker that uploads the best of `best_of` samples."""
     rng, wealth, logs = np.random.default_rng(seed), folded({}, {}, statistics=STATISTICS), []
     for _ in range(groups):
         sample = draw(rng)

@@ -1,4 +1,4 @@
-"""How many events a second the scheduler takes on one core, and whether an event costs more where there are more workers.
+"""Events per second of the scheduler on one core, and the cost of an event by number of workers.
 
     python scripts/bench/scheduler.py [--quick] [--json]
 
@@ -7,8 +7,8 @@ leases a group, uploads it and has it judged; the trainer takes its batches and 
 workers, at least 1,024, so with 100,000 workers all of them hold a lease at once. An event is a call of `tick`; making it and the
 decision before it (which slots, which batch) are part of its cost. Baseline, in the same run: the same with 100 workers.
 
-Then, where the time goes (microseconds for each lease), and how many bytes a worker takes: one that has joined, one that has had
-a lease, and each further lease that is remembered of it.
+It also measures the parts of that time (microseconds per lease), and the bytes of a worker: after it has joined, after its first
+lease, and for each further lease that is remembered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REWARDS = (1.0,) * G
 
 
 def begin(preset: str, num_workers: int) -> tuple[State, list[str]]:
-    """A run with policy 0, and who takes part."""
+    """Return a run with policy 0, and its workers."""
     rules = make_rules(
         Schedule.model_validate({"preset": preset}),
         async_level=2,
@@ -125,7 +125,7 @@ def _train(state: State, version: int, now_ms: int) -> int:
 
 
 def bytes_each(num_workers: int, num_leases: int) -> dict[str, float]:
-    """What a worker takes in memory."""
+    """Return the memory that a worker takes."""
     tracemalloc.start()
     state, names = begin("prime_rl", num_workers)
     gc.collect()

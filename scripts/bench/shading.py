@@ -70,8 +70,8 @@ ENGINES: dict[str, Odds] = {
     "noisy, 0.15 nats": normal(0.15),
 }
 LEAN = {"bf16 of a real model": 8.0, "noisy, 0.15 nats": 1.5}
-"""How strongly rewards follow what the validator finds likelier: so strongly that chances of a reward differ by over half of
-REWARD_SLACK. By engine; ..."""
+"""Strength with which rewards follow the validator's likelihood: chances of a reward differ by over half of REWARD_SLACK.
+By engine; ..."""
 LEAN_OTHERS = 60.0
 """... for those of small errors."""
 
@@ -107,7 +107,7 @@ class Bundles:
 
 
 def draw(rng: np.random.Generator, engine: str, workers: int, tokens: int) -> Bundles:
-    """Sampled by what will be claimed, whatever is claimed in the end."""
+    """Return bundles sampled from the worker's odds, before any claim is changed."""
     shape = (workers, SIZE, tokens)
     odds = 2.0 * rng.standard_normal(shape)
     theirs = ENGINES[engine](rng, odds)
@@ -121,7 +121,7 @@ def draw(rng: np.random.Generator, engine: str, workers: int, tokens: int) -> Bu
 
 
 def log_es(found: Bundles) -> tuple[Floats, Floats]:
-    """What the two statistics say of each worker's bundle: [W, ENTRIES] and [W, 2 * ENTRIES]."""
+    """Return the two statistics' evidence on each worker's bundle: [W, ENTRIES] and [W, 2 * ENTRIES]."""
     mean = found.rewards.mean(axis=1, keepdims=True)
     classes = np.sign(found.rewards - mean) * ((found.rewards != found.rewards[:, :1]).any(axis=1, keepdims=True))
     rises_WNT = rises(found.claimed, found.trusted)
@@ -135,7 +135,7 @@ def log_es(found: Bundles) -> tuple[Floats, Floats]:
 
 
 def check_against_the_protocol() -> None:
-    """What is computed for many at once is what prime_protocol computes for one."""
+    """Check that the values for many at once are those that prime_protocol computes for one."""
     rng = np.random.default_rng(5)
     whole, parts, wealth = (
         Wealths.of(1, ENTRIES),

@@ -76,7 +76,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @dataclass
 class Seen:
-    """What members got in one while."""
+    """Service to members in one period."""
 
     latencies_s: list[float] = field(default_factory=list)
     num_failed: int = 0

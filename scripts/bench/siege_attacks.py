@@ -1,4 +1,4 @@
-"""What siege.py sends to a coordinator: one attack a process, over so many sockets, until it is ended.
+"""Attacks of siege.py on a coordinator: one attack per process, over several sockets, until it is stopped.
 
     python scripts/bench/siege_attacks.py ATTACK PORT BLOB MEMBER TAG
 
@@ -26,7 +26,7 @@ SECOND_PIECE = 65_536
 
 @dataclass(frozen=True)
 class Target:
-    """What an attacker knows: anybody can."""
+    """Public knowledge of an attacker."""
 
     port: int
     blob: str
@@ -99,7 +99,7 @@ async def garbage(target: Target, reader: asyncio.StreamReader, writer: asyncio.
 
 
 def flood(*requests: bytes, depth: int) -> Attack:
-    """So many requests ahead, and every answer read."""
+    """Return an attack that keeps `depth` requests in flight and reads every answer."""
 
     async def attack(target: Target, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = b"".join(requests).replace(b"BLOB", target.blob.encode()).replace(b"TAG", target.tag.encode())
@@ -156,7 +156,7 @@ NAMES = (*ATTACKS, CONNECTS)
 
 
 def main() -> None:
-    """Attack until the process is ended; a line on stdout says that it begins."""
+    """Attack until the process is stopped. A line on stdout marks the start."""
     if len(sys.argv) != 6 or sys.argv[1] not in NAMES:
         sys.exit(__doc__)
     name, port, blob, member, tag = sys.argv[1:]

@@ -49,7 +49,7 @@ def samples_of(batch: loss_steps.Batch) -> list[TrainSample]:
 
 
 def plain_packed(batch: loss_steps.Batch, folder: Path) -> Callable[[], None]:
-    """As bare as can be: tensors made once, one forward pass, autograd, clipping, AdamW."""
+    """Run a minimal step: tensors made once, one forward pass, autograd, clipping, AdamW."""
     model = loss_steps.make_model()
     model.set_attn_implementation(NAME)
     optimizer = torch.optim.AdamW(model.parameters(), lr=loss_steps.LR, weight_decay=0.0, fused=True)

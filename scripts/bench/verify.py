@@ -159,7 +159,7 @@ def publish(
 
 
 async def _bounded(work: Coroutine[None, None, T]) -> T:
-    """As the command does it."""
+    """Await `work` with the command's bound on threads."""
     bound_threads()
     return await work
 

@@ -197,7 +197,7 @@ def _checkpoints() -> list[Parser]:
             assert (held[-64:] == 0x5A5A).all(), "wrote behind its range"
 
     def part(data: bytes) -> None:
-        """A part that does not have its digest never gets to a decoder."""
+        """A part with another digest never reaches a decoder."""
         decoder = CheckpointDecoder(manifest, made.encoding, open_index(index, made.encoding, manifest.tensors))
         decoder.feed_part(0, data)
         decoder.finish()

@@ -1,9 +1,9 @@
-"""Fuzz the reader of Huffman frames: whatever it takes, zstd reads alike, and it writes nowhere but into its plane.
+"""Fuzz the reader of Huffman frames: zstd reads everything that it accepts to the same bytes, and it writes only into its plane.
 
     python scripts/fuzz/frames.py --seconds 180
 
-Valid frames are mutated at random, their heads and trees most often. Atheris has nothing to go by here: the reader is machine
-code, and without coverage it throws the valid frames away. A finding ends the run with the frame printed as hex.
+Valid frames are mutated at random, their heads and trees most often. Atheris cannot help here: the reader is machine
+code, and without coverage Atheris drops the valid frames. A finding ends the run with the frame printed as hex.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a fuzzed parser is, and the run whose messages are broken."""
+"""Definition of a fuzzed parser, and the run whose messages are mutated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Parser:
     """Functions of prime_protocol that it drives: module and name."""
     refusals: tuple[type[Exception], ...] = (RemoteError,)
     again: Callable[[Any], bytes] | None = None
-    """What was parsed, written: the same bytes, or a finding."""
+    """Function that encodes the parsed value: other bytes than the input are a finding."""
 
 
 SAMPLING = Sampling(completion_tokens_max=8, stop_token_ids=(3,))

@@ -86,7 +86,7 @@ class Fuzzer:
     def __init__(self, world: cw.World, seed: int) -> None:
         self.world, self.rng = world, random.Random(seed)
         self.known: list[Any] = [world.run.digest, digest_of(cw.CONFIG_JSON), "0" * 64, 0, 1, 2**31 - 1]
-        """What requests may name: it grows by what is answered."""
+        """Names that requests may use; answers add to them."""
         self.outcomes: Counter[str] = Counter()
 
     async def for_a_while(self, seconds: float) -> None:
@@ -163,7 +163,7 @@ class Fuzzer:
         return min(value, 0.2) if isinstance(value, float) and value > 0.2 else value
 
     def _payload(self) -> Sent:
-        """What uploads, publishes or rotates."""
+        """Return a request that uploads, publishes or rotates."""
         route = self.rng.choice(list(PAYLOADS))
         key = self.rng.choice(KEYS) if self.rng.random() < 0.3 else cw.TRAINER
         parcels = [known for known in self.known if isinstance(known, bytes)]

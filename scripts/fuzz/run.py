@@ -47,7 +47,7 @@ KEPT_BYTES_MAX = 1_024
 EACH_MAX = 16
 """Inputs of the corpus for one parser."""
 DEEP = {"chunks.py": 3.0, "frames.py": 2.0, "http_api.py": 12.0}
-"""Fuzzers of their own, which compare several decoders or drive a daemon: each gets so many parsers' time."""
+"""Separate fuzzers, which compare several decoders or drive a daemon: each gets the time of this many parsers."""
 
 
 class Slow(Exception):
@@ -82,7 +82,7 @@ def name_of(parser: str, data: bytes) -> str:
 
 
 def outcome(parser, data: bytes) -> str:  # type: ignore[no-untyped-def]
-    """What became of an input, without its particulars. Raises where it is a finding."""
+    """Return the kind of outcome of an input. Raises if it is a finding."""
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_MAX)
     try:
         value = parser.parse(data)
@@ -99,7 +99,7 @@ def outcome(parser, data: bytes) -> str:  # type: ignore[no-untyped-def]
 
 
 def found(parser, data: bytes) -> Path | None:  # type: ignore[no-untyped-def]
-    """Run one input; keep it and tell of it where it is a finding."""
+    """Run one input; keep and report it if it is a finding."""
     try:
         outcome(parser, data)
     except BaseException:  # noqa: BLE001 (whatever it is, it is a finding)

@@ -1,4 +1,4 @@
-"""Golden vectors of what needs no run: keys, JSON, envelopes, noise. See make_vectors.py."""
+"""Golden vectors that need no run: keys, JSON, envelopes, noise. See make_vectors.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden vectors of bundles, of how they answer a lease, and of blobs. See make_vectors.py."""
+"""Golden vectors of bundles, of their fit to a lease, and of blobs. See make_vectors.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden vectors of what announces a body. See make_vectors.py."""
+"""Golden vectors of announcements of a body. See make_vectors.py."""
 
 from __future__ import annotations
 

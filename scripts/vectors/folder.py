@@ -1,4 +1,4 @@
-"""Where golden vectors are written, and what all of them share: the keys and the time. See make_vectors.py."""
+"""The folder of golden vectors, and their common keys and time. See make_vectors.py."""
 
 from __future__ import annotations
 

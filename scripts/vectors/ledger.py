@@ -14,7 +14,7 @@ E = ErrorCode
 
 
 def ledger(folder: Folder, run: Envelope) -> None:
-    """An accepted bundle that is taken back later, and a refused one."""
+    """Write a ledger of an accepted bundle, a rejected one, and the later rejection of the first."""
     accepted = _receipt(run, b"bundle 1", status=BundleStatus.ACCEPTED, num_tokens=11)
     refused = _receipt(run, b"bundle 2", status=BundleStatus.REFUSED, reason=RejectReason.SEED_MISMATCH)
     taken_back = _receipt(run, b"bundle 1", status=BundleStatus.REFUSED, reason=RejectReason.LOGPROB_MISMATCH)

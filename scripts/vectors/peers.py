@@ -1,4 +1,4 @@
-"""Golden vectors of what peers show each other, and of how an encoding is cut into pieces. See make_vectors.py."""
+"""Golden vectors of authorizations and lists of peers, and of the division of an encoding into pieces. See make_vectors.py."""
 
 from __future__ import annotations
 

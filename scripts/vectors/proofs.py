@@ -45,7 +45,7 @@ def proven(lease: Lease, completions: Sequence[Completion]) -> tuple[Rollouts, n
 
 
 def tensors_of(rollouts: Rollouts) -> Any:
-    """As lists; proofs as hex."""
+    """Return the values as lists, proofs as hex."""
     arrays = {name.rpartition("_")[0]: getattr(rollouts, name) for name in rollouts.__dataclass_fields__}
     lists = {name: array.tolist() for name, array in arrays.items() if name != "proofs" and array is not None}
     return lists if rollouts.proofs_CB is None else lists | {"proofs": rollouts.proofs_CB.tobytes().hex()}

@@ -1,4 +1,4 @@
-"""One request of each kind, every field of it with a value of its own. See make_vectors.py."""
+"""One request of each kind, with a different value in every field. See make_vectors.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICY, LEASE, BUNDLE = (digest_of(text) for text in (b"policy 7", b"a lease", b
 
 
 def requests() -> Iterator[tuple[str, Request, SigningKey]]:
-    """Name, request, who signs it."""
+    """Yield name, request and signer."""
     yield (
         "join request with everything",
         JoinRequest(

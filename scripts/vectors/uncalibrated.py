@@ -35,7 +35,7 @@ def ranks(folder: Folder) -> None:
 
 
 def compared(folder: Folder) -> None:
-    """Evidence that tells the rewards behind its ranks."""
+    """Add evidence with the rewards of its ranks."""
     groups = (ComparedRewards(mine=(1.0, 0.5), trusted=(0.0, 0.5)), ComparedRewards(mine=(0.0,), trusted=(0.25,)))
     sums = rank_sums([(one.mine, one.trusted) for one in groups])
     said = fields(BundleEvidence(worker="a", validator="b", sums=sums, compared=groups))

@@ -1,8 +1,8 @@
-"""Where a broadcast's time beyond the bound goes, from what all receivers' links had carried at each moment.
+"""Parts of a broadcast's time beyond the bound, from the bytes that all receivers' links had carried at each moment.
 
-At the bound's rate the links carry N * F bytes in the bound. What they were behind that at a moment is time lost until then: in
-the first tenth of the bytes (the news, the first pieces), in the middle, and in the last tenth (the end game). Bytes beyond N * F
-(headers, acknowledgements, pieces that came twice) are a part of their own. The four add up to the ratio less one.
+At the bound's rate the links carry N * F bytes in the bound. Their lag behind that at a moment is the time lost until then: in
+the first tenth of the bytes (the notification, the first pieces), in the middle, and in the last tenth (the end game). Bytes
+beyond N * F (headers, acknowledgements, duplicate pieces) are a separate part. The four add up to the ratio less one.
 """
 
 from __future__ import annotations

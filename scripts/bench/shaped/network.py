@@ -40,7 +40,7 @@ class Link:
 
 @dataclass(slots=True)
 class Host:
-    """`address` is where others reach it (its router's behind NAT), `own_address` what it sees itself."""
+    """A host. Others reach it at `address` (its router's behind NAT); `own_address` is its address for itself."""
 
     index: int
     link: Link
@@ -161,7 +161,7 @@ class Network:
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
 
     def bytes_received_by_all(self) -> int | None:
-        """By all hosts but the origin, in one look; None where there is no bridge to look at."""
+        """Return the bytes that all hosts but the origin received, in one reading; None without a bridge."""
         if self._delay_ms:
             return None
         ports = {f"port{host.index}" for host in self.hosts[1:]}
@@ -177,7 +177,7 @@ class Network:
         for host in self.hosts:
             _run(f"ip -n {self._bridge} link set port{host.index} master br0")
 
-    # How it is built
+    # Construction
 
     def _bridged(self) -> None:
         _run(f"ip netns add {self._bridge}")

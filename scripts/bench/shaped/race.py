@@ -25,12 +25,12 @@ PRODUCT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "node"), str(ROOT / "protoc
 PORT = 9_000
 POLL_S = 0.004
 LOOK_S = 0.1
-"""How often to look at what the links have carried."""
+"""Seconds between readings of the links' traffic."""
 
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A program that can be origin and receiver. `python` has what it imports."""
+    """A program that can be origin and receiver. `python` has the packages that it imports."""
 
     name: str
     python: Path
@@ -43,7 +43,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """What goes wrong, at seconds after the start, by receiver (1 to N)."""
+    """Faults at seconds after the start, by receiver (1 to N)."""
 
     killed: Mapping[int, float] = field(default_factory=dict)
     late: Mapping[int, float] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Row:
 
     @property
     def bound_s(self) -> float:
-        """The fluid lower bound of Kumar & Ross (2006) for those who count."""
+        """Return the fluid lower bound of Kumar & Ross (2006) for the receivers that count."""
         size = self.size_mb * 1e6
         origin, receivers = self.links[0], self.links[1:]
         counted = [link for index, link in enumerate(receivers, 1) if index not in self.excused]
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was seen. Times in seconds after the start, or after the own start of a late joiner."""
+    """Observations. Times are in seconds after the start, or after its own start for a late joiner."""
 
     system: str
     row: Row
@@ -99,7 +99,7 @@ class Outcome:
     cpu_origin_s: float = 0.0
     """Processor time from the start until the last one was done, without the start of the process."""
     cpu_receiver_s: float = 0.0
-    """The same of a receiver, the mean of those who were there from the start to the end."""
+    """The same of a receiver: the mean of those that were present from the start to the end."""
     rss_receiver_mb: float = 0.0
     excess: dict[str, float] = field(default_factory=dict)
     """excess.py: parts of the ratio beyond one."""

@@ -15,7 +15,7 @@ BASELINES = ("aiohttp==3.14.5", "libtorrent==2.1.1", "shardcast==0.3.2")
 
 
 def baseline_python(folder: Path) -> Path:
-    """A Python that has the baselines; none of them is ever a dependency of the product."""
+    """Return a Python with the baselines, which it installs first. None of them is a dependency of the product."""
     python = folder / "baselines" / "bin" / "python"
     stamp = folder / "baselines" / "installed"
     if not stamp.exists() or stamp.read_text() != " ".join(BASELINES):

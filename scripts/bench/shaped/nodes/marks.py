@@ -1,4 +1,4 @@
-"""What the programs of all systems have in common: their description, and marker files as signals between them and the race."""
+"""Common parts of all systems' programs: their description, and marker files as signals between them and the race."""
 
 from __future__ import annotations
 

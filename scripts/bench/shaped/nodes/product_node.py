@@ -1,6 +1,6 @@
 """This project, wired as the CLI does it: coordinator and trainer's seeder on the origin, workers' followers everywhere else.
 
-At `go` the trainer publishes a policy whose blobs it has uploaded before; workers that wait for a newer head hear of it, fetch
+At `go` the trainer publishes a policy whose blobs it has uploaded before; workers that wait for a newer head are notified, fetch
 its pieces from each other, verify, store and decode them. One is done when every piece is verified and on its disk.
 """
 
@@ -122,7 +122,7 @@ async def receive(node: SimpleNamespace) -> None:
 
 
 async def seed(node: SimpleNamespace) -> None:
-    """As `prime-node seed`: everything is kept and served, nothing is decoded."""
+    """Run as `prime-node seed`: keep and serve everything, decode nothing."""
     folder = Path("seeder")
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
@@ -144,7 +144,7 @@ async def seed(node: SimpleNamespace) -> None:
 
 
 def spread_by(node: SimpleNamespace) -> None:
-    """Where the row compares the two: everything down the tree. Its parents are those of the product."""
+    """Send everything down the tree, where the row compares the two. The tree's parents are those of the product."""
     if node.options.get("is_tree"):
         topology.TopologyRules = functools.partial(topology.TopologyRules, tree_bytes_max=2**30, tree_peers_min=2)  # type: ignore[misc, assignment]
 
@@ -189,7 +189,7 @@ async def linked(peer: Peer, count: int) -> None:
 
 
 def write_out(node: SimpleNamespace, parts: PartStore) -> None:
-    """What is on the disk, for the race to compare when it is over."""
+    """Write the bytes on the disk to a file, for the comparison after the race."""
     wait_until_over(node)
     policy = open_manifest(open_envelope((Path(node.file).parent / "manifest").read_bytes()), RUN)
     with Path(node.out).open("wb") as out:

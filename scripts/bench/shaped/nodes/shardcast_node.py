@@ -31,7 +31,7 @@ def own_copy() -> Any:
 
 
 def prepare_folder() -> None:
-    """It wants a folder with something to measure bandwidth by."""
+    """Make the folder whose file it uses to measure bandwidth."""
     Path("data").mkdir()
     Path("data/data1.bin").write_bytes(b"x" * 1_000_000)
 
