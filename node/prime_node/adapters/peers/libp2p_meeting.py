@@ -7,11 +7,12 @@ without consent.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 import trio
 
+from prime_node.adapters.peers.libp2p_relay import HostsOf, network_at
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import may_be_named, parse_ip
@@ -25,14 +26,14 @@ KEY_CHARS_MAX = 128
 HOSTS_BYTES_MAX = 1_024
 """Size of an answer: IP addresses, one a line."""
 
-HostsOf = Callable[[KeyId], Collection[str]]
-"""Function that returns the IP addresses at which a peer's direct links end."""
 Ask = Callable[[KeyId, str, bytes, float, int], Awaitable[bytes]]
 """Function (peer, protocol, request, timeout_s, reply_bytes_max) -> answer."""
 
 
 @dataclass
 class _Meeting:
+    network: str
+    """Network of the peer that asked first."""
     came: dict[KeyId, int] = field(default_factory=dict)
     """Peers that are asking, and how often."""
     both: trio.Event = field(default_factory=trio.Event)
@@ -51,11 +52,14 @@ class Meetings:
         Raises RemoteError(TOO_MANY_REQUESTS).
         """
         pair = frozenset((asker, payload.decode("ascii", "replace")))
-        if pair not in self._open and len(self._open) >= limits.RELAY_CIRCUITS_MAX:
+        network = network_at(self._hosts_of(asker))
+        num_near = sum(one.network == network for one in self._open.values())
+        is_full = len(self._open) >= limits.RELAY_CIRCUITS_MAX or num_near >= limits.RELAY_NETWORK_MAX
+        if pair not in self._open and is_full:
             raise RemoteError(
                 ErrorCode.TOO_MANY_REQUESTS, "too many peers meet at this relay", retry_after_s=MEET_S_MAX
             )
-        meeting = self._open.setdefault(pair, _Meeting())
+        meeting = self._open.setdefault(pair, _Meeting(network))
         meeting.came[asker] = meeting.came.get(asker, 0) + 1
         if len(meeting.came) == 2:
             meeting.both.set()

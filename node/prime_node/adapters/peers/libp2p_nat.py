@@ -22,7 +22,6 @@ from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.config import RelayConfig, RelayRole
 from libp2p.relay.circuit_v2.dcutr import DCUtRProtocol
 from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP
-from libp2p.relay.circuit_v2.protocol import CircuitV2Protocol
 from libp2p.relay.circuit_v2.resources import RelayLimits
 from libp2p.relay.circuit_v2.transport import CircuitV2Transport
 from libp2p.tools.anyio_service import background_trio_service
@@ -30,6 +29,7 @@ from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_gate import ConnectionGater
+from prime_node.adapters.peers.libp2p_relay import Relay
 from prime_node.adapters.peers.libp2p_streams import Streams
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of, may_be_named
@@ -72,7 +72,7 @@ class Holes:
             max_circuit_conns=limits.RELAY_CIRCUITS_MAX,
             max_reservations=limits.RELAY_CIRCUITS_MAX,
         )
-        self._relay = CircuitV2Protocol(host, limits=bounds, allow_hop=serves_as_relay)
+        self._relay = Relay(host, bounds, streams.hosts, serves=serves_as_relay)
         self._circuits = CircuitV2Transport(host, self._relay, RelayConfig(roles=roles, limits=bounds))
         self.punching = _Punching(_AsItListens(host))
         self.punching.gate = gate

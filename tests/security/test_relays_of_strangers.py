@@ -1,0 +1,133 @@
+"""Strangers cannot use up the places of a relay, or the meetings at it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+import trio
+import trio.testing
+from libp2p import new_host
+from libp2p.abc import IHost
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, PeerId
+from libp2p.relay.circuit_v2.protocol import PROTOCOL_ID as HOP
+from libp2p.relay.circuit_v2.protocol_buffer import StatusCode
+from libp2p.relay.circuit_v2.resources import RelayLimits
+from libp2p.relay.circuit_v2.utils import read_delimited_msg, write_delimited_msg
+from libp2p.tools.anyio_service import background_trio_service
+from multiaddr import Multiaddr
+
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_meeting import Meetings
+from prime_node.adapters.peers.libp2p_relay import Relay
+from prime_protocol import limits
+from prime_protocol.errors import RemoteError
+from prime_protocol.identity import SigningKey
+
+PLACES, SHARE = 4, 2
+BOUNDS = RelayLimits(duration=60, data=2**20, max_circuit_conns=PLACES, max_reservations=PLACES)
+Reserve = Callable[[IHost, ID | None], Awaitable[int]]
+"""Function (asker, named peer) -> status."""
+
+
+def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(20):
+            await talk()
+
+    trio.run(bounded)
+
+
+def invented(number: int) -> ID:
+    return ID.from_pubkey(create_new_key_pair(bytes([number]) * 32).public_key)
+
+
+@asynccontextmanager
+async def relay_of(*networks: str) -> AsyncIterator[tuple[IHost, list[IHost], Reserve]]:
+    """A relay, and a peer that is linked to it from each of these networks."""
+    relay = make_host(SigningKey(bytes([1]) * 32), PeerSettings())
+    peers = [new_host(key_pair=create_new_key_pair(bytes([100 + number]) * 32)) for number in range(len(networks))]
+    seen = {str(peer.get_id()): network for peer, network in zip(peers, networks, strict=True)}
+
+    async def reserve(asker: IHost, named: ID | None = None) -> int:
+        stream = await asker.new_stream(relay.get_id(), [HOP])
+        peer = None if named is None else PeerId(id=named.to_bytes())
+        await write_delimited_msg(stream, HopMessage(type=HopMessage.RESERVE, peer=peer))
+        status = (await read_delimited_msg(stream, HopMessage)).status
+        await stream.reset()
+        return int(status)
+
+    service = Relay(relay, BOUNDS, lambda peer: [seen[peer]] if peer in seen else [], serves=True)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(relay.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]))
+        for peer in peers:
+            await stack.enter_async_context(peer.run([]))
+        await stack.enter_async_context(background_trio_service(service))
+        await service.event_started.wait()
+        for peer in peers:
+            await peer.connect(PeerInfo(relay.get_id(), relay.get_transport_addrs()))
+        yield relay, peers, reserve
+        for peer in peers:
+            await relay.get_network().close_peer(peer.get_id())
+            await peer.get_network().close_peer(relay.get_id())
+
+
+def test_a_reservation_is_for_the_key_of_the_link_whatever_peer_it_names() -> None:
+    async def talk() -> None:
+        async with relay_of("198.51.100.7", "203.0.113.7") as (_, [stranger, honest], reserve):
+            for number in range(1, PLACES + 2):
+                assert await reserve(stranger, invented(number)) == StatusCode.OK
+            assert await reserve(honest, honest.get_id()) == StatusCode.OK
+
+    on_trio(talk)
+
+
+def test_one_network_has_a_share_of_the_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RELAY_NETWORK_MAX", SHARE)
+
+    async def talk() -> None:
+        networks = ["198.51.100.7"] * (SHARE + 1) + ["203.0.113.7"]
+        async with relay_of(*networks) as (relay, [*near, other], reserve):
+            assert [await reserve(peer, None) for peer in near[:SHARE]] == [StatusCode.OK] * SHARE
+            assert await reserve(near[SHARE], None) == StatusCode.RESOURCE_LIMIT_EXCEEDED
+            assert await reserve(near[0], None) == StatusCode.OK, "it renews its own"
+            assert await reserve(other, None) == StatusCode.OK
+            await relay.get_network().close_peer(near[0].get_id())
+            assert await reserve(near[SHARE], None) == StatusCode.OK, "a peer without a link makes room"
+
+    on_trio(talk)
+
+
+def test_one_network_has_a_share_of_the_meetings() -> None:
+    hosts = {f"liar{number}": ("198.51.100.7",) for number in range(8)} | {
+        "anna": ("203.0.113.7",),
+        "ben": ("8.8.8.8",),
+    }
+    refused = 0
+
+    async def talk() -> None:
+        meetings = Meetings(lambda peer: hosts[peer])
+
+        async def meet(asker: str, wanted: str) -> None:
+            nonlocal refused
+            try:
+                await meetings.introduce(asker, wanted.encode())
+            except RemoteError:
+                refused += 1
+
+        async with trio.open_nursery() as nursery:
+            for number in range(limits.RELAY_CIRCUITS_MAX):
+                nursery.start_soon(meet, f"liar{number % 8}", f"nobody{number}")
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(meet, "ben", "anna")
+            assert await meetings.introduce("anna", b"ben") == b"8.8.8.8"
+
+    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert refused == limits.RELAY_CIRCUITS_MAX - limits.RELAY_NETWORK_MAX
