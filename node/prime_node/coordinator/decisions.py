@@ -40,7 +40,7 @@ class Decisions:
         self._journal = journal
         self._clock = clock
         self._observer = observer
-        self._news = notifications
+        self._notifications = notifications
         self._checks = checks
         self._evaluations = evaluations
         self._metrics = metrics
@@ -69,9 +69,9 @@ class Decisions:
     def _carry_out(self, effect: Effect, event: ev.Event) -> None:
         match effect:
             case Woken(is_offer=True):
-                self._news.offer(effect.topic, self._is_work_left)
+                self._notifications.offer(effect.topic, self._is_work_left)
             case Woken():
-                self._news.publish(effect.topic)
+                self._notifications.publish(effect.topic)
             case Settled() if not isinstance(event, ev.EscrowReleased):  # those were counted before
                 self._follow_bundle(effect)
             case Evaluated():

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from prime_node.broadcast.follow.known_chain import HeadUpdate, KnownChain
+from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.files import write_durably
 from prime_node.inside import place
@@ -71,7 +71,7 @@ class Heads:
             await self._ask(asked)
 
     async def _compare(self) -> None:
-        """Compare the head's manifest with that of peers that hold its version. `_news` keeps and reports a fork."""
+        """Compare the head's manifest with that of peers that hold its version. `_compare` keeps and reports a fork."""
         version = self.newest
         if version < 0:
             return
@@ -90,7 +90,7 @@ class Heads:
                 raise RemoteError(
                     ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
                 )
-            self._updates(shown)
+            self._compare(shown)
         except TimeoutError:
             self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
         except (RemoteError, Unreachable) as error:
@@ -139,10 +139,10 @@ class Heads:
 
     async def _consider(self, named: NamedSource, shown: SignedManifest) -> None:
         """Accept a head if it is newer and continues the known chain (3). Raises RemoteError or Unreachable."""
-        updates = self._updates(shown)
-        if updates is HeadUpdate.OLDER:
+        order = self._compare(shown)
+        if order is HeadOrder.OLDER:
             log.debug("source %s is behind: its newest is policy %d", named.name, shown.manifest.policy_version)
-        if updates is not HeadUpdate.NEWER or self._is_rolled_back(shown):
+        if order is not HeadOrder.NEWER or self._is_rolled_back(shown):
             return
         if self.chain.head is None:
             self.chain.begin(shown)
@@ -184,20 +184,20 @@ class Heads:
 
     async def _extend(self, named: NamedSource, new: SignedManifest) -> None:
         if new.manifest.policy_version <= self.newest:
-            self._updates(new)  # another source was faster; this one must agree
+            self._compare(new)  # another source was faster; this one must agree
             return
         try:
             self.chain.extend(new)
         except RemoteError:
             # Both are signed. If the source has another manifest for our own head, that is the fork.
             other = await self._open(await named.source.manifest(self.newest))
-            self._updates(other)
+            self._compare(other)
             raise
 
-    def _updates(self, shown: SignedManifest) -> HeadUpdate:
-        """Return KnownChain.news, and keep the evidence of a fork."""
+    def _compare(self, shown: SignedManifest) -> HeadOrder:
+        """Return KnownChain.compare, and keep the evidence of a fork."""
         try:
-            return self.chain.updates(shown)
+            return self.chain.compare(shown)
         except RemoteError:
             self._keep_evidence(shown)
             raise
@@ -216,7 +216,7 @@ class Heads:
                     raise RemoteError(
                         ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
                     )
-                self._updates(signed)
+                self._compare(signed)
                 if policy_version >= self.chain.lowest:
                     self.chain.confirm(signed)
                 return signed

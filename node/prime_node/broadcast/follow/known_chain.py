@@ -20,7 +20,7 @@ DIGESTS_MAX = 2**16
 """Digests kept. Still older manifests are fetched link by link when requested, as a newcomer does."""
 
 
-class HeadUpdate(StrEnum):
+class HeadOrder(StrEnum):
     """Relation of a shown head to the known one."""
 
     SAME = "same"
@@ -50,10 +50,10 @@ class KnownChain:
         """Return the whole manifest, if it is still held."""
         return self._recent.get(policy_version)
 
-    def updates(self, shown: SignedManifest) -> HeadUpdate:
+    def compare(self, shown: SignedManifest) -> HeadOrder:
         """Compare a shown head with the known chain. Raises RemoteError(FORK)."""
         if self.head is None:
-            return HeadUpdate.NEWER
+            return HeadOrder.NEWER
         version = shown.manifest.policy_version
         known = self._digests.get(version)
         if known is not None and known != shown.digest:
@@ -63,8 +63,8 @@ class KnownChain:
             )
         newest = self.head.manifest.policy_version
         if version == newest:
-            return HeadUpdate.SAME
-        return HeadUpdate.NEWER if version > newest else HeadUpdate.OLDER
+            return HeadOrder.SAME
+        return HeadOrder.NEWER if version > newest else HeadOrder.OLDER
 
     def begin(self, head: SignedManifest) -> None:
         """Start the chain with the first head."""
@@ -87,7 +87,7 @@ class KnownChain:
         """Record a manifest below the head that was fetched. Raises RemoteError(FORK)."""
         version = older.manifest.policy_version
         assert version in self._digests
-        self.updates(older)
+        self.compare(older)
         self._remember(older)
 
     def _remember(self, signed: SignedManifest) -> None:

@@ -141,7 +141,7 @@ class Download:
         self._asked: set[asyncio.Task[None]] = set()
         """Tasks that wait for a source; the others verify, store or decode."""
         self._memory_bytes = 0
-        self._updates = asyncio.Event()
+        self._changed = asyncio.Event()
         self._error: Exception | None = None
 
     async def run(self) -> None:
@@ -172,18 +172,18 @@ class Download:
         rounds = 0
         while not self._picker.is_done or self._tasks:
             missing = self._picker.missing
-            self._updates.clear()
+            self._changed.clear()
             self._ask()
             if self._error is not None:
                 raise self._error
             if self._tasks:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TICK_S):
-                        await self._updates.wait()
-            elif not self._picker.is_done and not self._updates.is_set() and self._parents is not None:
+                        await self._changed.wait()
+            elif not self._picker.is_done and not self._changed.is_set() and self._parents is not None:
                 self._parents = None if self._clock.monotonic_s() >= self._tree_until_s else self._parents
                 await self._pool.rest()
-            elif not self._picker.is_done and not self._updates.is_set():
+            elif not self._picker.is_done and not self._changed.is_set():
                 if rounds or not self._pool.peers:  # a peer may be about to announce them
                     self._require_sources(missing)
                 if rounds >= ROUNDS_MAX:
@@ -198,7 +198,7 @@ class Download:
     async def _listen(self) -> None:
         while True:
             await self._pool.changed()
-            self._updates.set()
+            self._changed.set()
 
     def _ask(self) -> None:
         """Request as much from every awake source as the picker assigns to it."""
@@ -230,7 +230,7 @@ class Download:
         self._memory_bytes -= self._pieces[number].size
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or (error if isinstance(error, Exception) else None)
-        self._updates.set()
+        self._changed.set()
 
     async def _piece(self, named: NamedSource, number: int) -> None:
         piece = self._pieces[number]
@@ -280,7 +280,7 @@ class Download:
         if self._decoder.is_storable(number):
             self._shared.have_set.came(self._name, number)
         self._on_bytes(num_bytes)
-        self._updates.set()
+        self._changed.set()
 
     def _missed(self, named: NamedSource, number: int, error: RemoteError | Unreachable) -> None:
         if isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND:
