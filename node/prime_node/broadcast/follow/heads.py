@@ -71,7 +71,7 @@ class Heads:
             await self._ask(asked)
 
     async def _compare(self) -> None:
-        """Compare the head's manifest with that of peers that hold its version. `_compare` keeps and reports a fork."""
+        """Compare the head's manifest with that of peers that hold its version. `_order_of` keeps and reports a fork."""
         version = self.newest
         if version < 0:
             return
@@ -90,7 +90,7 @@ class Heads:
                 raise RemoteError(
                     ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
                 )
-            self._compare(shown)
+            self._order_of(shown)
         except TimeoutError:
             self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
         except (RemoteError, Unreachable) as error:
@@ -139,7 +139,7 @@ class Heads:
 
     async def _consider(self, named: NamedSource, shown: SignedManifest) -> None:
         """Accept a head if it is newer and continues the known chain (3). Raises RemoteError or Unreachable."""
-        order = self._compare(shown)
+        order = self._order_of(shown)
         if order is HeadOrder.OLDER:
             log.debug("source %s is behind: its newest is policy %d", named.name, shown.manifest.policy_version)
         if order is not HeadOrder.NEWER or self._is_rolled_back(shown):
@@ -184,17 +184,17 @@ class Heads:
 
     async def _extend(self, named: NamedSource, new: SignedManifest) -> None:
         if new.manifest.policy_version <= self.newest:
-            self._compare(new)  # another source was faster; this one must agree
+            self._order_of(new)  # another source was faster; this one must agree
             return
         try:
             self.chain.extend(new)
         except RemoteError:
             # Both are signed. If the source has another manifest for our own head, that is the fork.
             other = await self._open(await named.source.manifest(self.newest))
-            self._compare(other)
+            self._order_of(other)
             raise
 
-    def _compare(self, shown: SignedManifest) -> HeadOrder:
+    def _order_of(self, shown: SignedManifest) -> HeadOrder:
         """Return KnownChain.compare, and keep the evidence of a fork."""
         try:
             return self.chain.compare(shown)
@@ -216,7 +216,7 @@ class Heads:
                     raise RemoteError(
                         ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
                     )
-                self._compare(signed)
+                self._order_of(signed)
                 if policy_version >= self.chain.lowest:
                     self.chain.confirm(signed)
                 return signed
