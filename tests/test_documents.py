@@ -17,6 +17,7 @@ GUIDES = (
     "README.md",
     "docs/detection.md",
     "docs/joining.md",
+    "docs/metrics.md",
     "docs/operating.md",
     "docs/python.md",
     "docs/verifying.md",
@@ -92,10 +93,22 @@ def test_settings_and_metrics_that_the_guides_name_exist() -> None:
     known = known_settings() | {("run", "json")}
     assert settings
     assert settings <= known, settings - known
-    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b|protocol\b)[a-z_]+", text)}
+    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b|protocol\b)[a-z0-9_]+", text)}
     assert metrics
     declared = {metric.name for metric in (*METRICS, *HOST_METRICS)}
     assert metrics <= declared, metrics - declared
+
+
+def test_the_list_of_metrics_is_the_code_s() -> None:
+    rows = {
+        tuple(cell.strip() for cell in line.split("|")[1:5])
+        for line in text_of("docs/metrics.md").splitlines()
+        if "`prime_" in line
+    }
+    assert rows == {
+        (f"`{one.name}`", one.kind.value, ", ".join(f"`{label}`" for label in one.labels), one.help)
+        for one in (*METRICS, *HOST_METRICS)
+    }
 
 
 def test_the_coordinator_declares_its_metrics_in_one_file() -> None:

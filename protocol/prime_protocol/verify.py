@@ -158,14 +158,15 @@ def check_assignment(
 def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     """Compare claims with a trusted forward pass. NaN counts against the bundle, as infinity.
 
-    margin [T]: lead of another token's noisy score over the chosen one's flip [T]: 1 if another token's score is higher
-    at all, so that choices among near-ties have a budget too logprob [T]: nats between the claimed logprob and the
-    recomputed one apart [T]: |1 - p / p'| of their probabilities, the only thing that explains a flip (excess_flips.py)
-    rise [T]: p / p' - 1, with its sign (shading.py) stop [T]: margin of a stop token, or the lead of the best one over
-    the chosen token, if `prefill` has it surprise, certainty, spread [T]: without seeds, how far the logprob is below
-    or above its mean, and its variance sharper, flatter [T]: without seeds, nats by which the token would be likelier
-    at another temperature; may be below 0 proof [C]: mean distance of each hidden-state proof, if the bundle carries
-    them and `prefill` has hidden states
+    - margin [T]: lead of another token's noisy score over the chosen one's
+    - flip [T]: 1 if another token's score is higher at all, so that choices among near-ties have a budget too
+    - logprob [T]: nats between the claimed logprob and the recomputed one
+    - apart [T]: |1 - p / p'| of their probabilities, the only thing that explains a flip (excess_flips.py)
+    - rise [T]: p / p' - 1, with its sign (shading.py)
+    - stop [T]: margin of a stop token, or the lead of the best one over the chosen token, if `prefill` has it
+    - surprise, certainty, spread [T]: without seeds, how far the logprob is below or above its mean, and its variance
+    - sharper, flatter [T]: without seeds, nats by which the token would be likelier at another temperature; may be below 0
+    - proof [C]: mean distance of each hidden-state proof, if the bundle carries them and `prefill` has hidden states
     """
     assert rollouts.logprobs_T.shape == prefill.logprobs_T.shape == prefill.margins_T.shape
     errors_T = np.abs(rollouts.logprobs_T.astype(np.float64) - prefill.logprobs_T.astype(np.float64))

@@ -288,7 +288,7 @@ def test_an_unknown_level_is_answered_with_the_known_ones() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(LocalError, match="unknown loss 'apio'; known are aipo, aipo_stop_gradient, cispo"):
+    with pytest.raises(LocalError, match=r"unknown loss 'apio'; known are .*aipo, "):
         find_loss("apio")
 
 

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.node.cases_world import case_in, check, judged
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -22,6 +21,7 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+from tests.node.dossiers_world import case_in, check, judged
 from tests.node.ledger_world import Shown, command, payloads, receipts_of, rewritten
 from tests.node.operator_world import write_key
 

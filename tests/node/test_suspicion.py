@@ -8,8 +8,8 @@ import math
 from typing import Any
 
 import pytest
-from tests.node.cases_world import CALIBRATED, CLASS
 from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, VALIDATOR, make_parcel, make_run, memory_parts, running
+from tests.node.dossiers_world import CALIBRATED, CLASS
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.coordinator.state import audits, invariants, snapshot

@@ -108,6 +108,15 @@ def test_a_slow_machine_asks_for_what_it_can_finish() -> None:
     assert pace.rollouts_max(pinned, wanted=128) == pinned.spec.rollouts_per_group
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2, 8])
+def test_a_lease_that_waits_for_those_ahead_of_it_still_fits(ahead: int) -> None:
+    pinned, pace = make_run(lease_seconds=100.0), GenerationPace()
+    pace.measured(rollouts=128, tokens=1_280, seconds=12.8)
+    asked = pace.rollouts_max(pinned, wanted=1_000, leases_ahead=ahead)
+    assert 50 < asked <= 400
+    assert pace.fits(asked, seconds_left=100.0 - ahead * asked * 0.1)
+
+
 def test_a_rehearsal_counts_until_work_does() -> None:
     pinned, pace = make_run(lease_seconds=100.0), GenerationPace()
     assert pace.claim(download_bytes_per_s=0.0) is None

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 from tests.builder import build_header, role_keys
-from tests.node.cases_world import check
 from tests.node.coordinator_world import ANNA, COORDINATOR, ENGINE, ROOT, TRAINER, VALIDATOR, make_run
+from tests.node.dossiers_world import check
 from tests.node.ledger_world import command, rewritten
 
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger

@@ -149,7 +149,7 @@ class CoordinatorConfig(Settings):
     """Nonces remembered against replays, about 200 bytes each: half of them for members, a quarter for the run's own keys, a
     quarter for strangers. When a part is used up, requests of its kind are refused for a while."""
     timestamp_seconds: float = Field(default=30.0, gt=0.0)
-    """Interval at which the statement of the newest policy and keys is signed again."""
+    """Interval at which the statement of the newest policy and keys, and the head of the ledger, are signed again."""
     timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)
     """Lifetime of that statement. A worker without a fresh one accepts no new work: it may be shown a frozen run."""
     tensorboard: bool = False

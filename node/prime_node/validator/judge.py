@@ -161,7 +161,7 @@ async def prove_bundle(
 
 
 def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: CheckPolicy) -> Verdict:
-    """Run check (5) alone, under the thresholds that the run's calibration allows."""
+    """Judge measured logprobs, seeds and proofs, under the thresholds that the run's calibration allows."""
     if evidence is not None and speaks_for(evidence, evidence_max=checks.evidence_max):
         checks = widened(checks)
     return judge(measured, checks)

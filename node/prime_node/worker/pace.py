@@ -57,9 +57,10 @@ class GenerationPace:
         if self._seconds_per_rollout is not None:
             self._seconds_per_rollout /= 2
 
-    def rollouts_max(self, run: PinnedRun, *, wanted: int) -> int:
-        """Return how many completions to request: no more than fit, at least one group."""
+    def rollouts_max(self, run: PinnedRun, *, wanted: int, leases_ahead: int = 0) -> int:
+        """Return how many completions to request: no more than fit after the leases ahead, at least one group."""
         if self._seconds_per_rollout is None:
             return wanted
-        fitting = int(run.spec.lease_seconds * SHARE_OF_LEASE / self._seconds_per_rollout)
+        share = min(SHARE_OF_LEASE, 1.0 / (LEASE_MARGIN * (leases_ahead + 1)))
+        fitting = int(run.spec.lease_seconds * share / self._seconds_per_rollout)
         return max(min(wanted, fitting), min(wanted, run.spec.rollouts_per_group))

@@ -77,7 +77,9 @@ async def _next_lease(worker: Worker) -> Lease:
         asked = LeaseRequest(
             policy_version=policy.version,
             policy_digest=policy.signed.digest,
-            rollouts_max=worker.activity.pace.rollouts_max(worker.run, wanted=worker.config.rollouts_max),
+            rollouts_max=worker.activity.pace.rollouts_max(
+                worker.run, wanted=worker.config.rollouts_max, leases_ahead=worker.config.leases_ahead
+            ),
             holding=_holding(worker),
             speed=None if worker.activity.rollouts_generated else worker.activity.speed,
             wait_s=worker.config.wait_seconds,

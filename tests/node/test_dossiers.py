@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.cases_world import CALIBRATED, CLASS, case_in, check, judge, judged
 from tests.node.coordinator_world import (
     ANNA,
     COORDINATOR,
@@ -16,6 +15,7 @@ from tests.node.coordinator_world import (
     make_run,
     running,
 )
+from tests.node.dossiers_world import CALIBRATED, CLASS, case_in, check, judge, judged
 from typer.testing import CliRunner
 
 from prime_node.cli.evidence import compared, confirmed
