@@ -122,8 +122,8 @@ async def test_a_machine_that_stood_still_itself_drops_nobody_for_it(peer: MakeP
     anna, ben = await peer(heartbeat_s=0.3), await peer()
     await anna.connect(where(ben))
     await hello(anna, ben)
-    assert anna.streams is not None
-    links, woken = anna.streams.links(ben.peer_id), threading.Event()
+    assert anna.running is not None
+    links, woken = anna.running.streams.links(ben.peer_id), threading.Event()
 
     async def stand_still() -> None:
         threading.Event().wait(4 * 0.3)  # longer than a silent peer is given
@@ -133,7 +133,7 @@ async def test_a_machine_that_stood_still_itself_drops_nobody_for_it(peer: MakeP
     await asyncio.to_thread(woken.wait)
     heard_s = anna.heard_s[ben.peer_id]
     await until(lambda: anna.heard_s.get(ben.peer_id) != heard_s)  # a round has passed
-    assert anna.streams.links(ben.peer_id) == links != []
+    assert anna.running.streams.links(ben.peer_id) == links != []
 
 
 async def test_a_bootstrap_peer_is_dialled_at_the_start(peer: MakePeer) -> None:
@@ -166,8 +166,8 @@ async def test_rubbish_on_a_stream_ends_the_stream_and_nothing_else(peer: MakePe
 
 async def test_what_identify_tells_is_what_is_announced(peer: MakePeer) -> None:
     anna = await peer()
-    assert anna.host is not None
-    told = [str(address) for address in anna.host.get_addrs()]
+    assert anna.running is not None
+    told = [str(address) for address in anna.running.host.get_addrs()]
     assert told == [f"{anna.addresses()[0]}/p2p/{anna.peer_id}"]
 
 
@@ -181,16 +181,15 @@ async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: Make
 
     def learned(of: Libp2pNetwork) -> tuple[int, bool]:
         """Return what a host has learned: addresses from Identify, and an entry in its table of hints."""
-        assert anna.host is not None
-        assert anna.hints is not None
-        told, name = anna.host.get_peerstore(), ID.from_string(of.peer_id)
+        assert anna.running is not None
+        told, name = anna.running.host.get_peerstore(), ID.from_string(of.peer_id)
         addresses = told.addrs(name) if name in told.peer_ids() else []
-        return len(addresses), name in anna.hints.table.routing_table.get_peer_ids()
+        return len(addresses), name in anna.running.hints.table.routing_table.get_peer_ids()
 
     await until(lambda: learned(cora) == (1, True))
     assert learned(hidden) == (0, False)
-    assert hidden.host is not None
-    assert not hidden.host.get_transport_addrs()
+    assert hidden.running is not None
+    assert not hidden.running.host.get_transport_addrs()
     assert [one.peer for one in await anna.providers(RUN)] == [cora.peer_id]
     assert hidden.peer_id not in {one.peer for one in anna.known()}
 

@@ -59,14 +59,16 @@ async def test_a_hole_is_punched_only_towards_where_the_relay_sees_the_peer(peer
     liar = await peer(liars_key, bootstrap=(where(relay),))
     for one in (honest, liar):
         await one.connect(where(relay))
-    assert honest.holes is not None
-    assert liar.holes is not None
-    assert await honest.thread.call(honest.holes.reserve, relay.peer_id)
+    assert honest.running is not None
+    assert honest.running.holes is not None
+    assert liar.running is not None
+    assert liar.running.holes is not None
+    assert await honest.thread.call(honest.running.holes.reserve, relay.peer_id)
 
     async def lie() -> list[bytes]:
         return [Multiaddr(address).to_bytes() for address in NAMED]
 
-    liar.holes.punching._get_observed_addrs = lie  # type: ignore[method-assign]
+    liar.running.holes.punching._get_observed_addrs = lie  # type: ignore[method-assign]
     circuit = f"{relay.addresses()[0]}/p2p/{relay.peer_id}/p2p-circuit"
     with noted_dials() as dials:
         await liar.connect(PeerAddress(honest.peer_id, (circuit,)), timeout_s=20.0)

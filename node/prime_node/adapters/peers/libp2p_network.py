@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import trio
@@ -55,6 +56,20 @@ CLOSE_S_MAX = 3.0
 """Timeout in seconds for closing all links."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningHost:
+    """The parts of a started host. They live in the trio thread."""
+
+    host: IHost
+    streams: Streams
+    gossip: Gossip
+    hints: Hints
+    holes: Holes | None
+    """NAT traversal; None for a private host, which uses no relay."""
+    reach: Reach
+    dialler: Dialler
+
+
 class Libp2pNetwork:
     """Implementation of PeerNetwork."""
 
@@ -71,13 +86,7 @@ class Libp2pNetwork:
         self._staying = {address.peer: address for address in settings.bootstrap[: limits.BOOTSTRAP_PEERS_MAX]}
         self._blocked: set[KeyId] = set()
         self.heard_s: dict[KeyId, float] = {}
-        self.host: IHost | None = None
-        self.streams: Streams | None = None
-        self._gossip: Gossip | None = None
-        self.hints: Hints | None = None
-        self.holes: Holes | None = None
-        self._reach: Reach | None = None
-        self._dialler: Dialler | None = None
+        self.running: RunningHost | None = None
 
     @property
     def peer_id(self) -> KeyId:
@@ -99,37 +108,39 @@ class Libp2pNetwork:
         if self.thread.has_ended:
             await self._local.close()
             self.thread = TrioThread("libp2p")
-            self.host = self.streams = self._gossip = self.hints = self.holes = self._reach = None
-            self._dialler = None
+            self.running = None
         await self.thread.start(self._main)
-        if self._settings.lan and not self._settings.private and self.host is not None:
-            await self._local.start([str(address) for address in self.host.get_transport_addrs()])
+        if self._settings.lan and not self._settings.private and self.running is not None:
+            await self._local.start([str(address) for address in self.running.host.get_transport_addrs()])
 
     async def close(self) -> None:
         await self._local.close()
         await self.thread.stop()
-        self.host = None
+        self.running = None
 
     def addresses(self) -> tuple[str, ...]:
-        if self._settings.private or self.host is None:
+        if self._settings.private or self.running is None:
             return ()
-        bound = [str(address) for address in self.host.get_transport_addrs()]
+        bound = [str(address) for address in self.running.host.get_transport_addrs()]
         named = [address for address in bound if not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/"))]
-        found = (*self._reach.confirmed, *self._reach.relayed) if self._reach is not None else ()
-        return tuple(dict.fromkeys((*self._settings.announce, *named, *found)))[: limits.PEER_ADDRESSES_MAX]
+        reach = self.running.reach
+        return tuple(dict.fromkeys((*self._settings.announce, *named, *reach.confirmed, *reach.relayed)))[
+            : limits.PEER_ADDRESSES_MAX
+        ]
 
     def reachability(self) -> Reachability:
         if self._settings.private:
             return Reachability.PRIVATE
-        return Reachability.UNKNOWN if self._reach is None else self._reach.found
+        return Reachability.UNKNOWN if self.running is None else self.running.reach.found
 
     def punched(self) -> tuple[int, int]:
-        return (0, 0) if self.holes is None else (self.holes.num_punched, self.holes.num_tried)
+        holes = None if self.running is None else self.running.holes
+        return (0, 0) if holes is None else (holes.num_punched, holes.num_tried)
 
     def connected(self) -> tuple[ConnectedPeer, ...]:
-        if self.host is None:
+        if self.running is None:
             return ()
-        links = list(self.host.get_network().connections.items())
+        links = list(self.running.host.get_network().connections.items())
         return tuple(
             ConnectedPeer(str(peer), is_relayed=all(map(leads_through_relay, up)), hosts=hosts_of(up))
             for peer, every in links
@@ -152,7 +163,7 @@ class Libp2pNetwork:
         is_new = address.peer not in self._staying and address.peer != self.peer_id
         if is_new and len(self._staying) < limits.BOOTSTRAP_PEERS_MAX:
             self._staying[address.peer] = address
-            if self.host is not None:
+            if self.running is not None:
                 self.thread.spawn(functools.partial(self._stay_linked, address.peer))
         elif not is_new and address.peer in self._staying:
             self._staying[address.peer] = address  # its current address
@@ -186,12 +197,18 @@ class Libp2pNetwork:
 
     # In the trio thread
 
+    @property
+    def _parts(self) -> RunningHost:
+        """Return the parts. The thread runs nothing that needs them before they exist."""
+        assert self.running is not None
+        return self.running
+
     async def _main(self, is_ready: Callable[[], None], stopping: trio.Event) -> None:
         host = make_host(self._key, self._settings, advertised=self._advertised)
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
         self._gate.guard(host)
         proven = self._gate.guard_announced_addresses(
-            host, lambda peer: () if self.streams is None else self.streams.hosts(peer)
+            host, lambda peer: () if self.running is None else self.running.streams.hosts(peer)
         )
         gossip = Gossip(host, self._block)
         hints = Hints(host, run=self._run, private=self._settings.private, choose=self._choose_hints, proven=proven)
@@ -201,16 +218,15 @@ class Libp2pNetwork:
                 await stack.enter_async_context(background_trio_service(service))
             await gossip.pubsub.wait_until_ready()
             nursery = await stack.enter_async_context(trio.open_nursery())
-            self.host, self._gossip, self.hints = host, gossip, hints
-            self.streams = streams = Streams(host, nursery)
+            streams = Streams(host, nursery)
             is_relay, gate = self._settings.relay, self._gate
             holes = Holes(host, streams, nursery, serves_as_relay=is_relay, gate=gate, seen_at=self._seen_at)
             usable = None if self._settings.private else holes
-            self._dialler = Dialler(host, streams, gate, usable, self._blocked)
-            self._reach = reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
+            dialler = Dialler(host, streams, gate, usable, self._blocked)
+            reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
+            self.running = RunningHost(host, streams, gossip, hints, usable, reach, dialler)
             self._serve(streams, ALIVE, reach.announce_addresses, request_bytes_max=0)
             if not self._settings.private:
-                self.holes = holes
                 await stack.enter_async_context(holes.run())
                 self._serve(streams, DIAL_BACK, reach.dial_back, request_bytes_max=TEXT_BYTES_MAX)
                 if is_relay:
@@ -219,7 +235,7 @@ class Libp2pNetwork:
                 for name, (handler, bytes_max) in self._served.items():
                     self._serve(streams, name, self._asking(handler), request_bytes_max=bytes_max)
                 nursery.start_soon(reach.look)
-            host.get_network().register_notifee(Doorkeeper(self._blocked, hints, self.holes, nursery))
+            host.get_network().register_notifee(Doorkeeper(self._blocked, hints, usable, nursery))
             for topic, (validate, handle) in self._topics.items():
                 name = stream_protocol(self._run, topic)
                 await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
@@ -263,55 +279,47 @@ class Libp2pNetwork:
         streams.serve(stream_protocol(self._run, name), heard, request_bytes_max=request_bytes_max)
 
     async def _ask(self, peer: KeyId, protocol: str, payload: bytes, timeout_s: float, reply_bytes_max: int) -> bytes:
-        assert self.streams is not None
         if peer in self._blocked:
             raise Unreachable(f"{peer} is blocked")
         name = stream_protocol(self._run, protocol)
         try:
             with trio.fail_after(timeout_s):
-                reply = await self.streams.ask(peer, name, payload, reply_bytes_max=reply_bytes_max)
+                reply = await self._parts.streams.ask(peer, name, payload, reply_bytes_max=reply_bytes_max)
         except trio.TooSlowError:
             raise Unreachable(f"{peer} did not answer within {timeout_s:g} s") from None
         self.heard_s[peer] = trio.current_time()
         return reply
 
     async def _announce(self, topic: str, data: bytes) -> None:
-        assert self._gossip is not None
-        await self._gossip.announce(stream_protocol(self._run, topic), data)
+        await self._parts.gossip.announce(stream_protocol(self._run, topic), data)
 
     async def _provide(self, digest: str) -> None:
-        assert self.hints is not None
-        await self.hints.provide(digest)
+        await self._parts.hints.provide(digest)
 
     async def _providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        assert self.hints is not None
-        return await self.hints.providers(digest)
+        return await self._parts.hints.providers(digest)
 
     async def _connect(self, address: PeerAddress, timeout_s: float) -> ConnectedPeer:
-        assert self._dialler is not None
-        return await self._dialler.connect(address, timeout_s)
+        return await self._parts.dialler.connect(address, timeout_s)
 
     async def _seen_at(self, peer: KeyId) -> frozenset[str]:
         """Return a peer's addresses as seen by the relays that this machine stays linked to."""
-        assert self.streams is not None
-        relays = [one for one in list(self._staying) if self.streams.has_direct_link(one)]
+        relays = [one for one in list(self._staying) if self._parts.streams.has_direct_link(one)]
         return await hosts_by(relays, peer, self._ask)
 
     def _choose_hints(self, addresses: Sequence[str]) -> Sequence[str]:
-        return self._gate.choose_hints(addresses, () if self.streams is None else self.streams.all_hosts())
+        return self._gate.choose_hints(addresses, () if self.running is None else self.running.streams.all_hosts())
 
     async def _close_links(self, peer: KeyId) -> None:
-        assert self.host is not None
-        await self.host.get_network().close_peer(ID.from_string(peer))
+        await self._parts.host.get_network().close_peer(ID.from_string(peer))
         self.heard_s.pop(peer, None)
 
     async def _block(self, peer: KeyId, reason: str) -> None:
-        assert self._gossip is not None
         if peer not in self._blocked:
             log.warning("blocked peer %s: %s", peer, reason)
         self._blocked.add(peer)
         self._known.pop(peer, None)
-        self._gossip.block(ID.from_string(peer))
+        self._parts.gossip.block(ID.from_string(peer))
         await self._close_links(peer)
 
     async def _keep_alive(self) -> None:
@@ -338,8 +346,7 @@ class Libp2pNetwork:
             faults.note(log, f"{peer} sent nothing in time", error)
 
     async def _stay_linked(self, peer: KeyId) -> None:
-        assert self._dialler is not None
-        await self._dialler.stay_linked(peer, self._staying)
+        await self._parts.dialler.stay_linked(peer, self._staying)
 
     def _advertised(self, candidates: Sequence[Multiaddr]) -> Sequence[Multiaddr]:
         """Return what Identify advertises: what may be announced and nothing else, so no address inside a home network."""
