@@ -97,7 +97,7 @@ def make_host(
 def _count_handlers(swarm: INetworkService) -> None:
     """Count each link's running stream handlers, so that streams that end at once cannot start any number of them.
 
-    Then reset a stream that the other side has ended: the library leaves it half open, and it would count for ever.
+    Then reset a stream that the other side has ended: the library leaves it half open, and it would count permanently.
     """
     handle = swarm.common_stream_handler
 
