@@ -14,7 +14,7 @@ from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
-from prime_node.coordinator.api.judging import Judging
+from prime_node.coordinator.api.judging import CheckTasks, Judging
 from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
@@ -104,23 +104,79 @@ class Parts:
     """Recorder of a line for each lease, verdict, batch and policy."""
 
 
-@dataclass(frozen=True, slots=True)
 class Coordinator:
     """An assembled coordinator. The daemon runs it; no part of it knows this object."""
 
-    journal: Journal
-    decisions: Decisions
-    gate: RequestGate
-    assigner: Assigner
-    notifications: Notifications
-    presence: Presence
-    manifests: PublishedManifests
-    curation: Curation
-    blockers: Blockers
-    retention: Retention
-    dossiers: BanDossiers
-    report: StatusReport
-    handlers: Handlers
+    def __init__(self, parts: Parts, journal: Journal, assigner: Assigner) -> None:
+        run, key, config, clock, store = parts.run, parts.key, parts.config, parts.clock, parts.store
+        metrics, bundles, public, private = parts.metrics, parts.bundles, parts.public, parts.private
+        check_s = config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1)
+        rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"))
+        observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=parts.timeline)
+        notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
+        checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
+        agreement = Agreement(check_s, run.spec.checks.validator_classes)
+        evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
+        decisions = Decisions(journal, clock, observer, notifications, checks, evaluations, metrics)
+        limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
+        gate = RequestGate(run=run, limiter=limiter, nonces=Nonces(nonces_max=config.nonces_max))
+        peers = Peers(parts.dial_back, parts.dial_back_libp2p, parts.network)
+        blockers = Blockers(journal.state)
+        curation = Curation(config.curriculum, decisions, assigner, private, metrics)
+        manifests = PublishedManifests(run, decisions, parts.published)
+        seals = BatchSeals(run, key, decisions, assigner)
+        receipts = ReceiptLists(run, key, decisions, store)
+        storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles)
+        timestamps = TimestampSigner(
+            run,
+            key,
+            clock,
+            manifests,
+            parts.published,
+            interval_s=config.timestamp_seconds,
+            lifetime_s=config.timestamp_lifetime_seconds,
+        )
+        keys = KeyRings(run, key, clock, decisions, gate, manifests, timestamps, parts.published)
+        ledger = LedgerSigner(
+            run, key, decisions, journal, assigner, store, private, interval_s=config.timestamp_seconds
+        )
+        report = StatusReport(
+            run, clock, decisions, observer, presence, peers, agreement, evaluations, curation, blockers, metrics
+        )
+        share = config.second_look_share
+        tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement)
+        self.handlers = Handlers(
+            leasing=Leasing(
+                run, key, clock, decisions, assigner, curation, notifications, presence, observer, blockers
+            ),
+            admission=WorkerAdmission(run, config, clock, decisions, assigner, presence),
+            intake=BundleIntake(
+                run, clock, decisions, gate, assigner, presence, receipts, store, bundles, private, metrics
+            ),
+            receipts=receipts,
+            check_tasks=tasks,
+            judging=Judging(run, clock, decisions, metrics, tasks, agreement, curation, receipts, storage),
+            bundles=storage,
+            batches=TrainerBatches(decisions, notifications, observer, seals, blockers),
+            blobs_in=BlobIntake(run, clock, decisions, gate, public),
+            manifests_in=ManifestIntake(
+                run, clock, decisions, gate, manifests, seals, evaluations, observer, notifications, public, private
+            ),
+            keys=keys,
+            timestamps=timestamps,
+            ledger=ledger,
+            documents=PublicDocuments(run, manifests, keys, ledger, notifications),
+            blobs=BlobReader(run, public, serve_chunks=config.serve_chunks),
+            discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
+            operator=OperatorActions(decisions),
+            status=StatusPages(report, gate.epochs, clock),
+            bodies=BodyChecks(clock, decisions, gate, Callers(proxies=config.behind, trusted=config.trusted)),
+        )
+        self.retention = Retention(run, config.checkpoints_kept, decisions, public, manifests)
+        self.dossiers = BanDossiers(run, key, decisions, assigner, store, bundles, private)
+        self.journal, self.decisions, self.gate, self.assigner = journal, decisions, gate, assigner
+        self.notifications, self.presence, self.manifests = notifications, presence, manifests
+        self.curation, self.blockers, self.report = curation, blockers, report
 
 
 async def open_coordinator(parts: Parts) -> Coordinator:
@@ -144,154 +200,17 @@ async def open_coordinator(parts: Parts) -> Coordinator:
         snapshot_events=config.snapshot_events,
         shown_ms=await ledger_head_ms(parts.private),
     )
-    coordinator = _assemble(parts, journal, assigner)
+    coordinator = Coordinator(parts, journal, assigner)
     await parts.published.write("run.json", run.envelope.to_bytes())
     await coordinator.manifests.restore_head()
     if (head := coordinator.manifests.head) is not None:
         coordinator.report.observer.made(head.manifest.policy_version, head.manifest.created_at_ms)
     for pending in journal.state.bundles.values():
-        coordinator.handlers.judging.checks.add(pending.bundle, pending.lease.policy_version)
+        coordinator.handlers.check_tasks.checks.add(pending.bundle, pending.lease.policy_version)
     await coordinator.curation.restore_pools(random.Random())
     await _delete_orphans(parts.bundles, journal.state)
     await coordinator.retention.sweep_blobs()
     return coordinator
-
-
-def _assemble(parts: Parts, journal: Journal, assigner: Assigner) -> Coordinator:
-    run, key, config, clock, store = parts.run, parts.key, parts.config, parts.clock, parts.store
-    metrics, bundles, public, private = parts.metrics, parts.bundles, parts.public, parts.private
-    check_s = config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1)
-    rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"))
-    observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=parts.timeline)
-    notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
-    checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
-    agreement = Agreement(check_s, run.spec.checks.validator_classes)
-    evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
-    decisions = Decisions(
-        journal,
-        clock,
-        observer=observer,
-        notifications=notifications,
-        checks=checks,
-        evaluations=evaluations,
-        metrics=metrics,
-    )
-    limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
-    gate = RequestGate(run=run, limiter=limiter, nonces=Nonces(nonces_max=config.nonces_max))
-    peers = Peers(parts.dial_back, parts.dial_back_libp2p, parts.network)
-    blockers = Blockers(journal.state)
-    curation = Curation(config.curriculum, decisions, assigner, private, metrics)
-    manifests = PublishedManifests(run, decisions, parts.published)
-    seals = BatchSeals(run, key, decisions, assigner)
-    receipts = ReceiptLists(run, key, decisions, store)
-    storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles)
-    timestamps = TimestampSigner(
-        run,
-        key,
-        clock,
-        manifests,
-        parts.published,
-        interval_s=config.timestamp_seconds,
-        lifetime_s=config.timestamp_lifetime_seconds,
-    )
-    keys = KeyRings(run, key, clock, decisions, gate, manifests, timestamps, parts.published)
-    ledger = LedgerSigner(run, key, decisions, journal, assigner, store, private, interval_s=config.timestamp_seconds)
-    report = StatusReport(
-        run=run,
-        clock=clock,
-        decisions=decisions,
-        observer=observer,
-        presence=presence,
-        peers=peers,
-        agreement=agreement,
-        evaluations=evaluations,
-        curation=curation,
-        blockers=blockers,
-        metrics=metrics,
-    )
-    handlers = Handlers(
-        leasing=Leasing(
-            run=run,
-            key=key,
-            clock=clock,
-            decisions=decisions,
-            assigner=assigner,
-            curation=curation,
-            notifications=notifications,
-            presence=presence,
-            observer=observer,
-            blockers=blockers,
-        ),
-        admission=WorkerAdmission(run, config, clock, decisions, assigner, presence),
-        intake=BundleIntake(
-            run=run,
-            clock=clock,
-            decisions=decisions,
-            gate=gate,
-            assigner=assigner,
-            presence=presence,
-            receipts=receipts,
-            store=store,
-            bundles=bundles,
-            evidence=private,
-            metrics=metrics,
-        ),
-        receipts=receipts,
-        judging=Judging(
-            run=run,
-            second_look_share=config.second_look_share,
-            clock=clock,
-            decisions=decisions,
-            assigner=assigner,
-            notifications=notifications,
-            metrics=metrics,
-            checks=checks,
-            agreement=agreement,
-            curation=curation,
-            receipts=receipts,
-            storage=storage,
-        ),
-        bundles=storage,
-        batches=TrainerBatches(decisions, notifications, observer, seals, blockers),
-        blobs_in=BlobIntake(run, clock, decisions, gate, public),
-        manifests_in=ManifestIntake(
-            run=run,
-            clock=clock,
-            decisions=decisions,
-            gate=gate,
-            manifests=manifests,
-            seals=seals,
-            evaluations=evaluations,
-            observer=observer,
-            notifications=notifications,
-            public=public,
-            private=private,
-        ),
-        keys=keys,
-        timestamps=timestamps,
-        ledger=ledger,
-        documents=PublicDocuments(run, manifests, keys, ledger, notifications),
-        blobs=BlobReader(run, public, serve_chunks=config.serve_chunks),
-        discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
-        operator=OperatorActions(decisions),
-        status=StatusPages(report, gate.epochs, clock),
-        bodies=BodyChecks(clock, decisions, gate, Callers(proxies=config.behind, trusted=config.trusted)),
-    )
-    return Coordinator(
-        journal=journal,
-        decisions=decisions,
-        gate=gate,
-        assigner=assigner,
-        notifications=notifications,
-        presence=presence,
-        manifests=manifests,
-        curation=curation,
-        blockers=blockers,
-        retention=Retention(run, config.checkpoints_kept, decisions, public, manifests),
-        dossiers=BanDossiers(run, key, decisions, assigner, store, bundles, private),
-        report=report,
-        handlers=handlers,
-    )
 
 
 async def _delete_orphans(bundles: Blobs, state: State) -> None:

@@ -139,7 +139,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
             names = ", ".join(state.workers[worker].name for worker in lost)
             log.info("no heartbeat in time from %s", names)
             decisions.decide(ev.WorkersLost(lost))
-        handlers.judging.expire_checks()
+        handlers.check_tasks.expire_checks()
         await handlers.judging.settle_held()
         if state.is_ending:
             handlers.receipts.release_escrows()

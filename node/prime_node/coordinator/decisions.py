@@ -28,7 +28,6 @@ class Decisions:
         self,
         journal: Journal,
         clock: Clock,
-        *,
         observer: Observer,
         notifications: Notifications,
         checks: CheckQueue,

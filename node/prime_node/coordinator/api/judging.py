@@ -36,8 +36,8 @@ RETRY_S = 0.2
 
 
 @dataclass(slots=True)
-class Judging:
-    """The endpoints for validators, and the deadlines of their checks."""
+class CheckTasks:
+    """The bundles that validators get to judge, and the deadlines of their checks."""
 
     run: PinnedRun
     second_look_share: float
@@ -46,12 +46,8 @@ class Judging:
     decisions: Decisions
     assigner: Assigner
     notifications: Notifications
-    metrics: Metrics
     checks: CheckQueue
     agreement: Agreement
-    curation: Curation
-    receipts: ReceiptLists
-    storage: BundleStorage
 
     async def next_check_task(self, signer: str, request: CheckRequest) -> CheckTask | NotYet:
         """Return the oldest pending bundle, those of the validator's own policies first."""
@@ -80,6 +76,64 @@ class Judging:
             left_ms=check_ms if request.asks_left else None,
         )
 
+    def again(self, pending: PendingBundle) -> None:
+        """Hand a bundle to another validator."""
+        self.checks.again(pending.bundle, pending.lease.policy_version)
+        self.notifications.publish(Topic.CHECK)
+
+    def look_again(self, pending: PendingBundle, opinion: Opinion) -> None:
+        """Hand an accepted bundle to a second validator, if it is drawn for that."""
+        is_drawn = pending.audited and self.assigner.look_draw(pending.bundle) < self.second_look_share
+        if is_drawn and self.agreement.look_again(pending, opinion, self.clock.monotonic_s()):
+            self.again(pending)
+
+    def expire_checks(self) -> None:
+        """Requeue bundles that their validator did not judge in time. After several attempts, reject them as unverifiable."""
+        before = len(self.checks)
+        for overdue in self.checks.overdue(self.clock.monotonic_s()):
+            is_over = overdue not in self.decisions.state.bundles
+            if is_over or self.agreement.is_held(overdue):  # settle_held decides the latter
+                self.checks.settled([overdue])
+                continue
+            self.decisions.decide(
+                ev.VerdictGiven(
+                    bundle=overdue,
+                    reason=RejectReason.UNVERIFIABLE,
+                    detail="no validator checked it in time",
+                    rewards=(),
+                    num_tokens=0,
+                    validator="",
+                )
+            )
+        if before:
+            self.notifications.publish(Topic.CHECK)
+
+    def _may_take(self, signer: str, bundle: str) -> bool:
+        """Return whether a validator may judge a bundle. One that let its deadline pass leaves it to the other active ones."""
+        if self.checks.is_held_by(bundle, signer) and self.agreement.active_others(signer, self.clock.monotonic_s()):
+            return False
+        return self.agreement.may_judge(bundle, signer)
+
+    def _pending(self, bundle: str) -> PendingBundle | None:
+        """Return a bundle that waits for a verdict or for a second look."""
+        look = self.agreement.looks.get(bundle)
+        return self.decisions.state.bundles.get(bundle) or (None if look is None else look.pending)
+
+
+@dataclass(slots=True)
+class Judging:
+    """The verdicts that validators give."""
+
+    run: PinnedRun
+    clock: Clock
+    decisions: Decisions
+    metrics: Metrics
+    tasks: CheckTasks
+    agreement: Agreement
+    curation: Curation
+    receipts: ReceiptLists
+    storage: BundleStorage
+
     async def check_result(self, signer: str, request: CheckResultRequest) -> None:
         """Record the verdict of the validator that has the bundle. Raise RemoteError.
 
@@ -92,7 +146,7 @@ class Judging:
             return
         if self.agreement.has_answered(request.bundle, signer):
             return
-        require_holder(self.checks, signer, request.bundle)
+        require_holder(self.tasks.checks, signer, request.bundle)
         if pending is None:
             self._second_look(signer, request)
             return
@@ -125,21 +179,10 @@ class Judging:
         if (opinion := self._concluded(signer, request)) is not None:
             await self._decide(opinion)
 
-    def _may_take(self, signer: str, bundle: str) -> bool:
-        """Return whether a validator may judge a bundle. One that let its deadline pass leaves it to the other active ones."""
-        if self.checks.is_held_by(bundle, signer) and self.agreement.active_others(signer, self.clock.monotonic_s()):
-            return False
-        return self.agreement.may_judge(bundle, signer)
-
-    def _pending(self, bundle: str) -> PendingBundle | None:
-        """Return a bundle that waits for a verdict or for a second look."""
-        look = self.agreement.looks.get(bundle)
-        return self.decisions.state.bundles.get(bundle) or (None if look is None else look.pending)
-
     def _concluded(self, signer: str, request: CheckResultRequest) -> Opinion | None:
         """Return the opinion that decides a pending bundle; None if another validator has to judge it first."""
         pending = self.decisions.state.bundles.get(request.bundle)
-        if pending is None or not self.checks.is_held_by(
+        if pending is None or not self.tasks.checks.is_held_by(
             request.bundle, signer
         ):  # settled, or answered at the same time
             return None
@@ -153,14 +196,13 @@ class Judging:
         if agreement.num_contradictions > num_before:
             _tell(agreement.contradictions[-1])
         if opinion is None and agreement.is_held(request.bundle):
-            self.checks.again(request.bundle, pending.lease.policy_version)
-            self.notifications.publish(Topic.CHECK)
+            self.tasks.again(pending)
         return opinion
 
     def _second_look(self, signer: str, request: CheckResultRequest) -> None:
         """Compare a second validator's opinion on an accepted bundle with the first."""
         self.agreement.heard(signer, self.clock.monotonic_s(), request)
-        self.checks.settled([request.bundle])
+        self.tasks.checks.settled([request.bundle])
         look = self.agreement.looks[request.bundle]
         mine = self.agreement.opinion(self.decisions.state, look.pending.lease.worker, signer, request)
         exact = all(one.is_deterministic and one.scorings == 1 for one in self.run.spec.environments)
@@ -194,15 +236,11 @@ class Judging:
         )
         if verdict.accepted:
             self.curation.rate(pending.lease, request.bundle)
+            self.tasks.look_again(pending, opinion)
         elif reason in (RejectReason.INCOMPLETE, RejectReason.UNVERIFIABLE):
             note_failed(self.decisions, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
         for name, value in request.measured.items():
             self.metrics.observe("prime_check_measured", coarse(value), number=name)
-        is_drawn = self.assigner.look_draw(request.bundle) < self.second_look_share
-        is_looked_at = verdict.accepted and pending.audited and is_drawn
-        if is_looked_at and self.agreement.look_again(pending, opinion, self.clock.monotonic_s()):
-            self.checks.again(request.bundle, pending.lease.policy_version)
-            self.notifications.publish(Topic.CHECK)
 
     async def _copies_replaced(self, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:
         """Return the receipts of bundles that this one shows to be copies, and that were judged and accepted before it."""
@@ -220,27 +258,6 @@ class Judging:
             opinion = self.agreement.settle(bundle, self.clock.monotonic_s())
             if bundle in self.decisions.state.bundles:
                 await self._decide(opinion)
-
-    def expire_checks(self) -> None:
-        """Requeue bundles that their validator did not judge in time. After several attempts, reject them as unverifiable."""
-        before = len(self.checks)
-        for overdue in self.checks.overdue(self.clock.monotonic_s()):
-            is_over = overdue not in self.decisions.state.bundles
-            if is_over or self.agreement.is_held(overdue):  # settle_held decides the latter
-                self.checks.settled([overdue])
-                continue
-            self.decisions.decide(
-                ev.VerdictGiven(
-                    bundle=overdue,
-                    reason=RejectReason.UNVERIFIABLE,
-                    detail="no validator checked it in time",
-                    rewards=(),
-                    num_tokens=0,
-                    validator="",
-                )
-            )
-        if before:
-            self.notifications.publish(Topic.CHECK)
 
 
 def _tell(found: Contradiction) -> None:

@@ -19,7 +19,7 @@ from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
-from prime_node.coordinator.api.judging import Judging
+from prime_node.coordinator.api.judging import CheckTasks, Judging
 from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.operating import OperatorActions
 from prime_node.coordinator.api.peer_discovery import PeerDiscovery
@@ -54,6 +54,7 @@ class Handlers:
     admission: WorkerAdmission
     intake: BundleIntake
     receipts: ReceiptLists
+    check_tasks: CheckTasks
     judging: Judging
     bundles: BundleStorage
     batches: TrainerBatches
@@ -130,7 +131,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         body_bytes_max=_rollout_parcel,
     ),
     # validators, and the trainer that reads the same bundles
-    _signed("check", Caller.VALIDATOR, messages.CheckRequest, lambda on: on.judging.next_check_task),
+    _signed("check", Caller.VALIDATOR, messages.CheckRequest, lambda on: on.check_tasks.next_check_task),
     _signed("check_result", Caller.VALIDATOR, messages.CheckResultRequest, lambda on: on.judging.check_result),
     _signed("bundle", Caller.JUDGES, messages.BundleRequest, lambda on: on.bundles.read),
     ApiEndpoint(
