@@ -145,7 +145,7 @@ async def test_a_hoarder_is_made_to_wait_and_the_run_goes_on(arena: Arena) -> No
     _nobody_else_is_hurt(outcome, cheat)
 
 
-async def test_whoever_picks_leases_is_made_to_wait_and_the_run_goes_on(arena: Arena) -> None:
+async def test_a_worker_that_picks_its_leases_must_wait_and_the_run_continues(arena: Arena) -> None:
     outcome = await arena.fight("picking", rollouts_max=None, max_steps=5)
     assert len(outcome.batches) == 5
     assert any("you abandoned" in reason for reason in outcome.parts[0].waits)

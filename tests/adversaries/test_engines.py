@@ -33,12 +33,12 @@ async def test_a_cheat_answers_otherwise_than_an_honest_worker(cheat: str) -> No
 
 
 @pytest.mark.parametrize("cheat", STANDALONE)
-async def test_a_cheat_is_honest_for_as_long_as_it_is_told(cheat: str) -> None:
+async def test_a_cheat_is_honest_for_the_configured_time(cheat: str) -> None:
     assert await completions_of(cheat, 0, 1, 2, honest_loads=3) == await completions_of(None, 0, 1, 2)
 
 
 @pytest.mark.parametrize(("cheat", "policy"), [("older-1", 8), ("older-2", 7), ("older-8", 1), ("stale", 0)])
-async def test_an_older_policy_is_the_one_that_it_says(cheat: str, policy: int) -> None:
+async def test_an_older_policy_is_the_declared_one(cheat: str, policy: int) -> None:
     assert await completions_of(cheat, *range(10)) == await completions_of(None, policy)
 
 
@@ -54,7 +54,7 @@ def test_changing_weights_leaves_the_original_alone(dtype: str) -> None:
     assert changed["n"] is weights["n"]
 
 
-def test_rounding_has_as_many_levels_as_it_says() -> None:
+def test_rounding_has_the_declared_number_of_levels() -> None:
     values = np.random.default_rng(1).normal(size=(4, 64)).astype(np.float32)
     found = quantised(values, group=32, largest=7)
     assert max(len(np.unique(group)) for group in found.reshape(-1, 32)) <= 15
@@ -66,5 +66,5 @@ def test_an_unknown_cheat_is_the_users_mistake_and_the_known_ones_are_named() ->
         cheating_engine(TableEngine(), "kind", honest_loads=0)
 
 
-def test_every_cheat_says_what_it_does() -> None:
+def test_every_cheat_has_a_description() -> None:
     assert all(cheat.idea.endswith(".") for cheat in ADVERSARIES.values())

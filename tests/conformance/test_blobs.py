@@ -59,7 +59,7 @@ async def test_what_is_not_there_is_a_key_error(blobs: Blobs, digest: str) -> No
         await blobs.size(digest)
 
 
-async def test_a_deleted_blob_is_gone_and_may_come_back(blobs: Blobs) -> None:
+async def test_a_deleted_blob_is_missing_and_can_be_stored_again(blobs: Blobs) -> None:
     digest = await blobs.put(DATA)
     await blobs.delete(digest)
     await blobs.delete(digest)

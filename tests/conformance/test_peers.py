@@ -203,7 +203,7 @@ async def test_what_a_handler_refuses_reaches_the_asker_with_its_code(node: Make
     assert (refused.value.code, refused.value.retry_after_s) == (ErrorCode.BAD_RANGE, 3.0)
 
 
-async def test_an_answer_over_the_bound_is_refused_and_the_link_goes_on(node: MakeNode) -> None:
+async def test_an_answer_over_the_bound_is_refused_and_the_link_stays(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
     assert len(await ask(anna, ben, BIG, b"1000", reply_bytes_max=1_000)) == 1_000
     with pytest.raises(RemoteError) as refused:
@@ -219,7 +219,7 @@ async def test_a_request_over_the_bound_is_refused(node: MakeNode) -> None:
     assert refused.value.code is ErrorCode.TOO_LARGE
 
 
-async def test_a_protocol_that_nobody_serves_is_not_found(node: MakeNode) -> None:
+async def test_a_protocol_that_no_peer_serves_is_not_found(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
     with pytest.raises(RemoteError) as refused:
         await ask(anna, ben, "unheard-of", b"")
@@ -248,14 +248,14 @@ async def test_connecting_twice_is_one_link_that_both_see(node: MakeNode) -> Non
     assert [link.peer for link in ben.network.connected()] == [anna.network.peer_id]
 
 
-async def test_whoever_answers_under_another_key_is_not_the_peer(node: MakeNode) -> None:
+async def test_a_peer_that_answers_under_another_key_is_not_accepted(node: MakeNode) -> None:
     anna, ben, carla = [await node() for _ in range(3)]
     with pytest.raises(Unreachable):
         await anna.network.connect(PeerAddress(carla.network.peer_id, ben.network.addresses()))
     assert anna.network.connected() == ()
 
 
-async def test_a_peer_that_closes_is_gone_and_its_requests_end(node: MakeNode) -> None:
+async def test_a_peer_that_closes_is_removed_and_its_requests_end(node: MakeNode) -> None:
     anna, ben = await linked(node, 2)
     slow = asyncio.ensure_future(ask(anna, ben, SLOW, b""))
     await ben.until(lambda: ben.working == 1)
@@ -314,7 +314,7 @@ async def test_an_announcement_over_the_bound_is_the_callers_mistake(node: MakeN
         await anna.network.announce("heads", bytes(limits.ANNOUNCEMENT_BYTES_MAX + 1))
 
 
-async def test_peers_of_another_run_have_nothing_to_say_to_each_other(node: MakeNode) -> None:
+async def test_peers_of_different_runs_exchange_nothing(node: MakeNode) -> None:
     anna, foreign = await node(), await node(run=OTHER_RUN)
     with pytest.raises((Unreachable, RemoteError)):
         await reach(anna, foreign)

@@ -108,7 +108,7 @@ async def test_the_ledger_grows_with_the_events_or_not_at_all(store: Store) -> N
     assert await store.ledger(start=3, limit=10) == []
 
 
-async def test_a_snapshot_replaces_the_older_one_and_the_log_goes_on(store: Store) -> None:
+async def test_a_snapshot_replaces_the_older_one_and_the_log_continues(store: Store) -> None:
     assert await store.latest_snapshot() is None
     await store.append([event(1), event(2), event(3)])
     await store.save_snapshot(2, "two")

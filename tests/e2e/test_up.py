@@ -60,7 +60,7 @@ def _has_a_trace(up: Up) -> None:
     assert max(e["ts"] for e in events if e.get("cat") == "worker-1") > min(step["ts"] for step in steps)
 
 
-def test_up_stops_cleanly_and_goes_on_where_it_stopped(up: Up) -> None:
+def test_up_stops_cleanly_and_resumes(up: Up) -> None:
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=30")
     up.until(lambda status: status["step"] >= 3, timeout_s=180, what="step 3")
     up.interrupt()
@@ -164,7 +164,7 @@ def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_trainers_key_is_replaced_while_the_run_goes_on(up: Up) -> None:
+def test_a_trainers_key_is_replaced_while_the_run_continues(up: Up) -> None:
     """Both keys are valid first; when the new one signs, the old one is removed. The whole chain verifies."""
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
     up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")

@@ -25,7 +25,7 @@ def test_the_bound_is_the_origin_the_slowest_downlink_or_all_uplinks_together() 
     assert fluid_bound_s(1e6, 10, [Home(0, 80)] * 5) == pytest.approx(4.0)
 
 
-def test_nobody_is_faster_than_the_bound_and_six_equal_peers_come_near_it() -> None:
+def test_no_peer_is_faster_than_the_bound_and_six_equal_peers_come_near_it() -> None:
     found = simulate(SIX, mb=32)
     assert found.unfinished == 0
     assert len(found.done_s) == 6

@@ -7,7 +7,7 @@ import pytest
 from prime_lab.virtual_time import Bell, Process, VirtualTime
 
 
-def test_sleepers_go_on_in_the_order_of_their_time_and_then_of_their_start() -> None:
+def test_sleepers_continue_in_the_order_of_their_time_and_then_of_their_start() -> None:
     time = VirtualTime()
     seen: list[tuple[str, float]] = []
 
@@ -21,7 +21,7 @@ def test_sleepers_go_on_in_the_order_of_their_time_and_then_of_their_start() -> 
     assert seen == [("first", 1.0), ("second", 1.0), ("late", 2.0)]
 
 
-def test_a_bell_wakes_all_who_wait_and_a_deadline_those_whom_it_does_not() -> None:
+def test_a_bell_wakes_all_waiting_tasks_and_a_deadline_the_others() -> None:
     time = VirtualTime()
     bell, silent = Bell(time), Bell(time)
     woken: list[tuple[str, float]] = []
@@ -42,7 +42,7 @@ def test_a_bell_wakes_all_who_wait_and_a_deadline_those_whom_it_does_not() -> No
     assert woken == [("for ever", 3.0), ("in time", 3.0), ("in vain", 4.0)]
 
 
-def test_a_run_in_which_everyone_waits_for_somebody_else_is_an_error() -> None:
+def test_a_run_in_which_all_tasks_wait_for_each_other_is_an_error() -> None:
     time = VirtualTime()
 
     def waits() -> Process:

@@ -50,7 +50,7 @@ async def test_a_coordinator_with_another_history_is_not_followed(
         await make(other, folder=tmp_path).start()
 
 
-async def test_a_trainer_killed_before_it_noted_its_last_policy_goes_on(
+async def test_a_trainer_killed_before_it_noted_its_last_policy_continues(
     coordinator: BatchCoordinator, tmp_path: Path
 ) -> None:
     await publish(coordinator, range(2), folder=tmp_path)

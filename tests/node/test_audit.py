@@ -89,7 +89,7 @@ async def test_one_flipped_bit_in_a_file_is_caught(tmp_path: Path) -> None:
     assert "policy 2" in report.failure.detail
 
 
-async def test_without_a_pinned_digest_the_report_says_so() -> None:
+async def test_the_report_names_a_missing_pinned_digest() -> None:
     report = await audit(published(), None)
     assert report.passed
     assert "not pinned" in report.checks[0].detail

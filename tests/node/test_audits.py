@@ -57,7 +57,7 @@ def test_the_share_falls_with_the_audits_that_were_passed_and_never_below_the_fl
     assert shares == [1.0, 1.0, 1.0, 2 / 3, 0.5, 0.25, 0.25, 0.25]
 
 
-def test_the_draw_is_uniform_and_no_bundle_tells_anything_of_the_next() -> None:
+def test_the_draw_is_uniform_and_no_bundle_predicts_the_next() -> None:
     run = make_run()
     draw = Assigner(run, secret=bytes(range(32)), environments={}, tokenizer=LetterTokenizer()).audit_draw
     draws = np.array([draw(digest_of(b"bundle %d" % number)) for number in range(100_000)])
@@ -173,7 +173,7 @@ async def test_what_is_claimed_to_be_sampled_without_the_seeds_is_always_audited
             await world.give_verdict(task)
 
 
-async def test_a_validator_is_told_what_to_audit_and_the_ledger_shows_what_is_credited() -> None:
+async def test_a_task_names_what_to_audit_and_the_ledger_shows_what_is_credited() -> None:
     policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, escrow_bundles=19)
     spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
     audited = []
@@ -219,7 +219,7 @@ def test_when_the_run_ends_the_escrow_is_credited_once_all_is_judged() -> None:
     assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
-def test_who_leaves_is_credited_no_sooner(run: Run) -> None:
+def test_a_worker_that_leaves_is_credited_no_sooner(run: Run) -> None:
     accept(run, run.granted("anna", 0, rollouts_max=2), audited=False)
     run.do(ev.WorkerLeft("anna"))
     assert not audits.is_releasable(run.state, anna(run)), "it could come back with nothing at stake"

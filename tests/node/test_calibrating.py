@@ -117,7 +117,7 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     assert "stop" not in pairs[0].moments, "it was measured without stop tokens"
 
 
-def test_an_engine_that_nobody_has_is_told(tmp_path: Path) -> None:
+def test_an_unknown_engine_is_reported(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["calibrate", str(tmp_path / "c.json"), "--sampler", "abacus/fp32"])
     assert isinstance(result.exception, LocalError)
     assert "known are transformers and vllm" in str(result.exception)

@@ -47,7 +47,7 @@ def test_the_caller_is_the_last_address_that_is_no_proxy_of_ours(
     assert address(remote, forwarded) == caller
 
 
-def test_a_proxy_that_nobody_has_named_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proxy_missing_from_the_settings_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     config = CoordinatorConfig()
     callers = Callers(proxies=config.behind, trusted=config.trusted)
     for remote in ("203.0.113.9", "127.0.0.1", "127.0.0.1"):
@@ -76,7 +76,7 @@ def test_networks_without_limits_are_named_at_the_start(settings: dict[str, obje
     assert bool(CoordinatorConfig.model_validate(settings).unlimited) is is_warned
 
 
-async def test_workers_behind_a_proxy_are_told_apart_by_what_it_says() -> None:
+async def test_workers_behind_a_proxy_are_distinguished_by_its_header() -> None:
     """All connections come from this machine, which is trusted; the limits apply to the proxy's clients."""
     async with running(memory_parts(make_run(), proxies=("127.0.0.1",), workers_per_network_max=1)) as world:
 

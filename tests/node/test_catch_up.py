@@ -107,7 +107,7 @@ def single_deltas(source: MemorySource, first: int, last: int) -> int:
 
 
 @pytest.mark.parametrize(("away", "share_max"), [(1, 1.0), (5, 0.9), (20, 0.75), (40, 0.6)])
-async def test_who_was_away_downloads_less_than_a_chain_of_single_deltas(
+async def test_a_follower_that_was_away_downloads_less_than_a_chain_of_single_deltas(
     away: int, share_max: float, source: MemorySource, tmp_path: Path
 ) -> None:
     head = POLICIES - 1
@@ -131,14 +131,14 @@ async def test_a_newcomer_takes_the_anchor_and_a_root_delta(source: MemorySource
     assert num_bytes < anchor.sent_bytes + single_deltas(source, 0, POLICIES - 1)
 
 
-async def test_who_keeps_up_downloads_single_deltas(source: MemorySource, tmp_path: Path) -> None:
+async def test_a_follower_that_keeps_up_downloads_single_deltas(source: MemorySource, tmp_path: Path) -> None:
     async with following(make_follower(tmp_path, source)) as follower:
         await taken(source, follower, 30)
         for head in (31, 32, 33):
             assert await taken(source, follower, head) == single_deltas(source, head - 1, head)
 
 
-async def test_a_restart_goes_on_from_what_is_on_the_disk(source: MemorySource, tmp_path: Path) -> None:
+async def test_a_restart_continues_from_the_disk(source: MemorySource, tmp_path: Path) -> None:
     async with following(make_follower(tmp_path, source)) as follower:
         for head in (30, 31, 32, 33):
             await taken(source, follower, head)
@@ -191,7 +191,7 @@ async def test_healing_uses_the_other_policy_that_is_held(source: MemorySource, 
     assert healed <= single_deltas(source, 39, 41)
 
 
-async def test_who_waits_for_a_dropped_policy_gets_the_next_one(source: MemorySource, tmp_path: Path) -> None:
+async def test_a_waiter_for_a_dropped_policy_gets_the_next_one(source: MemorySource, tmp_path: Path) -> None:
     async with following(make_follower(tmp_path, source)) as follower:
         await taken(source, follower, 40)
         held = follower.latest()
@@ -211,7 +211,7 @@ async def test_who_waits_for_a_dropped_policy_gets_the_next_one(source: MemorySo
         assert root_of((await waiting).weights) == source.signed(41).manifest.state_root
 
 
-async def test_an_encoding_whose_bytes_are_gone_is_gone_around(source: MemorySource, tmp_path: Path) -> None:
+async def test_an_encoding_whose_bytes_are_missing_is_bypassed(source: MemorySource, tmp_path: Path) -> None:
     async with following(make_follower(tmp_path, source)) as follower:
         await taken(source, follower, 47)
         single = source.signed(48).manifest.encoding(47)
@@ -236,7 +236,7 @@ def spoilt(signed: SignedManifest, blobs: dict[str, bytes], base: int) -> tuple[
     return others, blobs | {digest_of(index): index}
 
 
-async def test_an_encoding_that_was_published_broken_is_gone_around_for_good(
+async def test_an_encoding_that_was_published_broken_is_bypassed_from_then_on(
     policies: list[Weights], tmp_path: Path
 ) -> None:
     source = MemorySource(RUN)
@@ -340,7 +340,7 @@ def with_delta(signed: SignedManifest, **fields: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-async def test_a_signed_manifest_that_lies_is_not_followed(
+async def test_a_signed_manifest_with_false_data_is_not_followed(
     lie: Callable[[SignedManifest], dict[str, object]], policies: list[Weights], tmp_path: Path
 ) -> None:
     source = MemorySource(RUN)

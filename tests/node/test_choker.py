@@ -43,14 +43,14 @@ def test_peers_that_gave_nothing_get_the_same() -> None:
     assert max(served.values()) - min(served.values()) <= 4
 
 
-def test_who_gave_more_gets_more_and_nobody_gets_nothing() -> None:
+def test_peers_that_gave_more_get_more_and_all_get_something() -> None:
     choker = Choker(ChokerRules(slots=1))
     choker.gave("giver", 400 * MB, 0.0)
     served = serve(choker, {"giver": True, "taker": True}, answers=100)
     assert served["giver"] > 5 * served["taker"] > 0
 
 
-def test_strangers_get_little_beside_members() -> None:
+def test_strangers_get_little_while_members_ask() -> None:
     served = serve(Choker(ChokerRules(slots=1)), {"member": True, "stranger": False}, answers=100)
     assert served["member"] > 5 * served["stranger"] > 0
 
@@ -148,7 +148,7 @@ def test_one_answer_at_a_time_goes_to_a_member_and_several_to_strangers() -> Non
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=80), st.integers(1, 4), st.integers(1, 3))
-def test_slots_are_never_exceeded_nor_left_empty_while_somebody_who_may_have_one_waits(
+def test_slots_are_never_exceeded_nor_left_empty_while_an_eligible_peer_waits(
     events: list[tuple[int, int]], slots: int, each: int
 ) -> None:
     choker = Choker(ChokerRules(slots=slots, each_max=each, waiting_max=8))

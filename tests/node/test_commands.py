@@ -48,7 +48,7 @@ def test_a_command_imports_only_what_it_needs(command: tuple[str, ...], needless
     assert needless.isdisjoint(imported.split())
 
 
-def test_a_second_worker_in_one_folder_is_told_at_once(tmp_path: Path) -> None:
+def test_a_second_worker_in_one_folder_is_refused_at_once(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     with pytest.raises(LocalError, match="already uses it"):
         CliRunner().invoke(
@@ -78,7 +78,7 @@ def test_a_command_that_has_ended_does_not_search_for_garbage_before_it_exits() 
     assert ran.stdout.split("\n") == [__version__, "frozen: True", ""]
 
 
-def test_what_doctor_tells_programs_is_what_it_shows() -> None:
+def test_doctors_json_agrees_with_its_screen() -> None:
     shown = CliRunner().invoke(app, ["doctor"])
     told = CliRunner().invoke(app, ["doctor", "--json"])
     findings = json.loads(told.stdout)["findings"]
@@ -87,9 +87,7 @@ def test_what_doctor_tells_programs_is_what_it_shows() -> None:
         assert finding["what"] in shown.stdout
 
 
-def test_doctor_tells_whoever_has_no_home_where_his_files_would_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_the_place_of_files_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HOME", tmp_path / "nobody" / ".prime-node")
     told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
     (disk,) = (finding for finding in told["findings"] if finding["what"] == "disk")

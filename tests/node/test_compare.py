@@ -42,7 +42,7 @@ def test_equal_weights_are_equal() -> None:
     assert found.num_tensors == 1
 
 
-def test_one_bit_is_a_difference_and_its_size_is_told() -> None:
+def test_one_bit_is_a_difference_and_its_size_is_reported() -> None:
     found = compare({"a": bf16(1.0, 2.0), "b": bf16(1.0)}, {"a": bf16(1.0, 2.5), "b": bf16(1.0)})
     assert not found.equal
     (difference,) = found.differences
@@ -172,7 +172,7 @@ def test_rubbish_is_refused(tmp_path: Path, data: bytes) -> None:
         read_weights(path)
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_files_are_reported(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="no such file"):
         read_weights(tmp_path / "nothing")
     with pytest.raises(LocalError, match=r"has no \*\.safetensors file"):

@@ -148,7 +148,7 @@ async def test_two_bundles_for_one_lease_are_a_strike_and_both_headers_are_kept(
 
 
 @pytest.mark.parametrize("judged", [False, True])
-async def test_nobody_can_make_a_second_bundle_of_a_header_that_another_signed(world: World, judged: bool) -> None:
+async def test_a_header_that_another_key_signed_makes_no_second_bundle(world: World, judged: bool) -> None:
     parcel = make_parcel(await world.lease(ANNA), ANNA)
     first = await world.client(ANNA).upload(parcel)
     if judged:
@@ -193,7 +193,7 @@ async def test_a_rollout_for_a_trained_step_is_stale(world: World) -> None:
     assert verdict.reason is RejectReason.STALE
 
 
-async def test_an_expired_lease_goes_to_somebody_else() -> None:
+async def test_an_expired_lease_goes_to_another_worker() -> None:
     run = make_run(lease_seconds=0.2, heartbeat_seconds=0.1, groups_per_step=1, async_level=0)
     async with running(memory_parts(run)) as world:
         await world.publish()
@@ -202,7 +202,7 @@ async def test_an_expired_lease_goes_to_somebody_else() -> None:
         assert (await world.lease(BEN, wait_s=5.0)).groups == lost.groups
 
 
-async def test_a_worker_that_wastes_its_leases_is_told_why_it_waits_and_how_long(world: World) -> None:
+async def test_a_worker_that_abandons_its_leases_learns_why_and_how_long_it_waits(world: World) -> None:
     for _ in range(2):
         lease = await world.lease(ANNA)
         await world.client(ANNA).return_lease(ReturnLeaseRequest(lease_id=lease.lease_id))
@@ -254,7 +254,7 @@ async def test_a_batch_request_is_held_open_until_the_last_verdict(world: World)
     assert isinstance(await asyncio.wait_for(waiting, 5), Envelope)
 
 
-async def test_who_asks_too_early_is_told_what_everything_waits_for(world: World) -> None:
+async def test_an_early_request_gets_the_reason_why_the_run_waits(world: World) -> None:
     answer = await world.client(TRAINER).batch(BatchRequest(step=0, durable_step=0))
     assert isinstance(answer, NotYet)
     assert "4 groups of step 0 are open" in answer.reason
@@ -274,7 +274,7 @@ async def test_a_bundle_that_no_validator_judges_goes_to_another_and_then_back_t
         assert (await world.status())["rollouts"]["refused"] == {"unverifiable": 8}
 
 
-async def test_a_cheater_is_banned_and_everything_of_his_is_refused(world: World) -> None:
+async def test_a_cheat_is_banned_and_all_its_requests_are_refused(world: World) -> None:
     for _ in range(2):
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
         await world.judge(reason=RejectReason.LOGPROB_MISMATCH)

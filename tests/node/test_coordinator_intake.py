@@ -82,7 +82,7 @@ async def test_no_upload_is_acknowledged_before_it_is_durable() -> None:
         assert len((await listed).receipts) == 1
 
 
-async def test_when_the_disk_fails_nobody_is_told_anything_and_the_daemon_ends() -> None:
+async def test_when_the_disk_fails_no_request_is_answered_and_the_daemon_ends() -> None:
     store = HeldStore()
 
     async def lose_the_disk() -> None:
@@ -122,7 +122,7 @@ async def test_an_event_that_cannot_be_applied_ends_the_journal_and_is_not_in_th
     assert [logged.number async for logged in store.events(after=0)] == [1]
 
 
-async def test_a_restart_goes_on_where_it_stopped(tmp_path: Path) -> None:
+async def test_a_restart_resumes_where_it_stopped(tmp_path: Path) -> None:
     run = make_run()
     async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
         await world.publish()

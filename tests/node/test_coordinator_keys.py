@@ -64,7 +64,7 @@ async def stamp_of(world: World) -> Timestamp:
     return open_timestamp(await world.client(ANNA).timestamp(), run)
 
 
-async def test_the_timestamp_names_the_head_and_the_ring_and_is_signed_anew(tmp_path: Path) -> None:
+async def test_the_timestamp_names_the_head_and_the_ring_and_is_renewed(tmp_path: Path) -> None:
     async with running(memory_parts(make_run(), timestamp_seconds=0.01)) as world:
         first = await stamp_of(world)
         assert (first.head, first.key_ring) == (None, 0)
@@ -129,7 +129,7 @@ async def test_a_ring_cannot_unmake_what_is_published_meanwhile(tmp_path: Path) 
         assert (await world.post("/v1/keys", overlapping.to_bytes()))[0] == 204
 
 
-async def test_a_revoked_trainer_publishes_nothing_and_the_new_one_goes_on_in_a_chain_that_verifies(
+async def test_a_revoked_trainer_publishes_nothing_and_the_new_one_continues_a_chain_that_verifies(
     tmp_path: Path,
 ) -> None:
     run = make_run()
@@ -208,7 +208,7 @@ async def test_rings_are_in_force_after_a_restart(tmp_path: Path) -> None:
         assert (await stamp_of(world)).key_ring == 1
 
 
-async def test_a_coordinator_whose_key_is_taken_away_ends_and_its_successor_goes_on(tmp_path: Path) -> None:
+async def test_a_coordinator_whose_key_is_revoked_ends_and_its_successor_continues(tmp_path: Path) -> None:
     run = make_run()
     leases: list[Lease] = []
     with pytest.raises(ExceptionGroup) as ended:

@@ -54,7 +54,7 @@ async def test_an_offer_is_listed_once_the_dial_back_has_found_it() -> None:
     assert len(dials.asked) == 1
 
 
-async def test_who_is_not_reached_is_not_listed_and_is_tried_again_later() -> None:
+async def test_an_unreachable_peer_is_not_listed_and_is_tried_again_later() -> None:
     dials = Dials()
     peers, dials.reachable = Peers(dials), False
     peers.offer(record(ANNA), 0.0, seen_at=HOME, offers_max=10)
@@ -98,7 +98,7 @@ async def find(world: World, key: SigningKey, **fields: object) -> PeersReply:
     return await world.client(key).find_peers(PeersRequest(**fields))  # type: ignore[arg-type]
 
 
-async def test_an_address_where_somebody_else_answers_is_not_listed() -> None:
+async def test_an_address_where_another_peer_answers_is_not_listed() -> None:
     parts = dataclasses.replace(memory_parts(RUN), dial_back=HttpDialBack(RUN.digest))
     async with running(parts) as world:
         port = int(world.url.rpartition(":")[2])  # the coordinator itself answers there, and is not ANNA
@@ -112,7 +112,7 @@ async def test_an_address_where_somebody_else_answers_is_not_listed() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"peers_max": 0}])
-async def test_who_offers_nothing_gets_a_ticket_and_is_not_listed(fields: dict[str, object]) -> None:
+async def test_a_peer_without_pieces_gets_a_ticket_and_is_not_listed(fields: dict[str, object]) -> None:
     async with running(memory_parts(RUN)) as world:
         await world.join(ANNA)
         reply = await find(world, ANNA, **fields)

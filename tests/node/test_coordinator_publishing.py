@@ -85,7 +85,7 @@ async def test_a_manifest_without_all_its_blobs_is_refused() -> None:
         assert (await world.status())["head"] == -1
 
 
-async def test_an_index_that_lies_is_refused() -> None:
+async def test_an_index_with_false_data_is_refused() -> None:
     async with running(memory_parts(RUN)) as world:
         honest = encode_checkpoint(make_policy(0))
         for rows in ([], [(len(honest.parts[0]), 63, digest_of(honest.parts[0]))], [(1, 64, digest_of(b""))]):
@@ -236,7 +236,7 @@ def test_an_unreachable_policy_is_no_state() -> None:
         invariants.check_update_paths(state)
 
 
-async def test_a_policy_that_nobody_can_reach_is_refused() -> None:
+async def test_a_policy_without_an_update_path_is_refused() -> None:
     parts = memory_parts(make_run(async_level=0), checkpoints_kept=1)
     async with running(parts) as world:
         published = [await world.publish()]

@@ -186,7 +186,7 @@ async def test_a_compressed_body_is_refused(world: World) -> None:
     await refused(world, ErrorCode.MALFORMED, "/v1/heartbeat", b"x", **{"Content-Encoding": "gzip"})
 
 
-async def test_rubbish_from_one_address_shuts_out_strangers_and_nobody_else() -> None:
+async def test_faulty_requests_from_one_address_shut_out_only_strangers() -> None:
     async with running(memory_parts(make_run(), faults_per_second=0.1)) as world:
         await world.publish()
         await world.join(ANNA)
@@ -219,7 +219,7 @@ async def test_a_manifest_whose_parts_are_missing_is_refused(world: World) -> No
     await refused(world, ErrorCode.NOT_FOUND, "/v1/manifests", manifest.envelope.to_bytes())
 
 
-async def test_a_manifest_by_somebody_else_is_refused(world: World) -> None:
+async def test_a_manifest_by_another_key_is_refused(world: World) -> None:
     manifest, _ = make_manifest(world.run, world.head, batch="0" * 64)
     body = seal(manifest.manifest, PayloadType.MANIFEST, ANNA).to_bytes()
     await refused(world, ErrorCode.WRONG_ROLE, "/v1/manifests", body)

@@ -138,7 +138,7 @@ async def test_an_environment_that_fails_is_named_and_nothing_is_lost(caplog: py
         assert not any("operator" in waits for waits in (await world.status())["waiting_for"])
 
 
-async def test_bundles_that_nobody_can_judge_are_told_to_the_operator() -> None:
+async def test_bundles_that_no_validator_can_judge_are_reported_to_the_operator() -> None:
     async with running(memory_parts(make_run(groups_per_step=1))) as world:
         await world.join(ANNA)
         await world.publish()

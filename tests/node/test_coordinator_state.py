@@ -86,7 +86,7 @@ def test_a_policy_serves_its_own_step_and_k_later_ones_and_no_others() -> None:
     assert refusal.is_worth_waiting
 
 
-def test_a_worker_with_an_old_policy_is_told_to_fetch_the_new_one() -> None:
+def test_a_worker_with_an_old_policy_learns_the_newest_one() -> None:
     run = Run(dataclasses.replace(RULES, async_level=0))
     run.join("anna")
     run.publish()
@@ -131,7 +131,7 @@ def test_a_refused_slot_keeps_its_number_and_is_leased_next_with_another_attempt
     assert (lease.attempts, again.attempts) == ((0, 0, 0), (1, 1, 1))
 
 
-def test_a_late_bundle_is_taken_while_nobody_else_was_leased_its_slots(run: Run) -> None:
+def test_a_late_bundle_is_accepted_until_its_slots_are_leased_again(run: Run) -> None:
     lease = run.granted("anna", 0)
     run.now_ms += RULES.lease_ms
     run.do(ev.LeasesExpired(scheduler.expired_leases(run.state, run.now_ms)))
@@ -143,7 +143,7 @@ def test_a_late_bundle_is_taken_while_nobody_else_was_leased_its_slots(run: Run)
     assert sorted(run.state.steps[0].accepted) == [0, 1, 2]
 
 
-def test_a_late_bundle_is_refused_once_a_slot_has_gone_to_another(run: Run) -> None:
+def test_a_late_bundle_is_rejected_once_a_slot_is_leased_again(run: Run) -> None:
     lease = run.granted("anna", 0)
     run.do(ev.LeasesExpired((lease.lease_id,)))
     other = run.granted("ben", 0, rollouts_max=2)
@@ -172,7 +172,7 @@ def test_leases_expire_in_order_and_not_before_their_time(run: Run) -> None:
     assert scheduler.expired_leases(run.state, run.now_ms + 1_000) == (first.lease_id, second.lease_id)
 
 
-def test_a_lost_worker_loses_its_leases_and_wakes_those_who_wait(run: Run) -> None:
+def test_a_lost_worker_loses_its_leases_and_waiting_workers_wake(run: Run) -> None:
     lease = run.granted("anna", 0)
     assert LEASE_CHANGED in run.do(ev.WorkersLost(("anna",)))
     assert run.granted("ben", 0).slots[: len(lease.slots)] == lease.slots

@@ -81,14 +81,14 @@ def test_the_same_slot_is_the_same_seed_and_no_copy(run: Run) -> None:
     assert receipts(accept(run, again, OTHER)) == {again: None}
 
 
-def test_refused_bundles_are_nobody_s_original(run: Run) -> None:
+def test_rejected_bundles_are_no_originals(run: Run) -> None:
     bad, good = uploaded(run, "anna"), uploaded(run, "ben")
     fingerprints = ((0, MARK),)
     run.do(ev.VerdictGiven(bad, RejectReason.SEED_MISMATCH, "", (), 0, "v", fingerprints=fingerprints))
     assert receipts(accept(run, good, MARK)) == {good: None}
 
 
-def test_a_bundle_without_a_forward_pass_accuses_nobody(run: Run) -> None:
+def test_a_bundle_without_a_forward_pass_accuses_no_worker(run: Run) -> None:
     """A bundle may contain the text of another slot's seeds, filed under the wrong slot."""
     forged, honest = uploaded(run, "anna", audited=False), uploaded(run, "ben")
     accept(run, forged, MARK)
@@ -115,7 +115,7 @@ def test_an_unseeded_copy_of_what_seeds_gave_is_refused_whenever_it_came(run: Ru
     assert receipts(accept(run, early, MARK)) == {early: RejectReason.COPIED}
 
 
-def test_nobody_is_accused_where_one_is_unseeded_and_the_other_was_not_audited(run: Run) -> None:
+def test_no_worker_is_accused_if_one_is_unseeded_and_the_other_was_not_audited(run: Run) -> None:
     first, second = uploaded(run, "anna", seeded=False), uploaded(run, "ben", audited=False)
     accept(run, first, MARK)
     assert receipts(accept(run, second, MARK)) == {second: None}

@@ -191,7 +191,7 @@ async def test_the_pools_outlive_a_restart_and_a_share_of_them_is_lifted(tmp_pat
         assert 1 not in asked
 
 
-async def test_a_new_run_begins_with_the_pools_that_lie_in_its_folder() -> None:
+async def test_a_new_run_begins_with_the_pools_in_its_folder() -> None:
     parts = few(memory_parts(make_run(), curriculum=POOLS))
     async with running(parts) as world:
         await begin(world)

@@ -122,7 +122,7 @@ async def judged(
     return await judge.judge_bundle(opened, engine, run=run, environments=worlds, tokenizer=HfTokenizer(model)), parcel
 
 
-async def test_what_is_said_between_two_answers_travels_is_checked_and_is_not_trained(
+async def test_text_between_two_answers_is_sent_and_checked_and_not_trained(
     engine: TransformersEngine, run: PinnedRun, model: Path
 ) -> None:
     lease = lease_of(run, model)

@@ -56,7 +56,7 @@ class Pauses(SystemClock):
         return seconds
 
 
-async def test_a_coordinator_that_refuses_us_is_asked_ever_less_often_and_that_is_said_once(
+async def test_a_coordinator_that_refuses_us_is_asked_ever_less_often_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Refusing(Finder):
@@ -74,7 +74,7 @@ async def test_a_coordinator_that_refuses_us_is_asked_ever_less_often_and_that_i
     ]
 
 
-async def test_a_newcomer_who_comes_to_us_is_asked_for_soon() -> None:
+async def test_the_record_of_a_newcomer_that_links_is_requested_soon() -> None:
     clock, finder = Pauses(), Finder()
     directory = Directory(RUN, ANNA, finder, clock=clock, rng=random.Random(1))
     asking = asyncio.create_task(directory.run(list, lambda: None))
@@ -90,7 +90,7 @@ async def test_a_newcomer_who_comes_to_us_is_asked_for_soon() -> None:
 
 
 @pytest.mark.parametrize("peer", [ANNA.key_id, TRAINER.key_id])
-async def test_whom_we_know_wakes_nobody(peer: str) -> None:
+async def test_a_known_peer_causes_no_request(peer: str) -> None:
     clock = Pauses()
     directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
     asking = asyncio.create_task(directory.run(list, lambda: None))
@@ -104,7 +104,7 @@ async def test_whom_we_know_wakes_nobody(peer: str) -> None:
     asking.cancel()
 
 
-async def test_a_member_whom_the_coordinator_does_not_name_wakes_us_once() -> None:
+async def test_a_member_that_the_coordinator_does_not_name_causes_one_request() -> None:
     clock = Pauses()
     directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
     asking = asyncio.create_task(directory.run(list, lambda: None))

@@ -47,7 +47,7 @@ async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) ->
     assert "not pinned" in shown.stdout
 
 
-async def test_a_ban_by_strikes_can_be_checked_and_an_operator_s_word_is_told_as_such(tmp_path: Path) -> None:
+async def test_a_ban_by_strikes_can_be_checked_and_an_operators_ban_is_reported_as_such(tmp_path: Path) -> None:
     async with running(await folder_parts(make_run(), tmp_path)) as world:
         await world.join(ANNA)
         await world.publish()
@@ -113,7 +113,7 @@ async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
     assert isinstance(repeated.exception, LocalError)
 
 
-def test_a_forward_pass_speaks_of_what_it_can_see_alone() -> None:
+def test_a_forward_pass_confirms_only_what_it_can_compute() -> None:
     """A copy passes it, and its evidence is in its worker's favour."""
     bad = Verdict.refuse(RejectReason.SEED_MISMATCH)
     assert "by a forward pass" in confirmed(RejectReason.SEED_MISMATCH, bad)
@@ -134,7 +134,7 @@ def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
             compared(adds(11.0), found)
 
 
-async def test_who_equivocates_to_begin_anew_is_banned_by_all_his_bundles(tmp_path: Path) -> None:
+async def test_a_worker_that_equivocates_to_reset_its_evidence_is_banned_by_all_its_bundles(tmp_path: Path) -> None:
     """The receipt of the bundle that the worker contradicted is replaced, and its evidence still counts."""
     async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
         await world.join(ANNA)
@@ -151,7 +151,7 @@ async def test_who_equivocates_to_begin_anew_is_banned_by_all_his_bundles(tmp_pa
     assert (code, said["kind"], said["num_receipts"], said["fault"]) == (0, "statistical", 3, "")
 
 
-async def test_a_verdict_that_comes_while_an_equivocation_is_looked_at_goes_on_counting(
+async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:

@@ -99,7 +99,7 @@ class Dripping(Origin):
         raise AssertionError
 
 
-async def test_a_peer_that_announces_a_blob_and_does_not_give_it_holds_nobody_up(
+async def test_a_peer_that_announces_a_blob_and_withholds_it_delays_no_download(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sources, "BLOB_S_MAX", 0.01)

@@ -315,6 +315,6 @@ def test_an_environment_that_takes_its_process_with_it_is_started_again(
     world.process.close()
 
 
-def test_what_is_wrong_with_an_environment_is_said_by_its_process(model: Path) -> None:
+def test_an_environments_process_reports_its_faults(model: Path) -> None:
     with pytest.raises(LocalError, match="no implementation 'chess'"):
         start_environments([EnvironmentSpec(name="a", id="chess")], model, hidden=[], settings=EnvironmentSettings())

@@ -142,7 +142,7 @@ def test_a_frame_asks_for_tags_and_reads_the_last_ones() -> None:
     assert frame.read(frame.write("2")) == "2"
 
 
-def test_a_framed_environment_scores_what_stands_in_the_tags() -> None:
+def test_a_framed_environment_scores_the_text_in_the_tags() -> None:
     environment = gym(answer_tag="answer", **SPELLING)
     bare = gym(**SPELLING).answer(0)
     assert environment.answer(0) == f"<answer>{bare}</answer>"

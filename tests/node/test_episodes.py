@@ -41,7 +41,7 @@ async def asks_twice(ask: Ask) -> float:
 BOUNDS = Bounds(turns_max=4, prompt_tokens_max=4)
 
 
-async def test_agents_that_ask_at_once_are_told_apart_by_their_prompts() -> None:
+async def test_agents_that_ask_at_once_are_distinguished_by_their_prompts() -> None:
     turns = [Turn((2,), answer(20)), Turn((1,), answer(1))]
     assert await replayed(asks_twice, turns, BOUNDS, exact=True) == 21.0
     with pytest.raises(WrongContext, match="1 recorded turns"):
@@ -50,7 +50,7 @@ async def test_agents_that_ask_at_once_are_told_apart_by_their_prompts() -> None
         await replayed(asks_twice, turns[:1], BOUNDS, exact=True)
 
 
-async def test_an_agent_that_runs_ahead_of_another_is_cut_short_and_no_lie() -> None:
+async def test_an_agent_that_runs_ahead_of_another_is_cut_short_and_not_dishonest() -> None:
     async def agent(ask: Ask, *prompts: int) -> None:
         for prompt in prompts:
             if await ask((prompt,)) is None:
@@ -66,7 +66,7 @@ async def test_an_agent_that_runs_ahead_of_another_is_cut_short_and_no_lie() -> 
         await replayed(play, [Turn((1,), answer(1)), Turn((3,), answer(1))], BOUNDS, exact=True)
 
 
-async def test_where_the_environment_may_say_something_else_answers_count_in_their_order() -> None:
+async def test_answers_count_in_order_if_the_environment_is_not_deterministic() -> None:
     turns = [Turn((7,), answer(5)), Turn((8,), answer(6))]
     assert await replayed(asks_twice, turns, BOUNDS, exact=False) == 11.0
 

@@ -35,7 +35,7 @@ def test_steady_problems_make_an_interval_narrower_than_coin_flips_do() -> None:
     assert steady[1] - steady[0] < (flips[1] - flips[0]) / 3
 
 
-def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_an_interval_covers_the_true_value_about_as_often_as_it_states() -> None:
     rng, hits, rounds = random.Random(0), 0, 800
     for _ in range(rounds):
         chances = [rng.choice([0.1, 0.5, 0.9]) for _ in range(40)]  # problems differ: their mean is 0.5

@@ -72,7 +72,7 @@ async def answer(world: World, lease: Lease, *, reason: RejectReason | None = No
     await world.judge(reason=reason)
 
 
-async def test_workers_evaluate_first_and_nobody_trains_on_it() -> None:
+async def test_workers_evaluate_first_and_no_batch_contains_it() -> None:
     async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
         await world.publish()
         await world.join(ANNA)
@@ -259,7 +259,7 @@ def test_what_comes_back_is_leased_again(run: Run) -> None:
     assert checked(run).evaluations[0].open == [END + 3, END + 2, END + 1, END]
 
 
-def test_a_problem_that_nobody_can_score_does_not_hold_up_the_training(run: Run) -> None:
+def test_a_problem_that_no_worker_can_score_does_not_delay_the_training(run: Run) -> None:
     for _ in range(2 * evaluations.ATTEMPTS_MAX):  # two leases each time
         lease = run.granted("anna", 0)
         assert lease.slots[0] >= END
@@ -309,7 +309,7 @@ def test_an_answer_that_bans_its_worker_is_kept_though_the_evaluation_ends_by_it
     assert first not in {effect.bundle for effect in effects if isinstance(effect, BundleForgotten)}
 
 
-def test_a_late_answer_to_what_is_over_is_turned_away(run: Run) -> None:
+def test_a_late_answer_to_a_finished_evaluation_is_not_accepted(run: Run) -> None:
     late = run.granted("anna", 0)
     run.do(ev.LeasesExpired((late.lease_id,)))
     assert run.state.is_redeemable(late)
@@ -320,7 +320,7 @@ def test_a_late_answer_to_what_is_over_is_turned_away(run: Run) -> None:
     assert late.end is LeaseEnd.LAPSED
 
 
-def test_a_late_answer_to_a_problem_that_is_asked_no_more_is_turned_away(run: Run) -> None:
+def test_a_late_answer_to_a_withdrawn_problem_is_not_accepted(run: Run) -> None:
     run.granted("ben", 0)
     for _ in range(evaluations.ATTEMPTS_MAX):
         late = run.granted("anna", 0, rollouts_max=2)
@@ -341,7 +341,7 @@ def test_few_results_are_remembered() -> None:
     assert len(checked(run).results) == min(RULES.max_steps - 1, evaluations.RESULTS_KEPT_MAX)
 
 
-def test_all_that_one_worker_held_up_is_told_when_it_is_lost() -> None:
+def test_all_evaluations_that_a_lost_worker_delayed_are_reported() -> None:
     run = Run(replace(RULES, max_steps=12, leases_per_worker_max=8, bundles_pending_per_worker_max=8))
     end, policies = run.state.rules.slots_end, evaluations.RESULTS_KEPT_MAX + 2
     run.join("anna", "ben")

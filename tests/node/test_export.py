@@ -116,7 +116,7 @@ def test_provenance_names_every_file_and_the_signed_policy(exported: tuple[Path,
     assert (predicate["software"], predicate["exported_by"]) == ("test", "test 1")
 
 
-def test_the_envelopes_beside_it_prove_the_weights_without_the_source(exported: tuple[Path, Verified, Weights]) -> None:
+def test_the_exported_envelopes_prove_the_weights_without_the_source(exported: tuple[Path, Verified, Weights]) -> None:
     folder, found, _ = exported
     run = open_run_spec(open_envelope((folder / "provenance/run.json").read_bytes()), pinned=found.run.digest)
     manifest = open_manifest(open_envelope((folder / "provenance/manifest.json").read_bytes()), run).manifest

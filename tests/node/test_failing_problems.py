@@ -118,7 +118,7 @@ def test_one_network_cannot_have_a_problem_exchanged(run: Run) -> None:
     assert run.state.num_redrawn == 1
 
 
-def test_a_stranger_who_is_alone_needs_a_validator_to_say_so_too(run: Run) -> None:
+def test_a_single_strangers_report_needs_a_validators(run: Run) -> None:
     run.join("eve", network="evil")
     fail(run, "eve")
     assert run.state.failing == {0: ("evil",)}
@@ -126,7 +126,7 @@ def test_a_stranger_who_is_alone_needs_a_validator_to_say_so_too(run: Run) -> No
     assert run.state.curriculum.redraw == {0}
 
 
-def test_a_stranger_whose_answer_breaks_the_validators_environment_outvotes_nobody(run: Run) -> None:
+def test_a_stranger_whose_answer_breaks_the_validators_environment_outvotes_no_worker(run: Run) -> None:
     run.join("anna")
     run.join("eve", network="evil")
     run.refuse(run.upload(run.granted("eve", 0, rollouts_max=2)), RejectReason.UNVERIFIABLE)
@@ -136,7 +136,7 @@ def test_a_stranger_whose_answer_breaks_the_validators_environment_outvotes_nobo
     assert run.state.curriculum.redraw == {0}
 
 
-def test_a_stranger_who_leaves_takes_no_voice_with_him(run: Run) -> None:
+def test_the_report_of_a_stranger_that_leaves_still_counts(run: Run) -> None:
     run.join("anna")
     run.join("eve", network="evil")
     run.join("mallory", network="wicked")
@@ -157,7 +157,7 @@ def test_an_accepted_group_ends_the_count(run: Run) -> None:
     assert run.state.failing == {}
 
 
-def test_of_a_slot_that_is_filled_nothing_more_can_be_said(run: Run) -> None:
+def test_a_filled_slot_accepts_no_more_reports(run: Run) -> None:
     run.join("anna", "ben")
     slow = run.granted("anna", 0, rollouts_max=2)
     run.accept(run.upload(slow))
@@ -182,7 +182,7 @@ def test_an_older_log_exchanges_nothing(run: Run) -> None:
     assert (run.state.failing, run.state.curriculum.redraw) == ({}, set())
 
 
-def test_what_was_said_survives_a_restart_and_older_snapshots_hold_none_of_it(run: Run) -> None:
+def test_reports_survive_a_restart_and_older_snapshots_have_none(run: Run) -> None:
     run.join("anna", "ben", "carl")
     fail(run, "anna")
     again = State(run.state.rules)

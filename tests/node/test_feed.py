@@ -154,7 +154,7 @@ async def test_taking_the_same_step_again_gives_the_same_batch(feed: Feed) -> No
     assert await feed.take(2) == await feed.take(2)
 
 
-async def test_the_durable_step_is_told(coordinator: BatchCoordinator, feed: Feed) -> None:
+async def test_the_durable_step_is_reported(coordinator: BatchCoordinator, feed: Feed) -> None:
     await feed.take(2, durable_step=2)
     assert coordinator.durable_step == 2
 

@@ -190,7 +190,7 @@ async def test_a_second_manifest_for_one_policy_is_refused_and_both_are_kept(tmp
     assert evidence == {honest.manifests[1].to_bytes(), forked.manifests[1].to_bytes()}
 
 
-async def test_a_fork_is_found_when_the_other_branch_goes_on(tmp_path: Path) -> None:
+async def test_a_fork_is_found_when_the_other_branch_continues(tmp_path: Path) -> None:
     honest, forked = MemorySource(RUN), MemorySource(RUN)
     for source, last in ((honest, 1), (forked, 666)):
         source.publish(table_weights(0))
@@ -220,7 +220,7 @@ async def test_a_gap_in_the_chain_is_not_jumped(tmp_path: Path) -> None:
         assert (await follower.wait_newer(3)).version == 4
 
 
-async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp_path: Path) -> None:
+async def test_a_policy_that_was_published_broken_is_not_downloaded_forever(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     other = table_weights(5)
     source.publish(table_weights(0), tensors=tensor_table(other), state_root=root_of(other))
@@ -236,7 +236,7 @@ async def test_a_policy_that_was_published_broken_is_not_downloaded_for_ever(tmp
         assert (await follower.wait_newer(-1)).version == 1
 
 
-async def test_a_policy_whose_bytes_are_gone_is_skipped_for_the_next_one(tmp_path: Path) -> None:
+async def test_a_policy_whose_bytes_are_missing_is_skipped_for_the_next_one(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     source.publish(table_weights(0))
     del source.blobs[source.signed(0).manifest.encodings[0].parts[0].digest]
@@ -246,7 +246,7 @@ async def test_a_policy_whose_bytes_are_gone_is_skipped_for_the_next_one(tmp_pat
         assert (await follower.wait_newer(-1)).version == 1
 
 
-def test_a_folder_that_cannot_be_used_is_said_so(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
 
     async def make() -> None:

@@ -131,7 +131,7 @@ async def test_a_damaged_part_on_the_disk_is_fetched_again(tmp_path: Path) -> No
     assert len(source.blobs_asked) == 3
 
 
-async def test_parts_of_policies_that_are_gone_are_removed_from_the_disk(tmp_path: Path) -> None:
+async def test_parts_of_dropped_policies_are_removed_from_the_disk(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     async with following(make_follower(tmp_path, source)) as follower:
         for version in range(6):

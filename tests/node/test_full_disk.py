@@ -33,7 +33,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def test_a_full_disk_is_said_and_the_checkpoint_before_stays_whole(disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_the_checkpoint_before_stays_whole(disk: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     backend = TorchBackend(model, seed=1, threads=1)
     checkpoints = Checkpoints(disk / "checkpoints", run=RUN, kept=1)

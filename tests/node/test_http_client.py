@@ -215,6 +215,6 @@ async def test_a_plain_mirror_is_understood_by_its_status(
     assert caught.value.code is code
 
 
-def test_a_link_that_ends_while_something_is_sent_is_told_in_words() -> None:
+def test_a_link_that_ends_during_a_request_is_reported_in_words() -> None:
     broken = ClientOSError(None, "Can not write request body for http://127.0.0.1:8400/v1/receipts")
     assert reason_of(broken) == "the connection was closed during a transfer"

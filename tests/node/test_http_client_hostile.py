@@ -130,7 +130,7 @@ async def test_a_body_that_stops_in_the_middle_is_unreachable(server: Server, cl
         await client.blob("0" * 64)
 
 
-async def test_a_server_that_is_killed_while_it_answers_is_said_to_have_cut_it_off(
+async def test_a_server_killed_during_an_answer_is_reported_as_a_cut_connection(
     server: Server, client: HttpClient
 ) -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
@@ -209,7 +209,7 @@ async def test_what_is_no_http_is_no_traceback(raw: bytes) -> None:
             await client.head()
 
 
-async def test_nobody_there_is_unreachable() -> None:
+async def test_an_address_without_a_server_is_unreachable() -> None:
     async with HttpClient("http://127.0.0.1:1", run=RUN.digest, clock=SystemClock()) as client:
         with pytest.raises(Unreachable):
             await client.head()
@@ -258,7 +258,7 @@ async def test_a_link_that_is_closed_with_requests_under_way_is_unreachable(serv
     over.set()
 
 
-async def test_nobody_there_is_said_in_plain_words() -> None:
+async def test_an_address_without_a_server_is_reported_in_plain_words() -> None:
     with socket.socket() as nobody:  # bound, and not listening
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]

@@ -120,7 +120,7 @@ async def test_a_header_may_come_byte_by_byte() -> None:
         assert (await client.get("/", {}, bytes_max=5)).body == b"piece"
 
 
-async def test_a_connection_that_was_closed_while_nobody_used_it_is_opened_again() -> None:
+async def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:
     async with listening(answer(b"1"), None, answer(b"2")) as (server, client):
         assert (await client.get("/", {}, bytes_max=1)).body == b"1"
         assert (await client.get("/", {}, bytes_max=1)).body == b"2"
@@ -256,7 +256,7 @@ async def test_requests_under_way_end_when_the_client_is_closed() -> None:
         assert [type(end) for end in ends] == [Unreachable] * 3
 
 
-async def test_a_peers_refusal_is_told_with_its_code_and_shows_our_ticket() -> None:
+async def test_a_peers_refusal_is_reported_with_its_code_and_shows_our_ticket() -> None:
     body = b'{"code": "unavailable", "detail": "no free slot in time", "retry_after_s": 1.5}'
     async with listening(answer(body, "503 Service Unavailable"), answer(status="302 Found")) as (server, client):
         peer = HttpPeer(client.url, run="0" * 64, clock=SystemClock(), bounds=Limits(), authorization=lambda: "ticket")
@@ -270,7 +270,7 @@ async def test_a_peers_refusal_is_told_with_its_code_and_shows_our_ticket() -> N
         await peer.close()
 
 
-async def test_nobody_there_is_said_in_plain_words() -> None:
+async def test_an_address_without_a_server_is_reported_in_plain_words() -> None:
     client = RangeClient("http://127.0.0.1:1", stall_s=1.0, connections_max=1)
     with pytest.raises(Unreachable, match=r"^http://127\.0\.0\.1:1: Connection refused$"):
         await client.get("/", {}, bytes_max=1)

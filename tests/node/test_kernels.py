@@ -58,7 +58,7 @@ def test_after_the_first_process_none_compiles_anything() -> None:
     assert coding.stdout.split() == []
 
 
-def test_who_comes_second_waits_for_the_first_and_compiles_nothing(
+def test_the_second_process_waits_for_the_first_and_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
@@ -80,7 +80,7 @@ def test_who_comes_second_waits_for_the_first_and_compiles_nothing(
     assert said == ["another process is compiling the codec's kernels: waiting for it"]
 
 
-def test_who_waits_for_a_process_that_hangs_compiles_beside_it_after_a_while(
+def test_a_process_that_waits_for_a_hung_one_compiles_itself_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
@@ -93,7 +93,7 @@ def test_who_waits_for_a_process_that_hangs_compiles_beside_it_after_a_while(
     assert (tmp_path / "kernels-key.compiled").exists()
 
 
-def test_who_has_compiled_clears_away_what_was_compiled_of_sources_that_nobody_starts_any_more(
+def test_a_compiling_process_removes_the_code_of_unused_sources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, before, beside = "0123abcd", "4567cdef", "89ab0123"

@@ -109,7 +109,7 @@ def test_a_key_is_added_first_and_the_old_one_revoked_later(run_dir: RunDir) -> 
     assert chain(run_dir).current.trainer == (new,)
 
 
-def test_what_cannot_be_is_said_before_anything_is_written(run_dir: RunDir, tmp_path: Path) -> None:
+def test_impossible_changes_are_refused_before_anything_is_written(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="no trainer key would be left"):
         keys("revoke", run_dir.path, TRAINER.key_id)
     with pytest.raises(LocalError, match="none of these keys has a role"):

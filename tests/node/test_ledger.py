@@ -61,7 +61,7 @@ async def test_what_is_settled_is_in_it_and_what_waits_is_not() -> None:
     assert report.accounts[BEN.key_id].refused == {"seed_mismatch": 2}
 
 
-async def test_it_goes_on_after_a_restart_and_an_export_verifies_offline(tmp_path: Path) -> None:
+async def test_it_continues_after_a_restart_and_an_export_verifies_offline(tmp_path: Path) -> None:
     run, old, new = make_run(), tmp_path / "old.jsonl", tmp_path / "new.jsonl"
     async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
         await world.publish()
@@ -132,7 +132,7 @@ async def test_a_ledger_that_is_shorter_than_its_head_or_changed_under_way_does_
     assert fault.startswith("chain_broken")
 
 
-async def test_an_export_of_another_run_and_a_file_that_is_none_are_told_apart(tmp_path: Path) -> None:
+async def test_an_export_of_another_run_and_another_file_are_distinguished(tmp_path: Path) -> None:
     async with running(memory_parts(make_run())) as world:
         await world.publish()
         await export_ledger(world.client(ANNA), world.run, tmp_path / "empty.jsonl")

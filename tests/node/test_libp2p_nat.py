@@ -33,7 +33,7 @@ async def test_two_homes_punch_a_hole_and_talk_directly(nat: ModuleType) -> None
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-async def test_a_home_that_cannot_be_punched_still_fetches_from_whom_it_reaches(nat: ModuleType) -> None:
+async def test_a_home_without_hole_punching_still_fetches_from_reachable_peers(nat: ModuleType) -> None:
     row = await nat.pair((nat.SYMMETRIC, nat.HOME), wait_s=2.0)
     assert (row["link"], row["punched"][0]) == ("relayed", 0)
     assert row["echo_of_hub"], "outbound it reaches every open peer"

@@ -90,7 +90,7 @@ async def test_nobody_gets_in_by_plaintext(peer: MakePeer) -> None:
     assert victim.connected() == ()
 
 
-async def test_a_peer_dials_nobody_whom_it_was_not_told_to_dial(peer: MakePeer) -> None:
+async def test_a_peer_dials_only_peers_that_it_was_asked_to_dial(peer: MakePeer) -> None:
     """The library's default dials every address that it has ever received."""
     anna, ben, carla = await peer(heartbeat_s=0.2), await peer(), await peer()
     await anna.connect(where(ben))
@@ -118,7 +118,7 @@ async def test_a_link_that_goes_silent_is_dropped_within_three_signs_of_life(pee
     thaw.set()
 
 
-async def test_a_machine_that_stood_still_itself_drops_nobody_for_it(peer: MakePeer) -> None:
+async def test_a_machine_that_was_suspended_drops_no_peer_for_it(peer: MakePeer) -> None:
     anna, ben = await peer(heartbeat_s=0.3), await peer()
     await anna.connect(where(ben))
     await hello(anna, ben)
@@ -164,7 +164,7 @@ async def test_rubbish_on_a_stream_ends_the_stream_and_nothing_else(peer: MakePe
     assert await hello(friend, victim) == friend.peer_id.encode() + b" hello"
 
 
-async def test_what_identify_tells_is_what_is_announced(peer: MakePeer) -> None:
+async def test_identify_sends_the_announced_addresses(peer: MakePeer) -> None:
     anna = await peer()
     assert anna.running is not None
     told = [str(address) for address in anna.running.host.get_addrs()]
@@ -194,7 +194,7 @@ async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: Make
     assert hidden.peer_id not in {one.peer for one in anna.known()}
 
 
-async def test_after_the_thread_has_ended_everybody_is_unreachable(peer: MakePeer) -> None:
+async def test_after_the_thread_has_ended_every_peer_is_unreachable(peer: MakePeer) -> None:
     anna, ben = await peer(), await peer()
     await anna.connect(where(ben))
 

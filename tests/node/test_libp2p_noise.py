@@ -80,7 +80,7 @@ def test_a_peer_that_takes_nothing_loses_the_link() -> None:
     trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_the_end_of_the_link_is_told() -> None:
+def test_the_end_of_the_link_is_reported() -> None:
     async def talk() -> None:
         dialled, listened = await sessions(Noise, Noise)
         async with trio.open_nursery() as nursery:

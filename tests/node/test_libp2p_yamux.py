@@ -54,7 +54,7 @@ def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.mark.parametrize(("dialler", "listener"), [(Yamux, library.Yamux), (library.Yamux, Yamux), (Yamux, Yamux)])
-def test_bytes_arrive_as_they_were_written_and_the_end_is_told(dialler: Muxer, listener: Muxer) -> None:
+def test_bytes_arrive_as_they_were_written_and_the_end_is_reported(dialler: Muxer, listener: Muxer) -> None:
     async def talk() -> None:
         async with links(dialler, listener) as ends:
             opened, accepted = await pair_of_streams(*ends)
@@ -104,7 +104,7 @@ def test_a_peer_that_sends_more_than_it_has_credit_for_loses_the_link() -> None:
     on_trio(talk)
 
 
-def test_a_writer_without_credit_is_told_of_the_end_of_its_stream() -> None:
+def test_a_writer_without_credit_learns_of_the_end_of_its_stream() -> None:
     async def talk() -> None:
         async with links(Yamux, Yamux) as (one, other):
             opened, accepted = await pair_of_streams(one, other)

@@ -48,7 +48,7 @@ def test_a_stragglers_groups_are_leased_to_an_idle_worker_and_the_first_accepted
     assert anna.wasted == 0, "it is no fault of hers"
 
 
-def test_of_a_stragglers_groups_only_those_that_wait_for_somebody_else_are_leased_again() -> None:
+def test_only_groups_of_a_straggler_that_block_others_are_leased_again() -> None:
     run, slow = with_straggler()
     run.join("carl")
     copy = run.granted("ben", 0, 2)
@@ -62,7 +62,7 @@ def test_of_a_stragglers_groups_only_those_that_wait_for_somebody_else_are_lease
     assert run.granted("carl", 0, 4).slots == (1,), "slot 0 is filled"
 
 
-def test_whoever_is_overtaken_after_uploading_is_credited_and_trained_on_by_nobody() -> None:
+def test_a_worker_overtaken_after_its_upload_is_credited_and_its_bundle_is_not_trained_on() -> None:
     run, slow = with_straggler()
     copy = run.granted("ben", 0, 4)
     late, first = run.upload(slow), run.upload(copy)
@@ -127,7 +127,7 @@ def test_a_slow_worker_gets_what_it_can_finish_in_time(rollout_ms: float, step: 
     assert (lease.step, len(lease.slots)) == (step, count)
 
 
-def test_a_slow_worker_takes_what_is_urgent_where_nothing_else_is_open_or_nobody_else_is_there() -> None:
+def test_a_slow_worker_takes_urgent_work_if_nothing_else_is_open_or_it_is_alone() -> None:
     run = paced()
     run.state.workers["ben"].rollout_ms = 10_000.0
     while isinstance(lease := run.lease("ben", 0), LeaseRecord) and lease.step == 2:

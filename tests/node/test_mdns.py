@@ -56,7 +56,7 @@ async def test_another_run_in_the_same_house_is_not_met() -> None:
         assert anna.known() == ()
 
 
-async def test_a_machine_without_a_network_goes_on() -> None:
+async def test_a_machine_without_a_network_continues() -> None:
     local = LocalPeers(ANNA.key_id, fresh_run(), found=lambda address: None)
     await local.start([])
     await local.close()
@@ -90,7 +90,7 @@ def test_a_record_names_no_more_addresses_than_are_dialled() -> None:
     assert len(found.addresses) == limits.PEER_ADDRESSES_MAX
 
 
-def test_who_listens_everywhere_tells_addresses_that_others_can_dial() -> None:
+def test_a_peer_that_listens_everywhere_announces_addresses_that_others_can_dial() -> None:
     assert local_addresses(["/ip4/127.0.0.1/tcp/4001", "/ip4/127.0.0.1/udp/4001"]) == ("/ip4/127.0.0.1/tcp/4001",)
     told = local_addresses(["/ip4/0.0.0.0/tcp/4001"])
     assert not [address for address in told if "/127." in address or "/0.0.0.0/" in address]

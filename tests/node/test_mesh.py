@@ -90,7 +90,7 @@ async def test_a_handful_of_links_is_enough() -> None:
         await until(lambda: len(made.networks[keys[0].key_id].connected()) == LINKS_WISHED)
 
 
-async def test_whom_the_coordinator_names_is_tried_before_any_number_of_hints() -> None:
+async def test_peers_that_the_coordinator_names_are_tried_before_any_number_of_hints() -> None:
     """Anybody on the local network can hint at a thousand peers that do not exist."""
     dialled: list[KeyId] = []
 
@@ -115,7 +115,7 @@ async def test_whom_the_coordinator_names_is_tried_before_any_number_of_hints() 
     assert set(dialled) == {key.key_id for key in keys}
 
 
-async def test_peers_that_nobody_names_meet_by_the_hints_of_the_table() -> None:
+async def test_peers_that_no_list_names_connect_by_the_hints_of_the_table() -> None:
     async with meshes(Finder(is_away=True)) as made:
         hub = await made.add(TRAINER, is_hub=True)
         for key in (ANNA, BEN):

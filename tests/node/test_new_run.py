@@ -85,7 +85,7 @@ def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(tmp
     assert other == Options.of_run("http://host:1/#" + "0" * 64, None, []).load(TrainerConfig) == TrainerConfig()
 
 
-def test_what_a_role_would_refuse_is_said_before_a_run_is_made(tmp_path: Path) -> None:
+def test_settings_that_a_role_would_refuse_are_reported_before_a_run_is_made(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match=r"\[trainer\] optimizer\.lrr: no such setting; did you mean lr\?"):
         new(tmp_path / "run", config=DEMO, assignments=["trainer.optimizer.lrr=3"])
     with pytest.raises(LocalError, match=r"--url my\.host"):
@@ -115,7 +115,9 @@ environments = [{ name = "spell", id = "reasoning_gym", options = { task = "spel
         ("http://127.0.0.1:8400", [], []),
     ],
 )
-def test_a_link_that_leads_elsewhere_is_told_to_the_operator(url: str, assignments: list[str], told: list[str]) -> None:
+def test_a_link_that_leads_elsewhere_is_reported_to_the_operator(
+    url: str, assignments: list[str], told: list[str]
+) -> None:
     settings = Options(None, assignments).load(CoordinatorConfig)
     found = list(unreachable(JoinLink.parse(f"{url}/#{'0' * 64}"), settings))
     assert len(found) == len(told)
@@ -185,7 +187,7 @@ def test_a_new_run_says_how_it_is_started(tmp_path: Path, capsys: pytest.Capture
     assert f"  prime-node join '{RunDir(tmp_path / 'my run').join_link()}'\n" in said
 
 
-def test_a_run_without_a_config_is_told_where_an_example_lies(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_config_names_an_example(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="copy an example") as refused:
         new(tmp_path / "run")
     assert str(DEMO) in str(refused.value)

@@ -99,7 +99,7 @@ def test_a_thousand_idle_keys_leave_the_others_their_share() -> None:
     assert fair_share(run.state) == 22
 
 
-def test_who_has_passed_his_audits_stands_for_himself() -> None:
+def test_a_key_that_has_passed_its_audits_counts_separately() -> None:
     run = world_of(["anna", "ben"])
     while run.state.workers["anna"].audit_score < CROWDED.newcomer_bundles:
         run.accept(run.upload(run.granted("anna", 0, rollouts_max=2)))
@@ -112,7 +112,7 @@ def test_who_has_passed_his_audits_stands_for_himself() -> None:
     invariants.check_invariants(run.state)
 
 
-async def test_a_run_takes_as_many_workers_as_it_says_and_one_who_leaves_makes_room() -> None:
+async def test_a_run_admits_its_number_of_workers_and_one_that_leaves_makes_room() -> None:
     async with running(memory_parts(make_run(limits=limits.Limits(workers_max=1)))) as world:
         await world.join(ANNA)
         await world.join(ANNA)
@@ -148,7 +148,7 @@ def invitation(world: World, key: SigningKey = COORDINATOR, **changes: object) -
     return invite_text(seal(Invite.model_validate(fields | changes), PayloadType.INVITE, key))
 
 
-async def test_an_invitation_lets_in_as_many_keys_as_it_says() -> None:
+async def test_an_invitation_admits_its_number_of_keys() -> None:
     async with running(memory_parts(make_run(), invites_needed=True)) as world:
         await turned_away(world, ANNA, ErrorCode.NOT_INVITED)
         await turned_away(world, ANNA, ErrorCode.MALFORMED, invite="let me in")
@@ -180,7 +180,7 @@ async def test_an_unseeded_engine_takes_part_only_where_the_run_says_so_and_the_
         assert engines[ANNA.key_id] == engines[BEN.key_id] + " unseeded"
 
 
-async def test_old_software_is_told_to_upgrade_and_other_software_is_not_compared() -> None:
+async def test_old_software_must_upgrade_and_other_software_is_not_compared() -> None:
     async with running(memory_parts(make_run(), software_min="0.10")) as world:
         refusal = await turned_away(world, ANNA, ErrorCode.VERSION_UNSUPPORTED, software="prime-node 0.9.3")
         assert "pip install --upgrade prime-node" in refusal.detail
@@ -189,7 +189,7 @@ async def test_old_software_is_told_to_upgrade_and_other_software_is_not_compare
         await world.client(BEN).join(request(software="another client 0.1"))
 
 
-async def test_an_engine_that_nobody_has_calibrated_is_told_so_when_it_joins() -> None:
+async def test_an_engine_without_a_calibration_gets_a_notice_when_it_joins() -> None:
     moments = Moments(cap=1.0, lambdas=(1.0,), log_moments=(0.001,), num_tokens=1_000)
     known = PairMoments(worker="vllm/bf16/cuda", validator="transformers/fp32/cpu", moments={"margin": moments})
     spec = make_run(checks=CheckPolicy(calibration=Calibration(pairs=(known,))))
@@ -211,7 +211,7 @@ async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban() ->
         assert refusal.retry_after_s == pytest.approx(60, abs=2)
 
 
-async def test_networks_are_told_apart_by_prefixes_and_trusted_ones_have_no_name() -> None:
+async def test_networks_are_distinguished_by_prefixes_and_trusted_ones_have_no_name() -> None:
     admission = (await open_coordinator(memory_parts(make_run()))).handlers.admission
 
     def name(address: str) -> str:
@@ -313,7 +313,7 @@ def test_a_network_that_floods_the_memory_pushes_out_its_own_keys() -> None:
     assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
-def test_a_banned_key_is_forgotten_with_its_evidence_and_its_network_goes_on_paying() -> None:
+def test_a_banned_key_is_forgotten_with_its_evidence_and_its_network_stays_limited() -> None:
     run = Run(dataclasses.replace(CROWDED, workers_max=2, strikes_max=1, groups_per_step=1, max_steps=100))
     run.join("cheat", "named", "invited", network="theirs")
     run.do(ev.WorkerJoined("invited", "invited", "1", "engine", 64, "theirs", invite="ab" * 16))

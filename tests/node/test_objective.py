@@ -138,7 +138,7 @@ def test_aggregations_weigh_tokens_as_their_names_say() -> None:
         assert found == pytest.approx(mean)
 
 
-def test_losses_are_aggregated_as_their_papers_do_unless_told_otherwise() -> None:
+def test_losses_are_aggregated_as_in_their_papers_by_default() -> None:
     kinds = {name: find_loss(name, constant_length=8).aggregation.kind for name in LOSSES}
     assert kinds.pop("gspo") is AggregationKind.SEQUENCE_MEAN
     assert kinds.pop("dr_grpo") is AggregationKind.CONSTANT_LENGTH
@@ -202,7 +202,7 @@ def test_a_loss_of_ones_own_that_is_not_there_is_explained(tmp_path: Path, monke
             find_loss("unused", import_path=path)
 
 
-def test_what_stands_on_a_masked_token_is_no_part_of_the_sum_whatever_it_is() -> None:
+def test_the_value_of_a_masked_token_is_no_part_of_the_sum() -> None:
     zeros = torch.zeros(3)
     given = LossInputs(zeros, zeros, zeros, torch.tensor([True, False, True]), lengths=(2, 1))
     for kind, expected in ((AggregationKind.TOKEN_MEAN, 5.0), (AggregationKind.SEQUENCE_MEAN, 5.0)):

@@ -35,7 +35,7 @@ def test_a_line_that_a_crash_cut_is_skipped(tmp_path: Path) -> None:
     assert [row["step"] for row in read_json_lines(path)] == [1, 3]
 
 
-def test_a_full_file_is_kept_beside_the_one_that_follows_it(tmp_path: Path) -> None:
+def test_a_full_file_is_kept_when_the_next_one_begins(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "timeline.jsonl", bytes_max=100)
     for number in range(9):
         lines.record(number=number)

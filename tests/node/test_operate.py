@@ -44,7 +44,7 @@ async def test_an_invitation_is_printed_as_one_word_that_joins(tmp_path: Path) -
         assert (invite.keys_max, round((invite.expires_at_ms - now_ms) / 3_600_000)) == (2, 24)
 
 
-async def test_what_is_no_key_id_and_a_folder_without_keys_are_told_plainly(tmp_path: Path) -> None:
+async def test_an_invalid_key_id_and_a_folder_without_keys_are_reported(tmp_path: Path) -> None:
     async with running(memory_parts(make_run())) as world:
         place = run_dir_of(world, tmp_path)
         words = ["operate", "ban", str(place.path), "x" * 52]

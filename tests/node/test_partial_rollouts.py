@@ -107,9 +107,7 @@ async def test_a_kept_cache_is_a_mixture_that_no_forward_pass_of_one_policy_expl
     assert error > 0.01
 
 
-async def test_a_lie_about_the_cut_or_the_policy_shows(
-    engine: TransformersEngine, policies: dict[int, Weights]
-) -> None:
+async def test_a_false_cut_or_policy_is_detected(engine: TransformersEngine, policies: dict[int, Weights]) -> None:
     completions = await swapped(engine, policies, SwapPolicy.ABORT_AND_RESUME)
     place = next(index for index, completion in enumerate(completions) if len(completion.spans) == 2)
     honest = completions[place]

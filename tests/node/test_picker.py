@@ -269,7 +269,7 @@ def test_a_piece_that_is_about_to_arrive_is_not_asked_for_again() -> None:
     assert of.pick("b", 1.0) is None
 
 
-def test_whoever_was_also_asked_is_named_when_the_piece_arrives() -> None:
+def test_other_sources_of_a_request_are_named_when_the_piece_arrives() -> None:
     of = picker(3)
     of.add("slow", has=span(0, 3))
     of.add("fast", has=span(0, 3))

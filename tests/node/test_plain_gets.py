@@ -164,21 +164,23 @@ async def test_a_request_that_comes_early_waits_for_the_answer_before(line: Line
     assert (await line.answer())[1] == b"a"
 
 
-async def test_who_goes_away_cancels_his_answer(line: Line, blobs: Blobs) -> None:
+async def test_a_client_that_disconnects_cancels_its_answer(line: Line, blobs: Blobs) -> None:
     line.writer.write(b"GET /blobs/never HTTP/1.1\r\nHost: x\r\n\r\n")
     await turns()
     line.writer.transport.abort()
     await asyncio.wait_for(blobs.cancelled.wait(), 5.0)
 
 
-async def test_who_goes_away_while_he_is_sent_to_gives_the_slot_back(line: Line, blobs: Blobs) -> None:
+async def test_a_client_that_disconnects_during_an_answer_frees_its_slot(line: Line, blobs: Blobs) -> None:
     line.writer.write(b"GET /blobs/large HTTP/1.1\r\nHost: x\r\n\r\n")
     await line.reader.readuntil(b"\r\n\r\n")
     line.writer.transport.abort()
     await asyncio.wait_for(blobs.given_back.acquire(), 5.0)
 
 
-async def test_a_reader_who_does_not_read_is_cut(line: Line, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_does_not_read_is_disconnected(
+    line: Line, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection_counts, "BODY_GRACE_S", -len(LARGE))
     line.writer.write(b"GET /blobs/large HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.wait_for(blobs.given_back.acquire(), 5.0)

@@ -155,7 +155,7 @@ def test_rows_beyond_the_completions_end_do_not_count() -> None:
     assert rows.take({"a": 33})["a"] == build_proofs(bf16_bits(hidden[:33]), [33]).tobytes()
 
 
-def test_rows_of_many_completions_do_not_mix_and_dropped_ones_are_gone() -> None:
+def test_rows_of_many_completions_do_not_mix_and_dropped_ones_are_removed() -> None:
     first, second = torch.randn(50, 16), torch.randn(41, 16)
     rows = HiddenRows()
     filled(rows, first, "first")

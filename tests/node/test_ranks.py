@@ -110,7 +110,7 @@ def test_ranks_without_a_sample_join_in(pool: RankPool, model: Path) -> None:
         (Placement(compute_dtype="bf16", recompute=True), 2, BF16),
     ],
 )
-def test_how_the_model_lies_on_the_ranks_changes_nothing_but_rounding(
+def test_the_layout_of_the_model_on_the_ranks_changes_only_rounding(
     pool: RankPool, model: Path, placement: Placement, replicas: int, atol: float
 ) -> None:
     expected = rank_jobs.train(ALONE, model=model, optimizer=ADAMW)
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(pool: RankPool, mode
         assert "could not be written whole; is the disk full?" in reason
 
 
-def test_a_damaged_checkpoint_is_said(model: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported(model: Path, tmp_path: Path) -> None:
     rank_jobs.save_and_go_on(ALONE, model=model, folder=tmp_path)
     (tmp_path / ".metadata").unlink()
     with pytest.raises(LocalError, match="cannot be loaded"):

@@ -55,14 +55,14 @@ async def test_unseeded_rewards_are_compared_and_the_best_of_several_rank_high()
     assert max(best.evidence.sums["rewards_below"].log_e) < 0
 
 
-def test_who_checks_a_case_again_is_told_whether_ranks_can_be_repeated() -> None:
+def test_a_check_of_a_dossier_reports_whether_ranks_can_be_repeated() -> None:
     claimed = BundleEvidence(worker="a", validator="b", sums=rank_sums([([1.0] * 8, [0.0] * 8)]))
     assert "does not repeat" in compared(claimed, None)
     told = (ComparedRewards(mine=(1.0,) * 8, trusted=(0.0,) * 8),)
     assert "as the rewards in its receipt do" in compared(claimed.model_copy(update={"compared": told}), None)
 
 
-async def test_what_was_compared_is_told_where_the_run_says_so_and_gives_the_same_sums() -> None:
+async def test_compared_rewards_are_sent_if_the_run_asks_for_them_and_give_the_same_sums() -> None:
     lease, checks = make_lease(), COMPARED.model_copy(update={"references_public": True})
     result = await judged(await sampled(1, lease), lease, run=make_run(rollouts_per_group=16, checks=checks))
     assert result.evidence is not None
@@ -80,7 +80,7 @@ async def test_what_was_compared_is_told_where_the_run_says_so_and_gives_the_sam
     assert told.compared[0].mine == (0, *range(2, 16)), "what could not be scored is no reward of the worker's"
 
 
-async def test_a_bundle_that_says_one_text_twice_is_refused_as_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bundle_that_contains_one_text_twice_is_rejected_as_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     lease = make_lease()
     monkeypatch.setattr("prime_node.validator.judge.is_repetitive", lambda marks: True)
     result = await judged(await sampled(1, lease), lease)
@@ -106,7 +106,7 @@ async def test_what_an_environment_cannot_score_is_compared_with_nothing() -> No
     assert result.evidence.sums == {}
 
 
-async def test_references_are_of_a_share_of_the_groups_that_nobody_can_foresee() -> None:
+async def test_references_are_of_an_unpredictable_share_of_the_groups() -> None:
     lease = make_lease()
     group = lease.groups[0]
     many = lease.model_copy(update={"groups": (group,) * 8})

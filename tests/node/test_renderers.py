@@ -32,7 +32,7 @@ def sampled(folder: Path, text: str) -> Completion:
     return Completion(ids, (-0.5,) * len(ids), FinishReason.STOP)
 
 
-def test_qwen3_goes_on_behind_a_tool_and_begins_anew_where_thinking_is_stripped(qwen3: Path) -> None:
+def test_qwen3_continues_after_a_tool_and_restarts_where_thinking_is_stripped(qwen3: Path) -> None:
     from prime_node.adapters.models.package_renderer import PackageRenderer
 
     renderer = PackageRenderer(qwen3, name="auto")

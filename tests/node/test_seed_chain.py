@@ -96,7 +96,7 @@ async def test_anybody_can_work_out_again_what_was_assigned_once_a_step_is_over(
     )
 
 
-async def test_nothing_is_told_before_the_first_step_is_over_nor_where_the_run_has_no_chain() -> None:
+async def test_no_secret_is_opened_before_the_first_step_is_over_or_without_a_chain() -> None:
     for run in (chained(), make_run()):
         async with running(memory_parts(run)) as world:
             await world.join(ANNA)
@@ -128,7 +128,7 @@ async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(mon
     assert report.evidence == [shown.head]
 
 
-async def test_a_receipt_that_hides_a_swapped_seed_is_kept_beside_the_lease_by_its_worker(tmp_path: Path) -> None:
+async def test_a_worker_keeps_a_receipt_that_hides_a_swapped_seed_with_its_lease(tmp_path: Path) -> None:
     async with running(memory_parts(chained())) as world:
         await world.join(ANNA)
         await world.publish()
@@ -147,7 +147,7 @@ async def test_a_receipt_that_hides_a_swapped_seed_is_kept_beside_the_lease_by_i
             assert kept == ([[signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
 
 
-async def test_what_a_receipt_and_a_head_say_of_seeds_cannot_be_changed_unseen() -> None:
+async def test_changed_seeds_in_a_receipt_or_a_head_are_detected() -> None:
     async with two_steps_over(memory_parts(chained())) as world:
         shown = await shown_by(world)
     good = [said_in(line) for line in shown.lines]
@@ -247,7 +247,7 @@ def chain(length: int) -> list[bytes]:
     return chain_of(secret_of(COORDINATOR), length)
 
 
-async def test_a_coordinator_goes_on_with_its_chain_after_a_restart_and_not_with_another(tmp_path: Path) -> None:
+async def test_a_coordinator_continues_its_chain_after_a_restart_and_no_other(tmp_path: Path) -> None:
     run = chained()
     async with two_steps_over(await folder_parts(run, tmp_path)) as world:
         before, head = await shown_by(world), world.head
@@ -268,7 +268,7 @@ async def test_a_coordinator_goes_on_with_its_chain_after_a_restart_and_not_with
             pass
 
 
-async def test_a_ledger_in_the_coordinator_s_folder_tells_the_same_secret(tmp_path: Path) -> None:
+async def test_a_ledger_in_the_coordinators_folder_has_the_same_secret(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     async with two_steps_over(await folder_parts(chained(), place.coordinator)) as world:
         shown = await shown_by(world)

@@ -49,7 +49,7 @@ async def seeder(made: Swarm, folder: Path) -> tuple[Seeder, Peer]:
     return mirror, peer
 
 
-async def test_a_seeder_serves_every_encoding_to_workers_when_nobody_else_does(tmp_path: Path) -> None:
+async def test_a_seeder_serves_every_encoding_to_workers_when_no_other_source_does(tmp_path: Path) -> None:
     async with swarm(tmp_path) as made:
         mirror, peer = await seeder(made, tmp_path / "seed")
         await made.publish()

@@ -96,7 +96,7 @@ async def test_a_long_range_arrives_whole_and_gives_its_slot_back(serving: Servi
     assert serving.service.uplink.served_bytes == 2 * len(BLOB) - 10 + 7
 
 
-async def test_what_lies_in_memory_is_read_without_a_thread(serving: Serving) -> None:
+async def test_bytes_in_memory_are_read_without_a_thread(serving: Serving) -> None:
     assert serving.parts.get_cached(DIGEST, 5, 500) in (BLOB[5:500], None)  # None: not reported here
     assert serving.parts.get_cached(DIGEST, len(BLOB) - 5, len(BLOB) + 5) is None
     assert serving.parts.get_cached("0" * 64, 0, 5) is None

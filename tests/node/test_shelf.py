@@ -81,6 +81,6 @@ def test_a_new_anchor_lets_the_old_one_and_its_deltas_go(library: Library) -> No
     assert library.kept(put[10]) == [9, None]
 
 
-def test_a_policy_to_which_no_way_is_here_is_kept_for_those_who_hold_its_base(library: Library) -> None:
+def test_a_policy_without_an_update_path_here_is_kept_for_holders_of_its_base(library: Library) -> None:
     signed = library.put(40, (39, 100))
     assert library.kept(signed) == [39]

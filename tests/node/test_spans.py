@@ -63,7 +63,7 @@ def test_every_base_is_still_held_when_its_turn_comes(spans: set[int], root_ever
 
 
 @given(single=st.integers(1, 3_000), spans=st.sampled_from([(1,), (1, 4), (1, 4, 16), (3,)]))
-def test_a_newcomer_never_downloads_more_than_the_rules_say(single: int, spans: tuple[int, ...]) -> None:
+def test_a_newcomer_never_downloads_more_than_the_rules_allow(single: int, spans: tuple[int, ...]) -> None:
     rules = SpanRules(spans, anchor_pays=2.0)
     routes = publish(50, rules, single)
     for version in routes:

@@ -40,7 +40,7 @@ def lost_after_ms(run: Run) -> int:
     raise AssertionError("the group is held up for ever")
 
 
-def test_a_newcomer_far_slower_than_the_others_keeps_its_first_lease_if_it_said_so() -> None:
+def test_a_newcomer_far_slower_than_the_others_keeps_its_first_lease_if_it_claimed_it() -> None:
     run, held = slow_first_lease(Claim(rollout_ms=20_000, tokens_per_s=4, download_bytes_per_s=0))
     run.now_ms += 2 * 20_000
     assert isinstance(run.lease("honest", 0), NothingToLease)
@@ -50,7 +50,7 @@ def test_a_newcomer_far_slower_than_the_others_keeps_its_first_lease_if_it_said_
     assert lost_after_ms(slow_first_lease(None)[0]) == scheduler.SILENCE_MS_MIN + 1_000, "who says nothing does not"
 
 
-def test_who_lies_about_his_speed_holds_up_a_group_for_a_share_of_one_lease_and_his_network_once() -> None:
+def test_a_false_speed_delays_a_group_by_a_share_of_one_lease_and_once_per_network() -> None:
     run, _ = slow_first_lease(Claim(2**40, 0, 0), network="theirs")
     assert lost_after_ms(run) == pytest.approx(scheduler.CLAIM_SHARE_MAX * 1_000_000, abs=1_000)
     run.join("liar 2", network="theirs")
@@ -64,7 +64,7 @@ def test_who_lies_about_his_speed_holds_up_a_group_for_a_share_of_one_lease_and_
     invariants.check_invariants(run.state)
 
 
-def test_who_has_wasted_a_lease_is_not_believed_wherever_he_is() -> None:
+def test_a_key_that_abandoned_a_lease_is_not_believed_in_any_network() -> None:
     run, held = slow_first_lease(Claim(2**40, 0, 0))
     run.do(ev.LeaseReturned(held.lease_id))
     run.granted("slow", 0, rollouts_max=2)

@@ -77,7 +77,7 @@ async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
     assert str(away.value).endswith(f"`prime-node coordinator {place.path}` starts it here")
 
 
-async def test_another_run_at_the_address_of_a_link_is_told_and_not_shown() -> None:
+async def test_another_run_at_the_address_of_a_link_is_reported_and_not_shown() -> None:
     async with running(memory_parts(make_run())) as world:
         with pytest.raises(LocalError, match="serves another run than the link names"):
             await text_of(f"{world.url}/#{'0' * 64}")
@@ -108,7 +108,7 @@ def server_that_answers(body: bytes, *, is_http: bool = True, code: int = 200, d
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b"[" * 100_000, b"\xff\xfe", b'{"run": 5}', b'{"workers": 3}'])
-def test_what_is_no_status_is_said_to_be_none(body: bytes) -> None:
+def test_an_answer_that_is_no_status_is_reported(body: bytes) -> None:
     with (
         server_that_answers(body) as url,
         pytest.raises(LocalError, match=r"cannot read a status|the status from .* is invalid"),
@@ -131,7 +131,7 @@ def test_doctor_shows_nothing_that_steers_a_terminal_and_takes_no_date_that_is_n
 @pytest.mark.parametrize(
     "told", [{"workers": [{"worker": "x", "refused": {"\x1b[2J": "many"}}]}, {"run": "\x1b[2J" + "0" * 60}]
 )
-def test_a_fault_of_a_status_is_told_without_what_steers_a_terminal(told: dict[str, object]) -> None:
+def test_a_fault_of_a_status_is_reported_without_control_characters(told: dict[str, object]) -> None:
     body = json.dumps({"run": "0" * 64, "step": 1, "head": 1, "max_steps": 5, **told}).encode()
     with server_that_answers(body) as url, pytest.raises(LocalError) as caught:
         shown(f"{url}/#{'0' * 64}")
@@ -149,7 +149,7 @@ def test_a_server_that_is_no_coordinator_is_named_by_its_answer() -> None:
         shown(url)
 
 
-def test_what_does_not_speak_http_is_said_to_tell_no_status() -> None:
+def test_a_server_without_http_is_reported_as_no_status() -> None:
     with (
         server_that_answers(b"SSH-2.0-OpenSSH_9.6\r\n", is_http=False) as url,
         pytest.raises(LocalError, match="cannot read a status"),
@@ -164,7 +164,7 @@ def test_a_status_beyond_the_bound_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         shown(url)
 
 
-def test_a_hostile_coordinator_steers_no_terminal() -> None:
+def test_a_hostile_coordinator_controls_no_terminal() -> None:
     worker = {"worker": "1\x1b[2J", "name": "\x1b]0;owned\x07", "waiting_for": "\x1b[31m", "refused": {"\x1b[5m": 1}}
     body = json.dumps(
         {

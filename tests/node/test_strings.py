@@ -75,7 +75,7 @@ def test_what_turns_repeat_is_forwarded_once() -> None:
         assert {seed for _, seed, _ in string.chosen} == {asked[turn].seed for turn in turns}
 
 
-def test_a_prompt_that_does_not_go_on_begins_anew() -> None:
+def test_a_prompt_that_does_not_continue_a_string_starts_a_new_one() -> None:
     one = ScoreRequest((1, 2), (3, 4), 7)
     assert len(strung([one, one])) == 2
     assert len(strung([one, ScoreRequest((1, 2, 3), (4,), 7)])) == 2, "it ends in the middle of the answer"

@@ -32,7 +32,7 @@ async def test_a_child_that_ends_well_is_done(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "child.log", 1) == "hello"
 
 
-async def test_who_gives_up_waiting_for_a_child_does_not_disturb_the_watch(tmp_path: Path) -> None:
+async def test_a_waiter_that_gives_up_does_not_disturb_the_watch_of_a_child(tmp_path: Path) -> None:
     supervisor = Supervisor()
     started = child(tmp_path, WAITS_FOR_EOF)
     await supervisor.start(started)
@@ -93,7 +93,7 @@ asyncio.run(main())
     await until_log_holds(log_file, "parent gone")
 
 
-async def test_a_log_that_has_grown_is_put_aside_while_its_child_goes_on_writing(tmp_path: Path) -> None:
+async def test_a_log_that_has_grown_is_rotated_while_its_child_writes(tmp_path: Path) -> None:
     code = "import sys; print('x' * 99, flush=True); sys.stdin.readline(); print('after', flush=True); sys.stdin.read()"
     supervisor, started, path = Supervisor(log_bytes_max=100), child(tmp_path, code), tmp_path / "child.log"
     await supervisor.start(started)

@@ -139,7 +139,7 @@ def test_a_run_without_calibration_weighs_nothing() -> None:
     assert run.state.workers["anna"].banned is None
 
 
-def test_who_is_forgiven_begins_anew(run: Run) -> None:
+def test_a_forgiven_worker_starts_without_evidence(run: Run) -> None:
     judged(run, "anna", saying(30.0))
     assert run.state.workers["anna"].banned is not None
     run.do(ev.WorkerUnbanned("anna"))
@@ -150,7 +150,7 @@ def test_who_is_forgiven_begins_anew(run: Run) -> None:
     assert (weighed.number, run.state.workers["anna"].banned) == (1, None)
 
 
-def test_one_worker_s_evidence_says_nothing_about_another(run: Run) -> None:
+def test_one_workers_evidence_does_not_count_against_another(run: Run) -> None:
     judged(run, "anna", saying(30.0))
     judged(run, "ben", saying(-0.2))
     assert run.state.workers["ben"].banned is None
@@ -167,7 +167,7 @@ def test_log_and_snapshot_lead_to_the_same_evidence(run: Run) -> None:
     assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
-def test_a_verdict_of_an_older_log_says_nothing() -> None:
+def test_a_verdict_of_an_older_log_adds_no_evidence() -> None:
     event = ev.VerdictGiven("b", None, "", (0.5,), 10, "validator")
     old = json.loads(ev.event_to_json(event))
     del old["evidence"]
@@ -223,7 +223,7 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
         assert refused.value.code is ErrorCode.UNKNOWN_WORKER
 
 
-async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes_on() -> None:
+async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_continues() -> None:
     """A number of lambdas other than the calibration's would otherwise end the journal, and with it the run."""
     async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
         await world.join(ANNA)
@@ -257,7 +257,7 @@ async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_goes
 
 
 @pytest.mark.parametrize("reason", [RejectReason.EQUIVOCATION, RejectReason.COPIED])
-def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run, reason: RejectReason) -> None:
+def test_an_accepted_bundle_that_is_rejected_later_resets_nothing(run: Run, reason: RejectReason) -> None:
     """A worker that signs twice, or is found to have copied, keeps its evidence; its receipts stay numbered without a gap."""
     mark = "a" * 24
     bundles = {name: run.upload(run.granted(name, 0, rollouts_max=2)) for name in ("ben", "anna")}
@@ -288,7 +288,7 @@ def test_an_accepted_bundle_that_is_refused_after_all_forgives_nothing(run: Run,
     invariants.check_invariants(run.state)
 
 
-def test_a_receipt_from_before_a_pardon_says_nothing_of_the_evidence_after_it(run: Run) -> None:
+def test_a_receipt_from_before_a_pardon_does_not_count_in_the_evidence_after_it(run: Run) -> None:
     bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
     first = receipt_of(run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * 2, 10, "v", evidence=saying(-0.2)))).weighed
     lease = next(iter(run.state.workers["anna"].ended))

@@ -98,7 +98,7 @@ async def test_a_poisoned_peer_is_blamed_and_left_and_the_others_complete(tmp_pa
         assert {*peer.neighbours.blocklist, *honest.neighbours.blocklist} == {ANNA.key_id}
 
 
-async def test_a_private_worker_gets_everything_and_serves_nobody(tmp_path: Path) -> None:
+async def test_a_private_worker_gets_everything_and_serves_no_peer(tmp_path: Path) -> None:
     async with swarm(tmp_path, ANNA) as made:
         follower, peer = await made.worker(BEN, private=True)
         await linked(made)
@@ -110,7 +110,7 @@ async def test_a_private_worker_gets_everything_and_serves_nobody(tmp_path: Path
         assert BEN.key_id not in anna.directory.records
 
 
-async def test_who_serves_when_idle_refuses_while_he_fetches_or_his_cores_are_busy(
+async def test_a_peer_that_serves_when_idle_refuses_while_it_fetches_or_its_cores_are_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = [0.0]
@@ -137,7 +137,7 @@ async def test_who_serves_when_idle_refuses_while_he_fetches_or_his_cores_are_bu
         assert await is_served()
 
 
-async def test_a_worker_without_the_coordinator_hears_of_new_policies_from_its_peers(tmp_path: Path) -> None:
+async def test_a_worker_without_the_coordinator_learns_of_new_policies_from_its_peers(tmp_path: Path) -> None:
     async with swarm(tmp_path, ANNA, BEN) as made:
         await linked(made)
         await made.publish()

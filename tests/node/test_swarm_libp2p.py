@@ -62,7 +62,7 @@ async def test_peers_that_http_does_not_reach_exchange_policies_over_libp2p(tmp_
         assert all(from_peers(follower, made.world.url) > 0 for follower, _ in workers)
 
 
-async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: Path) -> None:
+async def test_a_head_comes_by_announcement_when_no_other_source_shows_it(tmp_path: Path) -> None:
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
     async with swarm(tmp_path, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host) as made:
@@ -79,7 +79,7 @@ async def test_a_head_comes_by_announcement_when_nobody_else_shows_it(tmp_path: 
         assert peer.describe().startswith("0 peers"), "what is announced is no neighbour"
 
 
-async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) -> None:
+async def test_a_new_head_spreads_after_the_coordinator_has_ended(tmp_path: Path) -> None:
     """The trainer's own peer announces along links that bypass the coordinator; peers serve the data, over libp2p alone."""
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
@@ -104,7 +104,7 @@ async def test_a_new_head_spreads_after_the_coordinator_is_gone(tmp_path: Path) 
         assert [named.head for named in announced] == [1, 1]
 
 
-async def test_a_newcomer_who_knows_one_peer_joins_after_the_coordinator_is_gone(tmp_path: Path) -> None:
+async def test_a_newcomer_that_knows_one_peer_joins_after_the_coordinator_has_ended(tmp_path: Path) -> None:
     """It has no ticket and no list: one bootstrap peer leads it to a policy that a second one has, too."""
     host = Libp2pNetwork(COORDINATOR, run=make_run().digest, settings=PeerSettings(listen=LISTEN, relay=True))
     async with swarm(

@@ -186,7 +186,7 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_real_vllm_server_says_what_the_model_computes(vllm_server: tuple[str, Path]) -> None:
+async def test_a_real_vllm_server_returns_what_the_model_computes(vllm_server: tuple[str, Path]) -> None:
     """Tolerance: 1e-3 nats, between two engines in fp32."""
     url, folder = vllm_server
     local = TorchBackend(folder, pretrained_weights(str(folder)), threads=1)

@@ -33,7 +33,7 @@ def head_of(line: bytes) -> int:
     return parse_json(line[:-1], PeerUpdate).head
 
 
-async def test_all_who_have_heard_as_much_are_told_the_same_line(have_set: HaveSet) -> None:
+async def test_all_peers_with_the_same_state_get_the_same_line(have_set: HaveSet) -> None:
     made = HaveBroadcast(have_set, SystemClock())
     async with listener(made) as first, listener(made) as second:
         assert head_of(await anext(first)) == head_of(await anext(second)) == -1
@@ -45,7 +45,7 @@ async def test_all_who_have_heard_as_much_are_told_the_same_line(have_set: HaveS
         assert head_of(one) == 3
 
 
-async def test_who_reads_slowly_is_told_at_once_what_he_missed(have_set: HaveSet) -> None:
+async def test_a_slow_reader_gets_all_missed_changes_in_one_line(have_set: HaveSet) -> None:
     made = HaveBroadcast(have_set, SystemClock())
     async with listener(made) as slow, listener(made) as quick:
         await anext(slow)

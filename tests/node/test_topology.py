@@ -34,7 +34,7 @@ def test_every_parent_leads_to_one_root_in_a_few_hops() -> None:
     assert deepest <= 5
 
 
-def test_nobody_has_more_children_than_the_fan_out() -> None:
+def test_no_peer_has_more_children_than_the_fan_out() -> None:
     children: dict[str, int] = {}
     for peer in PEERS:
         for parent in parents(peer, PEERS, "run", RULES)[:1]:
@@ -43,7 +43,7 @@ def test_nobody_has_more_children_than_the_fan_out() -> None:
 
 
 @pytest.mark.parametrize("topology", list(Topology))
-def test_nobody_is_a_neighbour_of_himself(topology: Topology) -> None:
+def test_no_peer_is_its_own_neighbour(topology: Topology) -> None:
     for peer in PEERS[:20]:
         found = neighbours(peer, PEERS, "run", topology=topology, rules=RULES, rng=random.Random(1))
         assert peer not in found

@@ -201,7 +201,7 @@ def test_without_samples_nothing_changes(folder: Path) -> None:
     assert root_of(backend.snapshot()) == before
 
 
-def test_a_step_that_diverges_changes_nothing_and_says_so(folder: Path) -> None:
+def test_a_step_that_diverges_changes_nothing_and_is_reported(folder: Path) -> None:
     backend = TorchBackend(folder)
     before = root_of(backend.snapshot())
     with pytest.raises(TrainingDiverged, match="norm is nan"):

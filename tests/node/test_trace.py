@@ -93,14 +93,14 @@ def test_the_trace_is_one_that_perfetto_reads(run_dir: RunDir) -> None:
     assert sorted(ended[number] - begun[number] for number in begun) == [500_000, 800_000]
 
 
-def test_some_steps_are_cut_out_and_a_step_that_is_not_there_is_said(run_dir: RunDir) -> None:
+def test_steps_can_be_selected_and_a_missing_step_is_reported(run_dir: RunDir) -> None:
     timeline = read_timeline(run_dir)
     assert {each.name for each in timeline.between(1, 1).activities} == {"wait", "train", "save", "submit"}
     with pytest.raises(LocalError, match="no step from 7 to 9"):
         timeline.between(7, 9)
 
 
-def test_a_run_that_has_left_nothing_is_said(tmp_path: Path) -> None:
+def test_a_run_without_a_timeline_is_reported(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="no timeline yet"):
         read_timeline(RunDir(tmp_path))
 

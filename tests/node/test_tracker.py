@@ -40,7 +40,7 @@ class Observed(Run):
         return [span for span in self.spans if span.kind is kind]
 
 
-def test_a_step_is_told_with_the_times_that_it_took() -> None:
+def test_a_step_is_reported_with_its_times() -> None:
     run = Observed()
     run.join("anna", "ben")
     run.publish()
@@ -108,7 +108,7 @@ def test_refusals_wasted_leases_and_dropped_groups_are_counted_by_reason() -> No
     assert row["fully_async/count/current_param_version"] == 2
 
 
-def test_what_is_refused_beside_or_against_a_verdict_is_told_as_refused_and_forgotten() -> None:
+def test_bundles_rejected_without_or_against_a_verdict_are_reported_and_forgotten() -> None:
     run = Observed()
     run.join("anna", "ben")
     run.publish()
@@ -125,7 +125,7 @@ def test_what_is_refused_beside_or_against_a_verdict_is_told_as_refused_and_forg
     assert not run.tracker.judged
 
 
-def test_a_straggler_s_lease_that_was_overtaken_is_told_as_such() -> None:
+def test_an_overtaken_lease_of_a_straggler_is_reported_as_such() -> None:
     run = Observed(replace(RULES, leases_per_slot_max=2, straggler_factor=1.0))
     run.join("anna", "ben")
     run.publish()
@@ -142,7 +142,7 @@ def test_a_straggler_s_lease_that_was_overtaken_is_told_as_such() -> None:
     assert "overtaken" in [span.outcome for span in run.of(SpanKind.LEASE)]
 
 
-def test_a_restart_in_the_middle_of_everything_goes_on_counting() -> None:
+def test_a_restart_during_a_step_keeps_the_counts() -> None:
     run = Observed()
     run.join("anna")
     run.publish()
@@ -189,7 +189,7 @@ class UntrustedRow(Run):
 
 
 @pytest.mark.parametrize(("lost_ms", "closeness"), [(0, 1.0), (500, 5 / 6)])
-def test_closeness_is_what_the_same_work_would_have_taken_over_what_it_took(lost_ms: int, closeness: float) -> None:
+def test_closeness_is_the_replayed_time_over_the_measured_time(lost_ms: int, closeness: float) -> None:
     run = UntrustedRow(replace(RULES, async_level=0, max_steps=20))
     run.join("anna")
     run.publish()
@@ -234,7 +234,7 @@ def test_what_a_run_did_is_a_row_a_step_lines_and_histograms() -> None:
     assert "prime_policy_swap_seconds_sum 0.125" in text
 
 
-def test_groups_that_are_taken_back_from_a_cheat_are_told_as_dropped() -> None:
+def test_groups_that_are_taken_back_from_a_cheat_are_reported_as_dropped() -> None:
     run = Observed(replace(RULES, audit_share_min=0.25, newcomer_bundles=1, escrow_bundles=3))
     run.join("anna", "ben")
     run.publish()

@@ -34,7 +34,7 @@ async def test_a_step_of_several_batches_is_as_many_optimizer_steps_and_one_poli
     assert [row["num_flat_groups"] for row in trained] == [1] * STEPS
 
 
-async def test_killed_between_two_batches_it_goes_on_bit_exactly(tmp_path: Path) -> None:
+async def test_killed_between_two_batches_it_continues_bit_exactly(tmp_path: Path) -> None:
     whole, cut = coordinator(), coordinator()
     await run_trainer(make_trainer(tmp_path / "whole", whole), asyncio.Event())
     fuse = Fuse("after train_step", CONFIG.sft.steps_max + GROUPS)  # within the second step

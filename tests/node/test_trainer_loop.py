@@ -80,7 +80,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("place", "at"), PLACES)
-async def test_killed_anywhere_it_goes_on_bit_exactly(
+async def test_killed_anywhere_it_continues_bit_exactly(
     tmp_path: Path, whole: BatchCoordinator, place: str, at: int
 ) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=STEPS))
@@ -151,7 +151,7 @@ async def test_an_absent_coordinator_is_waited_for(tmp_path: Path, whole: BatchC
     assert coordinator.roots == whole.roots
 
 
-async def test_a_trainer_that_computes_other_weights_is_told_so(tmp_path: Path, whole: BatchCoordinator) -> None:
+async def test_a_trainer_that_computes_other_weights_is_refused(tmp_path: Path, whole: BatchCoordinator) -> None:
     other = CONFIG.model_copy(update={"seed": CONFIG.seed + 1})
     with pytest.raises(LocalError, match=f"policy 0 is published with state root {whole.roots[0]}"):
         await run_trainer(make_trainer(tmp_path, whole, config=other), asyncio.Event())
@@ -225,7 +225,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
     assert checkpoints.begin(RL) is None
 
 
-def test_only_checkpoints_that_nobody_can_need_are_deleted(tmp_path: Path) -> None:
+def test_only_checkpoints_that_no_restart_can_need_are_deleted(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", run=RL.run, kept=1)
     for step, head, kept in ((0, -1, [0]), (1, 0, [1]), (2, 0, [1, 2]), (3, 0, [1, 2, 3]), (4, 2, [3, 4])):
         save(checkpoints, RL.updated(step=step), head=head)

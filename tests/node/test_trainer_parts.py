@@ -181,7 +181,7 @@ def test_the_stopping_rule_and_the_evaluation_see_different_problems(model: Path
     assert [question.problem.prompt for question in questions.stopping] == ["o", "u"]
 
 
-async def test_the_evaluation_is_repeatable_and_told_by_environment(model: Path) -> None:
+async def test_the_evaluation_is_repeatable_and_reported_by_environment(model: Path) -> None:
     tokenizer = HfTokenizer(model)
     environments = {"first": EchoEnvironment(), "second": EchoEnvironment()}
     evaluator = Evaluator(

@@ -57,7 +57,7 @@ async def test_rows_are_in_the_file_and_served(tmp_path: Path, caplog: pytest.Lo
     assert [row["loss"] for row in read_json_lines(tmp_path / "metrics.jsonl")] == [1.5]
 
 
-def test_rows_are_lines_for_whoever_watches_one_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_are_logged_as_lines_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     row = {"step": 3, "reward_mean": 0.5, "lag_mean": 1.25, "step_seconds": 0.4, "trainer/idle_ratio": 0.68}
     assert line_of({"sft_step": 20, "loss": 1.5}) == "supervised step 20: loss 1.50"
@@ -145,7 +145,7 @@ except LocalError as error:
 """
 
 
-def test_weights_and_biases_without_a_login_is_told_in_a_line(tmp_path: Path) -> None:
+def test_weights_and_biases_without_a_login_is_reported_in_a_line(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     named = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     alone = named | {"HOME": str(tmp_path), "WANDB_BASE_URL": "http://127.0.0.1:1", "WANDB_SILENT": "true"}
@@ -179,7 +179,7 @@ async def test_the_coordinators_rows_are_a_run_of_their_own(tmp_path: Path, monk
     assert folder.name.endswith(f"{run.digest[:32]}-coordinator")
 
 
-def test_utilisation_is_told_against_what_all_devices_can_compute() -> None:
+def test_utilisation_is_relative_to_the_peak_of_all_devices() -> None:
     metrics = {"num_tokens": 100.0, "num_computed_tokens": 300.0, "model_flops": 6e9, "ranks": 2.0}
     assert speed(metrics, 2.0, 1e10) == {
         "tokens_per_second": 50.0,

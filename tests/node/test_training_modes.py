@@ -81,7 +81,7 @@ def test_the_seed_draws_the_adapters(folder: Path) -> None:
     assert after_a_step(1) == after_a_step(1) != after_a_step(2)
 
 
-def test_a_target_that_the_model_lacks_is_said(folder: Path) -> None:
+def test_a_target_that_the_model_lacks_is_reported(folder: Path) -> None:
     with pytest.raises(LocalError, match=r"trainer\.lora: .*not_there"):
         TorchBackend(folder, lora=LoraSettings(rank=2, alpha=2, targets=("not_there",)))
 
@@ -110,7 +110,7 @@ def test_another_optimizer_comes_by_its_import_path(folder: Path, tmp_path: Path
         ("torch.zeros_like", {}, "torch.zeros_like"),
     ],
 )
-def test_an_optimizer_that_is_none_is_said(folder: Path, path: str, kwargs: dict[str, float], match: str) -> None:
+def test_an_unknown_optimizer_is_reported(folder: Path, path: str, kwargs: dict[str, float], match: str) -> None:
     with pytest.raises(LocalError, match=match):
         TorchBackend(folder).new_optimizer(OptimizerSettings(import_path=path, kwargs=kwargs))
 

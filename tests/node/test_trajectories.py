@@ -43,7 +43,7 @@ def test_five_steps_with_a_break_at_the_fourth_are_two_samples() -> None:
     assert text(samples[1]) == "u1abu2cdu3efu4|GHu5IJ"
 
 
-def test_a_sub_agent_has_a_sample_of_its_own_and_the_main_one_goes_on() -> None:
+def test_a_sub_agent_has_its_own_sample_and_the_main_one_continues() -> None:
     samples = interleave(
         [turn("main", "ab"), turn("sub", "x"), turn("subxmore", "y"), turn("mainabdone", "cd")],
     )

@@ -276,7 +276,7 @@ async def test_a_head_below_what_the_root_names_is_no_head_for_a_newcomer(tmp_pa
         assert (await caught_up.wait_newer(-1)).version == 2
 
 
-async def test_who_has_followed_a_thief_learns_it_from_the_root_and_begins_anew(tmp_path: Path) -> None:
+async def test_a_follower_of_a_thief_learns_it_from_the_root_and_starts_again(tmp_path: Path) -> None:
     clock = VirtualClock()
     source, thief = make_source(clock), make_source(clock)
     for version in (1, 2):

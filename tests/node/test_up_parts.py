@@ -23,7 +23,7 @@ from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 RUN = make_run()
 
 
-def test_a_second_process_in_a_folder_is_told_who_works_there(tmp_path: Path) -> None:
+def test_a_second_process_in_a_folder_learns_which_process_uses_it(tmp_path: Path) -> None:
     held = FolderLock(tmp_path / "run")
     with pytest.raises(LocalError, match=r"process \d+ already uses it"):
         FolderLock(tmp_path / "run")

@@ -38,7 +38,7 @@ async def test_a_rate_limit_holds_over_many_small_takes() -> None:
     assert clock.seconds - began_s >= 100 * 100 / 1_000 - BURST_S - 0.11
 
 
-async def test_who_asks_for_much_and_goes_away_uses_up_neither_rate_nor_cap(tmp_path: Path) -> None:
+async def test_a_large_request_that_is_abandoned_uses_neither_rate_nor_cap(tmp_path: Path) -> None:
     clock = StandingClock()
     cap = DataCap(10**7, days=1, file=tmp_path / "uploaded.json", clock=clock)
     rate = RateLimit(1_000.0, clock)
@@ -72,7 +72,7 @@ async def test_no_rate_limit_is_no_wait() -> None:
     assert clock.seconds == began_s
 
 
-def test_a_data_cap_is_remembered_and_begins_anew_after_its_days(tmp_path: Path) -> None:
+def test_a_data_cap_is_remembered_and_restarts_after_its_days(tmp_path: Path) -> None:
     clock, file = StillClock(), tmp_path / "uploaded.json"
     clock.seconds = 30 * 86_400 * 20.0
     cap = DataCap(1_000, days=30, file=file, clock=clock)
@@ -89,7 +89,7 @@ def test_a_data_cap_is_remembered_and_begins_anew_after_its_days(tmp_path: Path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"days": 30}', '{"days": 30, "period": "x", "used_bytes": 5}'])
-def test_a_damaged_count_begins_anew(tmp_path: Path, content: str) -> None:
+def test_a_damaged_count_restarts(tmp_path: Path, content: str) -> None:
     file = tmp_path / "uploaded.json"
     file.write_text(content)
     assert DataCap(10, days=30, file=file, clock=StillClock()).used_bytes == 0
@@ -122,7 +122,7 @@ async def test_answers_that_are_under_way_together_do_not_go_over_the_cap(tmp_pa
     assert cap.used_bytes == 900
 
 
-async def test_who_waited_is_not_served_once_the_owner_wants_his_machine_back() -> None:
+async def test_a_waiting_peer_is_not_served_once_the_machine_is_busy() -> None:
     idle = [True]
     uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1), may_serve=lambda: idle[0])
     first = await uplink.slot("anna", 10, is_member=True)
@@ -136,7 +136,7 @@ async def test_who_waited_is_not_served_once_the_owner_wants_his_machine_back() 
     (await uplink.slot("cora", 10, is_member=True))()
 
 
-async def test_a_slot_that_is_given_back_goes_to_who_waits() -> None:
+async def test_a_slot_that_is_given_back_goes_to_a_waiting_peer() -> None:
     uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
     first = await uplink.slot("anna", 10, is_member=True)
     waiting = asyncio.create_task(uplink.slot("ben", 10, is_member=True))
@@ -146,7 +146,7 @@ async def test_a_slot_that_is_given_back_goes_to_who_waits() -> None:
     (await waiting)()
 
 
-async def test_who_waits_and_goes_away_does_not_keep_the_slot() -> None:
+async def test_a_waiting_peer_that_leaves_does_not_keep_the_slot() -> None:
     uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
     first = await uplink.slot("anna", 10, is_member=True)
     gone, stays = (asyncio.create_task(uplink.slot(peer, 10, is_member=True)) for peer in ("ben", "cora"))
@@ -181,7 +181,7 @@ async def test_too_many_requests_of_one_peer_are_refused() -> None:
     (await waiting)()
 
 
-async def test_a_slot_that_comes_free_as_somebody_gives_up_waiting_is_not_lost() -> None:
+async def test_a_slot_that_becomes_free_as_a_waiter_gives_up_is_not_lost() -> None:
     uplink = Uplink(clock=StillClock(), rules=ChokerRules(slots=1))
     first = await uplink.slot("anna", 10, is_member=True)
     gone, stays = (asyncio.create_task(uplink.slot(peer, 10, is_member=True)) for peer in ("ben", "cora"))

@@ -72,7 +72,7 @@ def calibrated_for(worker: str) -> PinnedRun:
     return make_run(rollouts_per_group=16, checks=CheckPolicy(calibration=Calibration(pairs=(pair,))))
 
 
-async def test_what_a_bundle_says_against_its_worker_goes_with_the_verdict_accepted_or_not() -> None:
+async def test_the_evidence_of_a_bundle_goes_with_the_verdict_accepted_or_not() -> None:
     lease, run = make_lease(), calibrated_for("table/fp32/cpu")
     honest = await judge(make_bundle(lease, await generate(lease)), lease, run)
     cheating = await judge(make_bundle(lease, await generate(lease, OTHER_POLICY)), lease, run)
@@ -97,7 +97,7 @@ async def test_what_a_calibration_expects_of_two_engines_is_no_strike() -> None:
         assert (await judge(bundle, lease, of)).verdict.reason is reason
 
 
-async def test_an_engine_that_the_calibration_does_not_know_is_told_as_such() -> None:
+async def test_an_engine_that_the_calibration_lacks_is_reported_as_such() -> None:
     lease = make_lease()
     judgement = await judge(make_bundle(lease, await generate(lease)), lease, calibrated_for("vllm/bf16/cuda"))
     assert judgement.evidence is not None
@@ -177,7 +177,7 @@ async def test_a_body_that_is_not_the_signed_one_is_malformed() -> None:
     assert (await judge(bytes(parcel), lease)).verdict.reason is RejectReason.MALFORMED
 
 
-async def test_a_bundle_signed_by_somebody_else_is_malformed() -> None:
+async def test_a_bundle_signed_by_another_key_is_malformed() -> None:
     lease = make_lease()
     assert await reason_for(await generate(lease), lease, key=STRANGER) is RejectReason.MALFORMED
 
@@ -188,7 +188,7 @@ async def test_a_zstd_bomb_is_malformed_and_never_unpacked() -> None:
     assert await reason_for(rollouts, lease, decompressed_bytes=2**40) is RejectReason.MALFORMED
 
 
-async def test_a_grader_that_is_gone_is_not_asked_again_where_the_bundle_is_lost_anyway() -> None:
+async def test_a_grader_that_ended_is_not_asked_again_if_the_bundle_is_lost_anyway() -> None:
     lease, failing = make_lease(), FailingEnvironment()
     opened = open_bundle(make_bundle(lease, await generate(lease)), lease, RUN)
     assert isinstance(opened, OpenedBundle)

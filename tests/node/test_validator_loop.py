@@ -192,7 +192,7 @@ async def test_a_scorer_that_does_not_take_a_policy_is_loaded_again() -> None:
     assert scorer.loaded == [0]
 
 
-async def test_a_scorer_that_never_computes_a_policy_judges_nobody_and_says_so() -> None:
+async def test_a_scorer_that_never_computes_a_policy_judges_no_bundle_and_is_reported() -> None:
     stop = asyncio.Event()
     queue = await make_queue(stop, [0])
     validator = make_validator(queue, ForgetfulScorer(99))

@@ -63,7 +63,7 @@ async def test_arbitrary_weights_under_the_honest_manifest(tmp_path: Path) -> No
     assert (await found(source, tmp_path)).number == 5
 
 
-async def test_rollback_to_an_older_head_beside_the_timestamp_of_the_newest(tmp_path: Path) -> None:
+async def test_rollback_to_an_older_head_with_the_timestamp_of_the_newest(tmp_path: Path) -> None:
     source = published()
     source.shown_timestamp = await source.timestamp()
     source.shown_head = source.manifests[1]

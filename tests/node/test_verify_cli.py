@@ -154,7 +154,7 @@ def test_the_weights_of_a_policy_are_recognised(world: World, tmp_path: Path) ->
     assert "2 tensors, bit for bit" in said
 
 
-def test_weights_of_another_policy_are_told_apart_with_where_and_by_how_much(world: World, tmp_path: Path) -> None:
+def test_weights_of_another_policy_differ_with_place_and_amount(world: World, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "mine.safetensors", weights_of(2))
     said = world.verify("--against", tmp_path / "mine.safetensors", code=1)
     assert "NOT equal: 2 tensors" in said

@@ -55,7 +55,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_piece_of_work_wakes_whoever_waits_longest_and_nobody_else() -> None:
+async def test_a_piece_of_work_wakes_only_the_task_that_waits_longest() -> None:
     office = Office()
     await office.open(50)
     office.offer(1)
@@ -73,7 +73,7 @@ async def test_one_offer_wakes_as_many_as_there_is_work_for() -> None:
     await office.close()
 
 
-async def test_whoever_can_take_nothing_passes_it_on_and_keeps_his_place() -> None:
+async def test_a_task_that_can_take_nothing_passes_it_on_and_keeps_its_place() -> None:
     office = Office()
     office.picky = set(range(20))
     await office.open(50)
@@ -88,7 +88,7 @@ async def test_whoever_can_take_nothing_passes_it_on_and_keeps_his_place() -> No
 
 
 @pytest.mark.parametrize("cancelled", [(0,), (0, 1), (1, 0)])
-async def test_whoever_goes_while_he_is_woken_passes_it_on(cancelled: tuple[int, ...]) -> None:
+async def test_a_task_that_is_cancelled_as_it_wakes_passes_it_on(cancelled: tuple[int, ...]) -> None:
     office = Office()
     await office.open(5)
     office.offer(1)
@@ -99,7 +99,7 @@ async def test_whoever_goes_while_he_is_woken_passes_it_on(cancelled: tuple[int,
     await office.close()
 
 
-async def test_whoever_is_refused_while_he_is_woken_passes_it_on() -> None:
+async def test_a_task_that_is_refused_as_it_wakes_passes_it_on() -> None:
     office = Office()
     is_banned = False
 
@@ -131,7 +131,7 @@ async def test_news_for_everyone_wakes_all() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_no_work_is_left_while_somebody_waits_who_would_take_it(seed: int) -> None:
+async def test_no_work_is_left_while_a_task_waits_that_would_take_it(seed: int) -> None:
     office, rng = Office(), random.Random(seed)
     await office.open(10)
     for number in range(10, 60):

@@ -57,7 +57,7 @@ async def exchange(port: int, *pieces: bytes, pause_s: float = 0.0) -> bytes:
         writer.close()
 
 
-async def test_a_connection_that_says_nothing_is_closed(port: int) -> None:
+async def test_a_silent_connection_is_closed(port: int) -> None:
     assert await exchange(port) == b""
 
 

@@ -87,7 +87,7 @@ def test_a_prompt_outside_the_vocabulary_is_not_taken() -> None:
         open_lease(envelope, asked, run=pinned, worker=WORKER.key_id)
 
 
-def test_a_machine_that_was_held_up_once_does_not_refuse_work_for_ever() -> None:
+def test_a_machine_that_was_delayed_once_does_not_refuse_work_forever() -> None:
     pace = GenerationPace()
     pace.measured(rollouts=8, tokens=64, seconds=1e6)
     refusals = 0

@@ -91,7 +91,7 @@ async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path)
     assert world.coordinator.accepted >= 1
 
 
-async def test_an_engine_that_still_starts_does_not_hold_up_who_wants_to_leave(tmp_path: Path) -> None:
+async def test_an_engine_that_still_starts_does_not_delay_a_stop(tmp_path: Path) -> None:
     world, engine = WorkerWorld(tmp_path), SlowToStart()
     working = asyncio.create_task(run_worker(world.worker(engine), world.stop))
     await engine.loading.wait()
@@ -117,7 +117,7 @@ async def test_new_policies_are_loaded_as_leases_name_them(tmp_path: Path) -> No
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
 
 
-async def test_the_coordinator_is_told_when_a_policy_could_be_used_and_what_the_swap_took(tmp_path: Path) -> None:
+async def test_heartbeats_report_when_a_policy_was_usable_and_the_time_of_the_swap(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path, pinned=make_run(heartbeat_seconds=1.0))
 
     class Slow(TableEngine):
@@ -159,7 +159,7 @@ class SwapsUnderWay(TableEngine):
         return await super().generate(requests, sampling)
 
 
-async def test_a_swap_under_way_is_told_before_the_lease_is_done(tmp_path: Path) -> None:
+async def test_a_swap_under_way_is_reported_before_the_lease_is_done(tmp_path: Path) -> None:
     pinned = make_run(heartbeat_seconds=1.0, schedule={"in_flight_weight_updates": True})
     world, engine = WorkerWorld(tmp_path, pinned=pinned), SwapsUnderWay()
     worker = world.worker(engine)
@@ -264,7 +264,7 @@ async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> 
     assert again.receipts.cursor == worker.receipts.cursor
 
 
-async def test_a_clock_that_differs_is_said_aloud_and_leases_still_fit(
+async def test_a_clock_that_differs_is_reported_and_leases_still_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = WorkerWorld(tmp_path)
@@ -320,7 +320,7 @@ async def test_a_new_coordinator_key_is_looked_up_and_its_leases_and_receipts_be
     assert refused.value.code is ErrorCode.REVOKED
 
 
-async def test_the_status_tells_what_it_waits_for(tmp_path: Path) -> None:
+async def test_the_status_shows_what_it_waits_for(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
     world.coordinator.leases_max = 0
     worker = world.worker(status_seconds=0.1)

@@ -54,6 +54,6 @@ def test_a_pair_occurs_once() -> None:
         Calibration(pairs=(pair(A, B), pair(A, B)))
 
 
-def test_evidence_can_go_on_under_another_validator() -> None:
+def test_evidence_continues_under_another_validator() -> None:
     with pytest.raises(ValidationError, match="different numbers of lambdas"):
         Calibration(pairs=(pair(A, A), pair(A, B, OTHER)))

@@ -40,7 +40,7 @@ def test_an_index_is_its_magic_its_number_of_rows_and_its_rows() -> None:
     assert index == told + bytes.fromhex("7011010001000000" + digests[1])
 
 
-def test_where_a_chunk_lies_follows_from_the_rows_before_it(sample: Any) -> None:
+def test_the_place_of_a_chunk_follows_from_the_rows_before_it(sample: Any) -> None:
     encoded, tensors = sample.encoded[0], sample.manifests[0].manifest.tensors
     index = open_index(encoded.index, encoded.encoding, tensors)
     for part, data in enumerate(encoded.parts):

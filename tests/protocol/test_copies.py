@@ -62,7 +62,7 @@ def test_nothing_is_compared_where_sampling_is_greedy() -> None:
     assert fingerprints(rollouts(text(0)), SAMPLING.model_copy(update={"temperature": 0.0})) == ()
 
 
-def test_two_completions_of_one_bundle_must_not_say_the_same() -> None:
+def test_two_completions_of_one_bundle_must_differ() -> None:
     assert is_repetitive(fingerprints(rollouts(text(0), text(1), text(0)), SAMPLING))
     assert not is_repetitive(fingerprints(rollouts(text(0), text(1)), SAMPLING))
     looped = np.tile(text(0, 100), 4)

@@ -177,7 +177,7 @@ def test_a_sole_signer_is_alone(raises: Raises) -> None:
     raises(ErrorCode.BAD_SIGNATURE, seal(b"{}", LEASE, KEY, OTHER).sole_signer)
 
 
-def test_a_digest_names_the_statement_whoever_signs_it() -> None:
+def test_a_digest_names_the_statement_independent_of_the_signer() -> None:
     assert seal(b"{}", LEASE, KEY).digest == seal(b"{}", LEASE, OTHER).digest
 
 

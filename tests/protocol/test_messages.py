@@ -40,7 +40,7 @@ def request(action: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("action", sorted(VALID))
-def test_a_request_is_told_by_its_action_and_closed(action: str, raises: Raises) -> None:
+def test_a_request_is_identified_by_its_action_and_closed(action: str, raises: Raises) -> None:
     assert parse_json(stamped(request(action)), messages.Stamped).request.action == action
     raises(ErrorCode.UNKNOWN_FIELD, parse_json, stamped(request(action) | {"extra": 1}), messages.Stamped)
     raises(ErrorCode.UNKNOWN_FIELD, parse_json, stamped(request(action), extra=1), messages.Stamped)

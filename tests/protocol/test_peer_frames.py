@@ -29,7 +29,7 @@ def test_a_refusal_carries_code_detail_and_pause() -> None:
     assert (error.code, error.detail, error.retry_after_s) == (ErrorCode.TOO_MANY_REQUESTS, "slow down", 2.5)
 
 
-def test_a_status_that_nobody_defined_is_refused() -> None:
+def test_an_undefined_status_is_refused() -> None:
     header = bytearray(peer_frames.pack_answer(7, b"")[: peer_frames.REPLY_HEADER_BYTES])
     header[4] = 2
     with pytest.raises(RemoteError) as refused:

@@ -56,7 +56,7 @@ def test_a_bundles_groups_multiply_and_large_ones_stay_finite_and_possible() -> 
     )
 
 
-def test_told_rewards_that_do_not_give_the_sums_are_refused() -> None:
+def test_sent_rewards_that_do_not_give_the_sums_are_refused() -> None:
     groups = (ComparedRewards(mine=(1.0, 0.5), trusted=(0.0, 0.5)), ComparedRewards(mine=(0.0,), trusted=(0.25,)))
     sums = rank_sums([(one.mine, one.trusted) for one in groups])
     honest = BundleEvidence(worker="a", validator="b", sums=sums, compared=groups)

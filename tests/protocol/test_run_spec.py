@@ -141,9 +141,7 @@ def test_a_run_spec_outside_its_bounds_is_refused(change: Callable[[Any], None],
 @pytest.mark.parametrize(
     "place", [(), ("keys",), ("limits",), ("checks",), ("sampling",), ("model_files", 0), ("environments", 0)]
 )
-def test_an_unknown_field_is_refused_wherever_it_stands(
-    place: tuple[str | int, ...], sample: Any, raises: Raises
-) -> None:
+def test_an_unknown_field_is_refused_at_any_place(place: tuple[str | int, ...], sample: Any, raises: Raises) -> None:
     fields = fields_of(sample)
     set_in(*place, "unheard_of", to=1)(fields)
     raises(ErrorCode.UNKNOWN_FIELD, parse_json, json.dumps(fields).encode(), RunSpec)

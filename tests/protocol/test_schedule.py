@@ -27,7 +27,7 @@ def test_a_preset_is_its_values_and_survives_the_wire(preset: str) -> None:
     assert Schedule.model_validate_json(schedule.model_dump_json()) == schedule
 
 
-def test_what_is_set_beside_a_preset_wins() -> None:
+def test_a_setting_overrides_its_preset() -> None:
     schedule = Schedule.model_validate(
         {"preset": "verl_partial", "staleness_threshold": 0.25, "partial_rollout": False}
     )
@@ -73,7 +73,7 @@ def test_the_names_of_other_frameworks_are_understood(settings: dict[str, Any], 
         ({"staleness_threshold": -0.5}, "greater than or equal to 0"),
     ],
 )
-def test_what_does_not_fit_together_is_said(settings: dict[str, Any], what: str) -> None:
+def test_contradicting_settings_are_reported(settings: dict[str, Any], what: str) -> None:
     with pytest.raises(ValidationError, match=what):
         Schedule.model_validate(settings)
 

@@ -98,7 +98,7 @@ def shift(header: Any, name: str, start: int, end: int) -> None:
         lambda h: shift(h, "c", -1, -1),
     ],
 )
-def test_a_header_that_lies_is_refused(change: Callable[[Any], object], raises: Raises) -> None:
+def test_a_header_with_false_data_is_refused(change: Callable[[Any], object], raises: Raises) -> None:
     header, body = parts()
     change(header)
     raises(ErrorCode.MALFORMED, unpack_tensors, file_of(header, body), LAYOUT)

@@ -43,7 +43,7 @@ def test_a_timestamp_by_the_coordinator_is_opened(sample: Any) -> None:
 
 
 @pytest.mark.parametrize("role", ["root", "trainer", "validator", "worker", "stranger"])
-def test_nobody_else_says_what_is_newest(sample: Any, raises: Raises, role: str) -> None:
+def test_only_the_coordinators_key_signs_timestamps(sample: Any, raises: Raises, role: str) -> None:
     raises(ErrorCode.BAD_SIGNATURE, open_timestamp, signed(stamp(sample), getattr(sample, role)), sample.run)
 
 

@@ -65,7 +65,7 @@ def test_turns_survive_the_wire(sample: Sample) -> None:
     assert check_assignment(sample.header, rollouts, sample.lease, vocab_size=264, turns=spec_of(sample)).accepted
 
 
-def test_a_turn_that_goes_on_costs_what_was_said_between(sample: Sample) -> None:
+def test_a_turn_that_continues_costs_the_tokens_in_between(sample: Sample) -> None:
     prompt = sample.lease.groups[0].prompt_token_ids
     long = tuple(range(1, 200))
     episode = [Turn(prompt, answer(*long)), Turn((*prompt, *long, STOP, 5, 6), answer(1))]

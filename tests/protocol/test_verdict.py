@@ -49,7 +49,7 @@ def test_every_step_fault_is_a_reason_of_the_same_name() -> None:
     assert [RejectReason(fault) for fault in StepFault] == [RejectReason.STALE, RejectReason.FUTURE]
 
 
-def test_only_what_nobody_does_by_accident_is_dishonest() -> None:
+def test_only_reasons_without_an_honest_cause_are_dishonest() -> None:
     excused = {reason for reason in RejectReason if not reason.is_dishonest}
     assert excused == {
         RejectReason.STALE,

@@ -102,7 +102,7 @@ def test_an_address_that_is_not_of_the_internet_is_named_only_inside_its_network
 
 
 @pytest.mark.parametrize("host", ["8.8.8.8", "2606:4700::1111", "100.63.255.255", "11.0.0.1", "::ffff:8.8.8.8"])
-def test_addresses_of_the_internet_are_told_to_everybody(host: str) -> None:
+def test_addresses_of_the_internet_are_sent_to_every_peer(host: str) -> None:
     assert place_of(host) == GLOBAL
     assert may_be_named(host, between=())
 

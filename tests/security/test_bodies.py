@@ -41,7 +41,7 @@ async def world() -> AsyncIterator[World]:
         yield world
 
 
-async def test_a_body_that_nobody_announced_is_refused_by_its_length_before_it_is_sent(world: World) -> None:
+async def test_an_unannounced_body_is_refused_by_its_length_before_it_is_sent(world: World) -> None:
     for path in ("/v1/rollouts", "/v1/blobs", "/v1/manifests", "/v1/check_result"):
         answer = await ask(world.url, post(path, limits.STRANGER_BODY_BYTES_MAX + 1))
         assert answer.code == ErrorCode.TOO_LARGE
@@ -119,7 +119,7 @@ async def test_a_request_in_an_announced_body_is_charged_once() -> None:
     assert codes == [200, 429]
 
 
-async def test_a_header_that_nobody_has_looked_at_pays_for_nothing() -> None:
+async def test_an_announcement_without_a_body_pays_for_nothing() -> None:
     """Without a body the announcement is not checked, so the request itself is charged."""
     async with running(memory_parts(make_run(), requests_per_second=0.2)) as world:
         await world.join(ANNA)
@@ -138,7 +138,7 @@ async def test_a_body_is_the_one_that_was_announced(world: World) -> None:
     assert (await ask(world.url, post("/v1/rollouts", len(parcel), line) + other)).code == ErrorCode.DIGEST_MISMATCH
 
 
-async def test_nobody_is_asked_for_a_body_before_he_is_admitted(world: World) -> None:
+async def test_no_body_is_requested_before_its_sender_is_admitted(world: World) -> None:
     raw = await Raw.to(world.url)
     await raw.send(post("/v1/rollouts", len(BODY), "Expect: 100-continue"))
     assert (await raw.answer()).code == ErrorCode.TOO_LARGE, "no 100 came before it"
@@ -181,7 +181,7 @@ async def test_strangers_bytes_are_bounded_besides_their_number(world: World, mo
     raw.close()
 
 
-async def test_a_member_who_fills_his_share_takes_nothing_from_others(world: World) -> None:
+async def test_a_member_that_fills_its_share_takes_nothing_from_others(world: World) -> None:
     fill = [
         await held(world, await claim(world, ANNA, BODY), path="/v1/rollouts", num_bytes=len(BODY))
         for _ in range(limits.BODIES_EACH_MAX)

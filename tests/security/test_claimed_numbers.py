@@ -178,7 +178,7 @@ async def test_a_policy_that_does_not_exist_is_not_shown_as_held() -> None:
 
 
 @pytest.mark.parametrize("claims", [[10**9], [1, 10**9], [10, 20, 10**9], [5] * 30 + [10**9]])
-def test_of_several_claims_the_longest_is_never_told(claims: list[int]) -> None:
+def test_the_longest_of_several_claims_is_never_shown(claims: list[int]) -> None:
     usable = TimesToAvailable()
     for worker, after_ms in enumerate(claims):
         usable.heard(str(worker), 0, after_ms)

@@ -177,7 +177,7 @@ confine_role(SandboxSettings(also_read=(Path(sys.argv[1]),)), Path(sys.argv[2]),
 import pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
-    announced = "tests/node/test_swarm_libp2p.py::test_a_head_comes_by_announcement_when_nobody_else_shows_it"
+    announced = "tests/node/test_swarm_libp2p.py::test_a_head_comes_by_announcement_when_no_other_source_shows_it"
     ran = subprocess.run(
         [sys.executable, "-c", program, str(tests), str(tmp_path), "tests/node/test_mdns.py", announced],
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},

@@ -55,7 +55,7 @@ async def test_a_recorded_announcement_uses_up_nothing_of_its_signers_rate() -> 
         await world.client(ANNA).heartbeat(HEARTBEAT)
 
 
-async def test_an_answer_that_nobody_takes_counts_only_its_first_piece_against_the_cap(tmp_path: Path) -> None:
+async def test_an_answer_that_is_not_read_counts_only_its_first_piece_against_the_cap(tmp_path: Path) -> None:
     clock = VirtualClock()
     cap = DataCap(2**40, days=30, file=tmp_path / "cap", clock=clock)
     uplink = Uplink(clock=clock, cap=cap)

@@ -122,7 +122,7 @@ def test_no_other_process_is_seen(inside: ProcessEnvironment) -> None:
     assert tried(inside, "others").startswith(("did: sees []", "refused"))
 
 
-def test_a_signal_to_everybody_stays_inside(inside: ProcessEnvironment, there: Outside) -> None:
+def test_a_signal_to_all_processes_stays_inside(inside: ProcessEnvironment, there: Outside) -> None:
     tried(inside, "kill_all")
     assert Path(f"/proc/{there.pid}").exists()
     assert tried(inside, "read", "/dev/null") == "did:"

@@ -197,7 +197,7 @@ def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, known: tuple[
 
 
 @pytest.mark.parametrize(("at_ms", "is_void"), [(RING_AT_MS, False), (RING_AT_MS + 1, True)])
-def test_a_head_by_a_former_key_convicts_nobody_where_it_is_dated_after_the_ring(at_ms: int, is_void: bool) -> None:
+def test_a_head_by_a_former_key_dated_after_the_ring_convicts_no_key(at_ms: int, is_void: bool) -> None:
     run = make_run()
     run.keys.add(ring_of(run))
     chain = LedgerChain(run.digest)
@@ -220,7 +220,7 @@ def test_a_ledger_whose_head_a_former_key_signed_after_the_ring_fails() -> None:
     assert audited(run, NEW, RING_AT_MS + 1).notes == []
 
 
-def test_a_missing_receipt_that_a_former_key_signed_after_the_ring_fails_and_convicts_nobody(tmp_path: Path) -> None:
+def test_a_missing_receipt_that_a_former_key_signed_after_the_ring_fails_and_convicts_no_key(tmp_path: Path) -> None:
     run = make_run()
     run.keys.add(ring_of(run))
     late = seal(refused(run, "2" * 64, at_ms=RING_AT_MS + 1), PayloadType.RECEIPT, COORDINATOR)

@@ -76,7 +76,7 @@ async def test_a_hole_is_punched_only_towards_where_the_relay_sees_the_peer(peer
     assert {host for host, _ in dials} <= {"127.0.0.1"}
 
 
-async def test_the_relay_tells_nobody_where_a_peer_is_that_has_not_asked_about_him(peer: MakePeer) -> None:
+async def test_the_relay_shows_a_peers_address_only_to_peers_that_asked_for_it(peer: MakePeer) -> None:
     relay = await peer(KEYS[1], relay=True)
     curious, other = await peer(KEYS[0]), await peer(KEYS[2])
     for one in (curious, other):

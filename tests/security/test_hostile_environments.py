@@ -147,7 +147,7 @@ def test_a_prompt_is_a_text_of_a_bounded_length_that_can_be_encoded(tmp_path: Pa
             world.held_out(3)
 
 
-def test_frames_are_what_they_say() -> None:
+def test_frames_have_their_declared_form() -> None:
     assert read_message_frame(b'{"id": 3, "result": 1.0}') == Answered(3, 1.0, None, False)
     assert read_message_frame(b'{"ask": 1, "id": 2, "prompt": [5, 6]}') == Asked(1, 2, (5, 6))
     told = read_message_frame(json.dumps({"id": 1, "error": "\x1b[2J\u202e" * 1_000}).encode())
@@ -184,7 +184,7 @@ def test_answers_are_of_the_kind_that_was_asked_for() -> None:
             check(value)
 
 
-async def test_an_episode_that_asks_for_ever_ends_its_process(tmp_path: Path) -> None:
+async def test_an_episode_that_asks_without_end_ends_its_process(tmp_path: Path) -> None:
     """The package's own code writes the requests, as if it were the episode."""
     with running(tmp_path, isolated=False) as world:
         asked = 0

@@ -158,7 +158,7 @@ async def test_foreign_addresses_and_other_peoples_keys_are_not_even_remembered(
         assert not [dial for dial in dials if dial[0] not in ("127.0.0.1", GROUP[0])], "hearing is not dialling"
 
 
-async def test_who_borrows_a_key_is_found_out_by_the_handshake(sender: socket.socket) -> None:
+async def test_the_handshake_detects_a_borrowed_key(sender: socket.socket) -> None:
     run = os.urandom(32).hex()
     async with network(ANNA, run) as anna, network(BEN, run) as ben:
         sender.sendto(announcement(run, CORA.key_id, ben.addresses()[0]), GROUP)
@@ -187,7 +187,7 @@ async def test_a_flood_of_names_leaves_few_behind_and_ends_the_search_not_the_ma
     assert "a flood; the search for peers there stops" in caplog.text
 
 
-async def test_names_that_lead_nowhere_hold_up_no_peer_that_says_where_it_is(sender: socket.socket) -> None:
+async def test_names_that_lead_nowhere_delay_no_peer_with_an_address(sender: socket.socket) -> None:
     """A look-up takes seconds, and the number of concurrent ones is bounded."""
     run = os.urandom(32).hex()
     async with network(ANNA, run) as anna:

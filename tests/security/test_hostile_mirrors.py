@@ -138,7 +138,7 @@ class Later(SystemClock):
         return super().now_ms() + self.ahead_ms
 
 
-async def test_a_mirror_that_serves_old_heads_for_ever_is_noticed_when_the_timestamp_expires(
+async def test_a_mirror_that_always_serves_old_heads_is_noticed_when_the_timestamp_expires(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with swarm(tmp_path) as made:
@@ -160,7 +160,7 @@ async def test_a_mirror_that_serves_old_heads_for_ever_is_noticed_when_the_times
                 assert "has expired, and there is no newer one; waiting" in caplog.text
 
 
-async def test_a_mirror_with_old_heads_holds_up_nobody_who_has_another_source(tmp_path: Path) -> None:
+async def test_a_mirror_with_old_heads_delays_no_follower_with_another_source(tmp_path: Path) -> None:
     async with swarm(tmp_path) as made:
         await made.publish()
         mirror = Mirror(copy_of(made))

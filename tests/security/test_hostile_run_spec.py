@@ -241,7 +241,7 @@ def fault_of(fields: Any) -> str:
     return ""
 
 
-def test_whatever_stands_anywhere_in_a_run_spec_it_is_refused_or_read_and_never_a_surprise() -> None:
+def test_any_value_anywhere_in_a_run_spec_is_refused_or_read_without_another_error() -> None:
     fields = json.loads(spec().model_dump_json())
     fields |= {
         "schedule": {"preset": "areal", "max_head_offpolicyness": 1, "partial_rollout": True},

@@ -320,7 +320,7 @@ def test_turns_are_remembered_for_a_bounded_number_of_networks() -> None:
         "a.internal",
     ],
 )
-async def test_a_private_caller_may_use_a_name_that_nobody_can_register(world: World, host: str) -> None:
+async def test_a_private_caller_may_use_a_name_that_cannot_be_registered(world: World, host: str) -> None:
     assert (await ask(world.url, get("/v1/status", host=host))).status == 200
 
 

@@ -181,7 +181,7 @@ async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Vict
 
 
 @pytest.mark.timeout(120)
-async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, victim: Victim) -> None:
+async def test_false_addresses_over_libp2p_cause_no_dial(tmp_path: Path, victim: Victim) -> None:
     """Identify, provider records and the routing table name victims, before and after the coordinator is lost."""
 
     class Lying(Libp2pNetwork):
@@ -229,7 +229,7 @@ async def test_what_liars_say_over_libp2p_sends_nobody_anywhere(tmp_path: Path, 
     assert {dial[0] for dial in dials} <= {"127.0.0.1"}
 
 
-async def test_a_peer_that_answers_at_its_own_address_is_told_of(tmp_path: Path) -> None:
+async def test_a_peer_that_answers_at_its_own_address_is_listed(tmp_path: Path) -> None:
     """The counterpart of the above: the same check admits an honest newcomer, over libp2p alone."""
     async with attacked_swarm(tmp_path) as made:
         run = made.world.run

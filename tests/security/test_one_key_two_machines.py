@@ -100,7 +100,7 @@ def client_of(world: World) -> HttpClient:
 
 
 @pytest.mark.timeout(60)
-async def test_of_two_real_workers_with_one_key_one_works_and_the_other_goes_on_when_it_has_left(
+async def test_of_two_real_workers_with_one_key_one_works_and_the_other_continues_when_it_has_left(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "one").mkdir()

@@ -160,7 +160,7 @@ async def run_seed(world: World, folder: Path, stop: asyncio.Event) -> int:
     return await serve_policies(JoinLink(world.url, RUN.digest), WorkerConfig(swarm=LOCAL), folder, CORA, stop)
 
 
-async def test_a_seeder_that_a_closed_run_does_not_know_ends_and_says_what_its_operator_has_to_do(
+async def test_a_seeder_that_a_closed_run_does_not_list_ends_with_advice_for_its_operator(
     tmp_path: Path,
 ) -> None:
     parts = memory_parts(RUN, invites_needed=True)

@@ -51,7 +51,7 @@ def test_no_refusal_tells_a_measured_number(field: str) -> None:
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_two_bundles_near_a_threshold_are_told_the_same(field: str) -> None:
+def test_two_bundles_near_a_threshold_get_the_same_detail(field: str) -> None:
     threshold, _ = FIELDS[field]
     assert refusal(field, threshold * 1.0001) == refusal(field, threshold * 1.5)
 
@@ -60,7 +60,7 @@ def test_every_measured_field_is_tried_above() -> None:
     assert set(FIELDS) == set(Measured.__dataclass_fields__)
 
 
-def test_a_broken_machine_is_told_apart_from_a_wrong_precision() -> None:
+def test_a_broken_machine_is_distinguished_from_a_wrong_precision() -> None:
     _, near = refusal("logprob_error_mean", POLICY.logprob_error_mean_max * 1.5)
     _, far = refusal("logprob_error_mean", 4.4814)
     assert "precision" in near
@@ -69,7 +69,7 @@ def test_a_broken_machine_is_told_apart_from_a_wrong_precision() -> None:
     assert "does not use the assigned seeds" in all_flipped
 
 
-async def test_the_public_metrics_do_not_tell_how_one_bundle_measured() -> None:
+async def test_the_public_metrics_do_not_show_one_bundles_measurements() -> None:
     async with running(memory_parts(make_run())) as world:
         await world.publish()
         await world.join(ANNA)

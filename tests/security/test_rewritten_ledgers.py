@@ -109,7 +109,7 @@ async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> 
         assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
 
 
-async def test_a_kept_file_that_is_damaged_accuses_nobody(honest: Honest, tmp_path: Path) -> None:
+async def test_a_kept_file_that_is_damaged_accuses_no_key(honest: Honest, tmp_path: Path) -> None:
     lines = honest.file.read_bytes().splitlines(keepends=True)
     damaged = tmp_path / "damaged.jsonl"
     damaged.write_bytes(b"".join(lines[:1] + lines[2:]))

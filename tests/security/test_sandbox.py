@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_confined_process_writes_in_its_folder_and_opens_nothing_beside_it(folder: Path) -> None:
+def test_a_confined_process_writes_in_its_folder_and_opens_nothing_else(folder: Path) -> None:
     program = """
 confine(SandboxRules(**USUAL))
 secret = folder.parent / "other" / "secret"
@@ -67,7 +67,7 @@ print(json.dumps([found, child.pid]))
     assert found == {"parent": "PermissionError", "before": "PermissionError", "own": "done"}
 
 
-def test_socket_families_that_are_not_named_are_refused_and_pairs_reach_nobody(folder: Path) -> None:
+def test_unnamed_socket_families_are_refused_and_pairs_reach_no_process(folder: Path) -> None:
     program = """
 confine(SandboxRules(**USUAL, families=frozenset({Family.INET})))
 print(json.dumps({
@@ -195,7 +195,7 @@ except RuntimeError as error:
     assert "1 other threads" in inside(folder, program)
 
 
-def test_a_level_says_in_one_line_what_stands_and_what_does_not() -> None:
+def test_a_level_names_in_one_line_what_is_enforced_and_what_is_not() -> None:
     level = SandboxLevel(
         (
             Restriction("files", True),

@@ -334,7 +334,7 @@ def liar() -> Iterator[str]:
     ],
     ids=" ".join,
 )
-def test_a_command_shows_nothing_of_what_a_liar_tells(command: list[str], liar: str, tmp_path: Path) -> None:
+def test_a_command_shows_nothing_of_a_false_answer(command: list[str], liar: str, tmp_path: Path) -> None:
     words = [word.format(url=liar) for word in command]
     done = subprocess.run(
         [sys.executable, "-m", "prime_node", *words],

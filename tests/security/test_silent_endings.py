@@ -90,7 +90,7 @@ async def test_a_bug_in_one_link_is_loud_and_costs_that_link(tmp_path: Path, mon
         assert "ZeroDivisionError" in peer.describe()
 
 
-async def test_a_peer_network_that_ends_by_a_bug_is_opened_again_and_the_rest_goes_on(
+async def test_a_peer_network_that_ends_by_a_bug_is_opened_again_and_the_rest_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, rng, switch = SystemClock(), random.Random(1), MemorySwitch()

@@ -34,7 +34,7 @@ async def test_what_ends_the_first_of_several_is_raised() -> None:
         await unless(fails(), waits())
 
 
-async def test_a_checkpoint_that_cannot_be_written_is_told_at_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_checkpoint_that_cannot_be_written_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:
     saving = asyncio.create_task(fails())
     saving.add_done_callback(log_failed_save)
     await asyncio.gather(saving, return_exceptions=True)

@@ -105,7 +105,7 @@ async def test_a_strike_is_given_once_a_second_validator_says_the_same() -> None
         await told(world, 0)
 
 
-async def test_two_that_contradict_each_other_are_named_and_nobody_is_banned(
+async def test_two_that_contradict_each_other_are_named_and_no_worker_is_banned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with running(memory_parts(RUN)) as world:
@@ -183,7 +183,7 @@ async def test_alone_a_validator_is_believed_at_once() -> None:
         assert await outcome_of(world) == (FORGED, True)
 
 
-async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_who_accepts_anything_is_named() -> None:
+async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_a_validator_that_accepts_all_is_named() -> None:
     async with running(memory_parts(RUN, second_look_share=1.0)) as world:
         await at_work(world, SECOND)
         await upload(world)
@@ -223,7 +223,7 @@ def opinion(validator: str, *, convicts: bool, nats: float = -1.0, bundle: int =
 
 
 @pytest.mark.parametrize("shares", [(0.1, 0.1), (0.0, 0.0), (0.3, 0.3)], ids=str)
-def test_two_that_find_the_same_shares_are_not_said_to_differ(shares: tuple[float, float]) -> None:
+def test_two_that_find_the_same_shares_are_not_reported_as_different(shares: tuple[float, float]) -> None:
     for seed in range(20):
         rng, agreement = np.random.default_rng(seed), Agreement(check_s=30.0)
         for number in range(1_000):
@@ -250,7 +250,7 @@ def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -
         assert agreement.as_row()["differing"][0]["validators"] == ["first", "second"]
 
 
-def test_what_another_class_of_engine_does_not_see_contradicts_nobody() -> None:
+def test_what_another_class_of_engine_cannot_detect_contradicts_no_validator() -> None:
     agreement = Agreement(30.0, ("b", "transformers/bf16/cpu"))
     strict = opinion("first", convicts=True)
     assert strict.result.evidence is not None

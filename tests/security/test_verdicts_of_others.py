@@ -124,7 +124,7 @@ async def test_a_verdict_names_no_logprobs_of_another_validator() -> None:
             await say(world, SECOND, bundle, logprobs=theirs)
 
 
-async def test_what_is_said_of_a_bundle_of_another_makes_no_class() -> None:
+async def test_a_verdict_on_anothers_bundle_sets_no_class() -> None:
     """Otherwise a verdict on any bundle would choose the validator of the next second looks."""
     async with running(memory_parts(RUN)) as world:
         await world.publish()

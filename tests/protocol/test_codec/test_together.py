@@ -35,7 +35,7 @@ def tensors() -> list[Tensor]:
     return [*made, (weights(300_000, "bf16", 99), None, "bf16")]
 
 
-def test_any_chunks_are_decoded_together_beside_their_base_or_in_place() -> None:
+def test_any_chunks_are_decoded_together_into_other_memory_or_in_place() -> None:
     given = tensors()
     chunks = list(encode_tensors(given))
     assert {mode_of(chunk.data) for _, chunk in chunks} == set(Mode)
