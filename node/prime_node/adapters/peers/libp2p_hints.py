@@ -9,16 +9,19 @@ name for all tables.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import trio
-from libp2p.abc import IHost
+from libp2p.abc import IHost, INetStream
 from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 
 from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_relay import HostsOf, network_at
+from prime_node.adapters.peers.libp2p_streams import reset
 from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -28,6 +31,38 @@ log = logging.getLogger(__name__)
 LOOKUP_S_MAX = 20.0
 MEET_S = (0.2, 1.0, 4.0)
 """Seconds after which to check whether a new peer takes part in the table, which Identify reveals."""
+STREAMS_MAX = 64
+"""Incoming streams of the table that are answered concurrently."""
+STREAMS_NETWORK_MAX = 16
+"""Such streams of one network; further ones are reset."""
+STREAM_S_MAX = 10.0
+"""Seconds after which such a stream is reset: an idle one holds a place. The library opens one for each question."""
+
+
+class _Table(KadDHT):  # type: ignore[misc]
+    """A table that bounds the streams of one network and their duration. The library bounds only their number."""
+
+    def __init__(self, host: IHost, mode: DHTMode, hosts_of: HostsOf) -> None:
+        super().__init__(host, mode, enable_values=False)
+        self._inbound_limiter = trio.CapacityLimiter(STREAMS_MAX)
+        self._hosts_of = hosts_of
+        self._answering: Counter[str] = Counter()
+
+    async def handle_stream(self, stream: INetStream) -> None:
+        network = network_at(self._hosts_of(str(stream.muxed_conn.peer_id)))
+        if self._answering[network] >= STREAMS_NETWORK_MAX:
+            await reset(stream)
+            return
+        self._answering[network] += 1
+        try:
+            with trio.move_on_after(STREAM_S_MAX) as scope:
+                await super().handle_stream(stream)
+            if scope.cancelled_caught:
+                await reset(stream)
+        finally:
+            self._answering[network] -= 1
+            if not self._answering[network]:
+                del self._answering[network]
 
 
 class Hints:
@@ -39,6 +74,7 @@ class Hints:
         *,
         run: str,
         private: bool,
+        hosts_of: HostsOf,
         choose: Callable[[Sequence[str]], Sequence[str]],
         proven: Callable[[str, Sequence[Any]], list[Any]],
     ) -> None:
@@ -51,7 +87,7 @@ class Hints:
         self._choose = choose
         self._run = run
         self._private = private
-        self.table = KadDHT(host, DHTMode.CLIENT if private else DHTMode.SERVER, enable_values=False)
+        self.table = _Table(host, DHTMode.CLIENT if private else DHTMode.SERVER, hosts_of)
         self._tell_only(proven)
 
     async def meet(self, peer: str) -> None:

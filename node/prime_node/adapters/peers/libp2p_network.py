@@ -207,11 +207,16 @@ class Libp2pNetwork:
         host = make_host(self._key, self._settings, advertised=self._advertised)
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
         self._gate.guard(host)
-        proven = self._gate.guard_announced_addresses(
-            host, lambda peer: () if self.running is None else self.running.streams.hosts(peer)
-        )
+        proven = self._gate.guard_announced_addresses(host, self._hosts_of)
         gossip = Gossip(host, self._block)
-        hints = Hints(host, run=self._run, private=self._settings.private, choose=self._choose_hints, proven=proven)
+        hints = Hints(
+            host,
+            run=self._run,
+            private=self._settings.private,
+            hosts_of=self._hosts_of,
+            choose=self._choose_hints,
+            proven=proven,
+        )
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(host.run(listen_addrs=listen))
             for service in (gossip.pubsub, gossip.router, hints.table):
@@ -306,6 +311,9 @@ class Libp2pNetwork:
         """Return a peer's addresses as seen by the relays that this machine stays linked to."""
         relays = [one for one in list(self._staying) if self._parts.streams.has_direct_link(one)]
         return await hosts_by(relays, peer, self._ask)
+
+    def _hosts_of(self, peer: KeyId) -> Sequence[str]:
+        return () if self.running is None else self.running.streams.hosts(peer)
 
     def _choose_hints(self, addresses: Sequence[str]) -> Sequence[str]:
         return self._gate.choose_hints(addresses, () if self.running is None else self.running.streams.all_hosts())
