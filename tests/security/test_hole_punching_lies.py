@@ -13,6 +13,7 @@ pytest.importorskip("libp2p", reason="libp2p could not be built on this machine"
 from multiaddr import Multiaddr
 from tests.security.dials import noted_dials
 
+from prime_node.adapters.peers import libp2p_meeting, libp2p_nat
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.ports.peer_network import PeerAddress
@@ -52,7 +53,10 @@ def where(network: Libp2pNetwork) -> PeerAddress:
 
 
 @pytest.mark.parametrize("leads", ["the liar leads", "the other side leads"])
-async def test_a_hole_is_punched_only_towards_where_the_relay_sees_the_peer(peer: MakePeer, leads: str) -> None:
+async def test_a_hole_is_punched_only_towards_where_the_relay_sees_the_peer(
+    peer: MakePeer, leads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libp2p_nat, "PUNCH_S_MAX", 8.0)  # one round of the library, and the begin of the next
     liars_key, honest_key = (KEYS[0], KEYS[3]) if leads == "the liar leads" else (KEYS[3], KEYS[0])
     relay = await peer(KEYS[1], relay=True)
     honest = await peer(honest_key, bootstrap=(where(relay),))
@@ -76,7 +80,10 @@ async def test_a_hole_is_punched_only_towards_where_the_relay_sees_the_peer(peer
     assert {host for host, _ in dials} <= {"127.0.0.1"}
 
 
-async def test_the_relay_shows_a_peers_address_only_to_peers_that_asked_for_it(peer: MakePeer) -> None:
+async def test_the_relay_shows_a_peers_address_only_to_peers_that_asked_for_it(
+    peer: MakePeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libp2p_meeting, "MEET_S_MAX", 2.0)
     relay = await peer(KEYS[1], relay=True)
     curious, other = await peer(KEYS[0]), await peer(KEYS[2])
     for one in (curious, other):

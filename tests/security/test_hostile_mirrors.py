@@ -117,7 +117,12 @@ async def silent(path: str, writer: asyncio.StreamWriter) -> None:
 @pytest.mark.parametrize(
     "answer", [wrong_bytes, truncated, endless, endless_headers, elsewhere, deep, silent], ids=lambda one: one.__name__
 )
-async def test_a_mirror_that_lies_costs_time_and_nothing_else(tmp_path: Path, answer: Answer) -> None:
+async def test_a_mirror_that_lies_costs_time_and_nothing_else(
+    tmp_path: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults = HttpClient.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "stall_s", 3.0)  # it is 30 s
     mirror = Mirror(answer)
     async with swarm(tmp_path) as made, mirror.serving() as url:
         follower, _ = await made.worker(ANNA, mirrors=(url,))
