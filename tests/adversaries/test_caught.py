@@ -60,6 +60,20 @@ EXPECTED = {
     "colluding": {SEEDS},
 }
 """Reasons that a cheat's rejected bundles may have, in addition to those of ANY_CHEAT."""
+QUICK = (
+    "older-8",
+    "int4",
+    "smaller-rescored",
+    "easy-problem-swap",
+    "truncated",
+    "forged-logprobs",
+    "forged-seed",
+    "greedy",
+    "copied-proofs",
+    "missing-proofs",
+    "colluding",
+)
+"""One for each check and kind of cheat. Every case is a whole run, so the others are marked slow."""
 ANY_CHEAT = {RejectReason.STATISTICAL, RejectReason.BAD_TERMINATION}
 """Reasons that any cheat's bundles may have. If tokens are wrong, a stop token that its seed does not choose is found first."""
 BY_DESIGN = (
@@ -85,7 +99,9 @@ IN_THE_BENCH = (
 """Found as another one is, or as late: scripts/bench/adversaries.py."""
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
+)
 async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena, name: str) -> None:
     # Steps large enough that the run does not end before a cheat in part has cheated.
     outcome = await arena.fight(name, rollouts_max=400, groups_per_step=20, **conditions_for(name))
