@@ -3,6 +3,9 @@
 Each announcement is a manifest with the trainer's signature or, if that is too long to gossip, the coordinator's timestamp,
 which names it. It is verified before it is forwarded; a peer that forwards an invalid one is at fault. An announcement counts
 like any other source's answer: heads.py links it to the chain before anything follows from it.
+
+A timestamp proves no manifest, and a stolen coordinator key can sign any. So an announced version hides no lower one until
+its manifest is known, and a key ring voids all versions that are known from timestamps alone.
 """
 
 from __future__ import annotations
@@ -70,30 +73,48 @@ class AnnouncedHeads:
         self._recent: dict[int, Envelope] = {}
         self._authors: dict[int, KeyId] = {}
         """Peers that announced a manifest by its digest, by policy version."""
+        self._ring = run.keys.version
+        self._shown = -1
+        """Version of the newest manifest that `head` returned."""
         self._named = NamedSource("announcements", self, SourceKind.PEER)
         network.subscribe(TOPIC, self.judge, self.hear)
 
     async def judge(self, sender: KeyId, data: bytes) -> GossipJudgement:
         """Verify an announcement in a thread, because a manifest may be long."""
         try:
-            version, _ = await asyncio.to_thread(self._open, data)
+            version, manifest = await asyncio.to_thread(self._open, data)
         except RemoteError as error:
             log.info("peer %s forwards a head that does not verify: %s", sender, error)
             return GossipJudgement.REJECT
-        return GossipJudgement.ACCEPT if version > self._named.head else GossipJudgement.IGNORE
+        self._void_former_keys()
+        is_new = version > self._proven and (manifest is not None or version not in self._authors)
+        return GossipJudgement.ACCEPT if is_new else GossipJudgement.IGNORE
 
     async def hear(self, author: KeyId, data: bytes) -> None:
         """Store a verified announcement and add this source to the pool."""
         version, manifest = await asyncio.to_thread(self._open, data)
+        self._void_former_keys()
         if manifest is not None:
             self._recent[version] = manifest
         else:
             self._authors[version] = author
         for known in (self._recent, self._authors):
             while len(known) > RECENT_MAX:
-                del known[min(known)]
+                del known[next(iter(known))]  # the oldest: the lowest may be the only true one
         self._named.head = max(self._named.head, version)
         self._pool.add(self._named)
+
+    @property
+    def _proven(self) -> int:
+        """Version of the newest announced manifest that the trainer has signed; -1 before the first."""
+        return max(self._recent, default=-1)
+
+    def _void_former_keys(self) -> None:
+        """Forget what is known from timestamps alone, once a key ring has replaced keys."""
+        if self._run.keys.version != self._ring:
+            self._ring = self._run.keys.version
+            self._authors.clear()
+            self._named.head = self._proven
 
     def _open(self, data: bytes) -> tuple[int, Envelope | None]:
         """Return (policy version, manifest or None). Raises RemoteError."""
@@ -111,8 +132,20 @@ class AnnouncedHeads:
         return self._run.envelope
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
-        """Return the newest announced manifest, or None."""
-        return await self.manifest(self._named.head) if self._named.head >= 0 else None
+        """Return the newest announced manifest that is available, or None. Raises RemoteError or Unreachable."""
+        self._void_former_keys()
+        if self._named.head < 0:
+            return None
+        version = self._named.head
+        try:
+            newest = await self.manifest(version)
+        except (RemoteError, Unreachable):
+            if self._proven <= self._shown:
+                raise
+            version = self._proven
+            newest = self._recent[version]
+        self._shown = version
+        return newest
 
     async def manifest(self, policy_version: int) -> Envelope:
         """Return an announced manifest, fetched from a linked peer if need be. Raises RemoteError or Unreachable."""
