@@ -138,7 +138,7 @@ class RateLimit:
         """Time at which everything taken so far is paid for."""
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes may move. First come, first served."""
+        """Wait until this many bytes may move. First come, first served."""
         if not self._bytes_per_s:
             return
         now_s = self._clock.monotonic_s()

@@ -12,7 +12,7 @@ zstd(safetensors) with these tensors, for N completions with T tokens in total:
     spans       int32   [S, 3]  (completion, policy_version, num_tokens): which policy sampled which tokens, in order
     proofs      uint8   [C, 258] only if the run asks for them: one per started 32 tokens of each completion (proof.py)
     turns       int32   [N, 3]  only if environments answer: a completion is then one turn of a rollout (turns.py)
-    context     int32   [P]     tokens that those environments said
+    context     int32   [P]     tokens of those environments
 
 The order of checks is fixed: framing, signature, schema, digest of the body, declared size, bounded decompression, then
 the shapes and values of the tensors. All later code works with `Rollouts`, whose invariants `parse_body` has checked.

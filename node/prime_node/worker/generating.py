@@ -118,7 +118,7 @@ async def generate(
 
     `wait_newer` returns the next policy after a version, and its weights; `timed` wraps a swap to it. `proofs`: whether
     completions commit to their hidden states. `play`: makes the turns of each rollout from a function that samples a
-    batch, if the run has multi-turn environments. An engine that cannot swap as the run wants drains: a completion may
+    batch, if the run has multi-turn environments. An engine that cannot swap as the run requires drains: a completion may
     span policies, but need not.
     """
     swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None

@@ -86,7 +86,7 @@ class LocalPeers:
             await self.close()
 
     async def close(self) -> None:
-        """Say goodbye. No task is left when it returns. Idempotent: a second caller waits for the same end."""
+        """Send the goodbye. No task is left when it returns. Idempotent: a second caller waits for the same end."""
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)

@@ -50,11 +50,11 @@ class DownloadPlan(Protocol):
     """The choices of one machine among many that download the same encoding: implemented by the links to peers."""
 
     def share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
-        """Return the part of an encoding of so many pieces that this machine requests first."""
+        """Return the part that this machine requests first, of an encoding with this many pieces."""
         ...
 
     def parents(self, sent_bytes: int) -> frozenset[str] | None:
-        """Return the peers to ask exclusively at first for so many bytes: our parents in the tree. None: all peers."""
+        """Return the peers to ask exclusively at first for this many bytes: our parents in the tree. None: all peers."""
         ...
 
     async def prepare(self) -> None:

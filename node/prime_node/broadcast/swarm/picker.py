@@ -52,8 +52,8 @@ class PickerRules:
     web_seed_patience: float = 2.0
     """Multiple of the expected time (at least `slow_piece_s`) by which a piece must be overdue to be very late.
 
-    While there are unrequested pieces, a fallback takes over nothing else: a late piece holds up nothing yet, and what has
-    come of it would be lost.
+    While there are unrequested pieces, a fallback takes over nothing else: a late piece delays nothing yet, and its
+    received bytes would be lost.
     """
     steal_look_s: float = 0.1
     """Seconds between two attempts of an otherwise idle source to take over a piece."""

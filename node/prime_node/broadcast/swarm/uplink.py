@@ -143,7 +143,7 @@ class Uplink:
         return functools.partial(self._done, peer, num_bytes)
 
     async def pace(self, num_bytes: int) -> None:
-        """Wait until so many bytes may leave, and count them against the cap.
+        """Wait until this many bytes may leave, and count them against the cap.
 
         An answer longer than PACE_BYTES calls this before each further block, so that it does not hold up all others. If the
         asker withdraws, only what was sent counts. Raises RemoteError(UNAVAILABLE) if the cap is reached.

@@ -44,7 +44,7 @@ def waits_for(state: State) -> list[str]:
         return [*waits, f"the trainer: it has the rollouts of step {state.head}"]
     if state.draining:
         waits.append("the operator: the run is draining, so no new work is leased")
-    # In order, only the current step holds up the trainer. Otherwise any group helps, and the message names the oldest.
+    # In order, only the current step delays the trainer. Otherwise any group helps, and the message names the oldest.
     wanted = [state.head] if rules.selection is Selection.IN_ORDER else list(state.steps)
     steps = {number: state.steps[number] for number in wanted if number in state.steps}
     num_open = sum(len(step.open) for step in steps.values())
