@@ -2,7 +2,8 @@
 
 A credited bundle is worth 1 and honest work on it costs `cost`, below 1, since otherwise no worker would take part. A cheated
 bundle costs `work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples.
-An audit detects it with probability `detection`.
+An audit detects it with probability `detection`. With probability `unjudged`, no validator finishes the audit of a cheated
+bundle in time, as for garbage that is made too large; it is refused then, without a strike.
 
 The real coordinator/state/audits.py decides which bundles are audited, what is credited and what is lost. A banned
 worker starts again at once, with another key, for free. Bundles still in escrow at the end count as earned. So whatever
@@ -86,6 +87,7 @@ def play(
     *,
     cost: float,
     detection: float = 1.0,
+    unjudged: float = 0.0,
     work: float = 0.0,
     num_bundles: int = 500,
     num_lives: int = 200,
@@ -96,8 +98,8 @@ def play(
     lives = []
     for _ in range(num_lives):
         life_seed = rng.getrandbits(64)
-        cheat = _live(strategy, checks, cost, detection, work, num_bundles, random.Random(life_seed))
-        honest = _live(at_rate(0.0), checks, cost, detection, work, num_bundles, random.Random(life_seed))
+        cheat = _live(strategy, checks, cost, detection, unjudged, work, num_bundles, random.Random(life_seed))
+        honest = _live(at_rate(0.0), checks, cost, detection, unjudged, work, num_bundles, random.Random(life_seed))
         lives.append((cheat, cheat.earned - honest.earned))
     gains = [gain / num_bundles for _, gain in lives]
     mean = math.fsum(gains) / num_lives
@@ -130,6 +132,7 @@ def _live(
     checks: CheckPolicy,
     cost: float,
     detection: float,
+    unjudged: float,
     work: float,
     num_bundles: int,
     rng: random.Random,
@@ -145,6 +148,9 @@ def _live(
         life.cheated += cheats
         life.audited += audited
         life.earned -= work * cost if cheats else cost
+        if cheats and audited and unjudged and rng.random() < unjudged:
+            audits.unjudged(state, worker)
+            continue
         if cheats and audited and notices:
             worker.strikes += 1
             standing -= {one.lease.lease_id for one in worker.escrow if not one.audited}

@@ -63,7 +63,7 @@ class RejectReason(StrEnum):
     UNPROVEN = "unproven"
     """Unaudited bundle in escrow when a dishonest bundle of the same worker was found."""
     UNVERIFIABLE = "unverifiable"
-    """Bundle that no validator could judge in time. The worker is not at fault: its groups are leased again."""
+    """Bundle that no validator could judge, or that none judged in time. Its groups are leased again."""
 
     @property
     def is_dishonest(self) -> bool:

@@ -145,8 +145,11 @@ class Agreement:
     _pairs: dict[tuple[str, str], dict[str, VerdictCounts]] = field(default_factory=dict)
 
     def heard(self, validator: str, now_s: float, result: CheckResultRequest | None = None) -> None:
-        """Record that a validator asked for work, or answered with `result` for a bundle that it was handed."""
-        self._heard[validator] = now_s
+        """Record that a validator asked for work, or answered with `result` for a bundle that it was handed.
+
+        `now_s` may be later than now: until then a validator works and may be silent.
+        """
+        self._heard[validator] = max(now_s, self._heard.get(validator, now_s))
         if result is None or result.evidence is None:
             return
         claimed = result.evidence.validator
@@ -194,14 +197,20 @@ class Agreement:
             convicts |= earlier is not None or bool(copies.found_later(state, pending, result.fingerprints))
         return Opinion(validator, result, convicts)
 
-    def conclude(self, mine: Opinion, worker: str, now_s: float, now_ms: int) -> Opinion | None:
-        """Return the opinion that decides a pending bundle; None if another validator has to be asked first."""
+    def conclude(
+        self, mine: Opinion, worker: str, now_s: float, now_ms: int, *, tokens_s: float = 0.0
+    ) -> Opinion | None:
+        """Return the opinion that decides a pending bundle; None if another validator has to be asked first.
+
+        `tokens_s` is the time that the bundle's tokens add to `check_s`.
+        """
         bundle = mine.result.bundle
+        until_s = now_s + 2 * (self.check_s + tokens_s)
         if (held := self._held.get(bundle)) is None:
             waited_for = self._to_confirm(mine.validator, now_s) if mine.convicts else []
             if not waited_for:
                 return mine
-            self._held[bundle] = HeldVerdict(now_s + 2 * self.check_s, waited_for, [mine])
+            self._held[bundle] = HeldVerdict(until_s, waited_for, [mine])
             return None
         if mine.validator not in held.waited_for:  # a repeated answer
             return None
@@ -218,7 +227,7 @@ class Agreement:
             if max(len(convicting), len(denying)) > 1:
                 del self._held[bundle]
                 return max(convicting, denying, key=len)[0]
-        held.until_s = now_s + 2 * self.check_s
+        held.until_s = until_s
         return None if held.waited_for else self.settle(bundle, now_s)
 
     def settle(self, bundle: str, now_s: float) -> Opinion:
@@ -249,12 +258,15 @@ class Agreement:
             del self.looks[bundle]
         return [bundle for bundle, held in self._held.items() if held.until_s < now_s]
 
-    def look_again(self, pending: PendingBundle, first: Opinion, now_s: float) -> bool:
-        """Schedule a second look at an accepted bundle. Return whether there is room and another validator for it."""
+    def look_again(self, pending: PendingBundle, first: Opinion, now_s: float, *, tokens_s: float = 0.0) -> bool:
+        """Schedule a second look at an accepted bundle. Return whether there is room and another validator for it.
+
+        `tokens_s` is the time that the bundle's tokens add to `check_s`.
+        """
         asked = self.others(first.validator, now_s) or self.active_others(first.validator, now_s)
         if len(self.looks) >= LOOKS_MAX or not asked:
             return False
-        self.looks[pending.bundle] = Look(pending, first, tuple(asked), now_s + 4 * self.check_s)
+        self.looks[pending.bundle] = Look(pending, first, tuple(asked), now_s + 4 * (self.check_s + tokens_s))
         return True
 
     def looked(self, mine: Opinion, *, exact_rewards: bool, now_ms: int) -> Contradiction | None:

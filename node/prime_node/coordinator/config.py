@@ -92,7 +92,8 @@ class CoordinatorConfig(Settings):
     tick_seconds: float = Field(default=0.5, gt=0.0)
     """Interval of the checks for expired leases, silent workers and overdue verdicts."""
     check_seconds: float = Field(default=30.0, gt=0.0)
-    """Time that a validator has for one bundle before another one gets it; four times as long if rewards are compared."""
+    """Time that a validator has for one bundle before another one gets it, besides the time for the most tokens that its lease
+    allows, at the validator's measured speed; four times as long if rewards are compared."""
     check_attempts_max: int = Field(default=3, ge=1)
     """Validators that may leave a bundle unanswered before it is rejected as unverifiable; its groups are then leased again."""
     second_look_share: float = Field(default=0.05, ge=0.0, le=1.0)

@@ -12,7 +12,7 @@ from prime_node.coordinator.api.bundles import BundleStorage, require_holder
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import ReceiptLists
 from prime_node.coordinator.assignments import Assigner
-from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.checks import CheckQueue, lease_tokens_max
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import copies
@@ -55,7 +55,11 @@ class CheckTasks:
         bundle = await self.notifications.until(
             Topic.CHECK,
             lambda: self.checks.take(
-                request.policy_versions, self.clock.monotonic_s(), validator=signer, may=partial(self._may_take, signer)
+                request.policy_versions,
+                self.clock.monotonic_s(),
+                validator=signer,
+                may=partial(self._may_take, signer),
+                tokens_max=self._tokens_max,
             ),
             is_worth_waiting=lambda found: found is None,
             wait_s=request.wait_s,
@@ -63,8 +67,11 @@ class CheckTasks:
         pending = None if bundle is None else self._pending(bundle)
         if bundle is None or pending is None:
             return NotYet(reason="no bundle waits for a check", retry_after_s=RETRY_S)
+        now_s = self.clock.monotonic_s()
+        left_s = self.checks.due_s(bundle) - now_s
         self.agreement.handed(bundle, signer)
-        check_ms = round(self.checks.check_s * 1_000)
+        self.agreement.heard(signer, now_s + left_s - self.checks.check_s)  # it may ask for nothing until then
+        check_ms = max(0, round(left_s * 1_000))
         lease = self.assigner.lease(pending.lease)
         newest = self.decisions.state.head if self.run.spec.schedule.swap.spans_policies else None
         return CheckTask.model_construct(
@@ -81,10 +88,13 @@ class CheckTasks:
         self.checks.again(pending.bundle, pending.lease.policy_version)
         self.notifications.publish(Topic.CHECK)
 
-    def look_again(self, pending: PendingBundle, opinion: Opinion) -> None:
-        """Hand an accepted bundle to a second validator, if it is drawn for that."""
+    def look_again(self, pending: PendingBundle, opinion: Opinion, *, tokens_s: float) -> None:
+        """Hand an accepted bundle to a second validator, if it is drawn for that.
+
+        `tokens_s` is the time that its tokens add to `check_s`.
+        """
         is_drawn = pending.audited and self.assigner.look_draw(pending.bundle) < self.second_look_share
-        if is_drawn and self.agreement.look_again(pending, opinion, self.clock.monotonic_s()):
+        if is_drawn and self.agreement.look_again(pending, opinion, self.clock.monotonic_s(), tokens_s=tokens_s):
             self.again(pending)
 
     def expire_checks(self) -> None:
@@ -103,6 +113,7 @@ class CheckTasks:
                     rewards=(),
                     num_tokens=0,
                     validator="",
+                    unjudged=True,
                 )
             )
         if before:
@@ -113,6 +124,13 @@ class CheckTasks:
         if self.checks.is_held_by(bundle, signer) and self.agreement.active_others(signer, self.clock.monotonic_s()):
             return False
         return self.agreement.may_judge(bundle, signer)
+
+    def _tokens_max(self, bundle: str) -> int:
+        """Return the maximum number of tokens in a bundle's forward pass; 0 if it needs none."""
+        pending = self._pending(bundle)
+        if pending is None or not pending.audited:
+            return 0
+        return lease_tokens_max(self.assigner.lease(pending.lease), self.run.spec)
 
     def _pending(self, bundle: str) -> PendingBundle | None:
         """Return a bundle that waits for a verdict or for a second look."""
@@ -176,6 +194,8 @@ class Judging:
             # In a thread: ranks of a thousand rewards take a while.
             await asyncio.to_thread(require_possible, evidence, known_moments)
         await self.storage.require_logprobs(pending, signer, request)
+        if pending.audited and verdict.accepted and self.tasks.checks.is_held_by(request.bundle, signer):
+            self.tasks.checks.measure(request.bundle, request.num_tokens, self.clock.monotonic_s())
         if (opinion := self._concluded(signer, request)) is not None:
             await self._decide(opinion)
 
@@ -192,7 +212,8 @@ class Judging:
         if pending.audited and (differ := agreement.count(mine, now_s)):
             log.warning("%s; compare their versions, arithmetic and hardware", differ)
         num_before = agreement.num_contradictions
-        opinion = agreement.conclude(mine, worker, now_s, self.clock.now_ms())
+        tokens_s = self.tasks.checks.tokens_s(request.bundle)
+        opinion = agreement.conclude(mine, worker, now_s, self.clock.now_ms(), tokens_s=tokens_s)
         if agreement.num_contradictions > num_before:
             _tell(agreement.contradictions[-1])
         if opinion is None and agreement.is_held(request.bundle):
@@ -211,6 +232,7 @@ class Judging:
 
     async def _decide(self, opinion: Opinion) -> None:
         request, verdict = opinion.result, opinion.result.verdict
+        tokens_s = self.tasks.checks.tokens_s(request.bundle)  # after the decision the queue has forgotten it
         known = await self._copies_replaced(request)
         if (pending := self.decisions.state.bundles.get(request.bundle)) is None:  # another validator was faster
             return
@@ -236,7 +258,7 @@ class Judging:
         )
         if verdict.accepted:
             self.curation.rate(pending.lease, request.bundle)
-            self.tasks.look_again(pending, opinion)
+            self.tasks.look_again(pending, opinion, tokens_s=tokens_s)
         elif reason in (RejectReason.INCOMPLETE, RejectReason.UNVERIFIABLE):
             note_failed(self.decisions, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
         for name, value in request.measured.items():

@@ -10,7 +10,8 @@ forfeits the escrow (refusals.py). Its groups that were neither audited nor trai
 bundles are rejected, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
 (lab/prime_lab/cheating.py has the calculation).
 
-Leases that end without a bundle count too: a worker that omits indices may be choosing among them.
+Leases that end without a bundle count too: a worker that omits indices may be choosing among them. So do audited bundles that
+no validator judged in time: they may be made for that. After one, all bundles of the worker are audited until one passes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus
 
 ABANDONED_COSTS = 4
-"""Passed audits that one abandoned lease cancels."""
+"""Passed audits that one abandoned lease, or one bundle that no validator judged, cancels."""
 
 
 def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
@@ -31,7 +32,7 @@ def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
 
     A worker whose engine is not in the run's calibration remains a newcomer.
     """
-    if worker.audit_score <= rules.newcomer_bundles or worker.calibrated is False:
+    if worker.audit_score <= rules.newcomer_bundles or worker.calibrated is False or worker.audited_in_full:
         return 1.0
     return max(rules.audit_share_min, rules.newcomer_bundles / worker.audit_score)
 
@@ -44,6 +45,7 @@ def credit(
     `weighed` is the evidence that the receipt states.
     """
     worker.audit_score += pending.audited
+    worker.audited_in_full &= not pending.audited
     newcomers.kept(state, worker)
     newcomers.recount(state, worker)
     bundles_max = state.rules.escrow_bundles
@@ -90,5 +92,15 @@ def abandoned(state: State, worker: WorkerRecord) -> None:
     """Record that a lease ended without a bundle."""
     worker.abandoned += 1
     newcomers.note_abandoned(state, worker)
+    _lower_score(state, worker)
+
+
+def unjudged(state: State, worker: WorkerRecord) -> None:
+    """Record that no validator judged an audited bundle in time."""
+    worker.audited_in_full = True
+    _lower_score(state, worker)
+
+
+def _lower_score(state: State, worker: WorkerRecord) -> None:
     worker.audit_score = max(0, worker.audit_score - ABANDONED_COSTS)
     newcomers.recount(state, worker)

@@ -204,6 +204,8 @@ class VerdictGiven:
     """Receipts of accepted bundles that this one shows to be copies."""
     logprobs: str = ""
     """Parcel of the validator's own logprobs of an accepted bundle; empty if it made none."""
+    unjudged: bool = False
+    """Whether all attempts passed without a validator's verdict."""
     type: Literal["verdict_given"] = "verdict_given"
 
 

@@ -157,6 +157,8 @@ class WorkerRecord:
     """Name of the one process that takes part under this key, chosen by that process at its join."""
     audit_score: int = 0
     """Audit score: audits passed in a row (audits.py)."""
+    audited_in_full: bool = False
+    """Whether all its bundles are audited until one passes, because no validator judged one in time."""
     abandoned: int = 0
     """Leases that ended without a bundle."""
     escrow: list[Escrow] = field(default_factory=list)

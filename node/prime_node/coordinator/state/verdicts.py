@@ -53,6 +53,8 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
         effects.append(BundleForgotten(event.logprobs))
     if reason is RejectReason.INCOMPLETE:
         endings.note_wasted(state, worker, at_ms)
+    if event.unjudged and pending.audited:
+        audits.unjudged(state, worker)
     return effects
 
 
