@@ -30,7 +30,7 @@ SPEED_WEIGHT = 0.1
 TOKENS_FACTOR = 4.0
 """Factor on the time for the tokens: long completions are slower than short ones, and other bundles may come first."""
 TOKENS_S_MAX = 1_800.0
-"""Maximum time for the tokens: a validator that is gone holds its bundles for as long."""
+"""Maximum time for the tokens: a validator that has ended holds its bundles for as long."""
 
 
 def lease_tokens_max(lease: Lease, spec: RunSpec) -> int:
