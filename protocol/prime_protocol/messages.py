@@ -48,7 +48,8 @@ Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 Epoch = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
 """Period in which the server remembers every nonce. The empty text names none."""
 Session = Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", max_length=32)]
-"""Process of a worker, identified by 16 random bytes. The empty text is also a session: that of releases before sessions."""
+"""Process of a worker or a validator, identified by 16 random bytes. The empty text names none. For workers it is also a
+session: that of releases before sessions."""
 ClaimedMs = Annotated[int, Field(ge=0, le=limits.CLAIMED_MS_MAX)]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=limits.WAIT_S_MAX)]
 Head = Annotated[int, Field(ge=-1, le=limits.STEP_MAX)]
@@ -155,6 +156,8 @@ class CheckRequest(WireModel):
     wait_s: WaitSeconds = 0.0
     asks_left: bool = Field(default=False, exclude_if=_is_default)
     """Whether the answer must contain `left_ms`."""
+    session: Session = Field(default="", exclude_if=_is_default)
+    """Random id chosen at the start of the process. With a new one, the bundles of the key's earlier process go back."""
 
 
 class CheckResultRequest(WireModel):

@@ -76,6 +76,7 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
     yield "peers", PeersRequest(port=8_470, addresses=("/ip4/192.0.2.7/tcp/8470",), peers_max=12), WORKER
     yield "check request", CheckRequest(policy_versions=(6, 7), wait_s=15.0), VALIDATOR
     yield "check request that asks for its time", CheckRequest(policy_versions=(), asks_left=True), VALIDATOR
+    yield "check request of a process", CheckRequest(policy_versions=(), session="5" * 32), VALIDATOR
     yield "bundle request", BundleRequest(bundle=BUNDLE), VALIDATOR
     yield (
         "check result of spans",

@@ -54,6 +54,20 @@ def test_a_validator_that_was_too_slow_gets_more_time_at_each_attempt() -> None:
     assert given_up == ["garbage"]
 
 
+def test_a_validator_that_restarts_gets_its_bundles_back_at_once() -> None:
+    """Before, they waited for their deadline, which may be half an hour away."""
+    queue = CheckQueue(check_s=CHECK_S, attempts_max=3)
+    for bundle in ("a", "b", "c"):
+        queue.add(bundle, 0)
+    assert not queue.begin("v", "1" * 32)
+    assert [queue.take((), 0.0, validator=name) for name in ("v", "w")] == ["a", "b"]
+    assert not queue.begin("v", "1" * 32), "the same process asks again"
+    assert queue.begin("v", "2" * 32)
+    assert queue.take((), 0.0, validator="v") == "a"
+    assert not queue.begin("v", "1" * 32), "another machine with this key takes nothing back"
+    assert queue.take((), 0.0, validator="v") == "c"
+
+
 async def test_an_audited_bundle_that_no_validator_judges_in_time_has_its_worker_audited_in_full() -> None:
     sampling = Sampling(completion_tokens_max=2_000, stop_token_ids=(STOP_TOKEN,))
     run = make_run(sampling=sampling, checks=CheckPolicy(audits=AuditPolicy()))

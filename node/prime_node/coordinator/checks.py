@@ -29,6 +29,8 @@ SPEED_WEIGHT = 0.1
 """Weight of a measurement below the assumed speed. A faster one replaces it: the rest of the time was waiting."""
 TOKENS_FACTOR = 4.0
 """Factor on the time for the tokens: long completions are slower than short ones, and other bundles may come first."""
+SESSIONS_KNOWN_MAX = 16
+"""Newest sessions of a validator that are known: as many machines may share its key."""
 TOKENS_S_MAX = 1_800.0
 """Maximum time for the tokens: a validator that has ended holds its bundles for as long."""
 
@@ -65,6 +67,8 @@ class CheckQueue:
     """Bundle -> seconds that its holder has for its tokens."""
     _speeds: dict[str, float] = field(default_factory=dict)
     """Validator -> assumed tokens per second."""
+    _sessions: dict[str, list[str]] = field(default_factory=dict)
+    """Validator -> its newest sessions."""
 
     def add(self, bundle: str, policy_version: int) -> None:
         """Append a bundle."""
@@ -103,6 +107,21 @@ class CheckQueue:
             self._taken_s[bundle] = now_s
         self._holders[bundle] = validator
         return bundle
+
+    def begin(self, validator: str, session: str) -> bool:
+        """Put the bundles of a validator's earlier process back in front if this one is new. Return whether there were any.
+
+        They are not lost until their deadline, which may be half an hour away. Each still counts as an attempt: it may be
+        what stops the validator.
+        """
+        known = self._sessions.setdefault(validator, [])
+        if not session or session in known:
+            return False
+        self._sessions[validator] = [*known[1 - SESSIONS_KNOWN_MAX :], session]
+        mine = [bundle for bundle in self._handed if self._holders[bundle] == validator]
+        back = {bundle: self._handed.pop(bundle)[1] for bundle in mine} if known else {}
+        self._waiting = {**back, **self._waiting} if back else self._waiting
+        return bool(back)
 
     def due_s(self, bundle: str) -> float:
         """Return the deadline of a bundle that is handed out."""

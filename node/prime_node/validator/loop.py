@@ -15,6 +15,7 @@ import asyncio
 import functools
 import logging
 import math
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -72,6 +73,8 @@ class Validator:
     """Bundles in progress here, from the forward pass to the answer."""
     said_s: float = -math.inf
     """Time of the last log line."""
+    session: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Random id of this process."""
 
     def __post_init__(self) -> None:
         self.held = HeldScorer(self.scorer)
@@ -99,7 +102,10 @@ async def _fetch(
 
 async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
     request = CheckRequest(
-        policy_versions=validator.policy_versions(), wait_s=validator.config.wait_seconds, asks_left=True
+        policy_versions=validator.policy_versions(),
+        wait_s=validator.config.wait_seconds,
+        asks_left=True,
+        session=validator.session,
     )
     task = await _persist(validator, lambda: validator.coordinator.check(request), what="a bundle to judge")
     if task is None:

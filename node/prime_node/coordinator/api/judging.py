@@ -52,6 +52,8 @@ class CheckTasks:
     async def next_check_task(self, signer: str, request: CheckRequest) -> CheckTask | NotYet:
         """Return the oldest pending bundle, those of the validator's own policies first."""
         self.agreement.heard(signer, self.clock.monotonic_s())
+        if self.checks.begin(signer, request.session):
+            self.notifications.publish(Topic.CHECK)
         bundle = await self.notifications.until(
             Topic.CHECK,
             lambda: self.checks.take(
