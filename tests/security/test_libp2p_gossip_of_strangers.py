@@ -24,7 +24,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
-from prime_node.adapters.peers.libp2p_gossip import PROTOCOL, Gossip, GossipShares
+from prime_node.adapters.peers.libp2p_gossip import PROTOCOL, Gossip, GossipShares, known_control
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.ports.peer_network import GossipJudgement
 from prime_protocol import limits
@@ -32,6 +32,35 @@ from prime_protocol.identity import SigningKey
 
 TOPIC = "heads"
 AUTHOR = create_new_key_pair(bytes([7]) * 32)
+
+
+def test_control_messages_are_cut_to_joined_topics_and_few_ids() -> None:
+    """Before, each made-up topic was kept, each repeated id was answered, and peers of a PRUNE were stored."""
+    control = rpc_pb2.ControlMessage()
+    for number in range(1_000):
+        for topic in (TOPIC, f"made up {number}"):
+            control.graft.add(topicID=topic)
+            control.prune.add(topicID=topic, backoff=10**9).peers.add(peerID=b"%d" % number)
+            control.ihave.add(topicID=topic, messageIDs=[b"%d" % number, b"%d" % number])
+        control.iwant.add(messageIDs=[b"same", b"%d" % number, b"same"])
+    kept = known_control(control, {TOPIC})
+    assert [[one.topicID for one in found] for found in (kept.graft, kept.prune, kept.ihave)] == [[TOPIC]] * 3
+    assert list(kept.prune[0].peers) == []
+    assert kept.prune[0].backoff <= 600
+    assert list(kept.ihave[0].messageIDs) == [b"0"]
+    assert len(kept.iwant) == 1
+    assert len(set(kept.iwant[0].messageIDs)) == len(kept.iwant[0].messageIDs) == 64
+
+
+def test_a_host_keeps_its_own_keys_however_many_peers_it_meets() -> None:
+    """Before, the thousandth peer evicted the host's own entry, and its announcements failed."""
+    key = SigningKey(bytes([3]) * 32)
+    host = make_host(key, PeerSettings(connections_max=64))
+    store = host.get_peerstore()
+    for number in range(5_000):
+        store.add_addrs(ID(b"\x00\x24" + number.to_bytes(36, "big")), [], 7_200)
+    assert len(store.peer_ids()) < 5_000
+    assert ID.from_pubkey(store.privkey(host.get_id()).get_public_key()) == host.get_id()
 
 
 def on_trio(talk: Callable[[], Awaitable[None]]) -> None:

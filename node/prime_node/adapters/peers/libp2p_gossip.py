@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import Any
 
 import trio
@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 PROTOCOL = "/meshsub/1.1.0"
 RPC_BYTES_MAX = 4 * limits.ANNOUNCEMENT_BYTES_MAX
 JUDGED_KEPT = 1_024
+MESSAGE_IDS_MAX = 64
+"""Message ids taken from one control message. A run announces a policy in minutes."""
+BACKOFF_S_MAX = 600
 
 Judge = Callable[[str, bytes], Awaitable[GossipJudgement]]
 Hear = Callable[[str, bytes], Awaitable[None]]
@@ -136,7 +139,8 @@ class _Pubsub(Pubsub):  # type: ignore[misc]
             for subscription in rpc.subscriptions:
                 self.handle_subscription(peer, subscription)
         if rpc.HasField("control"):
-            await self.router.handle_rpc(rpc, peer)
+            kept = known_control(rpc.control, self.topic_ids)
+            await self.router.handle_rpc(rpc_pb2.RPC(control=kept), peer)
 
     async def _teardown_if_connected(self, peer_id: ID) -> None:
         stream = self.peers.get(peer_id)
@@ -145,6 +149,26 @@ class _Pubsub(Pubsub):  # type: ignore[misc]
                 await stream.reset()
             self.peers.pop(peer_id, None)
         self._forget_all_subscriptions(peer_id)
+
+
+def known_control(control: rpc_pb2.ControlMessage, topics: Collection[str]) -> rpc_pb2.ControlMessage:
+    """Return what the library may handle of a control message: joined topics, each once, and few message ids, without repeats.
+
+    It keeps state for every other topic, sends a message as often as it is asked for, and stores the peers of a PRUNE.
+    """
+    kept = rpc_pb2.ControlMessage()
+    wanted = dict.fromkeys(name for one in control.iwant for name in one.messageIDs)
+    if wanted:
+        kept.iwant.add(messageIDs=list(wanted)[:MESSAGE_IDS_MAX])
+    for kind in ("ihave", "graft", "prune"):
+        first = {one.topicID: one for one in reversed(getattr(control, kind)) if one.topicID in topics}
+        for topic, one in first.items():
+            entry = getattr(kept, kind).add(topicID=topic)
+            if kind == "ihave":
+                entry.messageIDs.extend(list(dict.fromkeys(one.messageIDs))[:MESSAGE_IDS_MAX])
+            elif kind == "prune":
+                entry.backoff = min(one.backoff, BACKOFF_S_MAX)
+    return kept
 
 
 def _is_signed(message: rpc_pb2.Message) -> bool:

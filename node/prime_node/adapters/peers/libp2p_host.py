@@ -15,11 +15,14 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore
 from libp2p.rcmgr import ResourceLimits, ResourceManager
 from libp2p.rcmgr.connection_limits import ConnectionLimits
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
+from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.adapters.peers.libp2p_streams import reset
 from prime_node.adapters.peers.libp2p_yamux import Muxers, Yamux
@@ -29,6 +32,10 @@ from prime_protocol.identity import SigningKey
 
 HANDSHAKE_S_MAX = 10.0
 """Timeout in seconds of each step: to dial, to prove the keys and to agree on a muxer."""
+KNOWN_PEERS_MAX = 8 * limits.PEER_CONNECTIONS_MAX
+"""Peers remembered by the library, with addresses and keys."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ def make_host(
     connections_max = settings.connections_max
     host = new_host(
         key_pair=pair,
+        peerstore_opt=_OwnKept(ID.from_pubkey(pair.public_key)),
         sec_opt={NOISE: Noise(pair, noise_privkey=create_noise_key_pair().private_key)},
         muxer_preference="YAMUX",
         listen_addrs=[Multiaddr(address) for address in settings.listen] or None,
@@ -106,12 +114,29 @@ def _count_handlers(swarm: INetworkService) -> None:
         link.num_handlers += 1
         try:
             await handle(stream)
+        except Exception as error:  # noqa: BLE001 - the edge of the task: what a peer sends never ends the host
+            faults.note(log, f"a stream of {link.peer_id}", error)
+            await reset(stream)
         finally:
             link.num_handlers -= 1
             if stream.muxed_stream.recv_closed and not stream.muxed_stream.closed:
                 await reset(stream)
 
     swarm.set_stream_handler(counted)
+
+
+class _OwnKept(PeerStore):  # type: ignore[misc]
+    """A peer store that keeps the host's own keys. The library evicts entries without addresses first, the oldest first."""
+
+    def __init__(self, own: ID) -> None:
+        super().__init__(max_peers=KNOWN_PEERS_MAX)
+        self._own = own
+
+    def _enforce_peer_limit(self) -> None:
+        kept = self.peer_data_map.pop(self._own, None)
+        super()._enforce_peer_limit()
+        if kept is not None:
+            self.peer_data_map[self._own] = kept
 
 
 class _DialsNobody(AutoConnector):  # type: ignore[misc]
