@@ -202,7 +202,7 @@ BOOTSTRAP_PEERS_MAX = 8
 RELAY_CIRCUITS_MAX = 256
 """Concurrent circuits of a relay, and peers for which it holds a reservation."""
 RELAY_NETWORK_MAX = 64
-"""Of a relay's reservations, and of the concurrent `meet` requests at it, those of one network."""
+"""Reservations at a relay, and concurrent `meet` requests at it, of one network."""
 RELAY_CIRCUIT_BYTES_MAX = 2**20
 """Data through one relay circuit: enough for hole punching, too little for checkpoints."""
 RELAY_CIRCUIT_S_MAX = 120
