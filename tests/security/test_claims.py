@@ -50,7 +50,7 @@ def test_every_reference_to_a_claim_names_one_that_exists() -> None:
 
 def test_every_attack_on_checkpoints_leads_to_a_claim() -> None:
     """The attacks are those of The Update Framework, and those that a checkpoint codec adds."""
-    rows = dict(re.findall(r"^\| ([^|]+?) \| (S\d+(?:, S\d+)*) \|$", SECURITY, re.MULTILINE))
+    rows = dict(re.findall(r"^- (.+): (S\d+(?:, S\d+)*)$", SECURITY, re.MULTILINE))
     attacks = " / ".join(rows)
     for attack in (
         "arbitrary weights", "rollback", "freeze", "fork or equivocation", "mix and match", "wrong base", "endless data",
