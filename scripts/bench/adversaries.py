@@ -142,7 +142,8 @@ class Bench:
         outcome = await self._arena.fight(
             name,
             seed=seed,
-            rollouts_max=None if name in SOFT else rollouts_max,
+            rollouts_max=rollouts_max,
+            until=(lambda parts, batches: False) if name in SOFT else None,  # the run ends with its last step
             groups_per_step=max(8, rollouts_max // 20),
             seconds_max=SECONDS_MAX,
             audits_first=FLOOR_AUDITS if at_the_floor else 0,

@@ -2,7 +2,7 @@
 
 Concurrency: workers and the validator run the product's loops, over HTTP on loopback. The trainer takes each step's batch and
 publishes the next of the policies that were trained in advance. So it learns nothing, but all its training data is known. The run
-ends when every cheat is banned, when each has had `rollouts_max` judged, or with the last policy.
+ends when every cheat is banned or has had `rollouts_max` judged, when a test's own condition holds, or with the last step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +55,12 @@ SEEN = 8
 """Policies of the chain that come before the run: a cheat may be eight steps behind from the first lease on."""
 
 
+STEPS_MAX = 1_000
+"""Steps of a run that ends by a condition. All steps after the last policy have that policy."""
+Until = Callable[[Sequence[Part], Sequence[TrainBatch]], bool]
+"""Condition on the parts and the trained batches that ends a run."""
+
+
 class Arena:
     """Holds what all runs share: engines, which take a while to build."""
 
@@ -74,7 +80,8 @@ class Arena:
         self,
         *names: str,
         honest: int = 1,
-        rollouts_max: int | None = 64,
+        rollouts_max: int = 64,
+        until: Until | None = None,
         groups_per_step: int = 8,
         rollouts_per_group: int = 4,
         seed: int = 0,
@@ -82,12 +89,15 @@ class Arena:
         audits_first: int = 0,
         **spec: object,
     ) -> Outcome:
-        """Run these cheats with `honest` honest workers, up to the last policy if `rollouts_max` is None.
+        """Run these cheats with `honest` honest workers until the condition holds, however long that takes the machine.
 
-        The cheats begin after `audits_first` passed audits, which they see in their receipts.
+        Without a condition, the run ends when each cheat is banned or had `rollouts_max`. The cheats begin after
+        `audits_first` passed audits, which they see in their receipts.
         """
         self._runs += 1
         folder = self._folder / f"run-{self._runs}"
+        if until is not None:
+            spec.setdefault("max_steps", STEPS_MAX)
         run = self._make_run(groups_per_step, rollouts_per_group, seed, **spec)
         cast_of = [ADVERSARIES[name] for name in names]
         partners = [ACCOMPLICES[one.partner] for one in cast_of if one.partner is not None]
@@ -107,11 +117,11 @@ class Arena:
         async with running(await self._parts(run)) as world, asyncio.TaskGroup() as tasks:
             stop = asyncio.Event()
             batches: list[TrainBatch] = []
-            training = tasks.create_task(self._train(world, run, batches))
+            training = tasks.create_task(self._train(world, run, batches, news))
             watched = Watched(world.client(COORDINATOR), judged, passed, news)
             tasks.create_task(run_validator(self._validator(world, run, watched), stop))
             working = [
-                tasks.create_task(self._work(world, run, part, engine, folder / str(number), stop))
+                tasks.create_task(self._work(world, run, part, engine, folder / str(number), stop, news))
                 for number, (part, engine) in enumerate(zip(parts, self._engines[1:], strict=False))
             ]
             cheats = [(part, task) for part, task in zip(parts, working, strict=True) if part.adversary in cast_of]
@@ -120,8 +130,8 @@ class Arena:
                 had = Counter[str]()
                 for one in judged:
                     had[one.worker] += one.lease.num_rollouts
-                if training.done() or rollouts_max is None:
-                    return training.done()
+                if until is not None or training.done():
+                    return training.done() or (until is not None and until(parts, batches))
                 return all(
                     task.done() or had[part.key.key_id] + rollouts_per_group * part.replies.total() >= rollouts_max
                     for part, task in cheats
@@ -143,11 +153,13 @@ class Arena:
     async def honest(self, lease: Lease) -> list[Completion]:
         """Return an honest worker's completions for a lease."""
         await self._grow(1)
-        policy = self.policies.chain[SEEN + lease.policy_version]
-        await self._engines[0].load(policy, policy_version=lease.policy_version)
+        await self._engines[0].load(self._policy(lease.policy_version), policy_version=lease.policy_version)
         return await self._engines[0].generate(requests_for(lease), lease.sampling)
 
     # The parts of a run
+
+    def _policy(self, version: int) -> Weights:
+        return self.policies.chain[min(SEEN + version, len(self.policies.chain) - 1)]
 
     def _make_run(self, groups: int, rollouts: int, seed: int, **spec: object) -> PinnedRun:
         files = {path.name: path.read_bytes() for path in sorted(self.policies.folder.iterdir())}
@@ -229,7 +241,7 @@ class Arena:
 
     def _validator(self, world: World, run: PinnedRun, port: Watched) -> Validator:
         async def policy(version: int) -> Weights:
-            return self.policies.chain[SEEN + version]
+            return self._policy(version)
 
         return Validator(
             run=run,
@@ -251,12 +263,13 @@ class Arena:
         engine: TransformersEngine,
         folder: Path,
         stop: asyncio.Event,
+        news: asyncio.Event,
     ) -> None:
         client, clock, rng, adversary = world.client(part.key), world.parts.clock, random.Random(1), part.adversary
         pinned = PinnedRun(run.digest, run.spec, run.envelope)
         sources = [("http", client)]
         pool = SourcePool(sources, clock=clock, rng=rng)
-        port = cast("WorkerPort", Noting(client, part))
+        port = cast("WorkerPort", Noting(client, part, news))
         trust = Trust(pinned, sources, folder / "trust", clock=clock, rng=rng)
         await trust.refresh()
         part.worker = Worker(
@@ -275,13 +288,13 @@ class Arena:
         )
         await run_worker(part.worker, stop)
 
-    async def _train(self, world: World, run: PinnedRun, batches: list[TrainBatch]) -> None:
+    async def _train(self, world: World, run: PinnedRun, batches: list[TrainBatch], news: asyncio.Event) -> None:
         source, client = MemorySource(run), world.client(TRAINER)
         config_digest = run.spec.model_config_digest
         batch: str | None = None
         base = None
         for version in range(run.spec.max_steps + 1):
-            weights = self.policies.chain[SEEN + version]
+            weights = self._policy(version)
             provenance = {"step": version - 1, "optimizer_steps": version, "batch": batch, "software": "test"}
             signed = source.publish(weights, base=base, produced_by=provenance, model_config_digest=config_digest)
             base = signed, weights
@@ -295,6 +308,7 @@ class Arena:
                 pass
             batch = answer.digest
             batches.append(parse_json(answer.payload, TrainBatch))
+            news.set()
 
 
 async def _receipts(world: World, key: SigningKey) -> list[Receipt]:

@@ -107,8 +107,8 @@ class Watched:
 class Noting:
     """Implementation of ports.transport.WorkerPort around a real one, which records its refusals."""
 
-    def __init__(self, port: HttpClient, part: Part) -> None:
-        self._port, self._part = port, part
+    def __init__(self, port: HttpClient, part: Part, news: asyncio.Event) -> None:
+        self._port, self._part, self._news = port, part, news
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._port, name)
@@ -117,14 +117,19 @@ class Noting:
         answer = await self._port.lease(request)
         if isinstance(answer, NotYet):
             self._part.waits.append(answer.reason)
+            self._news.set()
         return answer
 
     async def upload(self, parcel: bytes) -> UploadReply:
         try:
             reply = await self._port.upload(parcel)
         except RemoteError as error:
-            self._part.replies[str(error.code)] += 1
+            self._count(str(error.code))
             raise
         if reply.verdict is not None and reply.verdict.reason is not None:
-            self._part.replies[str(reply.verdict.reason)] += 1
+            self._count(str(reply.verdict.reason))
         return reply
+
+    def _count(self, reason: str) -> None:
+        self._part.replies[reason] += 1
+        self._news.set()

@@ -152,7 +152,7 @@ kernels.compile_once(lambda text: None)
 
 def test_the_compilers_die_with_a_process_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
-        "import threading\ndef compile_slowly():\n    print('compiling', flush=True)\n    threading.Event().wait(60)\n"
+        "import os, threading\ndef compile_slowly():\n    os.write(1, b'compiling\\n')\n    threading.Event().wait(60)\n"
     )
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     with subprocess.Popen(
@@ -161,8 +161,10 @@ def test_the_compilers_die_with_a_process_that_is_killed(tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": paths},
     ) as parent:
         assert parent.stdout is not None
-        assert [parent.stdout.readline() for _ in range(2)] == [b"compiling\n"] * 2
-        parent.kill()
+        try:
+            assert [parent.stdout.readline() for _ in range(2)] == [b"compiling\n"] * 2
+        finally:
+            parent.kill()
         parent.communicate(timeout=30)  # ends when no process holds the other end
 
 
