@@ -158,6 +158,17 @@ class CheckRequest(WireModel):
     """Whether the answer must contain `left_ms`."""
     session: Session = Field(default="", exclude_if=_is_default)
     """Random id chosen at the start of the process. With a new one, the bundles of the key's earlier process go back."""
+    names_bundles: bool = Field(default=False, exclude_if=_is_default)
+    """Whether the process sends HoldingRequests for the bundles that it gets."""
+
+
+class HoldingRequest(WireModel):
+    """List of the bundles that a validator's process still has, sent every few seconds. The answer is a HoldingReply."""
+
+    action: Literal["holding"] = "holding"
+    session: Session
+    """As in its CheckRequests."""
+    bundles: tuple[Digest, ...] = Field(max_length=1_024)
 
 
 class CheckResultRequest(WireModel):
@@ -251,6 +262,7 @@ Request = Annotated[
     | LeaveRequest
     | ReceiptsRequest
     | CheckRequest
+    | HoldingRequest
     | CheckResultRequest
     | BatchRequest
     | BundleRequest
@@ -345,6 +357,13 @@ class CheckTask(WireModel):
     """Whether to make the forward pass. If false, check the assignment and compute the rewards."""
     left_ms: Count | None = Field(default=None, exclude_if=lambda value: value is None)
     """Time from the answer to the deadline, for validators with another clock; null unless requested."""
+
+
+class HoldingReply(WireModel):
+    """Answer to a HoldingRequest."""
+
+    lost: tuple[Digest, ...] = Field(default=(), max_length=1_024)
+    """Those of the bundles that have a verdict or that another validator has. The coordinator takes no verdict on them."""
 
 
 class BatchGroup(WireModel):

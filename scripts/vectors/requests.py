@@ -13,6 +13,7 @@ from prime_protocol.messages import (
     CheckRequest,
     CheckResultRequest,
     HeartbeatRequest,
+    HoldingRequest,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
@@ -77,6 +78,13 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
     yield "check request", CheckRequest(policy_versions=(6, 7), wait_s=15.0), VALIDATOR
     yield "check request that asks for its time", CheckRequest(policy_versions=(), asks_left=True), VALIDATOR
     yield "check request of a process", CheckRequest(policy_versions=(), session="5" * 32), VALIDATOR
+    yield (
+        "check request that promises to name bundles",
+        CheckRequest(policy_versions=(), session="5" * 32, names_bundles=True),
+        VALIDATOR,
+    )
+    yield "holding request", HoldingRequest(session="5" * 32, bundles=(BUNDLE, "9" * 64)), VALIDATOR
+    yield "holding request of nothing", HoldingRequest(session="", bundles=()), VALIDATOR
     yield "bundle request", BundleRequest(bundle=BUNDLE), VALIDATOR
     yield (
         "check result of spans",

@@ -23,6 +23,7 @@ from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.coordinator.api.cached_response import OLD_S_MAX
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import secret_of
 from prime_node.coordinator.config import CoordinatorConfig
@@ -261,11 +262,19 @@ class World:
         self.epoch = json.loads((await self.get("/healthz"))[1])["epoch"]
 
     async def status(self) -> dict[str, Any]:
-        return dict(json.loads((await self.get("/v1/status"))[1]))
+        """Return a status that was made after this call. Under load, the coordinator answers from its cache for a while."""
+        asked_ms, found = self.parts.clock.now_ms(), dict[str, Any]()
 
-    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Poll until a condition holds that only time can cause; fail after five seconds."""
-        for _ in range(500):
+        async def is_new() -> bool:
+            found.update(json.loads((await self.get("/v1/status"))[1]))
+            return bool(found["server_time_ms"] >= asked_ms)
+
+        await self.until(is_new, seconds=2 * OLD_S_MAX)
+        return found
+
+    async def until(self, condition: Callable[[], Awaitable[bool]], *, seconds: float = 5.0) -> None:
+        """Poll until a condition holds that only time can cause."""
+        for _ in range(round(100 * seconds)):
             if await condition():
                 return
             await asyncio.sleep(0.01)

@@ -23,7 +23,15 @@ from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.references import ReferencePace, choose_groups, sample_references
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.digest import digest_of
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.messages import (
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HoldingReply,
+    HoldingRequest,
+    NotYet,
+)
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.verify import Prefill
 
@@ -73,6 +81,9 @@ class QueuePort:
         left_ms = round(self._queue.check_s * 1_000)
         return CheckTask(bundle=bundle, lease=make_lease(), deadline_ms=0, left_ms=left_ms)
 
+    async def holding(self, request: HoldingRequest) -> HoldingReply:
+        return HoldingReply()
+
     async def bundle(self, request: BundleRequest) -> bytes:
         return self._parcels[request.bundle]
 
@@ -120,7 +131,7 @@ async def test_however_slowly_references_are_sampled_every_honest_bundle_has_its
     assert all(result.verdict.accepted for result in verdicts)
     assert set(scorer.seeds.values()) <= {1}, "no reference is sampled twice"
     assert sum(bool(result.evidence and result.evidence.sums) for result in verdicts) >= compared_min
-    assert validator.scoring == set()
+    assert validator.deadlines_ms == {}
     assert validator.comparisons.pace.backlog_s == pytest.approx(0.0)
 
 

@@ -106,6 +106,43 @@ async def test_a_validator_whose_clock_is_fast_judges_in_the_time_that_is_left()
     assert [result.verdict.accepted for result in queue.results.values()] == [True]
 
 
+async def test_a_validator_names_the_bundles_that_it_has_until_their_verdicts() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0, 0])
+    validator = make_validator(queue, TableScorer())
+    policy = validator.policy
+
+    async def slow(version: int) -> Weights:
+        await validator.clock.sleep(60.0)
+        return await policy(version)
+
+    validator.policy = slow
+    bundles = {bundle for _, bundle in queue.tasks}
+    await run_validator(validator, stop)
+    assert len(queue.named) >= 12
+    assert set().union(*queue.named) == bundles
+    assert validator.deadlines_ms == {}
+
+
+async def test_a_bundle_that_another_validator_has_is_not_judged() -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0, 0])
+    validator = make_validator(queue, TableScorer())
+    policy, lost = validator.policy, queue.tasks[1][1]
+    queue.lost = {lost}
+
+    async def slow(version: int) -> Weights:
+        await validator.clock.sleep(60.0)
+        stop.set()
+        return await policy(version)
+
+    validator.policy = slow
+    await run_validator(validator, stop)
+    assert lost not in queue.results
+    assert len(queue.results) == 1
+    assert validator.lost == set()
+
+
 class StubbornEnvironment(LengthEnvironment):
     """Environment whose grader hangs on some problems until the test releases it."""
 

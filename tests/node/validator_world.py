@@ -22,7 +22,15 @@ from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.messages import (
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HoldingReply,
+    HoldingRequest,
+    NotYet,
+)
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Rollouts, pack_body, rollouts_for
@@ -155,6 +163,10 @@ class MemoryCheckQueue(MemorySource):
         self.bundles = {digest_of(parcel): parcel for _, parcel in tasks}
         self.results: dict[str, CheckResultRequest] = {}
         self.failures: list[Exception] = []
+        self.named: list[tuple[str, ...]] = []
+        """Bundles that each HoldingRequest named."""
+        self.lost: set[str] = set()
+        """Bundles that another validator has."""
         self.deadline_ms = 10**12
         self.left_ms: int | None = None
         self.tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
@@ -170,6 +182,10 @@ class MemoryCheckQueue(MemorySource):
         lease, bundle = self.tasks.pop(0)
         left_ms = self.left_ms if request.asks_left else None
         return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms, left_ms=left_ms)
+
+    async def holding(self, request: HoldingRequest) -> HoldingReply:
+        self.named.append(request.bundles)
+        return HoldingReply(lost=tuple(one for one in request.bundles if one in self.lost))
 
     async def bundle(self, request: BundleRequest) -> bytes:
         self._fail()

@@ -140,6 +140,10 @@ class Assigner:
             expires_at_ms=record.expires_at_ms,
         )
 
+    def prompts(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...]]]:
+        """Return the problem and the prompt of each group of a lease. Seeds, which take longer, are not computed."""
+        return [(problem, prompt) for problem, prompt, _ in self._drawn_for(record)]
+
     def assigned(self, record: LeaseRecord) -> Assigned | None:
         """Return what the receipt of a lease's bundle states as assigned; None if the run has no chain."""
         if not self.secrets:

@@ -20,6 +20,8 @@ from prime_protocol.messages import (
     CheckTask,
     HeartbeatReply,
     HeartbeatRequest,
+    HoldingReply,
+    HoldingRequest,
     JoinReply,
     JoinRequest,
     LeaseRequest,
@@ -136,6 +138,10 @@ class ValidatorPort(CheckpointSource, Protocol):
 
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
         """Request a bundle to verify; NotYet if there is none."""
+        ...
+
+    async def holding(self, request: HoldingRequest) -> HoldingReply:
+        """List the bundles that this validator still has; the answer names those that it has lost."""
         ...
 
     async def bundle(self, request: BundleRequest) -> bytes:

@@ -5,6 +5,9 @@ one forward pass after another. Rewards of proven bundles are computed in parall
 and a bounded number of bundles waits for scoring workers. References for unseeded rewards are sampled before that, in short turns
 between forward passes (references.py). The follower provides and has verified the policy that a bundle needs.
 
+`_name_bundles` tells the coordinator every few seconds which bundles are here, from the task to the answer. Without that they go
+to another validator.
+
 No wait is endless. An unanswered request is retried with growing pauses. An environment that does not answer fails. A
 task whose deadline has passed is dropped, because the coordinator has given it to another validator.
 """
@@ -25,7 +28,7 @@ from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.environment import Tokenizer
-from prime_node.ports.transport import ValidatorPort
+from prime_node.ports.transport import Unreachable, ValidatorPort
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.held import HeldScorer
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
@@ -34,7 +37,14 @@ from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.validator.spans import policies_of
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, RemoteError
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.messages import (
+    BundleRequest,
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HoldingRequest,
+    NotYet,
+)
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
@@ -48,6 +58,10 @@ SAY_S = 10.0
 """Seconds between two log lines on verdicts."""
 LOADS_MAX = 2
 """Attempts to load weights that the scorer then computes correctly, before giving up."""
+HOLDING_S = 5.0
+"""Seconds between two lists of the bundles that are here. The coordinator allows nine times as many (checks.py)."""
+HOLDING_MAX = 1_024
+"""Bundles in one list. The settings allow fewer here."""
 POLICY_S_MAX = 60.0
 """Time limit for fetching again the policy of a proven bundle."""
 
@@ -69,8 +83,10 @@ class Validator:
     """Number of bundles accepted, and rejected by reason."""
     comparisons: Comparisons = field(default_factory=Comparisons)
     """Comparisons of unseeded bundles' rewards with references sampled here."""
-    scoring: set[str] = field(default_factory=set)
-    """Bundles in progress here, from the forward pass to the answer."""
+    deadlines_ms: dict[str, int] = field(default_factory=dict)
+    """Bundles that are here, from the task to the answer -> the deadline, by our own clock."""
+    lost: set[str] = field(default_factory=set)
+    """Those of them that another validator has, or that have a verdict."""
     said_s: float = -math.inf
     """Time of the last log line."""
     session: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -79,15 +95,41 @@ class Validator:
     def __post_init__(self) -> None:
         self.held = HeldScorer(self.scorer)
 
+    def drop(self, bundle: str) -> None:
+        """Record that a bundle is no longer here."""
+        self.deadlines_ms.pop(bundle, None)
+        self.lost.discard(bundle)
+
 
 async def run_validator(validator: Validator, stop: asyncio.Event) -> None:
     """Verify bundles until `stop` is set, then finish those already fetched. Raises LocalError if this machine cannot."""
     if validator.config.unsafe_skip_proofs:
         log.warning("unsafe_skip_proofs: rollouts are not verified, so any worker can decide what the policy learns")
     tasks: asyncio.Queue[tuple[CheckTask, bytes] | None] = asyncio.Queue(validator.config.prefetch)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(_fetch(validator, tasks, stop))
-        group.create_task(_judge(validator, tasks, group))
+    async with asyncio.TaskGroup() as whole:
+        naming = whole.create_task(_name_bundles(validator))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_fetch(validator, tasks, stop))
+            group.create_task(_judge(validator, tasks, group))
+        naming.cancel()
+
+
+async def _name_bundles(validator: Validator) -> None:
+    """Tell the coordinator every few seconds which bundles are here, and learn which of them are lost."""
+    is_answered = True
+    while True:
+        if validator.deadlines_ms:
+            request = HoldingRequest(session=validator.session, bundles=tuple(validator.deadlines_ms)[:HOLDING_MAX])
+            try:
+                reply = await validator.coordinator.holding(request)
+            except (Unreachable, RemoteError) as error:
+                if is_answered:
+                    log.warning("the coordinator does not know which bundles are judged here: %s", error)
+                is_answered = False
+            else:
+                validator.lost |= validator.deadlines_ms.keys() & set(reply.lost)
+                is_answered = True
+        await validator.clock.sleep(HOLDING_S)
 
 
 async def _fetch(
@@ -106,6 +148,7 @@ async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
         wait_s=validator.config.wait_seconds,
         asks_left=True,
         session=validator.session,
+        names_bundles=True,
     )
     task = await _persist(validator, lambda: validator.coordinator.check(request), what="a bundle to judge")
     if task is None:
@@ -115,13 +158,21 @@ async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
         return None
     if task.left_ms is not None:  # the deadline by our own clock, which may differ by more than a check takes
         task = task.model_copy(update={"deadline_ms": validator.clock.now_ms() + task.left_ms})
-    if _is_here(validator, task):
+    is_here = task.bundle in validator.deadlines_ms
+    validator.deadlines_ms[task.bundle] = task.deadline_ms
+    if is_here:  # otherwise a hanging answer would take another scoring worker each time
+        log.warning("bundle %s: its deadline passed while it is here; it is judged once", task.bundle[:12])
         return None
-    bundle = await _persist(
-        validator,
-        lambda: validator.coordinator.bundle(BundleRequest(bundle=task.bundle)),
-        what=f"bundle {task.bundle[:12]}",
-    )
+    bundle: bytes | None = None
+    try:
+        bundle = await _persist(
+            validator,
+            lambda: validator.coordinator.bundle(BundleRequest(bundle=task.bundle)),
+            what=f"bundle {task.bundle[:12]}",
+        )
+    finally:  # it may be cancelled
+        if bundle is None:
+            validator.drop(task.bundle)
     return None if bundle is None else (task, bundle)
 
 
@@ -131,37 +182,23 @@ async def _judge(
     waiting = asyncio.Semaphore(validator.config.scorers + validator.config.prefetch)
     while (item := await tasks.get()) is not None:
         task, parcel = item
-        if validator.clock.now_ms() > task.deadline_ms:
-            log.warning(
-                "bundle %s: its deadline passed before it was judged; another validator gets it", task.bundle[:12]
-            )
+        task = task.model_copy(update={"deadline_ms": validator.deadlines_ms[task.bundle]})
+        if validator.clock.now_ms() > task.deadline_ms or task.bundle in validator.lost:
+            log.warning("bundle %s: its time passed before it was judged; another validator gets it", task.bundle[:12])
+            validator.drop(task.bundle)
             continue
-        if _is_here(validator, task):
-            continue
-        validator.scoring.add(task.bundle)
         opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
         proven = opened if isinstance(opened, Judgement) else await _proven(validator, task, opened)
         if proven is None or isinstance(opened, Judgement) or not proven.verdict.accepted:
             if proven is not None:
                 await _answer(validator, task, proven)
-            validator.scoring.discard(task.bundle)
+            validator.drop(task.bundle)
         elif proven.comparison is None:
             await waiting.acquire()
             group.create_task(_reward(validator, task, opened, proven, waiting))
         else:
             validator.comparisons.begin(proven.comparison)
             group.create_task(_compare(validator, task, opened, proven, waiting))
-
-
-def _is_here(validator: Validator, task: CheckTask) -> bool:
-    """Return whether the bundle is already in progress and was handed out again.
-
-    Otherwise a hanging answer would take another scoring worker each time, and references would be sampled twice.
-    """
-    if task.bundle not in validator.scoring:
-        return False
-    log.warning("bundle %s: its deadline passed while it is being judged here; judging continues", task.bundle[:12])
-    return True
 
 
 async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Judgement | None:
@@ -236,7 +273,7 @@ async def _compare(
         log.error(
             "bundle %s: policy %d is not available (%r); another validator gets it", task.bundle[:12], version, error
         )
-        validator.scoring.discard(task.bundle)
+        validator.drop(task.bundle)
         return
     await waiting.acquire()
     await _reward(validator, task, bundle, replace(proven, references=found), waiting)
@@ -253,7 +290,7 @@ async def _reward(
             )
         await _answer(validator, task, judgement)
     finally:
-        validator.scoring.discard(task.bundle)
+        validator.drop(task.bundle)
         waiting.release()
 
 

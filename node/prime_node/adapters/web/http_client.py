@@ -54,6 +54,8 @@ from prime_protocol.messages import (
     CheckTask,
     HeartbeatReply,
     HeartbeatRequest,
+    HoldingReply,
+    HoldingRequest,
     JoinReply,
     JoinRequest,
     LeaseRequest,
@@ -209,6 +211,9 @@ class HttpClient:
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
         status, body = await self._ask(request, wait_s=request.wait_s)
         return sensible(body, NotYet) if status == 202 else sensible(body, CheckTask)
+
+    async def holding(self, request: HoldingRequest) -> HoldingReply:
+        return await self._ask_for(HoldingReply, request)
 
     async def bundle(self, request: BundleRequest) -> bytes:
         _, body = await self._ask(request, bytes_max=self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)

@@ -25,7 +25,14 @@ from prime_node.ports.metrics import Metrics
 from prime_protocol.calibration import require_possible
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.limits import REWARD_MAX
-from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.messages import (
+    CheckRequest,
+    CheckResultRequest,
+    CheckTask,
+    HoldingReply,
+    HoldingRequest,
+    NotYet,
+)
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
 
@@ -60,6 +67,8 @@ class CheckTasks:
                 request.policy_versions,
                 self.clock.monotonic_s(),
                 validator=signer,
+                session=request.session,
+                names_bundles=request.names_bundles,
                 may=partial(self._may_take, signer),
                 tokens_max=self._tokens_max,
             ),
@@ -72,7 +81,8 @@ class CheckTasks:
         now_s = self.clock.monotonic_s()
         left_s = self.checks.due_s(bundle) - now_s
         self.agreement.handed(bundle, signer)
-        self.agreement.heard(signer, now_s + left_s - self.checks.check_s)  # it may ask for nothing until then
+        if not request.names_bundles:
+            self.agreement.heard(signer, now_s + left_s - self.checks.check_s)  # it may say nothing until then
         check_ms = max(0, round(left_s * 1_000))
         lease = self.assigner.lease(pending.lease)
         newest = self.decisions.state.head if self.run.spec.schedule.swap.spans_policies else None
@@ -84,6 +94,13 @@ class CheckTasks:
             audit=pending.audited,
             left_ms=check_ms if request.asks_left else None,
         )
+
+    async def take_holding(self, signer: str, request: HoldingRequest) -> HoldingReply:
+        """Record which bundles a validator still has. Return those that it has lost."""
+        now_s = self.clock.monotonic_s()
+        self.agreement.heard(signer, now_s)
+        self.checks.named(signer, request.session, request.bundles, now_s)
+        return HoldingReply(lost=tuple(one for one in request.bundles if not self.checks.is_held_by(one, signer)))
 
     def again(self, pending: PendingBundle) -> None:
         """Hand a bundle to another validator."""
@@ -100,7 +117,7 @@ class CheckTasks:
             self.again(pending)
 
     def expire_checks(self) -> None:
-        """Requeue bundles that their validator did not judge in time. After several attempts, reject them as unverifiable."""
+        """Requeue bundles of validators that are silent or out of time. After several attempts, reject one as unverifiable."""
         before = len(self.checks)
         for overdue in self.checks.overdue(self.clock.monotonic_s()):
             is_over = overdue not in self.decisions.state.bundles
@@ -132,7 +149,7 @@ class CheckTasks:
         pending = self._pending(bundle)
         if pending is None or not pending.audited:
             return 0
-        return lease_tokens_max(self.assigner.lease(pending.lease), self.run.spec)
+        return lease_tokens_max(self.assigner.prompts(pending.lease), self.run.spec)
 
     def _pending(self, bundle: str) -> PendingBundle | None:
         """Return a bundle that waits for a verdict or for a second look."""

@@ -132,6 +132,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ),
     # validators, and the trainer that reads the same bundles
     _signed("check", Caller.VALIDATOR, messages.CheckRequest, lambda on: on.check_tasks.next_check_task),
+    _signed("holding", Caller.VALIDATOR, messages.HoldingRequest, lambda on: on.check_tasks.take_holding),
     _signed("check_result", Caller.VALIDATOR, messages.CheckResultRequest, lambda on: on.judging.check_result),
     _signed("bundle", Caller.JUDGES, messages.BundleRequest, lambda on: on.bundles.read),
     ApiEndpoint(
