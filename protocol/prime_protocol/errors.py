@@ -1,4 +1,4 @@
-"""All error types of the protocol.
+"""Error types of the protocol.
 
     PrimeError                      base of every error that this project raises on purpose
     |-- RemoteError                   the other side is at fault: carries an ErrorCode, becomes an HTTP answer or a verdict

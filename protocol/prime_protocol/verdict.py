@@ -130,7 +130,7 @@ class BanKind(StrEnum):
     HARD = "hard"
     """Several bundles, each rejected for a reason that neither bad luck nor a slow connection explains."""
     STATISTICAL = "statistical"
-    """All bundles of the worker together: their evidence has reached the run's limit."""
+    """The evidence of all the worker's bundles together has reached the run's limit."""
     OPERATOR = "operator"
     """Decision of the operator."""
 

@@ -1,4 +1,4 @@
-"""Where a trusted role finds its run: a run directory made by `prime-node new`, or a join link with a key of its own."""
+"""Location of a trusted role's run: a run directory made by `prime-node new`, or a join link with a key of its own."""
 
 from __future__ import annotations
 

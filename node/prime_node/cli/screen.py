@@ -1,4 +1,4 @@
-"""What `prime-node up` shows while it runs: a live table on a terminal, one line every few seconds elsewhere.
+"""Display of `prime-node up` while it runs: a live table on a terminal, one line every few seconds elsewhere.
 
 Rendering only: all data comes from `RunProgress`, which up.py fills from the coordinator's status and the trainer's metrics.
 """

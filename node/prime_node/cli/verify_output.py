@@ -22,7 +22,7 @@ DIFFERENCES_SHOWN = 5
 
 @dataclass(slots=True)
 class Verification:
-    """All results of `verify`."""
+    """Results of `verify`."""
 
     report: AuditReport
     pinned: bool

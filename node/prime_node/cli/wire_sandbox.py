@@ -1,4 +1,4 @@
-"""How `join`, `seed` and `validator` confine themselves: what each may access, and the log line on what the system enforces.
+"""Sandbox of `join`, `seed` and `validator`: what each may access, and the log line on what the system enforces.
 
 Order in a role: read settings, lock the folder, compile the codec's kernels, load the key; then `confine_role`; then the
 network. So a process that could still open its user's files never handles untrusted input.

@@ -79,7 +79,7 @@ SEED_BYTES_MAX = 256 * 2**30
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a peer serves, and where it is stored."""
+    """Content that a peer serves, and its storage."""
 
     have_set: HaveSet
     parts: PartStore
@@ -90,7 +90,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class PeerLinks:
-    """What connects a machine to other peers. It is made before the parts that fetch and serve over it."""
+    """Connections of a machine to other peers. They are made before the parts that fetch and serve over it."""
 
     network: PeerNetwork | None
     uplink: Uplink

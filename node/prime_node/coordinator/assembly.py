@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a coordinator is made of: its settings, its storage and its adapters."""
+    """Parts of a coordinator: settings, storage and adapters."""
 
     run: PinnedRun
     key: SigningKey

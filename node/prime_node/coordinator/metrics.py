@@ -1,4 +1,4 @@
-"""All metrics that the coordinator declares. Its rows (measure/report.py) become gauges of their own besides (observe.Gauges)."""
+"""Declarations of the coordinator's metrics. Its rows (measure/report.py) also become gauges (observe.Gauges)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class GossipJudgement(StrEnum):
     REJECT = "reject"
     """Invalid: no honest peer forwards it. It is dropped, and the peer that sent it is penalized."""
     IGNORE = "ignore"
-    """Not new, or cannot be validated now: dropped without a penalty."""
+    """Dropped without a penalty: not new, or cannot be validated now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class LedgerSource(Protocol):
 
 
 class PublicSource(CheckpointSource, StatementSource, Protocol):
-    """All that a run publishes to everyone."""
+    """Public data of a run."""
 
 
 class WorkerPort(CheckpointSource, Protocol):
@@ -158,7 +158,7 @@ class ValidatorPort(CheckpointSource, Protocol):
 
 
 class PublishPort(CheckpointSource, Protocol):
-    """What a publisher of policies asks of a coordinator."""
+    """Requests of a publisher of policies to a coordinator."""
 
     async def put_blob(self, data: bytes) -> str:
         """Store a checkpoint part or a model file. Idempotent; returns the digest."""

@@ -37,7 +37,7 @@ class TrainerState(BaseModel):
     sft_step: int = Field(default=0, ge=0)
     """Supervised steps done."""
     optimizer_steps: int = Field(default=0, ge=0)
-    """All optimizer steps done, for the manifest's provenance. A step whose rollouts were all filtered out takes none."""
+    """Number of optimizer steps done, for the manifest's provenance. A step whose rollouts were all filtered out takes none."""
     stale_groups: int = Field(default=0, ge=0)
     """Groups trained on so far with a completion of an older policy than their step's."""
     stale_rollouts: int = Field(default=0, ge=0)

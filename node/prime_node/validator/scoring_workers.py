@@ -17,7 +17,7 @@ from prime_protocol.errors import LocalError
 log = logging.getLogger(__name__)
 
 Environments = Mapping[str, Environment]
-"""All environments of a run, by name."""
+"""Environments of a run, by name."""
 
 
 class ScoringWorkers:

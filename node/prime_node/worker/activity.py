@@ -1,4 +1,4 @@
-"""What a worker does at the moment: the leases in hand, and the policy in its engine."""
+"""Present activity of a worker: the leases in hand, and the policy in its engine."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class String:
     prompt_token_ids: TokenIds
     """Prompt of the first request."""
     token_ids: list[int] = field(default_factory=list)
-    """All tokens after that prompt: completions, and the text between them."""
+    """Tokens after that prompt: completions, and the text between them."""
     chosen: list[tuple[int, int | None, int]] = field(default_factory=list)
     """(Place in `token_ids`, seed, position in its completion) of each token that the model chose."""
     hidden: bool = False

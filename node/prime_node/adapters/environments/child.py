@@ -47,12 +47,12 @@ READ_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a process is started."""
+    """Start of a process: its command line, its variables, and its launcher."""
 
     line: list[str] = field(default_factory=list)
     """Command line."""
     variables: dict[str, str] = field(default_factory=dict)
-    """All its environment variables."""
+    """Environment variables of the process; it gets no others."""
     launch: Callable[[], Launched] | None = None
     """Function that starts the process through a launcher instead, for a confined role. Raises LocalError."""
 

@@ -30,7 +30,7 @@ TMP = Path("/tmp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRestrictions:
-    """What an environment process may do. Paths are absolute."""
+    """Rights of an environment process. Paths are absolute."""
 
     read: tuple[str, ...]
     """Paths to read besides the system's and Python's own."""

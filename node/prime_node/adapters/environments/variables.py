@@ -1,4 +1,4 @@
-"""Which of a host's environment variables reach environment processes, and how a process forgets its own."""
+"""Selection of the host's environment variables for environment processes, and removal of a process's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a libp2p host links to a peer, on the trio side: by its addresses in parallel, then by a relay and a punched hole."""
+"""Links from a libp2p host to a peer, on the trio side: by its addresses in parallel, then by a relay and a punched hole."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MEET_S = (0.2, 1.0, 4.0)
 STREAMS_MAX = 64
 """Incoming streams of the table that are answered concurrently."""
 STREAMS_NETWORK_MAX = 16
-"""Such streams of one network; further ones are reset."""
+"""Incoming streams of one network; further ones are reset."""
 STREAM_S_MAX = 10.0
 """Seconds after which such a stream is reset: an idle one holds a place. The library opens one for each question."""
 

@@ -150,7 +150,7 @@ class AskingStream:
 
 
 class Streams:
-    """All streams of a host. `nursery` is the host's: readers live in it."""
+    """Streams of a host. `nursery` is the host's: readers live in it."""
 
     def __init__(self, host: IHost, nursery: trio.Nursery) -> None:
         self._host = host

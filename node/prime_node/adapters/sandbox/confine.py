@@ -1,4 +1,4 @@
-"""All layers of the sandbox at once: `confine(rules)` binds this process and all that it starts, irrevocably."""
+"""Entry to all layers of the sandbox: `confine(rules)` binds this process and all that it starts, irrevocably."""
 
 from __future__ import annotations
 

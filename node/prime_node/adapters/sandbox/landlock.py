@@ -30,7 +30,7 @@ _FIRST_RIGHTS = (1 << 13) - 1
 _LATER_RIGHTS = {2: REFER, 3: TRUNCATE, 5: IOCTL_DEV, 9: RESOLVE_UNIX}
 """ABI version -> right over files that it added."""
 _LATER_WALLS = ((TRUNCATION, 3, "6.2"), (DEVICE_COMMANDS, 5, "6.10"))
-"""What an older ABI leaves open of files: name, ABI version, Linux version."""
+"""Accesses to files that an older ABI leaves open: name, ABI version, Linux version."""
 _OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV | RESOLVE_UNIX
 """Rights that may be granted on anything but a folder."""
 

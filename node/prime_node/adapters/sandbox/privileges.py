@@ -1,4 +1,4 @@
-"""What a process gives up irrevocably: privileges by exec, capabilities, and resources beyond a limit."""
+"""Irrevocable drop of privileges: those by exec, capabilities, and resources beyond a limit."""
 
 from __future__ import annotations
 

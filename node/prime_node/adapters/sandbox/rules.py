@@ -1,4 +1,4 @@
-"""What a confined process may do (`SandboxRules`), and what the system enforces of it (`SandboxLevel`). Values only."""
+"""Rules for a confined process (`SandboxRules`), and the part that the system enforces (`SandboxLevel`). Values only."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Restriction:
 
 @dataclass(frozen=True, slots=True)
 class SandboxLevel:
-    """What the system enforces of some rules."""
+    """Part of the rules that the system enforces."""
 
     restrictions: tuple[Restriction, ...]
 

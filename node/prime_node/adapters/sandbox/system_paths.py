@@ -1,4 +1,4 @@
-"""What any program may read of a system, and what an interpreter reads of itself. No folder here holds a user's secrets."""
+"""System paths that any program may read, and those of an interpreter. No folder here holds a user's secrets."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ NAME = "packed"
 
 
 class Layout(Protocol):
-    """Which tokens see each other in one pass; the same for all layers. Letters: D size of a head, H heads, T tokens."""
+    """Rule for which tokens see each other in one pass; the same for all layers. Letters: D size of a head, H heads, T tokens."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Attend from [1, H, T, D] to keys and values with their own number of heads; return [1, T, H, D]."""

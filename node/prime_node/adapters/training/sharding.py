@@ -1,4 +1,4 @@
-"""How a model is distributed over its ranks: FSDP2 over the decoder layers and, as one more unit, over the rest.
+"""Distribution of a model over its ranks: FSDP2 over the decoder layers and, as one more unit, over the rest.
 
 The fp32 master weights are sharded. A layer's parameters are gathered as `compute_dtype` while it computes, and gradients are
 reduced in fp32. They are summed, not averaged: the loss is already divided by the whole batch's counts, so the number of ranks

@@ -40,7 +40,7 @@ __all__ = ["TITLES", "Audit", "AuditReport", "Check", "Step", "Verified", "audit
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What an audit has verified, as input for an export or a comparison."""
+    """Verified policy, as input for an export or a comparison."""
 
     run: PinnedRun
     signed: SignedManifest

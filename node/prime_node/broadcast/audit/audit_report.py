@@ -28,7 +28,7 @@ class Check:
     number: int
     passed: bool
     detail: str
-    """What was established, or why the check failed."""
+    """Finding of the check, or the reason why it failed."""
 
     @property
     def title(self) -> str:

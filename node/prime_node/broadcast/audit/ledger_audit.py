@@ -43,7 +43,7 @@ class Account:
 
 @dataclass(slots=True)
 class LedgerReport:
-    """What was read, and what is inconsistent."""
+    """Content of a ledger, and its inconsistencies."""
 
     head: LedgerHead
     num_entries: int = 0

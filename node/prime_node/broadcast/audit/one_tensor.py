@@ -29,7 +29,7 @@ CHECKS = (1, 2, 3, 4, 6, 7, 9)
 
 @dataclass(frozen=True, slots=True)
 class TensorProof:
-    """What was established about one tensor."""
+    """Results of the audit of one tensor."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""What a join link pins: the RunSpec and, through it, keys, configuration and tokenizer.
+"""Data that a join link pins: the RunSpec and, through it, keys, configuration and tokenizer.
 
 They are fetched from any source and compared with the pinned digests.
 """

@@ -1,4 +1,4 @@
-"""Which peer is served next when more ask than the uplink carries. Pure.
+"""Choice of the next peer to serve when more ask than the uplink carries. Pure.
 
 At most `slots` answers are under way, one to each member. Other requests wait in a bounded queue, few per peer. A free slot
 goes to the peer with the smallest ratio of bytes received to bytes given here, both decaying with a half-life. This is

@@ -79,7 +79,7 @@ class NoPeers:
 
 @dataclass
 class Downloads:
-    """What all downloads of one machine share, and how they begin."""
+    """Parts that all downloads of one machine share, and their start."""
 
     pool: SourcePool
     parts: PartStore

@@ -1,4 +1,4 @@
-"""What becomes of the bytes of a piece, in threads: verified, stored on the disk, decoded.
+"""Processing of the bytes of a piece, in threads: verified, stored on the disk, decoded.
 
 One job in a decoder's thread does all three, so that a piece crosses between threads once. It reports a piece before it decodes
 it, so that peers learn of the piece early.

@@ -1,4 +1,4 @@
-"""What a peer serves: the paths of a coordinator's public half, so that one client can read both.
+"""Paths that a peer serves: those of a coordinator's public half, so that one client can read both.
 
 All content proves itself by a digest or a signature, so strangers may read too, as far as members leave room. The list of peers
 is for members of the run only: those that show a ticket (prime_protocol/peers.py).

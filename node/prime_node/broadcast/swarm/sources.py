@@ -40,7 +40,7 @@ ROUNDS_MAX = 8
 
 
 class SourceKind(StrEnum):
-    """What to expect of a source."""
+    """Kind of a source, by what can be expected of it."""
 
     ORIGIN = "origin"
     """The coordinator, or another source that all peers ask. Its uplink is scarce, so peers come first."""

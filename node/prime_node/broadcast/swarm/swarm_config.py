@@ -41,7 +41,7 @@ class SwarmConfig(BaseModel):
     cap_days: int = Field(default=30, ge=1, le=366)
     """Days after which the count restarts: 1 for a daily cap, 30 for a monthly one."""
     serve: Literal["always", "idle"] = "always"
-    """When to serve. idle: only while this machine fetches nothing itself and less than half of its cores are busy."""
+    """Time to serve. idle: only while this machine fetches nothing itself and less than half of its cores are busy."""
     neighbours_max: int = Field(default=32, ge=1, le=256)
     """Peers that this machine is linked to at the same time."""
 

@@ -1,4 +1,4 @@
-"""Which peers to connect to: a tree for small files, a swarm for large ones. Pure, and the same at every peer.
+"""Choice of peers to connect to: a tree for small files, a swarm for large ones. Pure, and the same at every peer.
 
 A small file is done after a few round trips. In a mesh of a thousand peers most of these go to the origin, which then sends
 it hundreds of times. So the smallest files go to very many peers down a tree, in which every peer has a parent and a spare
@@ -19,7 +19,7 @@ from prime_protocol.digest import digest_of
 
 
 class Topology(StrEnum):
-    """How a file spreads."""
+    """Way in which a file is distributed."""
 
     TREE = "tree"
     SWARM = "swarm"

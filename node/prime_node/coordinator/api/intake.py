@@ -66,7 +66,7 @@ class AlreadyAnswered:
 
 
 UploadOutcome = AlreadyAnswered | BundleArrived | BundleTurnedAway | BundleContradicted
-"""What becomes of an uploaded bundle: no change, or the event that records it."""
+"""Outcome of an upload: no change, or the event that records the bundle."""
 
 
 def decide_upload(

@@ -1,4 +1,4 @@
-"""All rate limits, as two kinds of token buckets.
+"""Rate limits, as two kinds of token buckets.
 
 - by key, after a signature is verified: one worker cannot crowd out the others;
 - by network address, for faulty requests and new keys: strangers at an address that sends faulty requests are refused

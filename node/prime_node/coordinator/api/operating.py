@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OperatorActions:
-    """What the operator may order."""
+    """Orders of the operator."""
 
     decisions: Decisions
 

@@ -48,7 +48,7 @@ Answer = BaseModel | Envelope | bytes | dict[str, Any] | Response | None
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What answers the endpoints. The table picks one for each; none of them knows another through this."""
+    """Handlers of the endpoints. The table picks one for each; none of them knows another through this."""
 
     leasing: Leasing
     admission: WorkerAdmission
@@ -89,7 +89,7 @@ class ApiEndpoint:
     path: str
     answer: Callable[[Handlers, ApiCall], Awaitable[Answer]]
     caller: Caller | None = None
-    """Who may POST to it; None: anyone may GET it."""
+    """Role that may POST to it; None: anyone may GET it."""
     message: type[Any] | None = None
     """Signed message that it takes; None: its handler verifies the body itself."""
     body_bytes_max: Callable[[Limits], int] = lambda bounds: limits.REQUEST_BYTES_MAX

@@ -1,4 +1,4 @@
-"""What the coordinator signs or passes on signed, besides leases and receipts: key rings, timestamps, batches, and the ledger.
+"""Signed statements other than leases and receipts: key rings, timestamps, batches, and the ledger.
 
 Anyone may upload a key ring: its signatures count. It is on disk before it is used, so that no restart goes back to revoked
 keys. A timestamp is renewed every `timestamp_seconds` (30) and after each publication. The last one is stored with the

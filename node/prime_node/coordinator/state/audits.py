@@ -1,4 +1,4 @@
-"""Which bundles are audited; escrow of the tokens of recent bundles.
+"""Selection of bundles for audits; escrow of the tokens of recent bundles.
 
 Every bundle is checked against its assignment and scored. The forward pass costs the most. Validators make it for every bundle
 of a newcomer, then for a share that falls with the worker's audits passed in a row, as in BOINC's adaptive replication. The

@@ -1,4 +1,4 @@
-"""What the run waits for, in words for its operator, as a function of the state."""
+"""Causes for which a run waits, as text for its operator and as a function of the state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNVERIFIABLE_SHOWN = 3
 
 @dataclass(slots=True)
 class Blockers:
-    """What the run waits for."""
+    """Cause for which the run waits."""
 
     state: State
     environment_fault: str = ""

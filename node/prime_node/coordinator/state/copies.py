@@ -1,4 +1,4 @@
-"""Which bundle is the original: an index of the fingerprints (prime_protocol/copies.py) of accepted bundles, as judged.
+"""Detection of the original among copies: an index of the fingerprints (prime_protocol/copies.py) of accepted bundles, as judged.
 
 Of two equal bundles the one that arrived later by the coordinator's clock is the copy, whichever is judged first. The index is
 part of the state, so it survives restarts. It holds the last FINGERPRINTS_KEPT_MAX fingerprints.

@@ -1,4 +1,4 @@
-"""Which problems are worth asking: difficulty pools and online difficulty filtering. The state's part of the curriculum, pure.
+"""Selection of problems: difficulty pools and online difficulty filtering. The state's part of the curriculum, pure.
 
     easy, hard   problems whose last group's mean reward was at or beyond a threshold; they are not drawn any more
     normal       all others

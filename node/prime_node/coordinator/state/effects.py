@@ -12,7 +12,7 @@ from prime_protocol.verdict import BundleStatus, RejectReason
 
 
 class Topic(StrEnum):
-    """What a request can wait for."""
+    """Changes that a request can wait for."""
 
     LEASE = "lease"
     CHECK = "check"

@@ -1,4 +1,4 @@
-"""How leases end, and what happens to those of a worker that leaves. Used by tick.py, verdicts.py and refusals.py."""
+"""Ends of leases, also those of a worker that leaves. Used by tick.py, verdicts.py and refusals.py."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ BAN_PAUSE_MS_MAX = 86_400_000
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a newcomer may be leased now."""
+    """Limits on the leases that a newcomer may get now."""
 
     leases: int
     """Further leases; 0: none before a bundle of its network is settled."""

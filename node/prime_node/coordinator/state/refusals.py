@@ -1,4 +1,4 @@
-"""How a bundle is rejected, and what follows for its worker. Every rejection of the run is made here.
+"""Rejection of a bundle and its consequences for the worker. Every rejection of the run is made here.
 
 refuse_late       a bundle that came too late for its lease: only its receipt is kept
 refuse_pending    a bundle without a verdict: its slots are open again

@@ -1,4 +1,4 @@
-"""Which slots a worker is leased, as functions of the state. This file decides; `state.tick` applies the decision.
+"""Choice of the slots that a worker is leased, as functions of the state. This file decides; `state.tick` applies the decision.
 
 The rule (docs of step.py): a policy v may begin slot m if m < v R + floor(R (1 + eta)). The lowest open slots are leased first,
 because the trainer waits for them. A slot that failed, expired, or was returned, rejected or dropped is among the lowest. So it
