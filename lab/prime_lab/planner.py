@@ -8,10 +8,11 @@ sequence. Bytes and seconds.
     traffic    W = passes * (2 * 2 P + 4 P) (N - 1) / N / B  parameters gathered twice in bf16, gradients scattered in fp32
                passes = ceil(T / (N M)); B is what a ring over all GPUs carries for each of them over its slowest link
     waiting    max(0, W - C) + W / (passes (L + 1))          the next layer is gathered meanwhile; the first one is waited for
-    optimizer  O = 28 P / (N H)                              weight, gradient, two moments read, three written, in fp32
+    optimizer  O = 40 P / (N H)                              master, gradient, two moments read, three written, in fp32; then
+                                                             the master is read and rounded
     copy       2 P / (N D)                                   a rank's rows in bf16 to the host: what publishing costs a step
 
-    memory     16 P / N                                      fp32 weight, gradient, two moments
+    memory     20 P / N                                      fp32 rounded weight, master, gradient, two moments
                + (3 * 2 + 4) (P - E) / L + 2 E               three layers gathered, one layer's gradient before it is scattered;
                                                              the root unit E is embedding and head
                + (2 L + 34) h M                              an activation a layer, and one layer at work (arXiv 2205.05198);
@@ -115,8 +116,8 @@ def model_flops(shape: Shape, load: Load) -> float:
 
 
 def state_bytes(parameters: float, gpus: int) -> float:
-    """Return the bytes on each GPU between two steps: fp32 weight, gradient and two moments of its rows."""
-    return 16.0 * parameters / gpus
+    """Return the bytes on each GPU between two steps: fp32 rounded weight, master, gradient and two moments of its rows."""
+    return 20.0 * parameters / gpus
 
 
 def plan(shape: Shape, gpus: int, load: Load | None = None, machine: Machine | None = None) -> StepPlan:
@@ -133,7 +134,7 @@ def plan(shape: Shape, gpus: int, load: Load | None = None, machine: Machine | N
         compute_s=compute_s,
         traffic_s=traffic_s,
         wait_s=max(0.0, traffic_s - compute_s) + traffic_s / (passes * (shape.layers + 1)),
-        optimizer_s=28.0 * shape.parameters / gpus / machine.memory_bytes_s,
+        optimizer_s=40.0 * shape.parameters / gpus / machine.memory_bytes_s,
         copy_s=2.0 * shape.parameters / gpus / machine.host_bytes_s,
         memory_bytes=state_bytes(shape.parameters, gpus)
         + 10.0 * layer

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from prime_node.adapters.models.lora import LoraSettings
@@ -25,7 +24,7 @@ from prime_node.ports.train_backend import OptimizerSettings, TrainSample
 from prime_protocol.checkpoint import EncodedCheckpoint, root_of_table
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import BasePolicy
-from prime_protocol.weights import Weights, root_of
+from prime_protocol.weights import Weights, floats, root_of
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ def train(
     lora: LoraSettings | None = None,
     optimizer: OptimizerSettings = OptimizerSettings(),  # noqa: B008 - frozen
     weights: Weights | None = None,
+    published_dtype: str = "fp32",
     count: int = 11,
 ) -> Curve:
     backend = TorchBackend(
@@ -74,7 +74,7 @@ def train(
         packing=Packing(packing),
         row_tokens=16,
         micro_batch_tokens=micro_batch_tokens,
-        published_dtype="fp32",
+        published_dtype=published_dtype,
         ranks=ranks,
         placement=placement,
         lora=lora,
@@ -92,7 +92,7 @@ def curve(backend: TorchBackend, seeds: Sequence[int], *, loss: str = "aipo", co
         norms=tuple(one.grad_norm for one in stats),
         metrics=stats[-1].metrics if stats else {},
         work=stats[-1].work if stats else {},
-        weights={name: tensor.data.view(np.float32) for name, tensor in whole.items()},
+        weights={name: floats(tensor) for name, tensor in whole.items()},
         root=root_of(whole),
     )
 
@@ -105,9 +105,20 @@ def logprobs(ranks: Ranks, *, model: Path) -> list[list[float]]:
     return TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48).logprobs(samples())
 
 
-def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
+def agreement(
+    ranks: Ranks, *, model: Path, placement: Placement = PLAIN, lora: LoraSettings | None = None
+) -> tuple[list[list[float]], Weights]:
+    """Train a bit, and return the trainer's logprobs of some samples with the weights that it publishes, which are bf16."""
+    backend = TorchBackend(
+        model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48, placement=placement, lora=lora
+    )
+    curve(backend, [1, 2])
+    return backend.logprobs(samples()), backend.snapshot()
+
+
+def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path, published_dtype: str = "fp32") -> Curve:
     """Run the steps after the save; the save writes what was copied before them."""
-    backend = _ready(model, ranks)
+    backend = _ready(model, ranks, published_dtype=published_dtype)
     curve(backend, [1, 2])
     write = backend.save(folder)
     going_on = curve(backend, [3, 4, 5])
@@ -127,8 +138,8 @@ def take_rows(ranks: Ranks, *, model: Path) -> bool:
     return copied.keys() == dealt.keys() and root_of(copied) == root_of(dealt)
 
 
-def resume(ranks: Ranks, *, model: Path, folder: Path) -> Curve:
-    backend = _ready(model, ranks, seed=77)
+def resume(ranks: Ranks, *, model: Path, folder: Path, published_dtype: str = "fp32") -> Curve:
+    backend = _ready(model, ranks, seed=77, published_dtype=published_dtype)
     backend.load(folder)
     return curve(backend, [3, 4, 5])
 
@@ -150,8 +161,10 @@ def save_on_a_full_disk(ranks: Ranks, *, model: Path, folder: Path) -> str:
     return "it was written"
 
 
-def _ready(model: Path, ranks: Ranks, *, seed: int = 5) -> TorchBackend:
-    backend = TorchBackend(model, seed=seed, ranks=ranks, row_tokens=16, micro_batch_tokens=48, published_dtype="fp32")
+def _ready(model: Path, ranks: Ranks, *, seed: int = 5, published_dtype: str = "fp32") -> TorchBackend:
+    backend = TorchBackend(
+        model, seed=seed, ranks=ranks, row_tokens=16, micro_batch_tokens=48, published_dtype=published_dtype
+    )
     backend.new_optimizer(OptimizerSettings(eps=1e-6, grad_norm_max=0.5))
     return backend
 

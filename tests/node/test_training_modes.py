@@ -11,7 +11,8 @@ from tests.node.batch_coordinator import write_model
 from tests.node.rank_jobs import samples
 
 from prime_node.adapters.models.lora import LoraSettings
-from prime_node.adapters.training.sharding import Placement
+from prime_node.adapters.models.merged_linear import MergedLinear
+from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.ports.train_backend import OptimizerSettings
@@ -51,14 +52,50 @@ def test_what_is_published_is_the_merged_model(folder: Path) -> None:
         assert found == pytest.approx(expected, abs=5e-6)
 
 
-def test_a_checkpoint_holds_the_adapters_and_resumes_bit_exactly(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [PLAIN, Placement(recompute=True)])
+def test_adapted_layers_compute_with_exactly_the_published_weights(folder: Path, placement: Placement) -> None:
+    """Workers round the merged weights to bf16, which loses most of what the adapters add. So the trainer rounds them as well."""
+    backend = TorchBackend(folder, seed=3, lora=LORA, placement=placement)
+    for seed in range(3):
+        backend.train_step(samples(seed=seed), AIPO, lr=1e-3)
+    plain = TorchBackend(folder, backend.snapshot(), published_dtype="fp32")
+    for found, expected in zip(plain.logprobs(samples()), backend.logprobs(samples()), strict=True):
+        assert found == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_a_merged_layer_are_those_of_the_unmerged_one(bias: bool) -> None:
+    """Without rounding, in fp32. The layer is `x W^T + scale * (x A^T) B^T`."""
+    torch.manual_seed(0)
+    shapes = {"x": (2, 3, 8), "W": (6, 8), "A": (4, 8), "B": (6, 4), "bias": (6,)}
+    drawn = {name: torch.randn(*shape) for name, shape in shapes.items()}
+    upstream = torch.randn(2, 3, 6)
+
+    def gradients(merged: bool) -> list[torch.Tensor]:
+        x, A, B = (drawn[name].clone().requires_grad_() for name in ("x", "A", "B"))
+        added = drawn["bias"] if bias else None
+        if merged:
+            output = MergedLinear.apply(x, drawn["W"], added, A, B, 2.0, torch.float32)
+        else:
+            output = torch.nn.functional.linear(x, drawn["W"], added) + 2.0 * (x @ A.T) @ B.T
+        output.backward(upstream)
+        return [output, *(each.grad for each in (x, A, B))]
+
+    for found, expected in zip(gradients(merged=True), gradients(merged=False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("published_dtype", ["fp32", "bf16"])
+def test_a_checkpoint_holds_the_adapters_and_resumes_bit_exactly(
+    folder: Path, tmp_path: Path, published_dtype: str
+) -> None:
     saved = tmp_path / "saved"
     saved.mkdir()
-    backend = TorchBackend(folder, seed=3, published_dtype="fp32", lora=LORA)
+    backend = TorchBackend(folder, seed=3, published_dtype=published_dtype, lora=LORA)
     backend.train_step(samples(seed=1), AIPO, lr=1e-2)
     backend.save(saved)()
     backend.train_step(samples(seed=2), AIPO, lr=1e-2)
-    again = TorchBackend(folder, seed=3, published_dtype="fp32", lora=LORA)
+    again = TorchBackend(folder, seed=3, published_dtype=published_dtype, lora=LORA)
     again.load(saved)
     again.train_step(samples(seed=2), AIPO, lr=1e-2)
     assert root_of(again.snapshot()) == root_of(backend.snapshot())

@@ -3,14 +3,16 @@
     W' = W + scale * B A        A [rank, in] drawn by the seed, B [out, rank] zeros: training begins at W
 
 Merged, W' is published under W's own name, so workers need no support for adapters. Alone, the factors are published under
-peft's file names, and workers add them to the base that the RunSpec pins (prime_protocol.adapters).
+peft's file names, and workers add them to the base that the RunSpec pins (prime_protocol.adapters). In both cases workers
+compute with W' rounded, and so do the layers here (merged_linear.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.models.hub_names import hub_names
+from prime_node.adapters.models.merged_linear import MergedLinear, merged_weight
 from prime_node.adapters.training.sharding import local_rows
 from prime_protocol.adapters import PREFIX
 from prime_protocol.errors import LocalError
@@ -55,6 +58,21 @@ def add_adapters(model: Any, settings: LoraSettings) -> None:
         inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         raise LocalError(f"trainer.lora: {error}") from None
+
+
+def compute_merged(model: Any, dtype_of: Callable[[str], torch.dtype]) -> None:
+    """Make adapted layers compute with their merged weight, rounded to `dtype_of` the weight's published name."""
+    for name, layer in model.named_modules():
+        if ADAPTER in getattr(layer, "lora_A", ()):
+            layer.forward = partial(_forward, layer, dtype=dtype_of(f"{name}.weight"))
+
+
+def _forward(layer: Any, inputs: Tensor, *, dtype: torch.dtype) -> Tensor:
+    base = layer.base_layer
+    factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    apply: Any = MergedLinear.apply
+    found: Tensor = apply(inputs, base.weight, base.bias, factor_A, factor_B, layer.scaling[ADAPTER], dtype)
+    return found
 
 
 def draw_adapters(model: Any, *, seed: int) -> None:
@@ -110,5 +128,5 @@ def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
             if layer is not None:
                 factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
                 whole_A = factor_A.full_tensor() if isinstance(factor_A, DTensor) else factor_A
-                rows = rows + layer.scaling[ADAPTER] * (local_rows(factor_B)[0] @ whole_A)
+                rows = merged_weight(rows, whole_A, local_rows(factor_B)[0], layer.scaling[ADAPTER], torch.float32)
             yield from names.published(base_name(name), rows, shape=tuple(parameter.shape), first=first)

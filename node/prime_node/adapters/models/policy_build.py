@@ -16,8 +16,16 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from prime_node.adapters.engines.torch_weights import TORCH_DTYPES
 from prime_node.adapters.models.hub_names import hub_names
-from prime_node.adapters.models.lora import LoraSettings, add_adapters, base_name, draw_adapters, is_adapter
+from prime_node.adapters.models.lora import (
+    LoraSettings,
+    add_adapters,
+    base_name,
+    compute_merged,
+    draw_adapters,
+    is_adapter,
+)
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.models.policy_module import PolicyModule
 from prime_node.adapters.models.pretrained_model import folder_weights
@@ -27,8 +35,10 @@ from prime_node.adapters.training.sharding import Placement, arrange, local_rows
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
-BYTES_PER_PARAMETER = 4 * 4
-"""Memory per parameter in fp32: the weight, its gradient and AdamW's two moments."""
+BYTES_PER_PARAMETER = 5 * 4
+"""Memory per parameter in fp32: the rounded weight, its master, its gradient and AdamW's two moments."""
+_FROZEN_BYTES_PER_PARAMETER = 4
+"""The same where adapters are trained. They are small, and the model's own weights need nothing else."""
 
 
 def build_policy(
@@ -40,15 +50,18 @@ def build_policy(
     device: torch.device,
     ranks: Ranks,
     placement: Placement,
+    published_dtype: str,
     lora: LoraSettings | None = None,
 ) -> PolicyModule:
     """Build the architecture of config.json with these weights, else those in the folder, else random ones from torch's seed.
 
+    Adapted layers compute with the weights of which `published_dtype` is the type; those of a pinned base keep the base's own.
     Raises LocalError. The ranks of one machine share its memory, so each may take its share of what is available.
     """
     config = read_model_config(folder)
     here = ranks.count if device.type == "cpu" else 1
-    require_memory(folder, config, bytes_per_parameter=BYTES_PER_PARAMETER * here // ranks.count, device=device)
+    needed = BYTES_PER_PARAMETER if lora is None else _FROZEN_BYTES_PER_PARAMETER
+    require_memory(folder, config, bytes_per_parameter=needed * here // ranks.count, device=device)
     if weights is None and any(folder.glob("*.safetensors")):
         weights = folder_weights(folder)
     torch.manual_seed(seed)
@@ -60,6 +73,8 @@ def build_policy(
         model.tie_weights()
     if lora is not None:
         add_adapters(model, lora)
+        pinned = weights if lora.alone and weights is not None else {}
+        compute_merged(model, lambda name: TORCH_DTYPES[pinned[name].dtype if name in pinned else published_dtype])
     policy = PolicyModule(model.train(), temperature=temperature)
     where = torch.device("cpu") if placement.offload else device
     if weights is None:

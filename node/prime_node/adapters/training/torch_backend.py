@@ -1,9 +1,8 @@
 """The train backend on torch: any causal language model of Hugging Face with full attention, on one process or on many.
 
-Master weights are fp32 and stay so: AdamW and gradient clipping work on them, and `snapshot` rounds a copy to bf16. Workers
-sample with fp32 arithmetic on the rounded weights, so the logprobs here differ slightly from theirs even for the same policy
-(0.003 nats on average in the demo). The importance ratio corrects that; to avoid it, compute on the snapshot. Logprobs are
-defined as in the engines: over the whole vocabulary at the run's temperature (at 1 if that is 0), without the noise.
+The model computes with exactly the published weights, rounded to bf16 by default; AdamW works on fp32 masters (masters.py).
+With adapters these are the merged weights (merged_linear.py). Logprobs are defined as in the engines: over the whole vocabulary
+at the run's temperature (at 1 if that is 0), without the noise.
 
 A step is forward and backward over packed passes (algo/shares.py), one after another, then clipping and the optimizer. The loss
 is divided by counts of the whole batch, so the split into passes and ranks changes nothing but rounding.
@@ -33,6 +32,7 @@ from prime_node.adapters.models.lora import LoraSettings, is_published, publishe
 from prime_node.adapters.models.policy_build import build_policy
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.training import train_state
+from prime_node.adapters.training.masters import Masters, round_in_place
 from prime_node.adapters.training.packed_attention import Layout
 from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.sequence_attention import SequenceLayout
@@ -101,6 +101,7 @@ class TorchBackend:
             device=self._device,
             ranks=ranks,
             placement=placement,
+            published_dtype=published_dtype,
             lora=lora,
         )
         self.packing = PackingSettings(
@@ -109,6 +110,11 @@ class TorchBackend:
             micro_batch_tokens=micro_batch_tokens,
             quadratic_tokens=6 * int(self._policy.model.config.hidden_size),
         )
+        if lora is None or not lora.alone:
+            frozen = (parameter for parameter in self._policy.parameters() if not parameter.requires_grad)
+            round_in_place(frozen, dtype=published_dtype)
+        trained = {name: each for name, each in self._policy.model.named_parameters() if each.requires_grad}
+        self._masters = Masters(trained, dtype=published_dtype)
         self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
         self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
         self._proximal: list[Tensor] = []
@@ -117,8 +123,7 @@ class TorchBackend:
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Start a new optimizer."""
         self._settings = settings
-        trained = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
-        self._optimizer = make_optimizer(trained, settings)
+        self._optimizer = make_optimizer(list(self._masters.tensors.values()), settings)
 
     def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
         """Pack samples. It reads no weights, so any thread may call it. Raises LocalError."""
@@ -200,6 +205,8 @@ class TorchBackend:
                     end = start + len(sample.completion_token_ids)
                     found[place] = values[start:end]
                     start = end
+        for unit in units(self._policy):  # without a backward pass, FSDP leaves its outermost unit whole
+            unit.reshard()
         everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
         return [everywhere[place] for place in range(num_samples)]
 
@@ -267,7 +274,8 @@ class TorchBackend:
 
     def state_bytes(self) -> int:
         """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
-        held = [local_rows(parameter)[0] for parameter in self._policy.parameters()]
+        tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}
+        held = [local_rows(tensor)[0] for tensor in tensors.values()]
         for state in self._optimizer.state.values():
             held += [local_rows(value)[0] for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
@@ -275,14 +283,15 @@ class TorchBackend:
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the training state, and return a function that writes it."""
         settings = json.dumps(asdict(self._settings)).encode()
-        state = train_state.copied_train_state(self._policy.model, self._optimizer, self._ranks, note=settings)
+        state = train_state.copied_train_state(self._masters.tensors, self._optimizer, self._ranks, note=settings)
         return train_state.writer(state, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
         """Restore the training state. Raises LocalError."""
         settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
-        train_state.restore_train_state(self._policy.model, self._optimizer, folder, self._ranks)
+        train_state.restore_train_state(self._masters.tensors, self._optimizer, folder, self._ranks)
+        self._masters.round()
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
         return published(self._policy.model, self._lora)
@@ -326,6 +335,7 @@ class TorchBackend:
     def _optimizer_step(self, lr: float) -> float:
         norm_tensor = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.grad_norm_max)
         norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
+        self._masters.take_gradients()
         if not norm < float("inf"):
             self._optimizer.zero_grad()
             raise TrainingDiverged(
@@ -335,6 +345,7 @@ class TorchBackend:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._masters.round()
         return norm
 
     def _memory(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Model, optimizer and random state in torch's distributed checkpoint format (DCP), the same for any number of ranks.
+"""Master weights, optimizer and random state in torch's distributed checkpoint format (DCP), the same for any number of ranks.
 
-    model.NAME                  parameters that are trained; frozen ones follow from how the model was built
+    model.NAME                  masters (masters.py) of the parameters that are trained; frozen ones follow from the model
     optimizer.NAME.KEY          the optimizer's state for each
     random.RANK                 torch's generator on each rank
     note                        bytes from the caller that saved it
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,12 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_protocol.errors import LocalError
 
 
-def copied_train_state(model: Any, optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes) -> dict[str, Any]:
+def copied_train_state(
+    masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes
+) -> dict[str, Any]:
     """Copy the current state to the host's memory, so that later steps do not change it. `note` is the same on all ranks."""
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
-    for name, parameter in _trained(model):
+    for name, parameter in masters.items():
         state[f"model.{name}"] = _copy(parameter.detach())
         for key, value in optimizer.state.get(parameter, {}).items():
             state[f"optimizer.{name}.{key}"] = _copy(value) if isinstance(value, Tensor) else value
@@ -80,16 +82,18 @@ def note_of(folder: Path, ranks: Ranks) -> bytes:
     return state["note"].numpy().tobytes()
 
 
-def restore_train_state(model: Any, optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks) -> None:
+def restore_train_state(
+    masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks
+) -> None:
     """Restore the copied state. Raises LocalError."""
     reader = FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
-        state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in _trained(model)}
+        state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
         own = f"random.{ranks.rank}"
         if own in stored:
             state[own] = torch.get_rng_state()
-        for name, parameter in _trained(model):
+        for name, parameter in masters.items():
             prefix = f"optimizer.{name}."
             for key in (key for key in stored if key.startswith(prefix)):
                 state[key] = _room_for(stored[key], parameter)
@@ -100,7 +104,7 @@ def restore_train_state(model: Any, optimizer: torch.optim.Optimizer, folder: Pa
     if own in stored:
         torch.set_rng_state(state[own])
     optimizer.state.clear()
-    for name, parameter in _trained(model):
+    for name, parameter in masters.items():
         prefix = f"optimizer.{name}."
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if found:
@@ -113,10 +117,6 @@ def _without_advice() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
-
-
-def _trained(model: Any) -> list[tuple[str, Tensor]]:
-    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _as_tensor(data: bytes) -> Tensor:
