@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from prime_node.adapters.models.causal_model import CausalModel
-from prime_node.adapters.models.model_config import require_within
+from prime_node.adapters.models.model_config import require_supported, require_within
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
+from prime_node.cli.wire_new import make_model_files
+from prime_node.coordinator.new_run import PretrainedModel
 from prime_protocol.errors import LocalError
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
@@ -100,3 +102,62 @@ def test_a_number_of_layers_that_nobody_uses_is_refused(folder: Path, build: Bui
     change(folder, num_hidden_layers=10**9)
     with pytest.raises(LocalError, match=r"num_hidden_layers is 1,000,000,000"):
         build(folder)
+
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 264,
+}
+
+
+def of_architecture(folder: Path, architecture: str, model_type: str, **entries: object) -> Path:
+    """Write the config.json of a small model of another architecture."""
+    named = {"architectures": [architecture], "model_type": model_type, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(SMALL | named | entries))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "entries"),
+    [
+        ("LlamaForCausalLM", "llama", {"tie_word_embeddings": True}),
+        ("Qwen3ForCausalLM", "qwen3", {"tie_word_embeddings": True, "sliding_window": 4_096}),
+        ("Qwen3ForCausalLM", "qwen3", {"tie_word_embeddings": False}),
+        ("MistralForCausalLM", "mistral", {"sliding_window": None}),
+        ("Qwen3MoeForCausalLM", "qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 24}),
+    ],
+)
+def test_models_with_full_attention_in_all_layers_are_supported(
+    tmp_path: Path, architecture: str, model_type: str, entries: dict[str, object]
+) -> None:
+    require_supported(of_architecture(tmp_path, architecture, model_type, **entries))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "reason"),
+    [
+        (
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            "layers of kind .*sliding_attention; this software knows full attention only",
+        ),
+        ("MistralForCausalLM", "mistral", "sliding_window is 4,096 in all layers"),
+        ("JambaForCausalLM", "jamba", "layers of kind .*linear_attention"),
+        ("BloomForCausalLM", "bloom", "no attention but its own"),
+        ("FalconForCausalLM", "falcon", "transformers cannot build this run's model"),
+    ],
+)
+def test_architectures_that_cannot_be_trained_are_refused_by_new(
+    tmp_path: Path, architecture: str, model_type: str, reason: str
+) -> None:
+    """Before, the trainer and the engines refused them when they started, or computed another model."""
+    folder = of_architecture(tmp_path, architecture, model_type)
+    for name, data in tiny_model_files(**SIZES).items():
+        if name != "config.json":
+            (folder / name).write_bytes(data)
+    model = PretrainedModel(kind="pretrained", name_or_path=str(folder))
+    with pytest.raises(LocalError, match=reason):
+        make_model_files(model, tmp_path / "run")

@@ -42,6 +42,10 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in files.items():
         (folder / name).write_bytes(data)
+    if not isinstance(model, TinyModel):
+        from prime_node.adapters.models.model_config import require_supported
+
+        require_supported(folder)
     read = wire.tokenizer(folder)
     return NewModel(files, read.vocab_size, (read.stop_token_id,))
 

@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from prime_node.adapters.models.model_folder import read_config, rope_table_bytes
+from prime_node.adapters.training import packed_attention
 from prime_protocol.errors import LocalError, PrimeError
 from prime_protocol.run_spec import CONFIG_FILE
 
@@ -31,12 +32,31 @@ def read_model_config(folder: Path) -> Any:
     with config_at_fault(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     _require_own_class(folder, config)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    layers = getattr(config, "layer_types", None)
+    kinds = set(layers or ["full_attention"])
     if kinds != {"full_attention"}:
         raise LocalError(
             f"{folder}: layers of kind {', '.join(sorted(kinds))}; this software knows full attention only"
         )
+    window = getattr(config, "sliding_window", None)  # without a list of layers it is for all of them
+    if layers is None and window is not None:
+        raise LocalError(
+            f"{folder}: sliding_window is {window:,} in all layers; this software knows full attention only"
+        )
     return config
+
+
+def require_supported(folder: Path) -> None:
+    """Check that the trainer and the engines can compute this model. Nothing is allocated. Raises LocalError."""
+    config = read_model_config(folder)
+    with config_at_fault(folder), torch.device("meta"), no_init_weights():
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, attn_implementation=packed_attention.NAME, trust_remote_code=False)
+    if not model._supports_attention_backend:
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: transformers gives a {config.model_type} model no attention but its own; this software "
+            "brings one that packs sequences, so it cannot train this model"
+        )
 
 
 def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, device: torch.device) -> None:
