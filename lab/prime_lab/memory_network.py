@@ -1,8 +1,7 @@
 """A peer network inside one process: the port's contract without sockets, for tests and simulations.
 
 A `MemorySwitch` is the internet; each `MemoryNetwork` plugged into it is one peer. A peer with `dialable=False` is behind a
-NAT: it dials others but cannot be dialled. Announcements travel from neighbour to neighbour, and each validates before it
-forwards.
+NAT: it dials others but cannot be dialled.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ from typing import NoReturn
 from prime_node.ports.peer_network import (
     ConnectedPeer,
     DeferredAnswer,
-    GossipJudgement,
-    HandleAnnouncement,
     PeerAddress,
     Reachability,
     RequestHandler,
-    Validate,
 )
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -55,11 +51,8 @@ class MemoryNetwork:
         self._private = private
         self._links: set[KeyId] = set()
         self._blocked: set[KeyId] = set()
-        self._rejected: Counter[KeyId] = Counter()
         self._served: dict[str, tuple[RequestHandler, int]] = {}
         self._under_way: Counter[KeyId] = Counter()
-        self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
-        self._seen: set[tuple[str, str, KeyId]] = set()
         self._known: dict[KeyId, PeerAddress] = {}
         self._answering: set[asyncio.Future[bytes | DeferredAnswer]] = set()
         self._staying: dict[KeyId, PeerAddress] = {}
@@ -74,10 +67,6 @@ class MemoryNetwork:
         """Answer requests of a protocol with `handler`. A private peer serves nothing."""
         if not self._private:
             self._served[protocol] = (handler, request_bytes_max)
-
-    def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
-        """Join a topic, with a validator and a handler."""
-        self._topics[topic] = (validate, handle)
 
     async def start(self) -> None:
         """Join the switch, and link to the peers of `stay_linked`."""
@@ -196,13 +185,6 @@ class MemoryNetwork:
             raise LimitExceeded("reply_bytes_max", len(reply), reply_bytes_max)
         return reply
 
-    async def announce(self, topic: str, data: bytes) -> None:
-        """Send an announcement to all peers. Raises ValueError if it is too long."""
-        if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
-            raise ValueError(f"an announcement has {len(data)} bytes, more than {limits.ANNOUNCEMENT_BYTES_MAX}")
-        self._seen.add((topic, digest_of(data), self._peer_id))
-        await self._forward(topic, data, author=self._peer_id, came_from=self._peer_id)
-
     async def provide(self, digest: str) -> None:
         """Record that this peer provides a digest. A private peer records nothing."""
         if not self._private:
@@ -238,27 +220,6 @@ class MemoryNetwork:
         finally:
             self._answering.discard(task)
             self._under_way[asker] -= 1
-
-    async def _forward(self, topic: str, data: bytes, *, author: KeyId, came_from: KeyId) -> None:
-        for peer in list(self._links - {came_from, author}):
-            other = self._switch.peers.get(peer)
-            if other is not None and other._run == self._run:
-                await other._hear(topic, data, author=author, sender=self._peer_id)
-
-    async def _hear(self, topic: str, data: bytes, *, author: KeyId, sender: KeyId) -> None:
-        name = (topic, digest_of(data), author)
-        if topic not in self._topics or name in self._seen:
-            return
-        validate, handle = self._topics[topic]
-        judgement = await validate(sender, data)
-        self._seen.add(name)
-        if judgement is GossipJudgement.REJECT:
-            self._rejected[sender] += 1
-            if self._rejected[sender] >= limits.ANNOUNCEMENTS_REJECTED_MAX:
-                await self.block(sender, "sent too many announcements that do not verify")
-        elif judgement is GossipJudgement.ACCEPT:
-            await handle(author, data)
-            await self._forward(topic, data, author=author, came_from=sender)
 
 
 async def _serves_nobody(asker: KeyId, payload: bytes) -> NoReturn:

@@ -171,16 +171,6 @@ CHAT_TEMPLATE_COST_MAX = 2**21
 """Loop steps, characters and elements that one rendering of a chat template processes, together."""
 STEP_MAX = 2**31 - 1
 """Largest step and policy version: they are also sent as int32."""
-ANNOUNCEMENT_BYTES_MAX = 256 * 2**10
-"""Message that peers forward to all others: a signed manifest, or its digest if the manifest is longer."""
-ANNOUNCEMENT_JUDGE_S_MAX = 4.0
-"""Time in which a peer validates an announcement. After it, the peer drops the announcement without a penalty for the sender."""
-ANNOUNCEMENTS_JUDGED_MAX = 16
-"""Announcements that a peer validates concurrently; others wait."""
-ANNOUNCEMENTS_REJECTED_MAX = 8
-"""Announcements of one peer that fail verification before its links are closed permanently."""
-PEER_GOSSIP_PER_MINUTE_MAX = 1_200
-"""Gossipsub messages (RPCs) and new announcements of one peer that are processed in a minute; further ones wait unread."""
 PEER_REQUESTS_MAX = 32
 """Concurrent requests of one peer at another."""
 PEER_FRAME_BYTES_MAX = 64 * 2**20

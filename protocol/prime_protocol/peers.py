@@ -83,7 +83,7 @@ class PeerUpdate(WireModel):
     cursor: Count = 0
     """Cursor for the next request."""
     head: int = Field(default=-1, ge=-1, le=limits.STEP_MAX)
-    """Newest policy that it has completely."""
+    """Newest policy whose manifest it has verified and serves."""
     pieces: dict[Digest, Annotated[tuple[Run, ...], Field(max_length=limits.PEER_UPDATE_RUNS_MAX)]] = Field(
         default_factory=dict, max_length=limits.PEER_UPDATE_ENCODINGS_MAX
     )

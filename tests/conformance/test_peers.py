@@ -13,7 +13,7 @@ import pytest
 from tests.time_world import until
 
 from prime_lab.memory_network import MemoryNetwork, MemorySwitch
-from prime_node.ports.peer_network import DeferredAnswer, GossipJudgement, PeerAddress, PeerNetwork, Reachability
+from prime_node.ports.peer_network import DeferredAnswer, PeerAddress, PeerNetwork, Reachability
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -26,11 +26,9 @@ ECHO, SLOW, STRICT, BIG, COUNTED = "echo", "slow", "strict", "big", "counted"
 
 @dataclass
 class Node:
-    """A peer that echoes, subscribes to one topic and accepts every announcement that does not begin with "bad"."""
+    """A peer that echoes."""
 
     network: PeerNetwork
-    heard: list[tuple[KeyId, bytes]] = field(default_factory=list)
-    judged: list[bytes] = field(default_factory=list)
     updates: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     working: int = 0
@@ -42,7 +40,6 @@ class Node:
         self.network.serve(STRICT, self.strict, request_bytes_max=64)
         self.network.serve(BIG, self.big, request_bytes_max=64)
         self.network.serve(COUNTED, self.counted, request_bytes_max=64)
-        self.network.subscribe("heads", self.judge, self.handle)
 
     async def echo(self, asker: KeyId, payload: bytes) -> bytes:
         return asker.encode() + b" " + payload
@@ -64,17 +61,6 @@ class Node:
 
     def count(self) -> None:
         self.sent += 1
-        self.updates.set()
-
-    async def judge(self, sender: KeyId, data: bytes) -> GossipJudgement:
-        self.judged.append(data)
-        self.updates.set()
-        if data.startswith(b"bad"):
-            return GossipJudgement.REJECT
-        return GossipJudgement.IGNORE if data.startswith(b"old") else GossipJudgement.ACCEPT
-
-    async def handle(self, author: KeyId, data: bytes) -> None:
-        self.heard.append((author, data))
         self.updates.set()
 
     @property
@@ -277,43 +263,6 @@ async def test_a_blocked_peer_loses_its_link_and_gets_no_new_one(node: MakeNode)
             await reach(one, other)
 
 
-async def test_an_announcement_reaches_those_that_are_not_linked_to_its_author(node: MakeNode) -> None:
-    anna, ben, carla = await linked(node, 3)
-    await anna.network.announce("heads", b"policy 41")
-    for one in (ben, carla):  # a peer passes it on before its own handler has run
-        await one.until(lambda one=one: bool(one.heard))
-    assert carla.heard == ben.heard == [(anna.network.peer_id, b"policy 41")]
-    assert anna.heard == [], "its author knows it already"
-
-
-async def test_an_announcement_that_does_not_hold_is_not_forwarded_and_costs_its_sender(node: MakeNode) -> None:
-    anna, ben, carla = await linked(node, 3)
-    for number in range(limits.ANNOUNCEMENTS_REJECTED_MAX):
-        await anna.network.announce("heads", b"bad %d" % number)
-        await ben.until(lambda number=number: b"bad %d" % number in ben.judged)
-    await carla.network.announce("heads", b"good")
-    await ben.until(lambda: bool(ben.heard))
-    assert carla.judged == [], "nothing bad came through"
-    with pytest.raises(Unreachable):
-        await ask(ben, anna, ECHO, b"")
-
-
-async def test_an_announcement_that_is_ignored_goes_nowhere_and_costs_nothing(node: MakeNode) -> None:
-    anna, ben, carla = await linked(node, 3)
-    for number in range(limits.ANNOUNCEMENTS_REJECTED_MAX + 1):
-        await anna.network.announce("heads", b"old %d" % number)
-        await ben.until(lambda number=number: b"old %d" % number in ben.judged)
-    await anna.network.announce("heads", b"new")
-    await carla.until(lambda: bool(carla.heard))
-    assert carla.judged == [b"new"]
-
-
-async def test_an_announcement_over_the_bound_is_the_callers_mistake(node: MakeNode) -> None:
-    anna = await node()
-    with pytest.raises(ValueError, match="more than"):
-        await anna.network.announce("heads", bytes(limits.ANNOUNCEMENT_BYTES_MAX + 1))
-
-
 async def test_peers_of_different_runs_exchange_nothing(node: MakeNode) -> None:
     anna, foreign = await node(), await node(run=OTHER_RUN)
     with pytest.raises((Unreachable, RemoteError)):
@@ -328,8 +277,6 @@ async def test_a_private_peer_asks_and_is_not_asked(node: MakeNode) -> None:
     with pytest.raises(RemoteError) as refused:
         await ask(public, private, ECHO, b"hello")
     assert refused.value.code is ErrorCode.NOT_FOUND
-    await public.network.announce("heads", b"policy 41")
-    await private.until(lambda: bool(private.heard))
 
 
 async def test_addresses_are_remembered_and_bounded(node: MakeNode) -> None:

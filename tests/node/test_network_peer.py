@@ -66,7 +66,7 @@ async def test_a_policy_is_read_over_the_network_as_over_http(tmp_path: Path) ->
     async with linked(tmp_path) as (link, service):
         assert (await link.run_spec()).digest == RUN.digest
         assert await link.head() is None
-        service.have_set.staged(0)
+        service.have_set.advance_head(0)
         head = await link.head()
         assert head is not None
         assert head.digest == SIGNED.digest
@@ -85,7 +85,7 @@ async def test_news_come_when_there_are_some(tmp_path: Path) -> None:
         assert (await anext(updates)).pieces == {}
         service.have_set.add(HeldEncoding(ENCODING, pieces, span(0, len(pieces))))
         assert (await anext(updates)).pieces == {ENCODING.index.digest: ((0, len(pieces)),)}
-        service.have_set.staged(0)
+        service.have_set.advance_head(0)
         assert (await anext(updates)).head == 0
 
 
@@ -128,7 +128,7 @@ async def test_what_is_not_there_is_said_so(tmp_path: Path, path: str, code: Err
 
 async def test_strangers_hear_what_is_here_and_not_who_is_there(tmp_path: Path) -> None:
     async with linked(tmp_path, shows_ticket=False) as (link, service):
-        service.have_set.staged(0)
+        service.have_set.advance_head(0)
         assert (await anext(link.updates())).head == 0
         with pytest.raises(RemoteError) as caught:
             await link.peers()
@@ -148,6 +148,6 @@ async def test_strangers_who_listen_are_bounded_together(tmp_path: Path, monkeyp
         with pytest.raises(RemoteError) as caught:
             await anext(second)
         assert caught.value.code is ErrorCode.UNAVAILABLE
-        service.have_set.staged(0)
+        service.have_set.advance_head(0)
         assert (await waiting).head == 0
         assert not service.listeners

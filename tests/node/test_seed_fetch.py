@@ -54,7 +54,7 @@ async def test_a_seeder_serves_every_encoding_to_workers_when_no_other_source_do
         mirror, peer = await seeder(made, tmp_path / "seed")
         await made.publish()
         published = await made.publish(delta=True)
-        await until(lambda: mirror.have_set.head == 1)
+        await until(lambda: mirror.seed_store.newest == 1)
         made.chunks.is_cut = True
         await made.seeder.web.stop(grace_s=0.0)
         follower, _ = await made.worker(ANNA)
@@ -73,7 +73,7 @@ async def test_a_trainer_that_starts_again_seeds_what_it_had_published(tmp_path:
         run, client = made.world.run, made.world.client(TRAINER)
         again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
         await again.restore()
-        assert again.have_set.head == 1
+        assert again.seed_store.newest == 1
         assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 2
         assert again.seed_store.manifest_at_hand(0) == first.envelope
 
@@ -89,7 +89,7 @@ async def test_what_a_disk_has_damaged_is_not_seeded_again(tmp_path: Path) -> No
         run, client = made.world.run, made.world.client(TRAINER)
         again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
         await again.restore()
-        assert again.have_set.head == 0
+        assert again.seed_store.newest == 0
         assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 1
 
 

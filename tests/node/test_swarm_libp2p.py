@@ -10,13 +10,14 @@ from tests.time_world import until
 
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
-from tests.node.coordinator_world import COORDINATOR, make_run
+from tests.node.coordinator_world import COORDINATOR, TRAINER, make_run
 from tests.node.swarm_world import ANNA, BEN, LOCAL, from_peers, swarm
 
 from prime_node.adapters.peers.libp2p_dial_back import Libp2pDialBack
 from prime_node.adapters.peers.libp2p_host import PeerSettings
 from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 from prime_node.ports.peer_network import Reachability
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.weights import root_of
 
@@ -62,46 +63,30 @@ async def test_peers_that_http_does_not_reach_exchange_policies_over_libp2p(tmp_
         assert all(from_peers(follower, made.world.url) > 0 for follower, _ in workers)
 
 
-async def test_a_head_comes_by_announcement_when_no_other_source_shows_it(tmp_path: Path) -> None:
-    run = make_run()
-    host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
-    async with swarm(tmp_path, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host) as made:
-        follower, peer = await made.worker(ANNA, p2p="on", p2p_listen=LISTEN)
-        network = peer.network
-        assert network is not None
-        await until(network.connected)
-        published = await made.publish()
-        await until(lambda: any(named.name == "announcements" for named in follower.pool.all))
-        (announced,) = [named for named in follower.pool.all if named.name == "announcements"]
-        shown = await announced.source.head()
-        assert shown is not None
-        assert shown.digest == published.digest
-        assert peer.describe().startswith("0 peers"), "what is announced is no neighbour"
-
-
-async def test_a_new_head_spreads_after_the_coordinator_has_ended(tmp_path: Path) -> None:
-    """The trainer's own peer announces along links that bypass the coordinator; peers serve the data, over libp2p alone."""
+async def test_a_new_head_spreads_from_peer_to_peer_after_the_coordinator_has_ended(tmp_path: Path) -> None:
+    """One worker is linked to the trainer's peer, the other to that worker alone, over libp2p."""
     run = make_run()
     host = Libp2pNetwork(COORDINATOR, run=run.digest, settings=PeerSettings(listen=LISTEN, relay=True))
     async with swarm(
         tmp_path, seeder=OVER_LIBP2P, dial_back=NobodyAnswers(), dial_back_libp2p=Libp2pDialBack(), network=host
     ) as made:
-        workers = [await made.worker(key, p2p="on", p2p_listen=LISTEN) for key in (ANNA, BEN)]
-        peers = [made.seeder, *(peer for _, peer in workers)]
-        keys = {peer.service.key.key_id for peer in peers}
-        for peer in peers:
-            wanted = keys - {peer.service.key.key_id}
-            assert peer.network is not None
-            await until(lambda net=peer.network, wanted=wanted: wanted <= {link.peer for link in net.connected()})
+        (anna, anna_peer), (ben, ben_peer) = [
+            await made.worker(key, p2p="on", p2p_listen=LISTEN) for key in (ANNA, BEN)
+        ]
+        neighbours, others = anna_peer.neighbours, ben_peer.neighbours
+        assert neighbours is not None
+        assert others is not None
+        await until(lambda: {len(neighbours.linked), len(others.linked)} == {2})
+        trainer = next(named for named in anna.pool.peers if named.name == TRAINER.key_id)
+        neighbours.lied(trainer, RemoteError(ErrorCode.DIGEST_MISMATCH, "cut in this test"))
         await made.publish()
-        for follower, _ in workers:
+        for follower in (anna, ben):
             await follower.wait_newer(-1)
         published = await made.publish(delta=True, is_coordinator_lost=True)
         async with asyncio.timeout(20):
-            for follower, _ in workers:
+            for follower in (anna, ben):
                 assert root_of((await follower.wait_newer(0)).weights) == published.manifest.state_root
-        announced = [named for follower, _ in workers for named in follower.pool.all if named.name == "announcements"]
-        assert [named.head for named in announced] == [1, 1]
+        assert neighbours.linked == (BEN.key_id,)
 
 
 async def test_a_newcomer_that_knows_one_peer_joins_after_the_coordinator_has_ended(tmp_path: Path) -> None:

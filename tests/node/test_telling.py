@@ -39,7 +39,7 @@ async def test_all_peers_with_the_same_state_get_the_same_line(have_set: HaveSet
         assert head_of(await anext(first)) == head_of(await anext(second)) == -1
         waiting = [asyncio.ensure_future(anext(lines)) for lines in (first, second)]
         await asyncio.sleep(0)
-        have_set.staged(3)
+        have_set.advance_head(3)
         one, other = await asyncio.gather(*waiting)
         assert one is other
         assert head_of(one) == 3
@@ -53,7 +53,7 @@ async def test_a_slow_reader_gets_all_missed_changes_in_one_line(have_set: HaveS
         for version in (1, 2):
             waiting = asyncio.ensure_future(anext(quick))
             await asyncio.sleep(0)
-            have_set.staged(version)
+            have_set.advance_head(version)
             assert head_of(await waiting) == version
         assert head_of(await anext(slow)) == 2
 

@@ -177,9 +177,11 @@ confine_role(SandboxSettings(also_read=(Path(sys.argv[1]),)), Path(sys.argv[2]),
 import pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
-    announced = "tests/node/test_swarm_libp2p.py::test_a_head_comes_by_announcement_when_no_other_source_shows_it"
+    over_libp2p = (
+        "tests/node/test_swarm_libp2p.py::test_a_new_head_spreads_from_peer_to_peer_after_the_coordinator_has_ended"
+    )
     ran = subprocess.run(
-        [sys.executable, "-c", program, str(tests), str(tmp_path), "tests/node/test_mdns.py", announced],
+        [sys.executable, "-c", program, str(tests), str(tmp_path), "tests/node/test_mdns.py", over_libp2p],
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
         cwd=tests,
         capture_output=True,

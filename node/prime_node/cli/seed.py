@@ -14,7 +14,7 @@ from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
-    from prime_node.broadcast.swarm.have_set import HaveSet
+    from prime_node.broadcast.seed.seeder import Seeder
     from prime_node.broadcast.swarm.peer import Peer
     from prime_node.ports.swarm import PeerFinder
     from prime_node.worker.config import WorkerConfig
@@ -80,7 +80,7 @@ async def serve_policies(
             async with wire_swarm.seeder(run, key, client, folder, settings) as (seeder, peer):
                 try:
                     async with asyncio.TaskGroup() as tasks:
-                        tasks.create_task(_tell(peer, seeder.have_set))
+                        tasks.create_task(_tell(peer, seeder))
                         await seeder.follow()
                 except ExceptionGroup as group:
                     raise causes_of(group)[0] from None
@@ -114,8 +114,8 @@ async def require_admission(client: PeerFinder, key: SigningKey) -> None:
         )
 
 
-async def _tell(peer: Peer, have_set: HaveSet) -> NoReturn:
+async def _tell(peer: Peer, seeder: Seeder) -> NoReturn:
     """Log a status line every STATUS_S seconds."""
     while True:
         await asyncio.sleep(STATUS_S)
-        log.info("policy %d | %s", have_set.head, peer.describe())
+        log.info("policy %d | %s", seeder.seed_store.newest, peer.describe())

@@ -117,7 +117,6 @@ def peer_links(
     from prime_node.adapters.web.http_peer import HttpPeer
     from prime_node.broadcast.swarm.choker import ChokerRules
     from prime_node.broadcast.swarm.directory import Directory
-    from prime_node.broadcast.swarm.gossiped_heads import AnnouncedHeads
     from prime_node.broadcast.swarm.neighbours import Neighbours
     from prime_node.broadcast.swarm.network_peer import NetworkPeer
     from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
@@ -159,8 +158,6 @@ def peer_links(
     swarm_tasks = SwarmTasks(clock(), on_fault)
     if pool is None:
         return PeerLinks(network, uplink, directory, swarm_tasks)
-    if network is not None:
-        AnnouncedHeads(network, run, pool, clock())
     rules = TopologyRules(neighbours_max=config.neighbours_max)
     neighbours = Neighbours(
         directory, pool, connect, uplink, swarm_tasks, clock=clock(), rng=random.Random(), rules=rules
@@ -316,7 +313,7 @@ def trainer_seeding(
 
     have_set, parts = HaveSet(), PartStore(folder / "seed" / "parts", bytes_max=SEED_BYTES_MAX)
     links = peer_links(run, key, client, config, folder / "seed", on_fault=on_fault)
-    seeding = Seeding(client, run, parts, have_set, folder=folder / "seed", network=links.network)
+    seeding = Seeding(client, run, parts, have_set, folder=folder / "seed")
     served = Served(have_set, parts, seeding.seed_store.manifest_at_hand, folder)
     return seeding, make_peer(run, key, config, links, served)
 
@@ -344,7 +341,7 @@ async def seeder(
             plan=links.neighbours,
             rate=_download_rate(swarm),
         )
-        served = Served(made.have_set, made.parts, made.seed_store.manifest_at_hand, folder)
+        served = Served(made.have_set, made.parts, made.manifest_at_hand, folder)
         peer = make_peer(run, key, swarm, links, served, pool=pool)
         await stack.enter_async_context(peer.running())
         yield made, peer

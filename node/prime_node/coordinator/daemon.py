@@ -53,7 +53,7 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
         ticker = tasks.create_task(_keep_time(coordinator, parts))
         emptier = tasks.create_task(_empty(trash, parts.bundles))
         clerk = tasks.create_task(coordinator.dossiers.keep_dossiers())
-        announcer: asyncio.Task[None] | None = None
+        host_keeper: asyncio.Task[None] | None = None
         try:
             routes = make_routes(handlers, coordinator.gate, coordinator.decisions, clock, parts.metrics)
             port = await parts.web.start(
@@ -67,22 +67,15 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
                     ", ".join(config.unlimited),
                 )
             if parts.network is not None:
-                host = PeerHost(
-                    parts.network,
-                    clock=clock,
-                    metrics=parts.metrics,
-                    notifications=coordinator.notifications,
-                    manifests=coordinator.manifests,
-                    timestamps=handlers.timestamps,
-                )
+                host = PeerHost(parts.network, clock=clock, metrics=parts.metrics)
                 await host.open(routes)
-                announcer = tasks.create_task(host.keep())
+                host_keeper = tasks.create_task(host.keep())
             ready(port)
             await first_of(stop.wait(), handlers.keys.revoked.wait())
             require_own_key(parts.run, parts.key)
         finally:
-            if announcer is not None:
-                announcer.cancel()
+            if host_keeper is not None:
+                host_keeper.cancel()
             coordinator.notifications.close()
             await parts.web.stop(grace_s=config.grace_seconds)
             ticker.cancel()

@@ -1,8 +1,8 @@
-"""The peer-to-peer network: connected peers, requests to one of them, announcements to all.
+"""The peer-to-peer network: connected peers and requests to one of them.
 
 A peer's name is its key (KeyId), and every link authenticates it: an answer to `request` came from that key, and the
 peer passed to a handler is the one that sent the request. Nothing else about a peer is trusted. The network belongs to
-one run: peers of another run share neither protocols nor topics.
+one run: peers of another run share no protocols.
 
 Methods raise Unreachable if there was no answer, and RemoteError if the peer refused or sent an invalid answer. Nothing
 is retried internally.
@@ -32,17 +32,6 @@ class Reachability(StrEnum):
     """It can dial others, but no peer can reach it. It can still fetch everything."""
     PRIVATE = "private"
     """Private by its owner's choice: it announces no address and serves nothing."""
-
-
-class GossipJudgement(StrEnum):
-    """Outcome of validating an announcement."""
-
-    ACCEPT = "accept"
-    """Valid: handled here and forwarded."""
-    REJECT = "reject"
-    """Invalid: no honest peer forwards it. It is dropped, and the peer that sent it is penalized."""
-    IGNORE = "ignore"
-    """Dropped without a penalty: not new, or cannot be validated now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +84,12 @@ class DeferredAnswer:
 
 RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | DeferredAnswer]]
 """(requesting peer, request) -> answer. May raise RemoteError, which the requesting peer receives."""
-Validate = Callable[[KeyId, bytes], Awaitable[GossipJudgement]]
-"""(forwarding peer, announcement) -> outcome. A decision that takes longer than ANNOUNCEMENT_JUDGE_S_MAX counts as IGNORE."""
-HandleAnnouncement = Callable[[KeyId, bytes], Awaitable[None]]
-"""(author, announcement), called once for each accepted announcement."""
 
 
 class PeerNetwork(Protocol):
     """One peer's view of the network.
 
-    `serve` and `subscribe` are called before `start`, everything else between `start` and `close`.
+    `serve` is called before `start`, everything else between `start` and `close`.
     """
 
     @property
@@ -120,12 +105,8 @@ class PeerNetwork(Protocol):
         """
         ...
 
-    def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
-        """Subscribe to a topic. Only announcements that `validate` accepts are handled or forwarded."""
-        ...
-
     async def start(self) -> None:
-        """Listen, dial the bootstrap peers and join the topics.
+        """Listen and dial the bootstrap peers.
 
         May be called again after the network has ended. Raises LocalError if the machine cannot do it.
         """
@@ -199,10 +180,6 @@ class PeerNetwork(Protocol):
         whole answer came in time. Raises RemoteError if the peer refuses (with its code) or answers with more than
         `reply_bytes_max` (TOO_LARGE).
         """
-        ...
-
-    async def announce(self, topic: str, data: bytes) -> None:
-        """Publish to a topic, as far as this peer's links carry it. Raises ValueError above ANNOUNCEMENT_BYTES_MAX."""
         ...
 
     async def provide(self, digest: str) -> None:

@@ -1,4 +1,4 @@
-"""The peer network over libp2p: TCP, Noise, yamux, gossipsub. NAT traversal is in libp2p_nat.py.
+"""The peer network over libp2p: TCP, Noise, yamux. NAT traversal is in libp2p_nat.py.
 
 Waiting: this class lives in asyncio and delegates everything to trio, in a thread of its own (trio_thread.py). There `_main`
 holds the host, its services and the loops that keep links. One sends heartbeats and drops silent peers, since TCP alone takes
@@ -13,7 +13,6 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import trio
 from libp2p.abc import IHost
@@ -25,7 +24,6 @@ from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_dialling import Dialler
 from prime_node.adapters.peers.libp2p_doorkeeper import Doorkeeper
 from prime_node.adapters.peers.libp2p_gate import ConnectionGater
-from prime_node.adapters.peers.libp2p_gossip import Gossip
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_meeting import KEY_CHARS_MAX, MEET, Meetings, hosts_by
@@ -37,11 +35,9 @@ from prime_node.adapters.peers.trio_thread import TrioThread
 from prime_node.ports.peer_network import (
     ConnectedPeer,
     DeferredAnswer,
-    HandleAnnouncement,
     PeerAddress,
     Reachability,
     RequestHandler,
-    Validate,
 )
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -62,7 +58,6 @@ class RunningHost:
 
     host: IHost
     streams: Streams
-    gossip: Gossip
     hints: Hints
     holes: Holes | None
     """NAT traversal; None for a private host, which uses no relay."""
@@ -81,7 +76,6 @@ class Libp2pNetwork:
         self._gate = ConnectionGater(near=_near(settings))
         self._local = LocalPeers(key.key_id, run, found=lambda address: self.learn((address,)))
         self._served: dict[str, tuple[RequestHandler, int]] = {}
-        self._topics: dict[str, tuple[Validate, HandleAnnouncement]] = {}
         self._known: dict[KeyId, PeerAddress] = {}
         self._staying = {address.peer: address for address in settings.bootstrap[: limits.BOOTSTRAP_PEERS_MAX]}
         self._blocked: set[KeyId] = set()
@@ -94,9 +88,6 @@ class Libp2pNetwork:
 
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
         self._served[protocol] = (handler, request_bytes_max)
-
-    def subscribe(self, topic: str, validate: Validate, handle: HandleAnnouncement) -> None:
-        self._topics[topic] = (validate, handle)
 
     def has_ended(self) -> bool:
         return self.thread.has_ended
@@ -184,11 +175,6 @@ class Libp2pNetwork:
     ) -> bytes:
         return await self.thread.call(self._ask, peer, protocol, payload, timeout_s, reply_bytes_max)
 
-    async def announce(self, topic: str, data: bytes) -> None:
-        if len(data) > limits.ANNOUNCEMENT_BYTES_MAX:
-            raise ValueError(f"an announcement has {len(data)} bytes, more than {limits.ANNOUNCEMENT_BYTES_MAX}")
-        await self.thread.call(self._announce, topic, data)
-
     async def provide(self, digest: str) -> None:
         await self.thread.call(self._provide, digest)
 
@@ -208,7 +194,6 @@ class Libp2pNetwork:
         listen = [] if self._settings.private else [Multiaddr(address) for address in self._settings.listen]
         self._gate.guard(host)
         proven = self._gate.guard_announced_addresses(host, self._hosts_of)
-        gossip = Gossip(host, self._block)
         hints = Hints(
             host,
             run=self._run,
@@ -219,9 +204,7 @@ class Libp2pNetwork:
         )
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(host.run(listen_addrs=listen))
-            for service in (gossip.pubsub, gossip.router, hints.table):
-                await stack.enter_async_context(background_trio_service(service))
-            await gossip.pubsub.wait_until_ready()
+            await stack.enter_async_context(background_trio_service(hints.table))
             nursery = await stack.enter_async_context(trio.open_nursery())
             streams = Streams(host, nursery)
             is_relay, gate = self._settings.relay, self._gate
@@ -229,7 +212,7 @@ class Libp2pNetwork:
             usable = None if self._settings.private else holes
             dialler = Dialler(host, streams, gate, usable, self._blocked)
             reach = Reach(host, self._settings, self._staying, streams, holes, self._ask)
-            self.running = RunningHost(host, streams, gossip, hints, usable, reach, dialler)
+            self.running = RunningHost(host, streams, hints, usable, reach, dialler)
             self._serve(streams, ALIVE, reach.announce_addresses, request_bytes_max=0)
             if not self._settings.private:
                 await stack.enter_async_context(holes.run())
@@ -241,9 +224,6 @@ class Libp2pNetwork:
                     self._serve(streams, name, self._asking(handler), request_bytes_max=bytes_max)
                 nursery.start_soon(reach.look)
             host.get_network().register_notifee(Doorkeeper(self._blocked, hints, usable, nursery))
-            for topic, (validate, handle) in self._topics.items():
-                name = stream_protocol(self._run, topic)
-                await gossip.join(name, self._in_asyncio(validate), self._in_asyncio(handle), nursery)
             nursery.start_soon(self._keep_alive)
             for peer in list(self._staying):
                 nursery.start_soon(self._stay_linked, peer)
@@ -270,12 +250,6 @@ class Libp2pNetwork:
 
         return there
 
-    def _in_asyncio(self, function: Callable[[str, bytes], Awaitable[Any]]) -> Callable[[str, bytes], Awaitable[Any]]:
-        async def there(peer: str, data: bytes) -> Any:
-            return await self.thread.to_asyncio(function, peer, data)
-
-        return there
-
     def _serve(self, streams: Streams, name: str, answer: Serve, *, request_bytes_max: int) -> None:
         async def heard(peer: str, payload: bytes) -> bytes | DeferredAnswer:
             self.heard_s[peer] = trio.current_time()
@@ -294,9 +268,6 @@ class Libp2pNetwork:
             raise Unreachable(f"{peer} did not answer within {timeout_s:g} s") from None
         self.heard_s[peer] = trio.current_time()
         return reply
-
-    async def _announce(self, topic: str, data: bytes) -> None:
-        await self._parts.gossip.announce(stream_protocol(self._run, topic), data)
 
     async def _provide(self, digest: str) -> None:
         await self._parts.hints.provide(digest)
@@ -327,7 +298,6 @@ class Libp2pNetwork:
             log.warning("blocked peer %s: %s", peer, reason)
         self._blocked.add(peer)
         self._known.pop(peer, None)
-        self._parts.gossip.block(ID.from_string(peer))
         await self._close_links(peer)
 
     async def _keep_alive(self) -> None:

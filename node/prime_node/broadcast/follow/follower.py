@@ -30,7 +30,7 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
-from prime_node.patience import RateLimit
+from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
@@ -128,7 +128,7 @@ class Follower:
                 plan or NoPeers(),
                 rate,
             )
-            self.heads = Heads(run, pool, folder)
+            self.heads = Heads(run, pool, folder, on_head=self.have_set.advance_head)
             self.update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
         except OSError as error:
             raise LocalError(f"checkpoint folder {folder}: {error}") from None
@@ -206,7 +206,8 @@ class Follower:
             started = self._target(started)
             if started is None:
                 # A source that held the request has waited already; one that cannot is asked again after a pause.
-                await self._clock.sleep(max(0.0, self._poll_s - (self._clock.monotonic_s() - asked_s)))
+                pause_s = max(0.0, self._poll_s - (self._clock.monotonic_s() - asked_s))
+                await unless(self.heads.hinted(), self._clock.sleep(pause_s))
                 continue
             try:
                 await self._take(await self.heads.manifest(started))
@@ -301,7 +302,6 @@ class Follower:
             del self._policies[oldest]
         kept = {blob.digest for held in self._policies.values() for blob in held.blobs}
         self.have_set.keep_only(kept)
-        self.have_set.staged(self._newest)
         await self._local(self.parts.keep_only, kept)
         async with self._changed:
             self._changed.notify_all()

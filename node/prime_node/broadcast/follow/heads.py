@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
@@ -38,12 +38,15 @@ COMPARE_S_MAX = 10.0
 class Heads:
     """The verified head, and the manifests that lead to it."""
 
-    def __init__(self, run: PinnedRun, pool: SourcePool, folder: Path) -> None:
-        """Start from the head that `folder` holds from the last run."""
+    def __init__(
+        self, run: PinnedRun, pool: SourcePool, folder: Path, *, on_head: Callable[[int], None] = lambda version: None
+    ) -> None:
+        """Start from the head that `folder` holds from the last run. `on_head` is called with each verified head's version."""
         self.chain = KnownChain()
         self._run = run
         self._pool = pool
         self._folder = folder
+        self._on_head = on_head
         self._ring = run.keys.version
         """Key ring by which the head was verified."""
         self._compared: dict[int, set[str]] = {}
@@ -69,6 +72,10 @@ class Heads:
             await unless(self._pool.hinted(self.newest), self._ask(asked, wait_s=wait_s))
         else:
             await self._ask(asked)
+
+    async def hinted(self) -> None:
+        """Wait until a peer announces a newer policy."""
+        await self._pool.hinted(self.newest)
 
     async def _compare(self) -> None:
         """Compare the head's manifest with that of peers that hold its version. `_order_of` keeps and reports a fork."""
@@ -148,6 +155,7 @@ class Heads:
             self.chain.begin(shown)
         else:
             await self._link(named, shown)
+        self._on_head(self.newest)
         self._write(self._folder / "head.json", shown.envelope)
 
     def _is_rolled_back(self, shown: SignedManifest) -> bool:
@@ -247,6 +255,7 @@ class Heads:
             head = _open_checked(open_envelope(path.read_bytes()), self._run)
             if not self._is_rolled_back(head):
                 self.chain.begin(head)
+                self._on_head(self.newest)
         except RemoteError as error:
             log.warning("%s: %s; starting from the sources' head", path, error)
             path.unlink()

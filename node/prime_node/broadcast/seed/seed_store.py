@@ -44,6 +44,8 @@ class SeedStore:
         self._folder = folder
         self._signed: dict[int, SignedManifest] = {}
         self._here: dict[Name, Encoding] = {}
+        self.newest = -1
+        """Newest policy of which all encodings are here."""
         folder.mkdir(parents=True, exist_ok=True)
 
     async def restore(self, run: PinnedRun) -> None:
@@ -60,7 +62,7 @@ class SeedStore:
                 await self.announce(signed.manifest, encoding)
                 self.add(signed, encoding)
             if len(whole) == len(encodings):
-                self._have_set.staged(signed.manifest.policy_version)
+                self._is_whole(signed)
 
     async def announce(self, manifest: Manifest, encoding: Encoding) -> None:
         """Announce an encoding to peers, if all of it is on disk."""
@@ -98,9 +100,13 @@ class SeedStore:
         self._signed = {version: one for version, one in self._signed.items() if any(v == version for v, _ in kept)}
         self._write_down()
         digests = {blob.digest for encoding in self._here.values() for blob in encoding.blobs}
-        self._have_set.staged(signed.manifest.policy_version)
+        self._is_whole(signed)
         self._have_set.keep_only(digests)
         self._parts.keep_only(digests)
+
+    def _is_whole(self, signed: SignedManifest) -> None:
+        self.newest = max(self.newest, signed.manifest.policy_version)
+        self._have_set.advance_head(self.newest)
 
     def _write_down(self) -> None:
         """Write the manifests to disk. A full disk costs only what a restart would find."""

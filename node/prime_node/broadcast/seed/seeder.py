@@ -21,10 +21,11 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
-from prime_node.patience import RateLimit
+from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chunk_index import ChunkIndex
+from prime_protocol.envelope import Envelope
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
@@ -66,7 +67,7 @@ class Seeder:
             self._downloads = Downloads(
                 pool, self.parts, self.have_set, clock, rng, memory_bytes_max, plan or NoPeers(), rate
             )
-            self.heads = Heads(run, pool, folder)
+            self.heads = Heads(run, pool, folder, on_head=self.have_set.advance_head)
             self._update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
             self.seed_store = SeedStore(self.parts, self.have_set, folder / "manifests")
         except OSError as error:
@@ -80,15 +81,21 @@ class Seeder:
             raise LocalError(f"folder {self._folder}: {error}") from None
         while True:
             asked_s = self._clock.monotonic_s()
-            await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.have_set.head else 0.0)
-            if self.heads.newest <= self.have_set.head:
-                await self._clock.sleep(max(0.0, POLL_S - (self._clock.monotonic_s() - asked_s)))
+            await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.seed_store.newest else 0.0)
+            if self.heads.newest <= self.seed_store.newest:
+                pause_s = max(0.0, POLL_S - (self._clock.monotonic_s() - asked_s))
+                await unless(self.heads.hinted(), self._clock.sleep(pause_s))
                 continue
             try:
                 await self.take(self.heads.newest)
             except (RemoteError, Unreachable) as error:
                 log.warning("policy %d: %s; fetching the head again", self.heads.newest, error)
                 await self._clock.sleep(PAUSE_S)
+
+    def manifest_at_hand(self, policy_version: int) -> Envelope | None:
+        """Return a verified manifest to serve to peers, or None if it is not held."""
+        signed = self.heads.chain.recent(policy_version)
+        return self.seed_store.manifest_at_hand(policy_version) if signed is None else signed.envelope
 
     async def take(self, policy_version: int) -> None:
         """Download the update path to a policy from nothing, if there is one, and every encoding of the policy itself.

@@ -1,6 +1,6 @@
 """The trainer as the first seeder: it keeps and serves what it publishes, so that the coordinator need not.
 
-A decorator of the port to the coordinator that keeps a copy of each upload. It announces a policy to the peers once the
+A decorator of the port to the coordinator that keeps a copy of each upload. It announces a policy to its peers once the
 coordinator has taken the manifest, or does not answer. The manifest proves itself, so the swarm need not wait for the
 coordinator. seed_store.py decides what is kept.
 """
@@ -12,10 +12,8 @@ import logging
 from pathlib import Path
 
 from prime_node.broadcast.seed.seed_store import SeedStore
-from prime_node.broadcast.swarm.gossiped_heads import announce
 from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
-from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import PublishPort, Unreachable
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import RemoteError
@@ -36,19 +34,13 @@ class Seeding:
         have_set: HaveSet,
         *,
         folder: Path,
-        network: PeerNetwork | None = None,
     ) -> None:
-        """Wrap `port`. `folder` survives restarts.
-
-        A manifest is announced over `network` when the coordinator cannot do it. Without one, peers learn of the policy over
-        their own links.
-        """
+        """Wrap `port`. `folder` survives restarts."""
         self._port = port
         self._run = run
         self._parts = parts
         self.have_set = have_set
         self.seed_store = SeedStore(parts, have_set, folder / "manifests")
-        self._network = network
 
     async def restore(self) -> None:
         """Serve again what was published before this process began."""
@@ -74,8 +66,6 @@ class Seeding:
         except (RemoteError, Unreachable) as error:
             if isinstance(error, Unreachable) or error.is_transient:
                 self.seed_store.put(signed)
-                if self._network is not None:
-                    await announce(self._network, manifest)
             raise
         self.seed_store.put(signed)
 

@@ -80,7 +80,7 @@ class HaveChange:
     pieces: dict[str, PieceSet]
     """New pieces by encoding."""
     head: int
-    """Newest policy that is here whole, -1 before the first."""
+    """Newest policy whose manifest is served here, -1 before the first."""
 
 
 class HaveSet:
@@ -113,8 +113,8 @@ class HaveSet:
         """Record that a verified piece is on disk."""
         self._announce(self._have_set[name], 1 << piece)
 
-    def staged(self, policy_version: int) -> None:
-        """Record that a policy is here and verified as a whole."""
+    def advance_head(self, policy_version: int) -> None:
+        """Announce a policy whose manifest is verified and served here. An older version than the head changes nothing."""
         if policy_version > self.head:
             self.head = policy_version
             self.tell()

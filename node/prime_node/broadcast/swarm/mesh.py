@@ -1,7 +1,7 @@
-"""Links over the peer network that work without the coordinator: for gossip of heads and for peer discovery.
+"""Links over the peer network that work without the coordinator, for peer discovery.
 
-Waiting: nothing waits for it. `run` keeps a few links to other peers, whatever transport carries the bytes; otherwise all
-announcements would depend on the coordinator's host. It publishes a provider record under the run's digest, and looks for
+Waiting: nothing waits for it. `run` keeps a few links to other peers, whatever transport carries the bytes; otherwise lookups
+in the hash table would depend on the coordinator's host. It publishes a provider record under the run's digest, and looks for
 such records while the coordinator does not answer. A record only says where to try.
 """
 
@@ -22,7 +22,7 @@ from prime_protocol.run_spec import PinnedRun
 log = logging.getLogger(__name__)
 
 LINKS_WISHED = 6
-"""Number of links to keep: the degree that gossipsub wants."""
+"""Number of links to keep. One link that answers is enough for a lookup; the others replace it when it is lost."""
 LOOK_S = 1.0
 LINK_S_MAX = 15.0
 TRIED_AGAIN_S = 60.0
@@ -34,7 +34,7 @@ ASK_S = 20.0
 
 
 class Mesh:
-    """The links kept for gossip. Used from the event loop only."""
+    """The links kept for discovery. Used from the event loop only."""
 
     def __init__(
         self, run: PinnedRun, network: PeerNetwork, directory: Directory, *, clock: Clock, rng: random.Random

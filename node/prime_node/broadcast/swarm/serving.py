@@ -280,7 +280,7 @@ class PeerService:
             return encode_update(await self.fresh(listener, cursor, head))
 
     async def fresh(self, member: str, cursor: int, head: int) -> HaveChange:
-        """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or a policy is whole; then return all changes.
+        """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or the head; then return all changes.
 
         Here each answer costs a request. In a stream, lines are too cheap for this to matter.
         """

@@ -160,7 +160,8 @@ class SourcePool:
         """Record a failed request: the source rests. A wrong digest is reported to its `events`."""
         if named.kind is SourceKind.PEER and isinstance(error, RemoteError) and error.is_transient:
             # A peer without a free slot does nothing wrong.
-            named.rests_until_s = self._clock.monotonic_s() + min(error.retry_after_s or REST_S_MIN, REST_S_MAX)
+            rest_s = min(max(error.retry_after_s or 0.0, REST_S_MIN), REST_S_MAX)
+            named.rests_until_s = self._clock.monotonic_s() + rest_s
             return
         named.failures += 1
         rest_s = min(REST_S_MAX, REST_S_MIN * 2 ** min(named.failures - 1, 10)) * self._rng.uniform(0.5, 1.0)

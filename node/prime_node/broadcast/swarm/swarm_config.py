@@ -21,7 +21,7 @@ class SwarmConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to serve on; 0 takes any free one. Behind a router, forward a port of your choice and set it here."""
     p2p: Literal["auto", "on", "off"] = "auto"
-    """libp2p in addition to HTTP, for links through NATs and gossip of new heads. auto: on where the extra p2p is installed."""
+    """libp2p in addition to HTTP, for links through NATs. auto: on where the extra p2p is installed."""
     p2p_listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
     """Multiaddrs that libp2p listens on. Behind a router, forward a port of your choice and set it here."""
     p2p_announce: tuple[str, ...] = ()

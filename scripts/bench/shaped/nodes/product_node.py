@@ -136,7 +136,7 @@ async def seed(node: SimpleNamespace) -> None:
         task = asyncio.create_task(mirror.follow())
         await linked(peer, node.num_links)
         mark("ready")
-        while mirror.have_set.head < 0:  # noqa: ASYNC110 - it notifies its peers, not this process
+        while mirror.seed_store.newest < 0:  # noqa: ASYNC110 - it notifies its peers, not this process
             await asyncio.sleep(0.004)
         mark("done")
         await asyncio.to_thread(write_out, node, mirror.parts)
