@@ -185,6 +185,8 @@ PEER_LINKS_MAX = 4
 """Links between the same two peers: each may dial the other, through a relay and directly."""
 PEER_ADDRESSES_MAX = 8
 """Addresses of one peer that are dialled or remembered."""
+PEER_PROTOCOLS_MAX = 64
+"""Protocols of one peer's Identify message that are remembered."""
 PEER_ADDRESS_CHARS_MAX = 256
 """One multiaddr as text."""
 BOOTSTRAP_PEERS_MAX = 8

@@ -7,6 +7,7 @@ itself. Our host dials only the endpoints for which `opened` holds the gate open
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -17,6 +18,7 @@ from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.own_addresses import own_addresses
+from prime_protocol import limits
 from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, place_of
 
 log = logging.getLogger(__name__)
@@ -90,7 +92,8 @@ class ConnectionGater:
 
         def proven(peer: str, addresses: Any) -> list[Any]:
             hosts = links_of(peer)
-            ends = [(address, endpoint_of(str(address).split("/p2p/")[0])) for address in addresses]
+            few = itertools.islice(addresses, limits.PEER_ADDRESSES_MAX)  # honest peers name no more
+            ends = [(address, endpoint_of(str(address).split("/p2p/")[0])) for address in few]
             return [one for one, end in ends if end is not None and (end.host in hosts or self._is_open(end))]
 
         def add_addrs(peer: ID, addresses: Any, ttl: int = 0) -> None:

@@ -13,6 +13,10 @@ from libp2p import new_host
 from libp2p.abc import IHost, INetStream, INetworkService
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
+from libp2p.host import basic_host
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push.identify_push import ID_PUSH
+from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.peer.id import ID
@@ -93,6 +97,7 @@ def make_host(
         ),
         addrs_factory=advertised,
     )
+    host.remove_stream_handler(ID_PUSH)  # no peer needs it, and it would let peers repeat Identify at any rate
     swarm = host.get_network()
     swarm.retry_config = RetryConfig(max_retries=0)  # our own code decides about redialling
     swarm.auto_connector = _DialsNobody(swarm)
@@ -100,6 +105,20 @@ def make_host(
     _count_handlers(swarm)
     assert str(host.get_id()) == key.key_id
     return host
+
+
+async def _store_identified(store: PeerStore, peer: ID, message: Identify) -> None:
+    """Cut a peer's Identify message before the library reads it, in the thread that serves all links.
+
+    The library parses 1,000 addresses and keeps any number of protocols. The signed record repeats the addresses.
+    """
+    del message.listen_addrs[limits.PEER_ADDRESSES_MAX :]
+    del message.protocols[limits.PEER_PROTOCOLS_MAX :]
+    message.ClearField("signedPeerRecord")
+    await update_peerstore_from_identify(store, peer, message)
+
+
+basic_host.update_peerstore_from_identify = _store_identified  # the library offers no setting for it
 
 
 def _count_handlers(swarm: INetworkService) -> None:

@@ -1,0 +1,124 @@
+"""What peers say and do over libp2p neither fills nor ends a host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+import trio
+from libp2p import new_host
+from libp2p.abc import IHost, INetStream
+from libp2p.host.exceptions import StreamFailure
+from libp2p.identity.identify.identify import ID as IDENTIFY
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.identity.identify_push.identify_push import ID_PUSH
+from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.id import ID
+from libp2p.peer.peerinfo import PeerInfo
+from libp2p.utils.varint import encode_varint_prefixed
+from multiaddr import Multiaddr
+
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_protocol import limits
+from prime_protocol.identity import SigningKey
+
+
+def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(20):
+            await talk()
+
+    trio.run(bounded)
+
+
+def test_a_host_keeps_its_own_keys_however_many_peers_it_meets() -> None:
+    """Before, the thousandth peer evicted the host's own entry, and the host ended."""
+    key = SigningKey(bytes([3]) * 32)
+    host = make_host(key, PeerSettings(connections_max=64))
+    store = host.get_peerstore()
+    for number in range(5_000):
+        store.add_addrs(ID(b"\x00\x24" + number.to_bytes(36, "big")), [], 7_200)
+    assert len(store.peer_ids()) < 5_000
+    assert ID.from_pubkey(store.privkey(host.get_id()).get_public_key()) == host.get_id()
+
+
+@contextlib.asynccontextmanager
+async def linked(stranger: IHost) -> AsyncIterator[tuple[IHost, Counter[ID]]]:
+    """A host of ours to which a stranger has a link. Yields it with the number of addresses that it has looked at, by peer."""
+    ours, looked_at = make_host(SigningKey(bytes([1]) * 32), PeerSettings()), Counter[ID]()
+    add = ours.get_peerstore().add_addrs
+
+    def add_addrs(peer: ID, addresses: list[Multiaddr], ttl: int = 0) -> None:
+        looked_at[peer] += len(addresses)
+        add(peer, addresses, ttl)
+
+    ours.get_peerstore().add_addrs = add_addrs
+    async with ours.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]), stranger.run([]):
+        await stranger.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
+        yield ours, looked_at
+        for one, other in ((stranger, ours), (ours, stranger)):
+            await one.get_network().close_peer(other.get_id())
+
+
+def test_what_a_peer_says_of_itself_is_cut_before_it_is_stored() -> None:
+    """Before, 1,000 addresses held up all links for 70 ms, and a megabyte of protocols was kept for each key."""
+
+    async def talk() -> None:
+        stranger = new_host()
+        addresses = [Multiaddr(f"/ip4/127.1.{n // 256}.{n % 256}/tcp/1").to_bytes() for n in range(1_000)]
+        protocols = [f"/made/up/{number}" for number in range(20_000)]
+        message = Identify(listen_addrs=addresses, protocols=protocols).SerializeToString()
+
+        async def answer(stream: INetStream) -> None:
+            await stream.write(encode_varint_prefixed(message))
+            await stream.close()
+
+        stranger.set_stream_handler(IDENTIFY, answer)
+        async with linked(stranger) as (ours, looked_at):
+            store, peer = ours.get_peerstore(), stranger.get_id()
+            while not store.get_protocols(peer):
+                await trio.lowlevel.checkpoint()
+            assert len(store.get_protocols(peer)) == limits.PEER_PROTOCOLS_MAX
+            assert 0 < looked_at[peer] <= limits.PEER_ADDRESSES_MAX + 1
+
+    on_trio(talk)
+
+
+def test_no_peer_pushes_what_it_says_of_itself() -> None:
+    async def talk() -> None:
+        stranger = new_host()
+        async with linked(stranger) as (ours, _):
+            with pytest.raises(StreamFailure):
+                await stranger.new_stream(ours.get_id(), [ID_PUSH])
+
+    on_trio(talk)
+
+
+def test_a_handler_that_raises_ends_its_stream_alone() -> None:
+    """Before, any exception in a handler ended the host with all links."""
+
+    async def talk() -> None:
+        stranger = new_host()
+
+        async def fail(stream: INetStream) -> None:
+            raise KeyError(await stream.read(1))
+
+        async def answer(stream: INetStream) -> None:
+            await stream.write(await stream.read(1))
+
+        async with linked(stranger) as (ours, _):
+            ours.set_stream_handler("/fails", fail)
+            ours.set_stream_handler("/answers", answer)
+            broken, sound = [await stranger.new_stream(ours.get_id(), [name]) for name in ("/fails", "/answers")]
+            await broken.write(b"1")
+            with pytest.raises(StreamError):
+                await broken.read(1)
+            await sound.write(b"2")
+            assert await sound.read(1) == b"2"
+
+    on_trio(talk)
