@@ -26,6 +26,18 @@ BURST_S = 0.25
 """Seconds' worth of a rate limit that may be used at once."""
 
 
+class Stop(asyncio.Event):
+    """A request to stop, which may be in a hurry."""
+
+    hurry = False
+    """Whether a person waits for the end, so that unfinished work is given up."""
+
+
+def in_a_hurry(stop: asyncio.Event) -> bool:
+    """Return whether unfinished work is to be given up."""
+    return isinstance(stop, Stop) and stop.hurry
+
+
 class Switch:
     """A switch, off at first. Both states can be awaited."""
 

@@ -111,6 +111,17 @@ def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
     wait_until(lambda: not up.processes())
 
 
+def test_ctrl_c_ends_up_soon_even_if_no_role_listens(up: Up) -> None:
+    """A role in a long computation is like one that is suspended. The limits of SIGTERM would add up to 85 s."""
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=200")
+    up.until(lambda status: status["step"] >= 1, timeout_s=180, what="step 1")
+    for role in ("join", "validator", "trainer"):
+        os.kill(up.process_of(role), signal.SIGSTOP)
+    up.interrupt()
+    assert up.finish(timeout_s=30) == 130, up.everything()
+    assert up.processes() == []
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
@@ -132,7 +143,7 @@ def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
             assert [worker["refused"] for worker in status["workers"]] == [{}, {}]
             for process in (guest, neighbour):
                 process.send_signal(signal.SIGINT)
-                assert process.wait(timeout=60) == 0, (tmp_path / "guest.log").read_text()
+                assert process.wait(timeout=60) in (0, 130), (tmp_path / "guest.log").read_text()  # 130: not in time
 
 
 @contextlib.contextmanager

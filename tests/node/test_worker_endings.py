@@ -13,6 +13,7 @@ from tests.node.table_engine import TableEngine
 from tests.node.worker_world import names_in
 from tests.time_world import until
 
+from prime_node.patience import Stop
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending
@@ -175,6 +176,25 @@ async def test_stopping_while_a_lease_generates_hands_it_back_after_the_grace_pe
     assert await run_worker(world.worker(Endless(), leases_ahead=0, grace_seconds=1.0), world.stop) is Ending.STOPPED
     assert world.coordinator.returned == list(world.coordinator.leases)
     assert world.coordinator.verdicts == {}
+
+
+async def test_ctrl_c_while_a_lease_generates_hands_it_back_before_the_grace_period_ends(tmp_path: Path) -> None:
+    """The virtual clock advances in steps of 100 s."""
+    world, stop = WorkerWorld(tmp_path), Stop()
+    stopped_s = 0.0
+
+    class Endless(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            nonlocal stopped_s
+            if not world.coordinator.leases:  # the rehearsal
+                return await super().generate(requests, sampling)
+            stop.hurry, stopped_s = True, world.clock.monotonic_s()
+            stop.set()
+            return await asyncio.get_running_loop().create_future()
+
+    assert await run_worker(world.worker(Endless(), leases_ahead=0, grace_seconds=1e5), stop) is Ending.STOPPED
+    assert world.coordinator.returned == list(world.coordinator.leases)
+    assert world.clock.monotonic_s() - stopped_s < 1_000.0
 
 
 async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_path: Path) -> None:

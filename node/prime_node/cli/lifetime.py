@@ -1,8 +1,10 @@
 """The life of a role's process: one event loop, one stop event.
 
-The first SIGINT or SIGTERM sets the stop event, and the role stops in order; a second signal, or the end of `grace_s`, cancels
-it. With `stop_with_parent`, end of file on standard input acts like a signal: the pipe closes when the supervisor dies, however
-that happens, so no process is orphaned.
+The first SIGTERM sets the stop event, and the role has `grace_s` to finish its work. The first SIGINT (Ctrl-C) sets it in a hurry
+(patience.Stop): the role has INTERRUPT_S to leave in order. A second signal, or the end of that time, cancels the role. A role
+that has not ended END_S later ends with its process: a thread in a forward pass, or an engine that starts, cannot be interrupted.
+That loses nothing that was finished, as every role may be killed at any time. With `stop_with_parent`, end of file on standard
+input acts like SIGTERM: the pipe closes when the supervisor dies, however that happens, so no process is orphaned.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import multiprocessing
 import os
 import resource
 import signal
@@ -18,10 +21,14 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable
 
+from prime_node.patience import Stop
+
 log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after a second signal, or if the grace period was too short."""
+INTERRUPT_S, END_S = 3.0, 1.5
+"""Time to leave in order after Ctrl-C; and, after a role was cancelled, the time after which its process ends."""
 REPEATED_S = 0.5
 """Time after a SIGTERM in which further ones count as the same: `timeout` sends it to a process and again to its group."""
 SETTLED_S = 60.0
@@ -35,12 +42,44 @@ def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_paren
         OSError, ValueError
     ):  # two networks' connections exceed 1,024 descriptors, the usual soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_live(main, stop_with_parent=stop_with_parent, grace_s=grace_s))
+    ends = _Ends()
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_live(main, ends, stop_with_parent=stop_with_parent, grace_s=grace_s))
+    finally:
+        ends.cancel()
 
 
-async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
-    stop, cut = asyncio.Event(), asyncio.Event()
+class _Ends:
+    """Ends of the process that do not wait for any thread."""
+
+    def __init__(self) -> None:
+        self.code = INTERRUPTED
+        self._timers: list[threading.Timer] = []
+
+    def after(self, seconds: float) -> None:
+        """End the process after some time, unless it is cancelled before."""
+        timer = threading.Timer(seconds, self._end)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def cancel(self) -> None:
+        """Forget all ends that were set."""
+        for timer in self._timers:
+            timer.cancel()
+
+    def _end(self) -> None:
+        log.warning("a computation that cannot be interrupted still runs; the process ends without it")
+        for child in multiprocessing.active_children():  # an engine's
+            child.kill()
+        os._exit(self.code)
+
+
+async def _live(
+    main: Callable[[asyncio.Event], Awaitable[int]], ends: _Ends, *, stop_with_parent: bool, grace_s: float
+) -> int:
+    stop, cut = Stop(), asyncio.Event()
 
     stopped_s = 0.0
 
@@ -48,10 +87,14 @@ async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_pa
         nonlocal stopped_s
         if stop.is_set():
             if number is signal.SIGINT or loop.time() > stopped_s + REPEATED_S:
+                ends.after(END_S)
                 cut.set()
             return
         stopped_s = loop.time()
-        log.info("stopping in order, within %.0f s; the same signal again (Ctrl-C) stops at once", grace_s)
+        stop.hurry = number is signal.SIGINT
+        log.info(
+            "stopping in order, within %.0f s; the same signal again (Ctrl-C) stops at once", _left_s(stop, grace_s)
+        )
         stop.set()
 
     loop = asyncio.get_running_loop()
@@ -62,7 +105,7 @@ async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_pa
         threading.Thread(target=_watch_parent, args=(loop, stop), daemon=True).start()
 
     role = asyncio.ensure_future(main(stop))
-    deadline = asyncio.create_task(_cut_after(stop, cut, grace_s))
+    deadline = asyncio.create_task(_cut_after(stop, cut, ends, grace_s))
     cutting = asyncio.create_task(cut.wait())
     await asyncio.wait({role, cutting}, return_when=asyncio.FIRST_COMPLETED)
     if not role.done():
@@ -71,15 +114,21 @@ async def _live(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_pa
     deadline.cancel()
     cutting.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        return await role
-    return INTERRUPTED
+        ends.code = await role
+    return ends.code
 
 
-async def _cut_after(stop: asyncio.Event, cut: asyncio.Event, grace_s: float) -> None:
+async def _cut_after(stop: Stop, cut: asyncio.Event, ends: _Ends, grace_s: float) -> None:
     await stop.wait()
-    await asyncio.sleep(grace_s)
-    log.warning("not finished %.0f s after the request to stop", grace_s)
+    left_s = _left_s(stop, grace_s)
+    ends.after(left_s + END_S)
+    await asyncio.sleep(left_s)
+    log.warning("not finished %.0f s after the request to stop", left_s)
     cut.set()
+
+
+def _left_s(stop: Stop, grace_s: float) -> float:
+    return min(INTERRUPT_S, grace_s) if stop.hurry else grace_s
 
 
 def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -1,8 +1,8 @@
 """The processes of `prime-node up`: started in order, watched, restarted when they die, stopped in order.
 
-Each child runs in its own session, so Ctrl-C in the terminal reaches only the supervisor. It then stops the children in the
-order that loses no data: workers, validators, trainer, coordinator. Each child's standard input is a pipe from the supervisor.
-When the pipe closes, the child stops by itself, so a killed supervisor leaves no orphans.
+Each child runs in its own session, so Ctrl-C in the terminal reaches only the supervisor, which then stops the children. Each
+child's standard input is a pipe from the supervisor. When the pipe closes, the child stops by itself, so a killed supervisor
+leaves no orphans.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ class Supervisor:
         await asyncio.shield(self._watchers[name])
         return self.children[name]
 
-    async def stop(self, name: str, *, grace_s: float) -> None:
-        """Ask a child to stop; kill it after `grace_s`."""
+    async def stop(self, name: str, *, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """Ask a child to stop by signal `number`; kill it after `grace_s`."""
         child = self.children.get(name)
         if child is None or name in self._stopping:
             return
         self._stopping.add(name)
         if child.process is not None and child.process.returncode is None:
-            _signal(child.process, signal.SIGTERM)
+            _signal(child.process, number)
             try:
                 await asyncio.wait_for(child.process.wait(), grace_s)
             except TimeoutError:

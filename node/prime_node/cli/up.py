@@ -1,7 +1,8 @@
 """`prime-node up`: the whole system on one machine, new or resumed.
 
 Start order: coordinator, then trainer, validators and workers together. Stop order: workers, validators, trainer, coordinator,
-so that all finished work is accepted. A child that dies unexpectedly is restarted; each resumes from its own disk.
+so that all finished work is accepted. After Ctrl-C all but the coordinator stop together, and what they compute is given up. A
+child that dies unexpectedly is restarted; each resumes from its own disk.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
 from prime_node.folder_lock import FolderLock
 from prime_node.observe import JsonLinesReader
-from prime_node.patience import unless
+from prime_node.patience import Stop, unless
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
@@ -48,6 +49,8 @@ START_S_MAX = 60.0
 LEAVE_S_MAX = 10.0
 """Time for workers to leave after the last step."""
 GRACE_S = {"worker": 15.0, VALIDATOR: 10.0, TRAINER: 60.0, COORDINATOR: 15.0}
+INTERRUPTED_S, INTERRUPTED_COORDINATOR_S = 3.2, 1.2
+"""The same after Ctrl-C, for the roles that stop together; and for the coordinator, which takes what they hand back."""
 
 
 def up(
@@ -87,10 +90,15 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
         console=console,
     )
 
-    stop = asyncio.Event()
+    stop = Stop()
+
+    def on_signal(number: signal.Signals) -> None:
+        stop.hurry = stop.hurry or number is signal.SIGINT
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal, number)
     session = UpSession(run_dir, run, link, settings, engine, options.assignments)
     try:
         await unless(stop.wait(), session.start())
@@ -98,7 +106,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
         if finished:
             await unless(stop.wait(), session.until_workers_left())
     finally:
-        await session.stop()
+        await (session.interrupt() if stop.hurry else session.stop())
     if not finished:
         say("", f"stopped at step {session.progress.step}; `prime-node up {run_dir.path}` resumes", console=console)
         return 130 if stop.is_set() else 3
@@ -221,6 +229,14 @@ class UpSession:
         await asyncio.gather(*(self._supervisor.stop(name, grace_s=GRACE_S["worker"]) for name in self._workers))
         for name in (VALIDATOR, TRAINER, COORDINATOR):
             await self._supervisor.stop(name, grace_s=GRACE_S[name])
+
+    async def interrupt(self) -> None:
+        """Stop all children within 5 s, whatever they compute. Each resumes from its own disk."""
+        others = (*self._workers, VALIDATOR, TRAINER)
+        number = signal.SIGINT
+        stopping = (self._supervisor.stop(name, grace_s=INTERRUPTED_S, number=number) for name in others)
+        await asyncio.gather(*stopping)
+        await self._supervisor.stop(COORDINATOR, grace_s=INTERRUPTED_COORDINATOR_S, number=number)
 
     async def _start(self, name: str, *arguments: str, command: str | None = None, positional: bool = True) -> None:
         # A worker gets only the link.

@@ -235,7 +235,7 @@ def _transformers(model: Path, *, dtype: str, threads: int, device: str = "cpu")
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
     except ImportError as error:
         raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
-    return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
+    return TransformersEngine(model, dtype="fp32" if dtype == "auto" else dtype, threads=threads, device=device)
 
 
 def _vllm() -> type[VllmEngine]:
@@ -301,12 +301,13 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         vllm = _vllm()
         _check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
-        made = vllm(model, context_tokens_max=bounds, cpu_cache_gib=settings.cpu_cache_gib, seeded=settings.seeded)
+        chosen = settings.model_dump(include={"dtype", "cpu_cache_gib", "seeded"})
+        made = vllm(model, context_tokens_max=bounds, **chosen)
     else:
         if not settings.seeded:
             raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always uses the seeds")
         _check_size(model, run)
-        made = _transformers(model, dtype="fp32", threads=settings.threads)
+        made = _transformers(model, dtype=settings.dtype, threads=settings.threads)
     made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:
         return made

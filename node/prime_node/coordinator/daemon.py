@@ -22,7 +22,7 @@ from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.scheduler import expired_leases
-from prime_node.patience import first_of
+from prime_node.patience import first_of, in_a_hurry
 from prime_node.ports.blobs import Blobs
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
             if host_keeper is not None:
                 host_keeper.cancel()
             coordinator.notifications.close()
-            await parts.web.stop(grace_s=config.grace_seconds)
+            await parts.web.stop(grace_s=min(config.grace_seconds, 1.0) if in_a_hurry(stop) else config.grace_seconds)
             ticker.cancel()
             emptier.cancel()
             clerk.cancel()

@@ -27,6 +27,9 @@ class WorkerConfig(Settings):
     seeded: bool = True
     """Choose tokens by the assigned randomness. false: vLLM's own sampler chooses, without a logits processor. Few runs
     accept that (checks.unseeded), and every bundle is then audited."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Arithmetic of the engine. auto: bf16 on a GPU, fp32 on a CPU. bf16 needs half the memory, and a run whose checks allow
+    for its noise: `prime-node calibrate`."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. All processes on a machine together should not have more threads than cores."""
     cpu_cache_gib: int = Field(default=1, ge=1)
@@ -62,4 +65,5 @@ class WorkerConfig(Settings):
     status_seconds: float = Field(default=5.0, gt=0.0)
     """Seconds between status lines."""
     grace_seconds: float = Field(default=30.0, ge=0.0)
-    """Seconds, after a request to stop, to finish and upload the work in progress. Anything not uploaded stays in the spool."""
+    """Seconds, after a request to stop, to finish and upload the work in progress. Anything not uploaded stays in the spool.
+    After Ctrl-C it is one second at most: unfinished leases are handed back."""

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable
 
-from prime_node.patience import causes_of, unless
+from prime_node.patience import causes_of, in_a_hurry, unless
 from prime_node.worker.reporting import (
     farewell,
     fetch_receipts,
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LAST_RECEIPTS_S_MAX = 10.0
 """Time for which a banned worker tries to fetch its last verdicts; the coordinator may be unreachable."""
+HURRY_S = 1.0
+"""Grace period after Ctrl-C: leases are handed back rather than finished."""
 
 
 async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
@@ -72,7 +74,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
     async with asyncio.TaskGroup() as tasks:
         beside = [
             tasks.create_task(_set_after(worker.quit, stop.wait())),
-            tasks.create_task(_set_after(worker.grace_over, _grace(worker))),
+            tasks.create_task(_set_after(worker.grace_over, _grace(worker, stop))),
             tasks.create_task(show_status(worker)),
         ]
         await unless(worker.quit.wait(), session.join())
@@ -128,9 +130,10 @@ async def _upload(worker: Worker, parcel: bytes) -> UploadReply:
     return await worker.session.attempt(lambda: worker.coordinator.upload(parcel))
 
 
-async def _grace(worker: Worker) -> None:
+async def _grace(worker: Worker, stop: asyncio.Event) -> None:
     await worker.quit.wait()
-    await worker.clock.sleep(worker.config.grace_seconds)
+    seconds = worker.config.grace_seconds
+    await worker.clock.sleep(min(seconds, HURRY_S) if in_a_hurry(stop) else seconds)
 
 
 async def _set_after(event: asyncio.Event, waiting: Awaitable[object]) -> None:
