@@ -192,8 +192,8 @@ class MemoryNetwork:
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
         """Return the peers that provide a digest."""
-        said = self._switch.provided.get((self._run, digest), set()) - {self._peer_id}
-        return tuple(PeerAddress(peer, (memory_address(peer),)) for peer in sorted(said))
+        found = self._switch.provided.get((self._run, digest), set()) - {self._peer_id}
+        return tuple(PeerAddress(peer, (memory_address(peer),)) for peer in sorted(found))
 
     async def _answer(self, asker: KeyId, protocol: str, payload: bytes) -> bytes:
         """Answer as the asked peer does: bounded, and with the handler's error as the answer."""

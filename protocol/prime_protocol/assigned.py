@@ -128,35 +128,35 @@ class SeedRule:
         return slot < self._spec.max_steps * self._spec.groups_per_step
 
     def check_receipt(
-        self, said: Assigned, secret: bytes, *, step: int, policy_version: int, num_rollouts: int
+        self, assigned: Assigned, secret: bytes, *, step: int, policy_version: int, num_rollouts: int
     ) -> None:
         """Check that a receipt's assignment follows from its step's secret. Raises RemoteError.
 
         (1) there are as many slots as the bundle has groups, all of the step; (2) no draw is beyond what is ever
         needed: with unlimited draws a coordinator could pick seeds; (3) problems and seeds follow from the secret.
         """
-        places = said.places()
+        places = assigned.places()
         num_slots, num_seeds = self._spec.groups_per_step, self._spec.rollouts_per_group
         if len(places) * num_seeds != num_rollouts or any(slot // num_slots != step for slot, _ in places):  # (1)
             raise RemoteError(ErrorCode.MALFORMED, f"the slots do not belong to step {step}, or their number is wrong")
-        if any(draw >= limits.LEASE_DRAWS_MAX for draw in said.draws):  # (2)
+        if any(draw >= limits.LEASE_DRAWS_MAX for draw in assigned.draws):  # (2)
             raise RemoteError(ErrorCode.MALFORMED, f"a draw is not below {limits.LEASE_DRAWS_MAX}")
         drawn = [(slot, self.problem(secret, slot, draw)) for slot, draw in places]
         groups = [(slot, problem, self.seeds(secret, policy_version, problem, slot)) for slot, problem in drawn]
-        if digest_of_groups(groups) != said.seeds:  # (3)
+        if digest_of_groups(groups) != assigned.seeds:  # (3)
             raise RemoteError(ErrorCode.MALFORMED, "problems or seeds differ from those that the step's secret gives")
 
-    def check_evaluation(self, said: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
+    def check_evaluation(self, assigned: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
         """Check what is visible in a receipt for held-out problems, whose seeds stay secret. Raises RemoteError.
 
         There are as many slots as the bundle has groups, all beyond the run's; no draws; and its step is its policy's
         version.
         """
-        places = said.places()
+        places = assigned.places()
         is_trained = any(self.is_trained(slot) for slot, _ in places)
         if (
             is_trained
-            or said.draws
+            or assigned.draws
             or len(places) * self._spec.rollouts_per_group != num_rollouts
             or step != policy_version
         ):

@@ -51,9 +51,9 @@ def rollouts_of_turns(lease: Lease, episodes: Sequence[Sequence[Turn]]) -> Rollo
     """Return what an honest worker uploads: the turns of each rollout, in the lease's order of groups and seeds."""
     rows: list[tuple[int, int, int]] = []
     context: list[int] = []
-    said = _prompts_of_lease(lease)
+    prompts = _prompts_of_lease(lease)
     for number, turns in enumerate(episodes):
-        before = next(said)
+        before = next(prompts)
         for turn in turns:
             pairs = zip(before, turn.prompt_token_ids, strict=False)
             kept = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -93,7 +93,7 @@ def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: i
     completions, context, place = rollouts.completions(), rollouts.context, 0
     episodes: dict[int, list[Turn]] = {number: [] for number in range(first, first + len(prompts))}
     for completion, (number, kept, new) in zip(completions, rollouts.turns_N3.tolist(), strict=True):
-        said = tuple(context[place : place + new])
+        environment_ids = tuple(context[place : place + new])
         place += new
         if number not in episodes:
             continue
@@ -101,7 +101,7 @@ def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: i
         before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else prompts[number - first]
         if kept > len(before):
             raise RemoteError(ErrorCode.MALFORMED, f"a turn of rollout {number} keeps {kept} of {len(before)} tokens")
-        turns.append(Turn(before[:kept] + said, completion))
+        turns.append(Turn(before[:kept] + environment_ids, completion))
     yield from episodes.values()
 
 

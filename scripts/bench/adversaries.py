@@ -256,8 +256,8 @@ async def fill(
                 break
             found = await bench.try_cheat(name, seed, at_the_floor=at_the_floor, streams=streams)
             (runs / f"{name}-{seed}.json").write_text(json.dumps(found))
-            said = f"{name} {seed}: caught {found['caught']} by {found['check']}, {found['seconds']} s"
-            print(said, file=sys.stderr, flush=True)
+            line = f"{name} {seed}: caught {found['caught']} by {found['check']}, {found['seconds']} s"
+            print(line, file=sys.stderr, flush=True)
         await bench.close()
 
 

@@ -97,12 +97,12 @@ def compare(runs: Sequence[Run], *, losses: Iterable[str], levels: Sequence[int]
             mine = [run for run in runs if (run["loss"], run["async_level"]) == (loss, level)]
             places = [(run["task"], run["seed"], run["steps"], level) for run in mine]
             apart = [final(run) - base[place] for run, place in zip(mine, places, strict=True) if place in base]
-            told = (
+            cell = (
                 f"{statistics.fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f}), n={len(apart)}"
                 if apart
                 else "-"
             )
-            cells.append(told)
+            cells.append(cell)
         print(f"| {loss} | " + " | ".join(cells) + " |")
 
 

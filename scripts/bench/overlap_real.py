@@ -107,10 +107,10 @@ def measure(folder: Path, level: int, seed: int) -> dict[str, Any]:
     trained = {
         row["step"]: row for row in read_json_lines(folder / "trainer" / "metrics.jsonl") if "step_seconds" in row
     }
-    told = {row["step"]: row for row in read_json_lines(folder / "coordinator" / "metrics.jsonl")}
+    by_step = {row["step"]: row for row in read_json_lines(folder / "coordinator" / "metrics.jsonl")}
     marks = {row["step"]: row for row in read_json_lines(folder / "trainer" / "metrics.jsonl") if "eval_sampled" in row}
     steps = [trained[step] for step in sorted(trained)][len(trained) // 10 :]
-    others = [told[step] for step in sorted(told)][len(told) // 10 :]
+    others = [by_step[step] for step in sorted(by_step)][len(by_step) // 10 :]
 
     def mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
         found = [row[name] for row in rows if name in row]

@@ -129,7 +129,7 @@ def bytes_each(num_workers: int, num_leases: int) -> dict[str, float]:
     tracemalloc.start()
     state, names = begin("prime_rl", num_workers)
     gc.collect()
-    told = {"worker that has joined": tracemalloc.get_traced_memory()[0] / num_workers}
+    bytes_per = {"worker that has joined": tracemalloc.get_traced_memory()[0] / num_workers}
     orders, sizes = [list(range(num_workers))] * 3, []
     for version in range(num_leases):
         now_ms = 1_000 * version
@@ -138,9 +138,9 @@ def bytes_each(num_workers: int, num_leases: int) -> dict[str, float]:
         tick(state, ev.TrainerDurable(forgettable_step(state, version + 1)), now_ms)
         sizes.append(tracemalloc.get_traced_memory()[0] / num_workers)
     tracemalloc.stop()
-    told["worker that has had a lease"] = sizes[0]
-    told["further lease, remembered"] = (sizes[-1] - sizes[0]) / (num_leases - 1)
-    return told
+    bytes_per["worker that has had a lease"] = sizes[0]
+    bytes_per["further lease, remembered"] = (sizes[-1] - sizes[0]) / (num_leases - 1)
+    return bytes_per
 
 
 def main() -> int:

@@ -45,8 +45,8 @@ def get(path: str, *lines: str) -> bytes:
 
 
 def post(path: str, num_bytes: int, *lines: str) -> bytes:
-    said = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {num_bytes}", *lines, "\r\n"]
-    return "\r\n".join(said).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {num_bytes}", *lines, "\r\n"]
+    return "\r\n".join(head).encode()
 
 
 def fill(path: str, num_bytes: int) -> Attack:

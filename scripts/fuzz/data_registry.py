@@ -122,14 +122,14 @@ def _bundles() -> list[Parser]:
         import zstandard
 
         packed = zstandard.ZstdCompressor().compress(data)
-        told = header.model_copy(update={"decompressed_bytes": max(1, len(data))})
-        judged(rollout.parse_body(told, packed, BOUNDS))
+        sized = header.model_copy(update={"decompressed_bytes": max(1, len(data))})
+        judged(rollout.parse_body(sized, packed, BOUNDS))
 
     def proven(data: bytes) -> None:
         rows = np.frombuffer(data[: len(data) // proof.PROOF_BYTES * proof.PROOF_BYTES], np.uint8)
         proof.compare_proofs(rows.reshape(-1, proof.PROOF_BYTES), hidden, [40])
 
-    def told(data: bytes) -> bytes:
+    def unpack(data: bytes) -> bytes:
         named = LogprobsHeader(
             body_digest=digest_of(data),
             body_bytes=len(data),
@@ -149,7 +149,7 @@ def _bundles() -> list[Parser]:
 
     return [
         Parser(
-            "logprobs", told, [logprobs.tobytes()], ("judged_logprobs.open_logprobs",), again=lambda same: bytes(same)
+            "logprobs", unpack, [logprobs.tobytes()], ("judged_logprobs.open_logprobs",), again=lambda same: bytes(same)
         ),
         Parser("logprobs_parcel", whole_logprobs, [whole], ("judged_logprobs.open_logprobs",)),
         Parser(

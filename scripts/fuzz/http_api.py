@@ -247,14 +247,14 @@ class Fuzzer:
         code = ""
         if status >= 400 and method != "HEAD":
             try:
-                told = parse_json(text, ErrorBody)
+                refusal = parse_json(text, ErrorBody)
             except RemoteError as error:
                 raise Finding(f"{method} {path}: {status} is no ErrorBody ({error}): {text[:200]!r}") from None
-            code = told.code
-            if HTTP_STATUS[told.code] != status:
-                raise Finding(f"{method} {path}: {told.code} with status {status}")
-            if told.epoch:
-                self.world.epoch = told.epoch
+            code = refusal.code
+            if HTTP_STATUS[refusal.code] != status:
+                raise Finding(f"{method} {path}: {refusal.code} with status {status}")
+            if refusal.epoch:
+                self.world.epoch = refusal.epoch
         if status >= 500 and status != 503:
             raise Finding(f"{method} {path}: status {status}: {text[:300]!r}")
         self.outcomes[f"{status} {code}"] += 1
@@ -326,9 +326,9 @@ async def _fuzz_in(folder: Path, seconds: float, seed: int, replayed: Sent | Non
                 for client in world.clients.values():
                     await client.close()
         await _check_kept(folder)
-    told = _text_of(log)
-    if "Traceback" in told:
-        raise Finding(f"a traceback in the log: {told[told.index('Traceback') :][:3_000]}")
+    logged = _text_of(log)
+    if "Traceback" in logged:
+        raise Finding(f"a traceback in the log: {logged[logged.index('Traceback') :][:3_000]}")
 
 
 async def _check_kept(folder: Path) -> None:

@@ -137,14 +137,14 @@ def _http() -> list[Parser]:
 def _peers() -> list[Parser]:
     address = f"/ip4/203.0.113.7/tcp/4001/p2p/{PEER}".encode()
 
-    def heard(data: bytes) -> None:
+    def parse(data: bytes) -> None:
         """A TXT record's entries, one a line."""
         entries = dict(line.partition(b"=")[::2] for line in data.split(b"\n"))
         for found in read_records(cast("dict[bytes, bytes | None]", entries)):
             assert len(found.addresses) <= 8
 
     return [
-        Parser("mdns_record", heard, [b"dnsaddr=" + address, b"dnsaddr=" + address + b"\ndnsaddr1=" + address]),
+        Parser("mdns_record", parse, [b"dnsaddr=" + address, b"dnsaddr=" + address + b"\ndnsaddr1=" + address]),
         Parser(
             "peer_address", lambda data: PeerAddress.parse(data.decode("latin-1")), [address], refusals=(ValueError,)
         ),

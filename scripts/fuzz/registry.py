@@ -118,7 +118,7 @@ def _statements() -> list[Parser]:
         return lambda payload: parse(seal(payload, kind, key))
 
     ticket = {"run": RUN.digest, "peer": WORKER.key_id, "expires_at_ms": NOW_MS + 1000}
-    told = peers.authorization(
+    shown = peers.authorization(
         seal(json_of(ticket), PayloadType.PEER_TICKET, COORDINATOR).to_bytes().decode(),
         VALIDATOR.key_id,
         RUN.digest,
@@ -192,7 +192,7 @@ def _statements() -> list[Parser]:
         Parser(
             "authorization",
             lambda data: peers.check_authorization(data.decode("latin-1"), VALIDATOR.key_id, RUN, now_ms=NOW_MS),
-            [told.encode()],
+            [shown.encode()],
             ("peers.check_authorization",),
         ),
         Parser(

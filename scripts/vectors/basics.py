@@ -109,7 +109,7 @@ def envelopes(folder: Folder) -> None:
             "threshold": 1,
         } | more
 
-    def told(envelope: Envelope) -> Any:
+    def parsed(envelope: Envelope) -> Any:
         return {
             "payload": envelope.payload.hex(),
             "digest": envelope.digest,
@@ -130,10 +130,10 @@ def envelopes(folder: Folder) -> None:
     folder.cases(
         "envelope",
         [
-            case("one signature", text, expect=told(one)),
-            case("fields in another order, with spaces", json.dumps(dict(reversed(plain.items())), indent=2), expect=told(one)),
-            case("two of two", two.to_bytes().decode(), trusted=both, threshold=2, expect=told(two)),
-            case("a signature by an unknown key is ignored", two.to_bytes().decode(), expect=told(two)),
+            case("one signature", text, expect=parsed(one)),
+            case("fields in another order, with spaces", json.dumps(dict(reversed(plain.items())), indent=2), expect=parsed(one)),
+            case("two of two", two.to_bytes().decode(), trusted=both, threshold=2, expect=parsed(two)),
+            case("a signature by an unknown key is ignored", two.to_bytes().decode(), expect=parsed(two)),
             case("one key twice is one", twice, trusted=both, threshold=2, error=E.BAD_SIGNATURE),
             case("no trusted key", text, trusted=[WORKER.key_id], error=E.BAD_SIGNATURE),
             case("changed payload", json.dumps(plain | {"payload": "e30="}), error=E.BAD_SIGNATURE),
@@ -155,11 +155,11 @@ def noise(folder: Folder) -> None:
     cases = []
     for seed, position in [(0, 0), (7, 0), (7, 1), (2**32, 5), (SEED_MAX, 2**20)]:
         values = gumbel_noise([seed], [position], 152_064)[0]
-        told = {
+        expected = {
             "first_8": [float(x) for x in values[:8]],
             "argmax_of_264": int(values[:264].argmax()),
             "argmax_of_152064": int(values.argmax()),
         }
         name = f"seed {seed}, position {position}"
-        cases.append({"name": name, "seed": seed, "position": position, "expect": told})
+        cases.append({"name": name, "seed": seed, "position": position, "expect": expected})
     folder.cases("noise", cases)

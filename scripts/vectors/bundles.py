@@ -32,7 +32,7 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
     body, size = pack_body(rollouts)
 
     def header(body: bytes, size: int = size, **more: Any) -> RolloutHeader:
-        told = {
+        defaults = {
             "body_digest": digest_of(body),
             "body_bytes": len(body),
             "run": run.digest,
@@ -46,7 +46,7 @@ def bundles(folder: Folder, run: Envelope, lease: Lease) -> str:
             "engine": ENGINE,
             "created_at_ms": NOW_MS,
         }
-        return RolloutHeader.model_validate(told | more)
+        return RolloutHeader.model_validate(defaults | more)
 
     def parcel(body: bytes = body, size: int = size, **more: Any) -> bytes:
         return pack_parcel(header(body, size, **more), body, PayloadType.ROLLOUT, WORKER)

@@ -60,9 +60,9 @@ def checkpoints(folder: Folder, run: Envelope) -> str:
         previous = seal(manifest, PayloadType.MANIFEST, TRAINER)
         file = folder.file(f"policy_{version}.manifest", previous.to_bytes())
         raw = {name: tensor.data.tobytes().hex() for name, tensor in weights.items()}
-        told = {"digest": previous.digest, "state_root": root, "tensors": raw}
+        expected = {"digest": previous.digest, "state_root": root, "tensors": raw}
         for number, way in enumerate(update_paths):
-            cases.append(_way(folder, version, number, way) | {"input": file, "expect": told})
+            cases.append(_way(folder, version, number, way) | {"input": file, "expect": expected})
         base = {name: value for name, value in cases[-len(update_paths)].items() if name != "expect"}
         first = fields(update_paths[0].encoding)
         for name, change, code in [

@@ -61,7 +61,7 @@ def _shown(name: str, lines: list[bytes], head: LedgerHead, key: SigningKey) -> 
 
 
 def _receipt(envelope: Envelope, name: bytes, **fields: object) -> bytes:
-    told: dict[str, object] = {
+    defaults: dict[str, object] = {
         "run": envelope.digest,
         "worker": WORKER.key_id,
         "lease_id": digest_of(b"lease of " + name),
@@ -72,4 +72,4 @@ def _receipt(envelope: Envelope, name: bytes, **fields: object) -> bytes:
         "num_tokens": 0,
         "at_ms": NOW_MS,
     }
-    return Receipt.model_validate(told | fields).model_dump_json().encode()
+    return Receipt.model_validate(defaults | fields).model_dump_json().encode()

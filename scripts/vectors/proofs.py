@@ -61,12 +61,12 @@ def choices(folder: Folder) -> None:
         sampling = Sampling(completion_tokens_max=1, stop_token_ids=(), **filters)
         slack = slack_of(logits, sampling)
         all_tokens = np.arange(12)
-        told = {
+        values = {
             "slack": [[None if np.isinf(x) else float(x) for x in row] for row in slack],
             "tokens": choice_of(logits, noise, sampling).tolist(),
             "margins_of_first": margins_of(logits[[0] * 12], noise[[0] * 12], all_tokens, sampling).tolist(),
         }
         name = ", ".join(f"{name} {value}" for name, value in filters.items()) or "no filters"
         case = {"name": name, "logits": logits.tolist(), "seeds": seeds, "positions": positions, "filters": filters}
-        cases.append(case | {"expect": told})
+        cases.append(case | {"expect": values})
     folder.cases("choice", cases)

@@ -23,19 +23,19 @@ def seeds(folder: Folder) -> None:
     """A run of two environments and three groups a step, and a bundle of step 2 by policy 1."""
     secrets = chain_from(LAST, LENGTH)
     chain = committed(secrets)
-    told = OpenSecret(number=2, secret=secrets[2].hex())
+    opened = OpenSecret(number=2, secret=secrets[2].hex())
     base: Case = {"chain": fields(chain)}
     folder.cases(
         "seed_chain",
         [
             base
-            | {"name": "three of four", "told": fields(told), "expect": [secret.hex() for secret in secrets[:3]]}
+            | {"name": "three of four", "told": fields(opened), "expect": [secret.hex() for secret in secrets[:3]]}
             | {"last": LAST.hex()},
             base
             | {"name": "all", "told": {"number": 3, "secret": LAST.hex()}, "last": LAST.hex()}
             | {"expect": [secret.hex() for secret in secrets]},
             *(
-                base | {"name": name, "told": fields(told) | changed, "error": ErrorCode.CHAIN_BROKEN}
+                base | {"name": name, "told": fields(opened) | changed, "error": ErrorCode.CHAIN_BROKEN}
                 for name, changed in [
                     ("another secret", {"secret": digest_of(b"another")}),
                     ("another number", {"number": 1}),
@@ -68,20 +68,23 @@ def seeds(folder: Folder) -> None:
         at_ms=NOW_MS,
         assigned=assigned_in(groups, draws),
     )
-    said = fields(receipt)
+    receipt_fields = fields(receipt)
     expect = [[group.slot, group.problem.environment, group.problem.index, list(group.seeds)] for group in groups]
     shown: Case = {"run_spec": run.to_bytes().decode(), "secret": secrets[2].hex()}
     bad: list[tuple[str, dict[str, Any]]] = [
-        ("another policy", said | {"policy_version": 2}),
-        ("another step", said | {"step": 1}),
-        ("fewer rollouts", said | {"num_rollouts": 4}),
-        ("other draws", said | {"assigned": said["assigned"] | {"draws": [0, 4, 1]}}),
-        ("other slots", said | {"assigned": said["assigned"] | {"slots": [[6, 1], [8, 1], [7, 1]]}}),
+        ("another policy", receipt_fields | {"policy_version": 2}),
+        ("another step", receipt_fields | {"step": 1}),
+        ("fewer rollouts", receipt_fields | {"num_rollouts": 4}),
+        ("other draws", receipt_fields | {"assigned": receipt_fields["assigned"] | {"draws": [0, 4, 1]}}),
+        (
+            "other slots",
+            receipt_fields | {"assigned": receipt_fields["assigned"] | {"slots": [[6, 1], [8, 1], [7, 1]]}},
+        ),
     ]
     folder.cases(
         "assigned",
         [
-            shown | {"name": "three groups of two environments", "receipt": said, "expect": expect},
-            *(shown | {"name": name, "receipt": told, "error": ErrorCode.MALFORMED} for name, told in bad),
+            shown | {"name": "three groups of two environments", "receipt": receipt_fields, "expect": expect},
+            *(shown | {"name": name, "receipt": opened, "error": ErrorCode.MALFORMED} for name, opened in bad),
         ],
     )

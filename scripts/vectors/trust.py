@@ -69,7 +69,7 @@ def _timestamps(folder: Folder, run: Envelope, rings: list[str]) -> None:
     stamp = Timestamp(run=run.digest, head=HEAD, key_ring=2, issued_at_ms=NOW_MS, expires_at_ms=NOW_MS + 600_000)
     other = stamp.model_copy(update={"run": "00" * 32})
     cases: list[Case] = []
-    for name, said, key, now_ms, result in [
+    for name, timestamp, key, now_ms, result in [
         ("fresh", stamp, STRANGER, NOW_MS + 1_000, None),
         ("expired within the clocks' difference", stamp, STRANGER, NOW_MS + 719_000, None),
         ("expired", stamp, STRANGER, NOW_MS + 721_000, E.EXPIRED),
@@ -78,9 +78,9 @@ def _timestamps(folder: Folder, run: Envelope, rings: list[str]) -> None:
         ("by no key of the run", stamp, SigningKey(b"\x09" * 32), NOW_MS, E.BAD_SIGNATURE),
         ("of another run", other, STRANGER, NOW_MS, E.WRONG_RUN),
     ]:
-        envelope = seal(said, PayloadType.TIMESTAMP, key).to_bytes().decode()
+        envelope = seal(timestamp, PayloadType.TIMESTAMP, key).to_bytes().decode()
         case: Case = {"name": name, "run_spec": "run_spec.envelope", "rings": rings, "text": envelope, "now_ms": now_ms}
-        cases.append(case | ({"expect": fields(said)} if result is None else {"error": result}))
+        cases.append(case | ({"expect": fields(timestamp)} if result is None else {"error": result}))
     folder.cases("timestamp", cases)
 
 

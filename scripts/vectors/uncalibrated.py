@@ -38,17 +38,21 @@ def compared(folder: Folder) -> None:
     """Add evidence with the rewards of its ranks."""
     groups = (ComparedRewards(mine=(1.0, 0.5), trusted=(0.0, 0.5)), ComparedRewards(mine=(0.0,), trusted=(0.25,)))
     sums = rank_sums([(one.mine, one.trusted) for one in groups])
-    said = fields(BundleEvidence(worker="a", validator="b", sums=sums, compared=groups))
+    evidence = fields(BundleEvidence(worker="a", validator="b", sums=sums, compared=groups))
     folder.cases(
         "compared",
         [
-            {"name": "two groups", "evidence": said, "expect": len(groups)},
-            {"name": "not told", "evidence": {key: said[key] for key in ("worker", "validator", "sums")}, "expect": 0},
+            {"name": "two groups", "evidence": evidence, "expect": len(groups)},
+            {
+                "name": "not told",
+                "evidence": {key: evidence[key] for key in ("worker", "validator", "sums")},
+                "expect": 0,
+            },
             *(
-                {"name": name, "evidence": said | changed, "error": ErrorCode.MALFORMED}
+                {"name": name, "evidence": evidence | changed, "error": ErrorCode.MALFORMED}
                 for name, changed in [
-                    ("a group less", {"compared": said["compared"][:1]}),
-                    ("another reward", {"compared": [said["compared"][0], {"mine": [0.5], "trusted": [0.25]}]}),
+                    ("a group less", {"compared": evidence["compared"][:1]}),
+                    ("another reward", {"compared": [evidence["compared"][0], {"mine": [0.5], "trusted": [0.25]}]}),
                     ("no sums", {"sums": {}}),
                 ]
             ),

@@ -210,8 +210,8 @@ class Arena:
         def score(prompt: tuple[int, ...], completion: tuple[int, ...]) -> float:
             """Return the number of letters in their right places: every cheat can compute it for this task."""
             word = tokenizer.decode([token for token in prompt if token < 256]).split()[-1]
-            said = tokenizer.decode(list(completion))
-            return float(sum(a == b for a, b in zip(word[::-1], said, strict=False)))
+            text = tokenizer.decode(list(completion))
+            return float(sum(a == b for a, b in zip(word[::-1], text, strict=False)))
 
         means = Means(
             seen=list(policies.chain[:SEEN]),

@@ -90,11 +90,11 @@ async def test_a_page_has_as_many_as_fit_in_its_size_and_one_in_any_case(store: 
     while (start := sum(len(page) for page in shown)) < len(lines):
         shown.append([len(line) for line in await store.ledger(start=start, limit=2, chars_max=70)])
     assert shown == [[100], [30, 30], [30], [100], [5]]
-    told: list[list[int]] = []
+    pages: list[list[int]] = []
     cursor = 0
     while page := (found := await store.receipts_of("anna", after=cursor, limit=9, chars_max=60))[0]:
-        told, cursor = [*told, [len(one.envelope) for one in page]], found[1]
-    assert told == [[100], [30, 30], [30], [100], [5]]
+        pages, cursor = [*pages, [len(one.envelope) for one in page]], found[1]
+    assert pages == [[100], [30, 30], [30], [100], [5]]
 
 
 async def test_the_ledger_grows_with_the_events_or_not_at_all(store: Store) -> None:

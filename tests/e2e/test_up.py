@@ -71,7 +71,7 @@ def test_up_stops_cleanly_and_resumes(up: Up) -> None:
     up.start("trainer.evaluate_at=[29]", new=False)
     assert up.finish(timeout_s=240) == 0, up.everything()
     rows = [json.loads(line) for line in (up.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("step") == 29 and "eval_greedy" in row for row in rows), "what the second start was told"
+    assert any(row.get("step") == 29 and "eval_greedy" in row for row in rows), "the settings of the second start"
     assert up.summary()["verification"]["ok"]
     assert up.summary()["rollouts"]["accepted"] == 30 * 6 * 4
 
@@ -199,10 +199,10 @@ def test_a_trainers_key_is_replaced_while_the_run_continues(up: Up) -> None:
     verified = subprocess.run(
         [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain", "--json"], capture_output=True
     )
-    said = json.loads(verified.stdout)
-    assert (said["ok"], said["key_ring"]) == (True, 2)
-    assert said["policy_version"] > revoked_at
-    assert old not in said["policy"]["signers"]
+    report = json.loads(verified.stdout)
+    assert (report["ok"], report["key_ring"]) == (True, 2)
+    assert report["policy_version"] > revoked_at
+    assert old not in report["policy"]["signers"]
 
 
 def _keys(*arguments: object) -> str:

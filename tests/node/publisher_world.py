@@ -21,9 +21,9 @@ def weights(version: int, *, other: bool = False) -> Weights:
 
 
 def make(
-    coordinator: BatchCoordinator, *, pending_max: int = 2, told: UntrustedRow | None = None, folder: Path | None = None
+    coordinator: BatchCoordinator, *, pending_max: int = 2, rows: UntrustedRow | None = None, folder: Path | None = None
 ) -> Publisher:
-    on_published = (lambda published: None) if told is None else told.append
+    on_published = (lambda published: None) if rows is None else rows.append
     return Publisher(
         coordinator,
         coordinator.run,
@@ -44,9 +44,9 @@ def sparse(version: int) -> Weights:
 
 
 async def publish(
-    coordinator: BatchCoordinator, versions: range, *, told: UntrustedRow | None = None, folder: Path | None = None
+    coordinator: BatchCoordinator, versions: range, *, rows: UntrustedRow | None = None, folder: Path | None = None
 ) -> None:
-    publisher = make(coordinator, told=told, folder=folder)
+    publisher = make(coordinator, rows=rows, folder=folder)
     await publisher.start()
     for version in versions:
         await publisher.submit(version, sparse(version), provenance(version))

@@ -140,8 +140,8 @@ def test_gibberish_is_a_rare_token_less_probable_than_a_guess() -> None:
         ((5, 7), (-0.1, guess - 9.0)),
     )
     assert list(find_filter("gibberish")(inputs)) == [True, False, False]
-    told = find_filter("gibberish", kwargs={"token_id_threshold": 6, "logprob_offset": 1.0})
-    assert list(told(inputs)) == [True, True, True]
+    gibberish = find_filter("gibberish", kwargs={"token_id_threshold": 6, "logprob_offset": 1.0})
+    assert list(gibberish(inputs)) == [True, True, True]
 
 
 def test_gibberish_by_the_mean_logprob() -> None:

@@ -48,13 +48,13 @@ async def failure(source: MemorySource, *, chain: bool = True, run: str | None =
 @pytest.mark.parametrize("chain", [False, True], ids=["head", "chain"])
 async def test_an_honest_publication_passes_all_nine_checks(*, deltas: bool, chain: bool) -> None:
     source = published(deltas=deltas)
-    told: list[Check] = []
+    reported: list[Check] = []
     num_bytes: list[int] = []
-    report = await audit(source, RUN.digest, chain=chain, on_check=told.append, on_bytes=num_bytes.append)
+    report = await audit(source, RUN.digest, chain=chain, on_check=reported.append, on_bytes=num_bytes.append)
     assert report.passed
     assert report.policy_version == 3
     assert report.run == RUN.digest
-    assert [check.number for check in told] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert [check.number for check in reported] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert report.num_policies == (4 if chain or deltas else 1)
     assert sum(num_bytes) == report.num_bytes > 0
 

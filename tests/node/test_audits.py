@@ -186,10 +186,10 @@ async def test_a_task_names_what_to_audit_and_the_ledger_shows_what_is_credited(
             audited.append(task.audit)
             await world.give_verdict(task)
         report = await audit_ledger(world.client(ANNA), spec)
-        (told,) = (await world.status())["workers"]
+        (shown,) = (await world.status())["workers"]
     assert audited[:2] == [True, True], "a newcomer"
     assert not all(audited)
-    assert (told["audits_passed"], told["tokens_withheld"]) == (sum(audited), 19 * 2)
+    assert (shown["audits_passed"], shown["tokens_withheld"]) == (sum(audited), 19 * 2)
     assert (report.faults, report.accounts[ANNA.key_id].tokens) == ([], 5 * 2)
 
 
@@ -197,11 +197,11 @@ def test_when_the_run_ends_the_escrow_is_credited_once_all_is_judged() -> None:
     run = Run(dataclasses.replace(AUDITED, max_steps=1, statistics=("margin",)))
     run.join("anna", "ben")
     run.publish()
-    said = BundleEvidence(worker="toy", validator="toy", sums={"margin": Sums(num_tokens=10, log_e=(-0.1,))})
+    evidence = BundleEvidence(worker="toy", validator="toy", sums={"margin": Sums(num_tokens=10, log_e=(-0.1,))})
     credited = 0
     for _ in range(5):
         bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
-        (settled,) = settled_in(run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * 2, 10, "v", evidence=said)))
+        (settled,) = settled_in(run.do(ev.VerdictGiven(bundle, None, "", (0.5,) * 2, 10, "v", evidence=evidence)))
         credited += settled.num_tokens
     assert credited == 20
     late = run.upload(run.granted("anna", 0, rollouts_max=2))
@@ -211,7 +211,7 @@ def test_when_the_run_ends_the_escrow_is_credited_once_all_is_judged() -> None:
     assert audits.is_releasable(run.state, anna(run))
     (released,) = settled_in(run.do(ev.EscrowReleased(("anna",))))
     assert (released.bundle, released.status) == (late, BundleStatus.ACCEPTED)
-    assert credited + released.num_tokens == 60, "the last receipt says what it said, and what was withheld"
+    assert credited + released.num_tokens == 60, "the last receipt repeats its tokens and adds those in escrow"
     assert released.weighed == last.weighed
     assert not audits.is_releasable(run.state, anna(run))
     assert ev.event_from_json(ev.event_to_json(run.log[-1][0])) == run.log[-1][0]
@@ -239,14 +239,14 @@ async def test_a_worker_reads_its_released_escrow_in_its_last_receipts_and_so_do
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             await world.give_verdict(await world.take_task(VALIDATOR))
         await world.client(ROOT).admin(AdminRequest(action="drain"))
-        told = await world.client(ANNA).receipts(ReceiptsRequest())
+        page = await world.client(ANNA).receipts(ReceiptsRequest())
         await world.client(ANNA).leave(LeaveRequest())
         shown = (await world.get("/metrics"))[1].decode()
-        after = await world.client(ANNA).receipts(ReceiptsRequest(after=told.next))
+        after = await world.client(ANNA).receipts(ReceiptsRequest(after=page.next))
         report = await audit_ledger(
-            world.client(ANNA), spec, receipts=[open_envelope(one.encode()) for one in told.receipts]
+            world.client(ANNA), spec, receipts=[open_envelope(one.encode()) for one in page.receipts]
         )
-    latest = [parse_json(open_envelope(one.encode()).payload, Receipt) for one in told.receipts]
+    latest = [parse_json(open_envelope(one.encode()).payload, Receipt) for one in page.receipts]
     assert sum(receipt.num_tokens for receipt in latest) == 6 * 2
     assert after.receipts == ()
     assert 'prime_rollouts_total{outcome="accepted"} 12.0' in shown, (

@@ -43,8 +43,8 @@ finally:
 )
 def test_a_command_imports_only_what_it_needs(command: tuple[str, ...], needless: set[str], tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", PROGRAM, *command], capture_output=True, text=True, cwd=tmp_path)
-    said, _, imported = ran.stdout.rpartition("imported: ")
-    assert said or ran.stderr.startswith("prime-node: "), ran.stderr
+    output, _, imported = ran.stdout.rpartition("imported: ")
+    assert output or ran.stderr.startswith("prime-node: "), ran.stderr
     assert needless.isdisjoint(imported.split())
 
 
@@ -80,8 +80,8 @@ def test_a_command_that_has_ended_does_not_search_for_garbage_before_it_exits() 
 
 def test_doctors_json_agrees_with_its_screen() -> None:
     shown = CliRunner().invoke(app, ["doctor"])
-    told = CliRunner().invoke(app, ["doctor", "--json"])
-    findings = json.loads(told.stdout)["findings"]
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    findings = json.loads(result.stdout)["findings"]
     assert {"Python", "disk", "sandbox", "torch"} <= {finding["what"] for finding in findings}
     for finding in findings:
         assert finding["what"] in shown.stdout
@@ -89,8 +89,8 @@ def test_doctors_json_agrees_with_its_screen() -> None:
 
 def test_doctor_names_the_place_of_files_without_a_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "HOME", tmp_path / "nobody" / ".prime-node")
-    told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
-    (disk,) = (finding for finding in told["findings"] if finding["what"] == "disk")
+    report = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    (disk,) = (finding for finding in report["findings"] if finding["what"] == "disk")
     assert disk["seen"].endswith(f"free in {tmp_path}")
 
 

@@ -130,12 +130,12 @@ async def test_an_address_is_shown_only_to_those_whom_it_leads_there() -> None:
         offered = PeerRecord(peer=key.key_id, urls=(f"http://{address}:80",))
         peers.offer(offered, 0.0, seen_at=address, offers_max=10)
     await turns()
-    told = {
+    listed = {
         "127.0.0.1": set(addresses),  # on this machine itself
         "192.168.1.1": {"192.168.7.7", "8.8.8.8"},
         "10.0.0.9": {"10.0.0.1", "8.8.8.8"},
         "9.9.9.9": {"8.8.8.8"},
     }
-    for asker, seen in told.items():
+    for asker, seen in listed.items():
         shown = peers.sample(ANNA.key_id, 10, 0.0, random.Random(1), address=asker)
         assert {found.urls[0] for found in shown} == {f"http://{address}:80" for address in seen}

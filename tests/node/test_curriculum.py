@@ -125,9 +125,9 @@ async def test_solved_and_hopeless_problems_are_asked_no_more() -> None:
         assert found["pool/letters/easy"] == found["pool/letters/hard"] == pytest.approx(1 / QUESTIONS)
         assert found["pool/letters/normal"] == pytest.approx(4 / QUESTIONS)
         assert (found["evicted_examples/letters/easy"], found["evicted_examples/letters/hard"]) == (1, 1)
-        told = [row for row in rows if row.get("evicted_examples/letters/hard") == 1]
-        assert told
-        assert told[-1]["pool/letters/hard"] > 0
+        evicting = [row for row in rows if row.get("evicted_examples/letters/hard") == 1]
+        assert evicting
+        assert evicting[-1]["pool/letters/hard"] > 0
 
 
 async def test_groups_without_a_lesson_are_replaced_by_other_problems() -> None:

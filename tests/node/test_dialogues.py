@@ -158,8 +158,8 @@ async def test_text_between_two_answers_is_sent_and_checked_and_not_trained(
     first, second = groups_of(opened, {digest_of(parcel): bundle}, run)
     views = inputs_of(first).rollouts
     assert [view.num_turns for view in views] == turns[:4].tolist()
-    said = HfTokenizer(model).encode("No. Try again.")
-    assert all((view.tool_response_len > len(said)) == (view.num_turns > 1) for view in views)
+    reply_ids = HfTokenizer(model).encode("No. Try again.")
+    assert all((view.tool_response_len > len(reply_ids)) == (view.num_turns > 1) for view in views)
     assert [view.num_turns for view in inputs_of(second).rollouts] == [1] * 4
 
     config = TrainerConfig(filters=())
@@ -169,7 +169,7 @@ async def test_text_between_two_answers_is_sent_and_checked_and_not_trained(
     assert sum(sample.num_trained for sample in prepared.samples) == rollouts.num_tokens
     assert prepared.metrics["turns_max"] == 3
     long = prepared.samples[int(turns.argmax())]
-    assert bytes(said).decode() in bytes(token for token in long.completion_token_ids if token < 256).decode(
+    assert bytes(reply_ids).decode() in bytes(token for token in long.completion_token_ids if token < 256).decode(
         errors="replace"
     )
 
@@ -261,10 +261,10 @@ async def test_an_episode_whose_process_ends_is_played_again_by_itself(run: Pinn
         async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
             number = len(began)
             began.append(number)
-            said = await ask(prompt_token_ids)
-            assert said is not None
+            completion = await ask(prompt_token_ids)
+            assert completion is not None
             assert number < 4 or len(began) == number + 1, "nobody else plays meanwhile"
-            if number < 4 or said.token_ids[0] == to_blame:
+            if number < 4 or completion.token_ids[0] == to_blame:
                 raise EnvironmentGone("it ran out of memory")
             await ask((*prompt_token_ids, 1))
             return 1.0

@@ -35,10 +35,10 @@ async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) ->
         for nats in (-0.5, 4.0, 11.0):
             await judged(world, nats=nats)
         file, digest = await case_in(world, tmp_path), world.run.digest
-    code, said = check(file, "--run", digest)
-    assert (code, said["ok"], said["kind"], said["num_receipts"]) == (0, True, "statistical", 3)
-    assert said["worker"] == ANNA.key_id
-    assert said["bundle"] == "well-formed; --model repeats the forward pass"
+    code, report = check(file, "--run", digest)
+    assert (code, report["ok"], report["kind"], report["num_receipts"]) == (0, True, "statistical", 3)
+    assert report["worker"] == ANNA.key_id
+    assert report["bundle"] == "well-formed; --model repeats the forward pass"
     repeated = CliRunner().invoke(app, ["evidence", "verify", str(file), "--model", str(tmp_path)])
     assert isinstance(repeated.exception, LocalError)
     assert f"a validator of class {CLASS} judged" in str(repeated.exception)
@@ -58,8 +58,8 @@ async def test_a_ban_by_strikes_can_be_checked_and_an_operators_ban_is_reported_
         file.unlink()
         await world.client(ROOT).admin(AdminRequest(action="unban", worker=ANNA.key_id))
         await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id, reason="by hand"))
-        code, said = check(await case_in(world, tmp_path))
-    assert (code, said["kind"], said["reason"], said["num_receipts"]) == (0, "operator", "by hand", 0)
+        code, report = check(await case_in(world, tmp_path))
+    assert (code, report["kind"], report["reason"], report["num_receipts"]) == (0, "operator", "by hand", 0)
 
 
 async def test_a_case_that_a_crash_prevented_is_written_after_the_next_start(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
 
     def fault(*changed: bytes) -> object:
         file.write_bytes(b"\n".join(changed))
-        code, said = check(file)
+        code, report = check(file)
         assert code == 1
-        return said["fault"]
+        return report["fault"]
 
     assert "receipts instead of the statement's" in str(fault(*lines[:-1]))
     statement = open_envelope(lines[1])
@@ -141,14 +141,14 @@ async def test_a_worker_that_equivocates_to_reset_its_evidence_is_banned_by_all_
         await world.publish()
         first = await judged(world, nats=4.0)
         await world.client(ANNA).upload(make_parcel(first, ANNA, created_at_ms=1))
-        (told,) = (await world.status())["workers"]
-        assert (told["strikes"], told["refused"]) == (1, {"equivocation": 2})
-        assert told["evidence_nats"] > 1.0
+        (shown,) = (await world.status())["workers"]
+        assert (shown["strikes"], shown["refused"]) == (1, {"equivocation": 2})
+        assert shown["evidence_nats"] > 1.0
         for nats in (4.0, 11.0):
             await judged(world, nats=nats)
         file = await case_in(world, tmp_path)
-    code, said = check(file)
-    assert (code, said["kind"], said["num_receipts"], said["fault"]) == (0, "statistical", 3, "")
+    code, report = check(file)
+    assert (code, report["kind"], report["num_receipts"], report["fault"]) == (0, "statistical", 3, "")
 
 
 async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_counts(
@@ -171,5 +171,5 @@ async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_co
         await world.client(ANNA).upload(make_parcel(lease, ANNA, created_at_ms=1))
         await judged(world, nats=11.0)
         file = await case_in(world, tmp_path)
-    code, said = check(file)
-    assert (code, said["kind"], said["num_receipts"], said["fault"]) == (0, "statistical", 2, "")
+    code, report = check(file)
+    assert (code, report["kind"], report["num_receipts"], report["fault"]) == (0, "statistical", 2, "")

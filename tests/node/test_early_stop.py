@@ -31,9 +31,9 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Return the exit code and the output."""
     began_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     assert time.monotonic() - began_s < STOP_SECONDS_MAX
-    return process.returncode, said
+    return process.returncode, errors
 
 
 @pytest.mark.parametrize(("role", "exit_code"), ROLES)
@@ -44,11 +44,11 @@ def test_ctrl_c_ends_a_role_whose_coordinator_is_dead(role: str, exit_code: int,
         try:
             assert process.stderr is not None
             assert any("the run's description" in line for line in process.stderr)
-            code, said = interrupt(process)
+            code, errors = interrupt(process)
         finally:
             process.kill()
     assert code == exit_code
-    assert "Traceback" not in said
+    assert "Traceback" not in errors
 
 
 def test_ctrl_c_ends_a_worker_whose_coordinator_is_silent(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_ctrl_c_ends_a_worker_whose_coordinator_is_silent(tmp_path: Path) -> Non
             silent.settimeout(30)
             connection, _ = silent.accept()
             with connection:
-                code, said = interrupt(process)
+                code, errors = interrupt(process)
         finally:
             process.kill()
     assert code == 0
-    assert "Traceback" not in said
+    assert "Traceback" not in errors

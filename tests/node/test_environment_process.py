@@ -83,8 +83,8 @@ async def test_an_episode_is_played_across_the_pipe(started: dict[str, ProcessEn
 
     async def ask(prompt: tuple[int, ...]) -> Completion | None:
         prompts.append(tokenizer.decode(list(prompt)))
-        said = [*tokenizer.encode(world.answer(1) if len(prompts) == 2 else "no"), tokenizer.stop_token_id]
-        return Completion(tuple(said), (-0.5,) * len(said), FinishReason.STOP)
+        answer_ids = [*tokenizer.encode(world.answer(1) if len(prompts) == 2 else "no"), tokenizer.stop_token_id]
+        return Completion(tuple(answer_ids), (-0.5,) * len(answer_ids), FinishReason.STOP)
 
     assert await world.play(1, tuple(tokenizer.encode_prompt(world.prompt(1))), ask) == 1.0
     assert prompts[1].endswith("No. Try again.")

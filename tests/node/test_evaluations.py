@@ -146,10 +146,10 @@ async def test_a_later_policy_meets_the_same_problems_and_seeds_and_a_restart_kn
         assert [(one.problem, one.seeds) for one in first.groups] == [(one.problem, one.seeds) for one in second.groups]
         assert (second.policy_version, second.step) == (2, 2)
         await answer(world, second)  # the same text again, from the same seeds: no copy
-        told = (await world.status())["evaluations"]
-        assert [row["policy_version"] for row in told] == [0, 2]
+        shown = (await world.status())["evaluations"]
+        assert [row["policy_version"] for row in shown] == [0, 2]
     async with running(examined(await folder_parts(RUN, tmp_path, evaluation=SETTINGS))) as world:
-        assert (await world.status())["evaluations"] == told
+        assert (await world.status())["evaluations"] == shown
 
 
 async def test_refused_answers_are_asked_again() -> None:
@@ -296,14 +296,14 @@ def test_an_answer_that_bans_its_worker_is_kept_though_the_evaluation_ends_by_it
     run.join("anna", "ben")
     run.publish()
     run.do(ev.EvaluationBegun(0, tuple(range(END, END + 3))))
-    told = run.granted("anna", 0, rollouts_max=2)
-    first = run.upload(told)
+    lease = run.granted("anna", 0, rollouts_max=2)
+    first = run.upload(lease)
     run.accept(first)
     run.upload(run.granted("anna", 0, rollouts_max=2), audited=False)
     run.accept(run.upload(run.granted("ben", 0, rollouts_max=2)))
     for policy in range(RULES.async_level + 1):
         run.train("ben", policy)
-    effects = run.do(ev.BundleContradicted(told.lease_id, "anna", "other", (ev.Replaced(first, None),)))
+    effects = run.do(ev.BundleContradicted(lease.lease_id, "anna", "other", (ev.Replaced(first, None),)))
     assert Evaluated(0) in effects
     assert checked(run).evidence == [first]
     assert first not in {effect.bundle for effect in effects if isinstance(effect, BundleForgotten)}

@@ -101,13 +101,13 @@ def test_an_export_holds_the_weights_and_the_model_files_and_nothing_else(
 
 def test_provenance_names_every_file_and_the_signed_policy(exported: tuple[Path, Verified, Weights]) -> None:
     folder, found, _ = exported
-    said = json.loads((folder / PROVENANCE_FILE).read_bytes())
-    assert (said["_type"], said["predicateType"]) == (STATEMENT_TYPE, PREDICATE_TYPE)
-    subjects = {item["name"]: item["digest"]["sha256"] for item in said["subject"]}
+    statement = json.loads((folder / PROVENANCE_FILE).read_bytes())
+    assert (statement["_type"], statement["predicateType"]) == (STATEMENT_TYPE, PREDICATE_TYPE)
+    subjects = {item["name"]: item["digest"]["sha256"] for item in statement["subject"]}
     there = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     assert subjects.keys() == there.keys() - {PROVENANCE_FILE, SIGNED_PROVENANCE_FILE}
     assert all(hashlib.sha256(there[name].read_bytes()).hexdigest() == digest for name, digest in subjects.items())
-    predicate, manifest = said["predicate"], found.signed.manifest
+    predicate, manifest = statement["predicate"], found.signed.manifest
     assert predicate["run"] == found.run.digest
     assert predicate["manifest"] == found.signed.digest
     assert predicate["state_root"] == manifest.state_root

@@ -47,7 +47,7 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
         coordinator.decisions.decide(ev.WorkerJoined(worker, worker, "1", "e", 64))
     coordinator.decisions.decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 1),)))
     broken, _ = coordinator.assigner.problem(0)
-    told: list[str] = []
+    failures: list[str] = []
     for turn, worker in zip(range(100), cycle(workers), strict=False):
         state = coordinator.decisions.state
         if state.head == 2:
@@ -59,7 +59,7 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
                 await coordinator.handlers.leasing.return_lease(
                     worker, ReturnLeaseRequest(lease_id=lease.lease_id, failed=True)
                 )
-                told += [line for line in waits_for(state) if "fail" in line]
+                failures += [line for line in waits_for(state) if "fail" in line]
                 continue
             bundle, count = f"{turn:064x}", len(lease.slots) * state.rules.rollouts_per_group
             coordinator.decisions.decide(ev.BundleArrived(bundle, lease.lease_id, worker, count, 1))
@@ -70,7 +70,7 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
     assert coordinator.decisions.state.head == 2
     assert coordinator.decisions.state.curriculum.draws == {0: 1}
     assert coordinator.report.status_of_run()["problems"] == {"failing": 0, "redrawn": 1}
-    assert told == [
+    assert failures == [
         "2 problems that fail, the first at slot 0: 1 of 3 needed reports",
         "2 problems that fail, the first at slot 0: 2 of 3 needed reports",
         "1 problems that fail, the first at slot 1: 1 of 3 needed reports",

@@ -113,8 +113,8 @@ async def test_a_batch_that_does_not_follow_the_one_before_it_in_its_step_is_ref
         answer = await honest(request)
         if is_honest or request.part == 0 or isinstance(answer, NotYet):
             return answer
-        told = parse_json(answer.payload, TrainBatch)
-        return seal(told.model_copy(update={"previous": digest_of(b"another")}), PayloadType.BATCH, COORDINATOR)
+        served = parse_json(answer.payload, TrainBatch)
+        return seal(served.model_copy(update={"previous": digest_of(b"another")}), PayloadType.BATCH, COORDINATOR)
 
     coordinator.batch = batch  # type: ignore[method-assign]
     feed = Feed(coordinator, run, clock=VirtualClock())
@@ -307,8 +307,10 @@ def test_the_step_rule_is_asked_once_more(
 ) -> None:
     bundle, groups = make_bundle(coordinator.run, 3, coordinator.manifests[policy])
     assert open_all(coordinator, bundle, list(groups)) == (GROUPS if fault is None else 0)
-    said = f"step 3 trains without slot 9 of worker {WORKER.key_id}: bundle {digest_of(bundle)[:12]} was accepted, but "
-    assert (f"{said}policy {policy} is {fault} for step 3" in caplog.text) is (fault is not None)
+    warning = (
+        f"step 3 trains without slot 9 of worker {WORKER.key_id}: bundle {digest_of(bundle)[:12]} was accepted, but "
+    )
+    assert (f"{warning}policy {policy} is {fault} for step 3" in caplog.text) is (fault is not None)
 
 
 def test_a_batch_may_hold_fewer_groups_than_the_step_asks_for(coordinator: BatchCoordinator) -> None:

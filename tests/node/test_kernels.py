@@ -62,11 +62,11 @@ def test_the_second_process_waits_for_the_first_and_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
-    said: list[str] = []
+    messages: list[str] = []
     waits = threading.Event()
 
     def say(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         waits.set()
 
     with (tmp_path / "kernels.lock").open("w") as first:
@@ -77,7 +77,7 @@ def test_the_second_process_waits_for_the_first_and_compiles_nothing(
         (tmp_path / "kernels-key.compiled").touch()
     second.join(20)
     assert not second.is_alive()
-    assert said == ["another process is compiling the codec's kernels: waiting for it"]
+    assert messages == ["another process is compiling the codec's kernels: waiting for it"]
 
 
 def test_a_process_that_waits_for_a_hung_one_compiles_itself_after_a_while(
@@ -170,6 +170,6 @@ def test_the_compilers_die_with_a_process_that_is_killed(tmp_path: Path) -> None
 
 def test_without_a_folder_to_write_to_nothing_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "cache_place", lambda: None)
-    said: list[str] = []
-    kernels.compile_once(said.append)
-    assert said == []
+    messages: list[str] = []
+    kernels.compile_once(messages.append)
+    assert messages == []

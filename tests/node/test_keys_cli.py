@@ -59,11 +59,11 @@ def chain(run_dir: RunDir) -> KeyChain:
 
 
 def test_a_trainers_key_is_replaced_in_three_commands(run_dir: RunDir) -> None:
-    said = keys("rotate", run_dir.path, "--role", "trainer", "--reason", "laptop lost")
+    output = keys("rotate", run_dir.path, "--role", "trainer", "--reason", "laptop lost")
     request = run_dir.path / "key-ring-1.json"
-    assert f"next: prime-node keys submit {request} {run_dir.path}" in said
-    said = keys("submit", request, run_dir.path)
-    assert "start the trainer again" in said
+    assert f"next: prime-node keys submit {request} {run_dir.path}" in output
+    output = keys("submit", request, run_dir.path)
+    assert "start the trainer again" in output
     new = load_key(run_dir.key("trainer"))
     assert chain(run_dir).current.trainer == (new.key_id,)
     assert load_key(run_dir.path / "keys" / "trainer-until-1.key").key_id == TRAINER.key_id

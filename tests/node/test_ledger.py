@@ -76,9 +76,9 @@ async def test_it_continues_after_a_restart_and_an_export_verifies_offline(tmp_p
     (tmp_path / "receipts.jsonl").write_bytes(b"\n".join([*(one.to_bytes() for one in mine), b"half a li"]))
     arguments = ["verify", str(new), "--receipts", str(tmp_path), "--known", str(old), "--run", run.digest]
     result = await asyncio.to_thread(command, *arguments, "--json")
-    told = json.loads(result.stdout)
-    assert (result.exit_code, told["ok"], told["pinned"], told["num_receipts"]) == (0, True, True, 2)
-    assert told["workers"][ANNA.key_id] == {"rollouts": 4, "tokens": 4, "refused": {}}
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["ok"], report["pinned"], report["num_receipts"]) == (0, True, True, 2)
+    assert report["workers"][ANNA.key_id] == {"rollouts": 4, "tokens": 4, "refused": {}}
     shown = await asyncio.to_thread(command, *arguments)
     assert "all 2 settled receipts are in it" in shown.stdout
     columns = [line.split() for line in shown.stdout.splitlines()]
@@ -163,8 +163,8 @@ async def test_it_is_read_from_a_url_while_the_coordinator_runs_and_from_its_fol
     place.run_spec.write_bytes(world.run.envelope.to_bytes())
     (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
     by_folder = await asyncio.to_thread(command, "verify", str(place.path), "--known", str(tmp_path / "x"), "--json")
-    told = json.loads(by_folder.stdout)
-    assert (by_folder.exit_code, told["ok"], told["pinned"], told["num_entries"]) == (0, True, False, 2)
+    report = json.loads(by_folder.stdout)
+    assert (by_folder.exit_code, report["ok"], report["pinned"], report["num_entries"]) == (0, True, False, 2)
 
 
 async def test_an_export_by_another_key_than_the_first_leaves_no_wrong_secret_behind(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ async def test_a_coordinator_whose_clock_is_set_back_contradicts_itself_by_nothi
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             await world.judge()
             shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
-        told = await receipts_of(world)
+        receipts = await receipts_of(world)
     for one, other in (shown, shown[::-1]):  # a mirror may show the older one later
-        assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
+        assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
     times = [parse_json(one.head.payload, LedgerHead).at_ms for one in shown]
     assert times[0] <= times[1]
 
@@ -234,11 +234,11 @@ async def test_a_restart_by_a_clock_that_was_set_back_contradicts_no_head_that_w
         again.head, world = world.head, again
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
         await world.judge()
-        told = await receipts_of(world)
+        receipts = await receipts_of(world)
         after = Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head())
     assert len(before.lines) < len(after.lines)
     for one, other in ((before, after), (after, before)):
-        assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
+        assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
 
 
 async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_several() -> None:
@@ -249,18 +249,18 @@ async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_sever
         await world.judge()
         small = (await receipts_of(world))[-1]
         slots = tuple((2**40 + 2 * place, 1) for place in range(LEASE_ROLLOUTS_MAX))
-        said = Assigned(slots=slots, seeds="0" * 64)
-        large = parse_json(small.payload, Receipt).model_copy(update={"assigned": said})
+        assigned = Assigned(slots=slots, seeds="0" * 64)
+        large = parse_json(small.payload, Receipt).model_copy(update={"assigned": assigned})
         text = seal(large, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode()
         many = [StoredReceipt(f"b{n}", f"l{n}", ANNA.key_id, 0, BundleStatus.ACCEPTED, text) for n in range(60)]
         lines = [large.model_dump_json()] * 60
         assert sum(len(receipt.envelope) for receipt in many) > ENVELOPE_BYTES_MAX
         assert sum(map(len, lines)) > LEDGER_PAGE_BYTES_MAX
         await world.parts.store.append([], many, lines)
-        told, after = 0, 0
+        num_listed, after = 0, 0
         while (listed := await world.client(ANNA).receipts(ReceiptsRequest(after=after))).receipts:
-            told, after = told + len(listed.receipts), listed.next
+            num_listed, after = num_listed + len(listed.receipts), listed.next
         shown = 0
         while page := await world.client(ANNA).ledger(shown):
             shown += len(page)
-    assert (told, shown) == (61, 61)
+    assert (num_listed, shown) == (61, 61)

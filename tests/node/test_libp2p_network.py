@@ -167,8 +167,8 @@ async def test_rubbish_on_a_stream_ends_the_stream_and_nothing_else(peer: MakePe
 async def test_identify_sends_the_announced_addresses(peer: MakePeer) -> None:
     anna = await peer()
     assert anna.running is not None
-    told = [str(address) for address in anna.running.host.get_addrs()]
-    assert told == [f"{anna.addresses()[0]}/p2p/{anna.peer_id}"]
+    addresses = [str(address) for address in anna.running.host.get_addrs()]
+    assert addresses == [f"{anna.addresses()[0]}/p2p/{anna.peer_id}"]
 
 
 async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: MakePeer) -> None:
@@ -182,8 +182,8 @@ async def test_a_private_peer_leaves_no_address_with_whom_it_links_to(peer: Make
     def learned(of: Libp2pNetwork) -> tuple[int, bool]:
         """Return what a host has learned: addresses from Identify, and an entry in its table of hints."""
         assert anna.running is not None
-        told, name = anna.running.host.get_peerstore(), ID.from_string(of.peer_id)
-        addresses = told.addrs(name) if name in told.peer_ids() else []
+        peerstore, name = anna.running.host.get_peerstore(), ID.from_string(of.peer_id)
+        addresses = peerstore.addrs(name) if name in peerstore.peer_ids() else []
         return len(addresses), name in anna.running.hints.table.routing_table.get_peer_ids()
 
     await until(lambda: learned(cora) == (1, True))

@@ -92,5 +92,5 @@ def test_a_record_names_no_more_addresses_than_are_dialled() -> None:
 
 def test_a_peer_that_listens_everywhere_announces_addresses_that_others_can_dial() -> None:
     assert local_addresses(["/ip4/127.0.0.1/tcp/4001", "/ip4/127.0.0.1/udp/4001"]) == ("/ip4/127.0.0.1/tcp/4001",)
-    told = local_addresses(["/ip4/0.0.0.0/tcp/4001"])
-    assert not [address for address in told if "/127." in address or "/0.0.0.0/" in address]
+    addresses = local_addresses(["/ip4/0.0.0.0/tcp/4001"])
+    assert not [address for address in addresses if "/127." in address or "/0.0.0.0/" in address]

@@ -77,8 +77,8 @@ def test_overrides_are_kept_beside_the_config(tmp_path: Path) -> None:
 def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(tmp_path: Path) -> None:
     run_dir, given = RunDir(tmp_path / "run"), ["trainer.seed=3", "trainer.optimizer.beta2=0.9"]
     make_run(run_dir, Options(DEMO, given), config_file=DEMO)
-    told = Options.of_run(str(run_dir.path), None, ["trainer.optimizer.beta2=0.8"]).load(TrainerConfig)
-    assert (told.seed, told.optimizer.beta2, told.optimizer.lr) == (3, 0.8, 4e-4)
+    config = Options.of_run(str(run_dir.path), None, ["trainer.optimizer.beta2=0.8"]).load(TrainerConfig)
+    assert (config.seed, config.optimizer.beta2, config.optimizer.lr) == (3, 0.8, 4e-4)
     empty = tmp_path / "other.toml"
     empty.touch()
     other = Options.of_run(str(run_dir.path), empty, []).load(TrainerConfig)
@@ -105,7 +105,7 @@ environments = [{ name = "spell", id = "reasoning_gym", options = { task = "spel
 
 
 @pytest.mark.parametrize(
-    ("url", "assignments", "told"),
+    ("url", "assignments", "named"),
     [
         ("http://my.host:8400", [], ["coordinator.host"]),
         ("http://my.host:8500", ["coordinator.host=0.0.0.0"], []),
@@ -116,12 +116,12 @@ environments = [{ name = "spell", id = "reasoning_gym", options = { task = "spel
     ],
 )
 def test_a_link_that_leads_elsewhere_is_reported_to_the_operator(
-    url: str, assignments: list[str], told: list[str]
+    url: str, assignments: list[str], named: list[str]
 ) -> None:
     settings = Options(None, assignments).load(CoordinatorConfig)
     found = list(unreachable(JoinLink.parse(f"{url}/#{'0' * 64}"), settings))
-    assert len(found) == len(told)
-    assert all(setting in warning for setting, warning in zip(told, found, strict=True))
+    assert len(found) == len(named)
+    assert all(setting in warning for setting, warning in zip(named, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -181,10 +181,10 @@ def test_a_calibration_of_a_smaller_model_is_refused_by_name(tmp_path: Path) -> 
 
 def test_a_new_run_says_how_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     new(tmp_path / "my run", config=DEMO)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for role in ("coordinator", "trainer", "validator"):
-        assert f"  prime-node {role} '{tmp_path / 'my run'}'\n" in said
-    assert f"  prime-node join '{RunDir(tmp_path / 'my run').join_link()}'\n" in said
+        assert f"  prime-node {role} '{tmp_path / 'my run'}'\n" in output
+    assert f"  prime-node join '{RunDir(tmp_path / 'my run').join_link()}'\n" in output
 
 
 def test_the_error_about_a_missing_config_names_an_example(tmp_path: Path) -> None:

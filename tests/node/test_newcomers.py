@@ -204,8 +204,8 @@ async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban() ->
         await world.client(ANNA).join(request(hardware=Hardware(device="x86_64", cores=8, memory_bytes=2**34)))
         await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
         await world.client(ANNA).join(request())
-        (told,) = (await world.status())["workers"]
-        assert (told["newcomer"], told["hardware"]) == (True, "")
+        (shown,) = (await world.status())["workers"]
+        assert (shown["newcomer"], shown["hardware"]) == (True, "")
         await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id))
         refusal = await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
         assert refusal.retry_after_s == pytest.approx(60, abs=2)
@@ -221,7 +221,7 @@ async def test_networks_are_distinguished_by_prefixes_and_trusted_ones_have_no_n
     assert name("2001:db8:1::1") == name("2001:db8:1:9::2")
     assert name("203.0.114.5") != name("203.0.113.5")
     assert [name(address) for address in ("127.0.0.1", "::1", "192.168.3.4", "fd00::1%eth0")] == [""] * 4
-    assert name("") == name("somewhere") != "", "what cannot be told is one network"
+    assert name("") == name("somewhere") != "", "unknown addresses are one network"
     assert "203.0" not in name("203.0.113.5")
 
 

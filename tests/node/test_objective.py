@@ -143,8 +143,8 @@ def test_losses_are_aggregated_as_in_their_papers_by_default() -> None:
     assert kinds.pop("gspo") is AggregationKind.SEQUENCE_MEAN
     assert kinds.pop("dr_grpo") is AggregationKind.CONSTANT_LENGTH
     assert set(kinds.values()) == {AggregationKind.TOKEN_MEAN}
-    told = find_loss("gspo", aggregation=AggregationKind("seq-mean-token-sum-norm"), constant_length=4)
-    assert told.aggregation.kind is AggregationKind.CONSTANT_LENGTH
+    gspo = find_loss("gspo", aggregation=AggregationKind("seq-mean-token-sum-norm"), constant_length=4)
+    assert gspo.aggregation.kind is AggregationKind.CONSTANT_LENGTH
     with pytest.raises(LocalError, match=r"set trainer\.loss\.constant_length"):
         find_loss("dr_grpo")
 

@@ -115,8 +115,8 @@ async def test_a_false_cut_or_policy_is_detected(engine: TransformersEngine, pol
     lies: list[Spans] = [((0, before + after),), ((1, before + after),), ((0, before), (2, after))]
     lies += [((0, before + 1), (1, after - 1))] if after > 1 else []
     for lie in lies:
-        told = [*completions[:place], replace(honest, spans=lie), *completions[place + 1 :]]
-        error, _ = await judged(engine, policies, told, SwapPolicy.ABORT_AND_RESUME)
+        claimed = [*completions[:place], replace(honest, spans=lie), *completions[place + 1 :]]
+        error, _ = await judged(engine, policies, claimed, SwapPolicy.ABORT_AND_RESUME)
         assert error > 0.01, lie
 
 
@@ -281,8 +281,8 @@ async def test_spans_are_refused_where_the_run_drains_and_where_they_go_back_or_
     num = len(made[long].token_ids)
     bad: list[Spans] = [((0, 1), (2, num - 1)), ((1, 1), (0, num - 1)), ((1, 1), (1, num - 1))]
     for spans in bad:
-        told = [*made[:long], replace(made[long], spans=spans), *made[long + 1 :]]
-        judgement = await verdict_on(engine, resuming, lease, told, policies)
+        claimed = [*made[:long], replace(made[long], spans=spans), *made[long + 1 :]]
+        judgement = await verdict_on(engine, resuming, lease, claimed, policies)
         assert judgement.verdict.reason is RejectReason.WRONG_POLICY, spans
     lease = lease_of(draining, name)
     judgement = await verdict_on(engine, draining, lease, made, policies)

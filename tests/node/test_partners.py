@@ -52,11 +52,11 @@ async def test_a_calculator_is_a_turn_and_the_last_answer_is_scored(model: Path)
     assert isinstance(world, TurnEnvironment)
     tokenizer = HfTokenizer(model)
     prompts: list[str] = []
-    said = iter(["calc 12+7", world.answer(0)])
+    answers = iter(["calc 12+7", world.answer(0)])
 
     async def ask(prompt: tuple[int, ...]) -> Completion:
         prompts.append(tokenizer.decode(list(prompt)))
-        tokens = (*tokenizer.encode(next(said)), tokenizer.stop_token_id)
+        tokens = (*tokenizer.encode(next(answers)), tokenizer.stop_token_id)
         return Completion(tokens, (-0.5,) * len(tokens), FinishReason.STOP)
 
     assert await world.play(0, tuple(tokenizer.encode_prompt(world.prompt(0))), ask) == 1.0

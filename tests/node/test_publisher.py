@@ -33,18 +33,18 @@ async def publisher(coordinator: BatchCoordinator) -> AsyncIterator[Publisher]:
 
 
 async def test_policies_are_published_in_order_as_one_chain(coordinator: BatchCoordinator) -> None:
-    told: UntrustedRow = []
-    publisher = make(coordinator, told=told)
+    rows: UntrustedRow = []
+    publisher = make(coordinator, rows=rows)
     await publisher.start()
     for version in range(5):
         await publisher.submit(version, weights(version), provenance(version))
     await publisher.flush()
     assert publisher.head == 4
-    assert [published.policy_version for published in told] == list(range(5))
+    assert [published.policy_version for published in rows] == list(range(5))
     assert coordinator.roots == [root_of(weights(version)) for version in range(5)]
     for version, signed in enumerate(coordinator.manifests):
         assert root_of(coordinator.decode(signed)) == root_of(weights(version))
-        assert sorted(told[version].encodings.values()) == sorted(e.sent_bytes for e in signed.manifest.encodings)
+        assert sorted(rows[version].encodings.values()) == sorted(e.sent_bytes for e in signed.manifest.encodings)
     await publisher.close()
 
 
@@ -189,13 +189,13 @@ def bases_of(coordinator: BatchCoordinator, version: int) -> set[int | None]:
 
 
 async def test_policies_are_sent_as_deltas_over_one_four_and_sixteen_steps(coordinator: BatchCoordinator) -> None:
-    told: UntrustedRow = []
-    await publish(coordinator, range(18), told=told)
+    rows: UntrustedRow = []
+    await publish(coordinator, range(18), rows=rows)
     assert [bases_of(coordinator, version) for version in (0, 1, 4, 5, 16)] == [{None}, {0}, {3, 0}, {4}, {15, 12, 0}]
-    assert set(told[16].encodings) == {"delta_1", "delta_4", "delta_16"}
-    assert told[16].sent_bytes == told[16].encodings["delta_1"]
-    assert told[16].raw_bytes == 1_200
-    assert told[16].ratio > 5
+    assert set(rows[16].encodings) == {"delta_1", "delta_4", "delta_16"}
+    assert rows[16].sent_bytes == rows[16].encodings["delta_1"]
+    assert rows[16].raw_bytes == 1_200
+    assert rows[16].ratio > 5
     for version in range(18):
         assert root_of(coordinator.decode(coordinator.manifests[version])) == root_of(sparse(version))
 

@@ -45,7 +45,7 @@ async def judged(
 async def test_unseeded_rewards_are_compared_and_the_best_of_several_rank_high() -> None:
     lease = make_lease()
     honest, best = [await judged(await sampled(num, lease), lease) for num in (1, 8)]
-    assert (honest.verdict.accepted, best.verdict.accepted) == (True, True), "of one bundle nothing else can be told"
+    assert (honest.verdict.accepted, best.verdict.accepted) == (True, True), "one bundle alone decides nothing else"
     assert honest.evidence is not None
     assert best.evidence is not None
     assert set(honest.evidence.sums) == set(REWARD_RANKS)
@@ -58,8 +58,8 @@ async def test_unseeded_rewards_are_compared_and_the_best_of_several_rank_high()
 def test_a_check_of_a_dossier_reports_whether_ranks_can_be_repeated() -> None:
     claimed = BundleEvidence(worker="a", validator="b", sums=rank_sums([([1.0] * 8, [0.0] * 8)]))
     assert "does not repeat" in compared(claimed, None)
-    told = (ComparedRewards(mine=(1.0,) * 8, trusted=(0.0,) * 8),)
-    assert "as the rewards in its receipt do" in compared(claimed.model_copy(update={"compared": told}), None)
+    rewards = (ComparedRewards(mine=(1.0,) * 8, trusted=(0.0,) * 8),)
+    assert "as the rewards in its receipt do" in compared(claimed.model_copy(update={"compared": rewards}), None)
 
 
 async def test_compared_rewards_are_sent_if_the_run_asks_for_them_and_give_the_same_sums() -> None:
@@ -74,10 +74,10 @@ async def test_compared_rewards_are_sent_if_the_run_asks_for_them_and_give_the_s
     assert set(summed.sums) == set(REWARD_RANKS)
     assert summed.compared == (), "what is too much to tell is summed all the same"
     one_is_missing = Scored(tuple(range(lease.num_rollouts)), (1,), "", enough=True, spread_mean=None)
-    told = await with_ranks(
+    ranked = await with_ranks(
         empty, lease, one_is_missing, {0: (0.0,)}, spec=RUN.spec.model_copy(update={"checks": checks})
     )
-    assert told.compared[0].mine == (0, *range(2, 16)), "what could not be scored is no reward of the worker's"
+    assert ranked.compared[0].mine == (0, *range(2, 16)), "what could not be scored is no reward of the worker's"
 
 
 async def test_a_bundle_that_contains_one_text_twice_is_rejected_as_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,8 @@ def test_qwen3_continues_after_a_tool_and_restarts_where_thinking_is_stripped(qw
 
     more = {"role": "user", "content": "And 3 and 3?"}
     assert renderer.bridge_to_next_turn(tuple(bridged), second.token_ids, [more]) is None
-    said = [question, parsed.message, answer, renderer.parse_response(second.token_ids).message, more]
-    anew = tuple(renderer.render_ids(said))
+    messages = [question, parsed.message, answer, renderer.parse_response(second.token_ids).message, more]
+    anew = tuple(renderer.render_ids(messages))
     assert "let me count" not in HfTokenizer(qwen3).decode(list(anew))
     third = sampled(qwen3, "<think>\nsix\n</think>\n\n6<|im_end|>")
 

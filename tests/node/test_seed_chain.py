@@ -85,11 +85,11 @@ async def test_anybody_can_work_out_again_what_was_assigned_once_a_step_is_over(
         head = parse_json((await world.client(ANNA).ledger_head()).payload, LedgerHead)
         await export_ledger(world.client(ANNA), world.run, exported)
     assert head.secret is not None
-    assert head.secret.number == 1, "of step 2, which is under way, nothing is told"
+    assert head.secret.number == 1, "the secret of step 2, which is in progress, is not open"
     result = await asyncio.to_thread(command, "verify", str(exported), "--json")
-    told = json.loads(result.stdout)
-    assert (result.exit_code, told["faults"]) == (0, [])
-    assert told["seeds"] == {"num_checked": 2, "num_waiting": 1, "num_evaluations": 0, "num_passed_over": 0}
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["faults"]) == (0, [])
+    assert report["seeds"] == {"num_checked": 2, "num_waiting": 1, "num_evaluations": 0, "num_passed_over": 0}
     shown = await asyncio.to_thread(command, "verify", str(exported))
     assert (
         "2 accepted bundles were assigned what the seed chain gives; 1 are of steps that are not over" in shown.stdout
@@ -154,16 +154,16 @@ async def test_changed_seeds_in_a_receipt_or_a_head_are_detected() -> None:
     secret = parse_json(shown.head.payload, LedgerHead).secret
     assert secret is not None
     assert (await audited(world, good, secret)).faults == []
-    said = good[0].assigned
-    assert said is not None
-    first, count = said.slots[0]
+    assigned = good[0].assigned
+    assert assigned is not None
+    first, count = assigned.slots[0]
     for changed, why in (
         ({"seeds": "0" * 64}, "problems or seeds differ"),
         ({"slots": ((first + 1, count),)}, "do not belong to step 0"),
         ({"slots": ((first, count + 1),)}, "do not belong to step 0"),
         ({"draws": (1,) * count}, "problems or seeds differ"),
     ):
-        lying = good[0].model_copy(update={"assigned": said.model_copy(update=changed)})
+        lying = good[0].model_copy(update={"assigned": assigned.model_copy(update=changed)})
         assert why in (await audited(world, [lying, *good[1:]], secret)).faults[0]
     silent = good[0].model_copy(update={"assigned": None})
     assert "lacks the assignment" in (await audited(world, [silent, *good[1:]], secret)).faults[0]
@@ -171,8 +171,8 @@ async def test_changed_seeds_in_a_receipt_or_a_head_are_detected() -> None:
     assert "do not belong to step" in (await audited(world, [*good[:-1], other_policy], secret)).faults[0]
     foreign = secret.model_copy(update={"secret": "0" * 64})
     assert "is not in the RunSpec's seed chain" in (await audited(world, good, foreign)).faults[0]
-    for told in (None, secret.model_copy(update={"number": 0, "secret": chain(20)[0].hex()})):
-        assert "lacks secret number 1" in (await audited(world, good, told)).faults[0]
+    for opened in (None, secret.model_copy(update={"number": 0, "secret": chain(20)[0].hex()})):
+        assert "lacks secret number 1" in (await audited(world, good, opened)).faults[0]
 
 
 async def test_a_receipt_is_no_evaluations_because_its_slots_say_so() -> None:
@@ -180,11 +180,11 @@ async def test_a_receipt_is_no_evaluations_because_its_slots_say_so() -> None:
     async with two_steps_over(memory_parts(chained())) as world:
         shown = await shown_by(world)
     good = [said_in(line) for line in shown.lines]
-    secret, said = parse_json(shown.head.payload, LedgerHead).secret, good[0].assigned
+    secret, assigned = parse_json(shown.head.payload, LedgerHead).secret, good[0].assigned
     assert secret is not None
-    assert said is not None
-    beyond, count = world.run.spec.max_steps * world.run.spec.groups_per_step, said.slots[0][1]
-    held_out = said.model_copy(update={"slots": ((beyond, count),)})
+    assert assigned is not None
+    beyond, count = world.run.spec.max_steps * world.run.spec.groups_per_step, assigned.slots[0][1]
+    held_out = assigned.model_copy(update={"slots": ((beyond, count),)})
     for claim, is_one in (
         (held_out, True),
         (held_out.model_copy(update={"slots": ((beyond, count + 1),)}), False),
@@ -203,21 +203,21 @@ async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> 
         shown = await shown_by(world)
     good = [said_in(line) for line in shown.lines]
     secret = parse_json(shown.head.payload, LedgerHead).secret
-    said, chain_end = good[0].assigned, world.run.spec.seed_chain
+    assigned, chain_end = good[0].assigned, world.run.spec.seed_chain
     assert secret is not None
-    assert said is not None
+    assert assigned is not None
     assert chain_end is not None
     rule, of_step_0 = SeedRule(world.run.digest, world.run.spec), opened_secrets(chain_end, secret)[0]
 
     def drawn(draw: int) -> Receipt:
         """Return the first receipt, honest about the draw of each slot."""
-        assert said is not None
+        assert assigned is not None
         groups = []
-        for slot, _ in said.places():
+        for slot, _ in assigned.places():
             problem = rule.problem(of_step_0, slot, draw)
             groups.append((slot, problem, rule.seeds(of_step_0, good[0].policy_version, problem, slot)))
-        told = {"draws": (draw,) * len(groups), "seeds": digest_of_groups(groups)}
-        return good[0].model_copy(update={"assigned": said.model_copy(update=told)})
+        changes = {"draws": (draw,) * len(groups), "seeds": digest_of_groups(groups)}
+        return good[0].model_copy(update={"assigned": assigned.model_copy(update=changes)})
 
     last = limits.LEASE_DRAWS_MAX - 1
     assert (await audited(world, [drawn(last), *good[1:]], secret)).faults == []
@@ -277,8 +277,8 @@ async def test_a_ledger_in_the_coordinators_folder_has_the_same_secret(tmp_path:
     (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
     out = tmp_path / "ledger.jsonl"
     assert (await asyncio.to_thread(command, "export", str(place.path), "--out", str(out))).exit_code == 0
-    told = parse_json(open_envelope(out.read_bytes().splitlines()[-1]).payload, LedgerHead)
-    assert told.secret == parse_json(shown.head.payload, LedgerHead).secret
+    head = parse_json(open_envelope(out.read_bytes().splitlines()[-1]).payload, LedgerHead)
+    assert head.secret == parse_json(shown.head.payload, LedgerHead).secret
     assert not place.assignment_secret.exists(), "who reads keeps none"
 
 
@@ -297,15 +297,15 @@ async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_
         await export_ledger(world.client(BEN), world.run, exported)
     assert early[0] == 0
     assert "the secret of step 0 is not published in this ledger yet" in str(early[1]["seeds"])
-    code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
-    assert (code, said["seeds"]) == (0, "its problems and seeds match the seed chain")
+    code, report = await asyncio.to_thread(check, file, "--ledger", str(exported))
+    assert (code, report["seeds"]) == (0, "its problems and seeds match the seed chain")
     lines = [open_envelope(line) for line in file.read_bytes().splitlines()]
     file.write_bytes(b"".join(swapped(line).to_bytes() + b"\n" for line in lines))
     for parcel in file.parent.glob("*.parcel"):
         parcel.unlink()
-    code, said = await asyncio.to_thread(check, file, "--ledger", str(exported))
+    code, report = await asyncio.to_thread(check, file, "--ledger", str(exported))
     assert code == 1
-    assert "the leased seeds are not those of the step's secret" in str(said["fault"])
+    assert "the leased seeds are not those of the step's secret" in str(report["fault"])
 
 
 def swapped(line: Envelope) -> Envelope:
@@ -324,11 +324,11 @@ def test_a_secret_gives_those_of_the_steps_before_and_the_last_one_waits_for_the
     for steps_over, number in ((0, None), (1, 0), (2, 1), (19, 18), (20, 18), (99, 18), (100, 19)):
         assert run.spec.seed_chain.newest_open(steps_over, max_steps=100) == number
         if number is not None:
-            told = OpenSecret(number=number, secret=secrets[number].hex())
-            assert opened_secrets(run.spec.seed_chain, told) == secrets[: number + 1]
+            opened = OpenSecret(number=number, secret=secrets[number].hex())
+            assert opened_secrets(run.spec.seed_chain, opened) == secrets[: number + 1]
     longer = committed(chain(21)).model_copy(update={"length": 20})
     with pytest.raises(RemoteError, match="secret 20 is not in"):
         opened_secrets(longer, OpenSecret(number=20, secret=chain(21)[20].hex()))
     assert run.spec.seed_chain.number(57) == 19, (
-        "steps beyond the chain share its last secret, told when the run is over"
+        "steps beyond the chain share its last secret, opened when the run is over"
     )

@@ -120,8 +120,8 @@ def test_an_answer_that_is_no_status_is_reported(body: bytes) -> None:
     "date", ["now", "Mon, 01 Jan 99999999999999999999 00:00:00 GMT", f"1 Jan 2026 0:0 +{'9' * 30}"]
 )
 def test_doctor_shows_nothing_that_steers_a_terminal_and_takes_no_date_that_is_none(date: str) -> None:
-    told = {"run": "0" * 64, "name": "\x1b[2Jred", "step": 1, "head": 1, "max_steps": 5}
-    with server_that_answers(json.dumps(told).encode(), date=date) as url:
+    status = {"run": "0" * 64, "name": "\x1b[2Jred", "step": 1, "head": 1, "max_steps": 5}
+    with server_that_answers(json.dumps(status).encode(), date=date) as url:
         ran = CliRunner().invoke(app, ["doctor", f"{url}/#{'0' * 64}"])
     assert "ok  coordinator    run 000000000000 '?[2Jred', step 1 of 5" in ran.stdout
     assert "clock" not in ran.stdout
@@ -129,10 +129,10 @@ def test_doctor_shows_nothing_that_steers_a_terminal_and_takes_no_date_that_is_n
 
 
 @pytest.mark.parametrize(
-    "told", [{"workers": [{"worker": "x", "refused": {"\x1b[2J": "many"}}]}, {"run": "\x1b[2J" + "0" * 60}]
+    "changes", [{"workers": [{"worker": "x", "refused": {"\x1b[2J": "many"}}]}, {"run": "\x1b[2J" + "0" * 60}]
 )
-def test_a_fault_of_a_status_is_reported_without_control_characters(told: dict[str, object]) -> None:
-    body = json.dumps({"run": "0" * 64, "step": 1, "head": 1, "max_steps": 5, **told}).encode()
+def test_a_fault_of_a_status_is_reported_without_control_characters(changes: dict[str, object]) -> None:
+    body = json.dumps({"run": "0" * 64, "step": 1, "head": 1, "max_steps": 5, **changes}).encode()
     with server_that_answers(body) as url, pytest.raises(LocalError) as caught:
         shown(f"{url}/#{'0' * 64}")
     assert str(caught.value).isprintable()

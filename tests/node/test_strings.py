@@ -20,11 +20,11 @@ SAMPLING = Sampling(temperature=0.8, completion_tokens_max=16, stop_token_ids=(5
 
 def rollout(rng: np.random.Generator, turns: int, *, seed: int) -> list[ScoreRequest]:
     """Make turns in which each prompt is the previous one, its answer, and some words of the environment."""
-    said, made = tuple(rng.integers(0, 264, rng.integers(1, 9)).tolist()), []
+    context, made = tuple(rng.integers(0, 264, rng.integers(1, 9)).tolist()), []
     for turn in range(turns):
         answer = tuple(rng.integers(0, 264, rng.integers(1, 12)).tolist())
-        made.append(ScoreRequest(said, answer, seed + turn, hidden=True))
-        said = (*said, *answer, *rng.integers(0, 264, turn % 3).tolist())
+        made.append(ScoreRequest(context, answer, seed + turn, hidden=True))
+        context = (*context, *answer, *rng.integers(0, 264, turn % 3).tolist())
     return made
 
 

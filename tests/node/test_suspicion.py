@@ -211,8 +211,8 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
         assert shown[ANNA.key_id]["banned"]["kind"] == "statistical"
         assert shown[ANNA.key_id]["evidence_nats"] == pytest.approx(log_evidence(wealth), abs=0.01)
         assert (shown[BEN.key_id]["evidence_nats"], shown[BEN.key_id]["calibrated"]) == (0.0, None)
-        told = await world.client(ANNA).receipts(ReceiptsRequest())
-        assert told.receipts == tuple(one.envelope for one in stored), "the banned can read why"
+        page = await world.client(ANNA).receipts(ReceiptsRequest())
+        assert page.receipts == tuple(one.envelope for one in stored), "the banned can read why"
         with pytest.raises(RemoteError) as refused:
             await world.client(ANNA).heartbeat(
                 HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
@@ -266,9 +266,9 @@ def test_an_accepted_bundle_that_is_rejected_later_resets_nothing(run: Run, reas
 
     def accept(name: str, replaced: tuple[ev.Replaced, ...] = ()) -> list[Effect]:
         marks = ((slots[name], mark),)
-        said = saying(3.0) if name == "anna" else saying(-0.2)
+        evidence = saying(3.0) if name == "anna" else saying(-0.2)
         return run.do(
-            ev.VerdictGiven(bundles[name], None, "", (0.5,) * 2, 10, "v", (), (), said, marks, replaced=replaced)
+            ev.VerdictGiven(bundles[name], None, "", (0.5,) * 2, 10, "v", (), (), evidence, marks, replaced=replaced)
         )
 
     first = receipt_of(accept("anna")).weighed

@@ -159,12 +159,12 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
         command, env=os.environ | quiet, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert server.stdout is not None
-    said: list[str] = []
+    errors: list[str] = []
     changed = threading.Event()
 
     def listen(lines: Iterable[str]) -> None:
         for line in lines:
-            said.append(line)
+            errors.append(line)
             if "Application startup complete" in line:
                 changed.set()
         changed.set()
@@ -172,15 +172,15 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     listener = threading.Thread(target=listen, args=(server.stdout,))
     listener.start()
     try:
-        assert changed.wait(200.0), "".join(said[-20:])
-        assert server.poll() is None, "".join(said[-20:])
+        assert changed.wait(200.0), "".join(errors[-20:])
+        assert server.poll() is None, "".join(errors[-20:])
         yield f"http://127.0.0.1:{port}", folder
     finally:
         server.terminate()
         server.wait(60.0)
         listener.join()
         server.stdout.close()
-        print("".join(said[-40:]))
+        print("".join(errors[-40:]))
 
 
 @pytest.mark.vllm

@@ -99,8 +99,8 @@ def test_a_problem_cannot_write_special_tokens(folder: Path) -> None:
 def test_transformers_reads_the_same_tokenizer_and_template(folder: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(folder)
     message = [{"role": "user", "content": "Wörter: sun"}]
-    told: Any = theirs.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
-    assert told["input_ids"] == HfTokenizer(folder).encode_prompt("Wörter: sun")
+    rendered: Any = theirs.apply_chat_template(message, add_generation_prompt=True, tokenize=True)
+    assert rendered["input_ids"] == HfTokenizer(folder).encode_prompt("Wörter: sun")
     assert (theirs.eos_token_id, theirs.pad_token_id, theirs.bos_token_id, len(theirs)) == (256, 257, 258, 264)
 
 

@@ -50,11 +50,11 @@ async def test_stopped_between_two_batches_it_saves_nothing_that_is_half_a_step(
     trainer = make_trainer(tmp_path / "cut", cut)
     feed_take = trainer.feed.take
 
-    async def take(step: int, part: int = 0, **told: Any) -> object:
+    async def take(step: int, part: int = 0, **options: Any) -> object:
         if (step, part) == (1, 1):
             stop.set()
             await asyncio.Event().wait()
-        return await feed_take(step, part, **told)
+        return await feed_take(step, part, **options)
 
     trainer.feed.take = take  # type: ignore[method-assign,assignment]
     assert not await run_trainer(trainer, stop)

@@ -105,9 +105,9 @@ def test_a_monitor_counts_and_takes_nothing_out() -> None:
 
 
 def test_rollouts_are_stamped_with_the_mode_of_their_environment() -> None:
-    told = replace(FLAT, environment="stories")
+    rollout = replace(FLAT, environment="stories")
     teacher = {"url": "http://127.0.0.1:1", "model": "teacher"}
-    samples = prepared(MIXED, told, mode="rl", environment_modes={"stories": "opd"}, teacher=teacher).samples
+    samples = prepared(MIXED, rollout, mode="rl", environment_modes={"stories": "opd"}, teacher=teacher).samples
     assert [(sample.mode, sample.advantage) for sample in samples] == [
         (TrainingMode.RL, 0.5),
         (TrainingMode.RL, -0.5),

@@ -68,8 +68,8 @@ def test_rows_are_logged_as_lines_every_few_seconds(caplog: pytest.LogCaptureFix
         rows.record(**row)
         rows.record(published=3)
         rows.record(**row | {"step": 4})
-    said = "reward 0.50, lag 1.2, 0.4 s of which 68 % waiting"
-    assert caplog.messages == [f"step 3: {said}", f"step 4: {said}", f"step 3: {said}"]
+    summary = "reward 0.50, lag 1.2, 0.4 s of which 68 % waiting"
+    assert caplog.messages == [f"step 3: {summary}", f"step 4: {summary}", f"step 3: {summary}"]
 
 
 async def test_rows_are_tensorboard_s_scalars(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ from prime_protocol.errors import LocalError
 try:
     WandbRows(Path(sys.argv[1]), project="demo", run_id="a", name="a")
 except LocalError as error:
-    print("told:", error)
+    print("error:", error)
 """
 
 
@@ -156,7 +156,7 @@ def test_weights_and_biases_without_a_login_is_reported_in_a_line(tmp_path: Path
         env=alone,
         stdin=subprocess.DEVNULL,
     )
-    assert "told: Weights & Biases: No API key" in ran.stdout, ran.stderr
+    assert "error: Weights & Biases: No API key" in ran.stdout, ran.stderr
     assert "WANDB_MODE=offline" in ran.stdout
 
 

@@ -79,9 +79,9 @@ def test_a_turn_without_an_answer_teaches_nothing() -> None:
 def test_every_sampled_token_is_trained_once_and_in_its_own_context(moves: list[tuple[int, bool, str, str]]) -> None:
     turns: list[Turn] = []
     histories: list[str] = []
-    for earlier, stripped, said, answer in moves:
+    for earlier, stripped, environment, answer in moves:
         history = histories[earlier] if earlier < len(histories) else ""
-        prompt = (history[:-1] if stripped else history) + said
+        prompt = (history[:-1] if stripped else history) + environment
         turns.append(turn(prompt, answer))
         histories.append(prompt + answer)
     trained = []

@@ -22,7 +22,7 @@ def test_only_the_newest_policies_are_remembered() -> None:
         usable.heard("a", version, 1)
     assert len(usable.spreads()) == POLICIES_MAX
     assert usable.spreads()[-1].policy_version == 2 * POLICIES_MAX - 1
-    assert not usable.heard("a", POLICIES_MAX - 1, 1), "else who says it again and again is counted each time"
+    assert not usable.heard("a", POLICIES_MAX - 1, 1), "otherwise a repeated report counts each time"
     assert usable.heard("b", POLICIES_MAX, 1)
 
 

@@ -60,9 +60,9 @@ class World:
         return result.stdout if code < 2 else result.stderr
 
     def verify_json(self, *arguments: str | Path, code: int = 0) -> dict[str, Any]:
-        said: dict[str, Any] = json.loads(self.verify(*arguments, "--json", code=code))
-        assert said["ok"] == (code == 0)
-        return said
+        report: dict[str, Any] = json.loads(self.verify(*arguments, "--json", code=code))
+        assert report["ok"] == (code == 0)
+        return report
 
     def flip(self, digest: str, *, at: int) -> None:
         path = self.folder / "blobs" / digest[:2] / digest
@@ -79,16 +79,16 @@ def world(tmp_path: Path) -> World:
 
 
 def test_every_check_is_printed_with_what_it_established(world: World) -> None:
-    said = world.verify()
-    assert [line[:8] for line in said.splitlines()[:9]] == [f"ok   ({number})" for number in range(1, 10)]
-    assert "verified: policy 3 of 1970-01-01 00:00 UTC, 1 policies" in said
-    assert "MB/s" in said
+    output = world.verify()
+    assert [line[:8] for line in output.splitlines()[:9]] == [f"ok   ({number})" for number in range(1, 10)]
+    assert "verified: policy 3 of 1970-01-01 00:00 UTC, 1 policies" in output
+    assert "MB/s" in output
 
 
 def test_json_is_complete_and_its_fields_are_the_documented_ones(world: World) -> None:
-    said = world.verify_json()
+    report = world.verify_json()
     signed = world.source.signed(3)
-    assert said["policy"] == {
+    assert report["policy"] == {
         "policy_version": 3,
         "manifest": signed.digest,
         "state_root": signed.manifest.state_root,
@@ -97,29 +97,29 @@ def test_json_is_complete_and_its_fields_are_the_documented_ones(world: World) -
         "created_at_ms": 0,
         "signers": [TRAINER.key_id],
     }
-    assert said["run"] == RUN.digest
-    assert said["pinned"]
-    assert said["policy_version"] == 3
-    assert [check["number"] for check in said["checks"]] == list(range(1, 10))
-    assert (said["against"], said["tensor"], said["export"]) == (None, None, None)
+    assert report["run"] == RUN.digest
+    assert report["pinned"]
+    assert report["policy_version"] == 3
+    assert [check["number"] for check in report["checks"]] == list(range(1, 10))
+    assert (report["against"], report["tensor"], report["export"]) == (None, None, None)
     help_text = typer.testing.CliRunner().invoke(main.app, ["verify", "--help"]).output
-    assert all(name in help_text for name in said)
+    assert all(name in help_text for name in report)
 
 
 def test_an_earlier_policy_is_verified_and_tied_to_the_head(world: World) -> None:
-    said = world.verify_json("--policy", "2")
-    assert said["policy"]["policy_version"] == 2
-    assert said["policy"]["state_root"] == root_of(weights_of(2))
-    assert said["policy_version"] == 3
-    assert said["num_policies"] == 3  # the anchor, and the two deltas on it
-    assert "unbroken from policy 2 to policy 3" in said["checks"][3]["detail"]
+    report = world.verify_json("--policy", "2")
+    assert report["policy"]["policy_version"] == 2
+    assert report["policy"]["state_root"] == root_of(weights_of(2))
+    assert report["policy_version"] == 3
+    assert report["num_policies"] == 3  # the anchor, and the two deltas on it
+    assert "unbroken from policy 2 to policy 3" in report["checks"][3]["detail"]
 
 
 @pytest.mark.parametrize("policy", ["0", "1", "2", "3"])
 @pytest.mark.parametrize("chain", [[], ["--chain"]], ids=["alone", "chain"])
 def test_any_policy_can_be_asked_for(world: World, policy: str, chain: list[str]) -> None:
-    said = world.verify_json("--policy", policy, *chain)
-    assert said["policy"]["state_root"] == root_of(weights_of(int(policy)))
+    report = world.verify_json("--policy", policy, *chain)
+    assert report["policy"]["state_root"] == root_of(weights_of(int(policy)))
 
 
 def test_a_policy_that_is_not_published_does_not_hold(world: World) -> None:
@@ -134,8 +134,8 @@ def test_a_policy_that_the_head_does_not_descend_from_is_caught(world: World, tm
     world.source.blobs |= other.blobs
     world.source.save(tmp_path / "mixed")
     world.folder = tmp_path / "mixed"
-    said = world.verify_json("--policy", "2", code=1)
-    assert said["checks"][-1]["number"] == 4
+    report = world.verify_json("--policy", "2", code=1)
+    assert report["checks"][-1]["number"] == 4
     world.verify()
 
 
@@ -149,16 +149,16 @@ def test_a_policy_whose_bytes_are_not_kept_does_not_hold_even_with_the_chain(wor
 
 def test_the_weights_of_a_policy_are_recognised(world: World, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "mine.safetensors", weights_of(2))
-    said = world.verify("--policy", "2", "--against", tmp_path / "mine.safetensors")
-    assert "equal: " in said
-    assert "2 tensors, bit for bit" in said
+    output = world.verify("--policy", "2", "--against", tmp_path / "mine.safetensors")
+    assert "equal: " in output
+    assert "2 tensors, bit for bit" in output
 
 
 def test_weights_of_another_policy_differ_with_place_and_amount(world: World, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "mine.safetensors", weights_of(2))
-    said = world.verify("--against", tmp_path / "mine.safetensors", code=1)
-    assert "NOT equal: 2 tensors" in said
-    assert "large: 1,200 of 600,000 elements differ" in said
+    output = world.verify("--against", tmp_path / "mine.safetensors", code=1)
+    assert "NOT equal: 2 tensors" in output
+    assert "large: 1,200 of 600,000 elements differ" in output
     fields = world.verify_json("--against", tmp_path / "mine.safetensors", code=1)["against"]
     assert not fields["equal"]
     assert [item["tensor"] for item in fields["differences"]] == ["large", "table"]
@@ -168,21 +168,21 @@ def test_weights_of_another_policy_differ_with_place_and_amount(world: World, tm
 
 def test_nothing_is_exported_where_the_comparison_fails(world: World, tmp_path: Path) -> None:
     write_safetensors(tmp_path / "mine.safetensors", weights_of(0))
-    said = world.verify("--against", tmp_path / "mine.safetensors", "--export", tmp_path / "out", code=1)
-    assert "exported: nothing" in said
+    output = world.verify("--against", tmp_path / "mine.safetensors", "--export", tmp_path / "out", code=1)
+    assert "exported: nothing" in output
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("policy", [0, 2, 3])
 @pytest.mark.parametrize("name", ["large", "table"])
 def test_one_tensor_is_proven_with_no_more_than_its_own_bytes(world: World, policy: int, name: str) -> None:
-    said = world.verify_json("--tensor", name, "--policy", str(policy))
-    tensor = said["tensor"]
+    report = world.verify_json("--tensor", name, "--policy", str(policy))
+    tensor = report["tensor"]
     assert tensor["digest"] == weights_of(policy)[name].digest
     assert (tensor["dtype"], tensor["shape"]) == ("bf16", list(weights_of(policy)[name].shape))
     assert tensor["index"] == list(weights_of(policy)).index(name)
     assert tensor["manifest"] == world.source.signed(policy).digest
-    assert [check["number"] for check in said["checks"]] == [1, 2, 3, 4, 6, 7, 9]
+    assert [check["number"] for check in report["checks"]] == [1, 2, 3, 4, 6, 7, 9]
     path = [world.source.signed(version).manifest for version in (range(policy % 3 + 1) if policy < 3 else [3])]
     update_paths = [(manifest, manifest.encodings[0]) for manifest in path]
     tables = [open_index(world.source.blobs[way.index.digest], way, manifest.tensors) for manifest, way in update_paths]
@@ -198,18 +198,18 @@ def test_a_tensor_is_proven_although_another_ones_bytes_are_spoilt(world: World)
     world.flip(part.digest, at=100)
     world.verify(code=1)
     assert "verified: table" in world.verify("--tensor", "table")
-    said = world.verify_json("--tensor", "large", code=1)
-    assert said["tensor"] is None
-    assert said["checks"][-1]["number"] == 6
-    assert not said["checks"][-1]["passed"]
+    report = world.verify_json("--tensor", "large", code=1)
+    assert report["tensor"] is None
+    assert report["checks"][-1]["number"] == 6
+    assert not report["checks"][-1]["passed"]
 
 
 def test_a_tensor_that_decodes_to_another_one_is_caught(tmp_path: Path) -> None:
     source, other = MemorySource(RUN), weights_of(5)
     source.publish(weights_of(0), tensors=tensor_table(other), state_root=root_of(other))
     source.save(tmp_path / "public")
-    said = World(tmp_path / "public", source).verify_json("--tensor", "table", code=1)
-    assert said["checks"][-1]["number"] == 7
+    report = World(tmp_path / "public", source).verify_json("--tensor", "table", code=1)
+    assert report["checks"][-1]["number"] == 7
 
 
 def test_a_tensor_that_the_policy_lacks_is_wrong_usage(world: World) -> None:
@@ -217,9 +217,9 @@ def test_a_tensor_that_the_policy_lacks_is_wrong_usage(world: World) -> None:
 
 
 def test_an_export_is_verified_against_its_run(world: World, tmp_path: Path) -> None:
-    said = world.verify_json("--policy", "1", "--export", tmp_path / "out")
-    assert said["export"]["path"] == str(tmp_path / "out")
-    assert "model.safetensors" in said["export"]["files"]
+    report = world.verify_json("--policy", "1", "--export", tmp_path / "out")
+    assert report["export"]["path"] == str(tmp_path / "out")
+    assert "model.safetensors" in report["export"]["files"]
     assert root_of(read_weights(tmp_path / "out")) == root_of(weights_of(1))
     world.verify("--policy", "1", "--against", tmp_path / "out")
     world.verify("--policy", "2", "--against", tmp_path / "out", code=1)
@@ -234,16 +234,16 @@ def test_an_export_is_signed_with_a_key_file(world: World, tmp_path: Path) -> No
 
 def test_nothing_is_exported_from_a_publication_that_does_not_hold(world: World, tmp_path: Path) -> None:
     world.flip(world.source.signed(3).manifest.encodings[0].parts[0].digest, at=100)
-    said = world.verify_json("--export", tmp_path / "out", code=1)
-    assert said["checks"][-1]["number"] == 5
-    assert said["policy"] is None
+    report = world.verify_json("--export", tmp_path / "out", code=1)
+    assert report["checks"][-1]["number"] == 5
+    assert report["policy"] is None
     assert not (tmp_path / "out").exists()
 
 
 def test_a_swapped_tokenizer_is_never_exported(world: World, tmp_path: Path) -> None:
     world.flip(digest_of(b"{}"), at=0)
-    said = world.verify_json("--export", tmp_path / "out", code=1)
-    assert said["checks"][-1]["number"] == 8
+    report = world.verify_json("--export", tmp_path / "out", code=1)
+    assert report["checks"][-1]["number"] == 8
     assert not (tmp_path / "out").exists()
 
 
@@ -276,10 +276,10 @@ def test_this_machines_faults_have_their_own_code(
 
 
 def test_the_help_documents_every_exit_code() -> None:
-    said = typer.testing.CliRunner().invoke(main.app, ["verify", "--help"]).output
-    assert "Exit codes:" in said
+    output = typer.testing.CliRunner().invoke(main.app, ["verify", "--help"]).output
+    assert "Exit codes:" in output
     for code in ("0 ", "1 ", "2 ", "3 ", "130 "):
-        assert f"\n   {code}" in said or f"\n    {code}" in said
+        assert f"\n   {code}" in output or f"\n    {code}" in output
 
 
 class Seeder(BaseHTTPRequestHandler):
@@ -377,8 +377,8 @@ def test_two_manifests_of_one_policy_are_kept_as_evidence(world: World, tmp_path
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(world.source.blobs[blob.digest])
     (world.folder / "head.json").write_bytes(other.envelope.to_bytes())
-    said = world.verify("--evidence", tmp_path / "kept", code=1)
-    assert "FAIL (4) chain: two signed manifests for policy 3" in said
+    output = world.verify("--evidence", tmp_path / "kept", code=1)
+    assert "FAIL (4) chain: two signed manifests for policy 3" in output
     kept = [open_envelope(path.read_bytes()) for path in (tmp_path / "kept").iterdir()]
     assert len({envelope.digest for envelope in kept}) == 2
     for envelope in kept:

@@ -81,8 +81,8 @@ async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path)
     world.stop_when(lambda: world.coordinator.accepted >= 1)
     working = asyncio.create_task(run_worker(world.worker(engine), world.stop))
     await engine.loading.wait()
-    said = len(world.said)
-    await until(lambda: len(world.said) > said + 1)
+    num_messages = len(world.said)
+    await until(lambda: len(world.said) > num_messages + 1)
     assert world.coordinator.leases == {}
     assert "waiting: the engine to load policy 0" in world.said[-1]
     world.coordinator.publish_policy(table_weights(1))
@@ -134,10 +134,10 @@ async def test_heartbeats_report_when_a_policy_was_usable_and_the_time_of_the_sw
     assert {beat.swap_ms for beat in world.coordinator.beats if beat.policy_version == 0} == {None}, (
         "nothing to compare"
     )
-    told = world.coordinator.beats[-1]
-    assert told.swap_ms is not None
-    assert told.usable_after_ms is not None
-    assert 30_000 <= told.swap_ms <= told.usable_after_ms
+    last_beat = world.coordinator.beats[-1]
+    assert last_beat.swap_ms is not None
+    assert last_beat.usable_after_ms is not None
+    assert 30_000 <= last_beat.swap_ms <= last_beat.usable_after_ms
 
 
 class SwapsUnderWay(TableEngine):

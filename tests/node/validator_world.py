@@ -151,8 +151,8 @@ async def generate(lease: Lease, weights: Weights = POLICY, *, sampling: Samplin
 
 def make_bundle(lease: Lease, rollouts: Rollouts, *, key: SigningKey = WORKER, **changes: object) -> bytes:
     body, decompressed_bytes = pack_body(rollouts)
-    told = {"worker": key.key_id, "num_rollouts": len(rollouts), "engine": TableEngine().info} | changes
-    return pack_parcel(build_header(lease, body, decompressed_bytes, **told), body, PayloadType.ROLLOUT, key)
+    fields = {"worker": key.key_id, "num_rollouts": len(rollouts), "engine": TableEngine().info} | changes
+    return pack_parcel(build_header(lease, body, decompressed_bytes, **fields), body, PayloadType.ROLLOUT, key)
 
 
 class MemoryCheckQueue(MemorySource):

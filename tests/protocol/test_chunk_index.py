@@ -36,8 +36,8 @@ def opened(sample: Any, index: bytes, version: int = 0) -> ChunkIndex:
 def test_an_index_is_its_magic_its_number_of_rows_and_its_rows() -> None:
     digests = digest_of(b"a"), digest_of(b"b")
     index = pack_index([(3, 500, digests[0]), (70_000, 1, digests[1])])
-    told = MAGIC + bytes.fromhex("02000000") + bytes.fromhex("03000000f4010000" + digests[0])
-    assert index == told + bytes.fromhex("7011010001000000" + digests[1])
+    encoded = MAGIC + bytes.fromhex("02000000") + bytes.fromhex("03000000f4010000" + digests[0])
+    assert index == encoded + bytes.fromhex("7011010001000000" + digests[1])
 
 
 def test_the_place_of_a_chunk_follows_from_the_rows_before_it(sample: Any) -> None:

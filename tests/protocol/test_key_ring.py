@@ -149,17 +149,17 @@ def test_a_ring_does_not_go_back_behind_a_policy_that_an_earlier_one_named(
 def test_the_former_keys_of_a_role_are_refused_by_a_code_of_their_own(
     run: PinnedRun, sample: Any, raises: Raises
 ) -> None:
-    said = {
+    fields = {
         key: seal(b"{}", PayloadType.RECEIPT, key) for key in (sample.coordinator, NEW_COORDINATOR, sample.stranger)
     }
     verify, kind, role = run.keys.verify, PayloadType.RECEIPT, Role.COORDINATOR
-    assert verify(said[sample.coordinator], kind, role) == b"{}"
+    assert verify(fields[sample.coordinator], kind, role) == b"{}"
     run.keys.add(ring(run.keys, sample.root, keys={"coordinator": ids(NEW_COORDINATOR)}))
-    assert verify(said[NEW_COORDINATOR], kind, role) == b"{}"
-    raises(ErrorCode.REVOKED, verify, said[sample.coordinator], kind, role)
-    raises(ErrorCode.BAD_SIGNATURE, verify, said[sample.stranger], kind, role)
-    assert run.keys.verify_kept(said[sample.coordinator], kind, role) == b"{}"
-    raises(ErrorCode.BAD_SIGNATURE, run.keys.verify_kept, said[sample.stranger], kind, role)
+    assert verify(fields[NEW_COORDINATOR], kind, role) == b"{}"
+    raises(ErrorCode.REVOKED, verify, fields[sample.coordinator], kind, role)
+    raises(ErrorCode.BAD_SIGNATURE, verify, fields[sample.stranger], kind, role)
+    assert run.keys.verify_kept(fields[sample.coordinator], kind, role) == b"{}"
+    raises(ErrorCode.BAD_SIGNATURE, run.keys.verify_kept, fields[sample.stranger], kind, role)
 
 
 # Manifests, before and after

@@ -122,8 +122,8 @@ def test_the_longest_receipt_fits_into_a_line() -> None:
 
 def test_the_longest_list_of_slots_fits_into_a_line_and_a_receipt_s_text() -> None:
     slots = tuple((2**51 + 2 * place, 1) for place in range(limits.LEASE_ROLLOUTS_MAX))
-    said = Assigned(slots=slots, draws=(10**6,) * len(slots), seeds="0" * 64)
-    longest = Receipt.model_validate_json(receipt(0)).model_copy(update={"assigned": said})
+    assigned = Assigned(slots=slots, draws=(10**6,) * len(slots), seeds="0" * 64)
+    longest = Receipt.model_validate_json(receipt(0)).model_copy(update={"assigned": assigned})
     assert len(LedgerChain(RUN.digest, 2**52).add(longest.model_dump_json().encode())) <= limits.LEDGER_LINE_BYTES_MAX
     assert len(seal(longest, PayloadType.RECEIPT, COORDINATOR).to_bytes()) <= limits.RECEIPT_CHARS_MAX
 

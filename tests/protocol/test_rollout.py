@@ -29,8 +29,8 @@ INT32_MAX = 2**31 - 1
 def reheaded(sample: Any, rollouts: Rollouts, **fields: object) -> tuple[RolloutHeader, bytes]:
     """Return a body for some tensors, with a matching header."""
     body, size = pack_body(rollouts)
-    told = {"body_digest": digest_of(body), "body_bytes": len(body), "decompressed_bytes": size} | fields
-    return sample.header.model_copy(update=told), body
+    header = {"body_digest": digest_of(body), "body_bytes": len(body), "decompressed_bytes": size} | fields
+    return sample.header.model_copy(update=header), body
 
 
 def test_a_bundle_survives_the_wire(sample: Any) -> None:
@@ -79,10 +79,10 @@ def test_a_frame_that_declares_less_than_the_header_is_refused(raises: Raises) -
 
 def test_a_frame_that_holds_more_or_less_than_it_declares_is_refused(raises: Raises) -> None:
     assert FRAME[4] >> 6 == 1  # the content size is two bytes, less 256, after the descriptor
-    for told in (900, 1_100):
-        lie = FRAME[:5] + (told - 256).to_bytes(2, "little") + FRAME[7:]
-        assert zstandard.frame_content_size(lie) == told
-        raises(ErrorCode.MALFORMED, decompress_body, lie, size=told)
+    for size in (900, 1_100):
+        lie = FRAME[:5] + (size - 256).to_bytes(2, "little") + FRAME[7:]
+        assert zstandard.frame_content_size(lie) == size
+        raises(ErrorCode.MALFORMED, decompress_body, lie, size=size)
 
 
 def test_a_frame_without_a_declared_size_is_refused(raises: Raises) -> None:

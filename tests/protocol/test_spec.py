@@ -106,8 +106,8 @@ def test_the_error_codes_and_their_statuses_are_those_of_the_code() -> None:
 
 
 def test_the_reasons_and_their_strikes_are_those_of_the_code() -> None:
-    told = [(reason, strike) for reason, strike, _ in rows_after("**Reasons.**")]
-    assert told == [(reason.value, "yes" if reason.is_dishonest else "no") for reason in RejectReason]
+    listed = [(reason, strike) for reason, strike, _ in rows_after("**Reasons.**")]
+    assert listed == [(reason.value, "yes" if reason.is_dishonest else "no") for reason in RejectReason]
 
 
 def test_the_fixed_limits_are_those_of_the_code() -> None:
@@ -177,13 +177,13 @@ def test_the_tensors_of_a_bundle_are_those_of_the_code() -> None:
 
 
 def test_every_request_has_its_endpoint() -> None:
-    told = {row[0].removeprefix("/v1/"): row[2] for row in rows_after("**Signed.**")}
+    listed = {row[0].removeprefix("/v1/"): row[2] for row in rows_after("**Signed.**")}
     actions = {
         model(name).model_fields["action"].default: name
         for name in MESSAGES
         if name.endswith("Request") and name != "AdminRequest"
     }
-    assert told == actions | {"admin": "AdminRequest"}
+    assert listed == actions | {"admin": "AdminRequest"}
 
 
 def test_the_version_is_the_code_s() -> None:

@@ -32,14 +32,14 @@ def stamp(sample: Any, policy_version: int | None = 3, **changes: object) -> Tim
     return Timestamp.model_validate(fields | changes)
 
 
-def signed(said: Timestamp, key: Any) -> Envelope:
-    return seal(said, PayloadType.TIMESTAMP, key)
+def signed(timestamp: Timestamp, key: Any) -> Envelope:
+    return seal(timestamp, PayloadType.TIMESTAMP, key)
 
 
 def test_a_timestamp_by_the_coordinator_is_opened(sample: Any) -> None:
-    said = stamp(sample)
-    assert open_timestamp(signed(said, sample.coordinator), sample.run) == said
-    assert (said.policy_version, stamp(sample, None).policy_version) == (3, -1)
+    timestamp = stamp(sample)
+    assert open_timestamp(signed(timestamp, sample.coordinator), sample.run) == timestamp
+    assert (timestamp.policy_version, stamp(sample, None).policy_version) == (3, -1)
 
 
 @pytest.mark.parametrize("role", ["root", "trainer", "validator", "worker", "stranger"])

@@ -145,10 +145,10 @@ def ledger(case: Case, folder: Path) -> Any:
 
 
 def seed_chain(case: Case, folder: Path) -> Any:
-    chain, told = SeedChain.model_validate(case["chain"]), OpenSecret.model_validate(case["told"])
+    chain, opened = SeedChain.model_validate(case["chain"]), OpenSecret.model_validate(case["told"])
     if "last" in case:
         assert committed(chain_from(bytes.fromhex(case["last"]), chain.length)) == chain
-    return [secret.hex() for secret in chain_opened(chain, told)]
+    return [secret.hex() for secret in chain_opened(chain, opened)]
 
 
 def assigned(case: Case, folder: Path) -> Any:
@@ -157,11 +157,11 @@ def assigned(case: Case, folder: Path) -> Any:
         open_run_spec(envelope, pinned=envelope.digest),
         parse_json(json.dumps(case["receipt"]).encode(), verdict.Receipt),
     )
-    rule, said = SeedRule(run.digest, run.spec), receipt.assigned
-    assert said is not None
-    told = {"policy_version": receipt.policy_version, "step": receipt.step, "num_rollouts": receipt.num_rollouts}
-    rule.check_receipt(said, secret, **told)
-    problems = [(slot, rule.problem(secret, slot, draw)) for slot, draw in said.places()]
+    rule, shown = SeedRule(run.digest, run.spec), receipt.assigned
+    assert shown is not None
+    claims = {"policy_version": receipt.policy_version, "step": receipt.step, "num_rollouts": receipt.num_rollouts}
+    rule.check_receipt(shown, secret, **claims)
+    problems = [(slot, rule.problem(secret, slot, draw)) for slot, draw in shown.places()]
     return [
         [slot, one.environment, one.index, list(rule.seeds(secret, receipt.policy_version, one, slot))]
         for slot, one in problems

@@ -99,8 +99,8 @@ def get(path: str, *lines: str, host: str = "127.0.0.1") -> bytes:
 
 def post(path: str, num_bytes: int, *lines: str) -> bytes:
     """Return the header alone."""
-    said = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {num_bytes}", *lines, "\r\n"]
-    return "\r\n".join(said).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Content-Length: {num_bytes}", *lines, "\r\n"]
+    return "\r\n".join(head).encode()
 
 
 async def claim(world: World, key: SigningKey, body: bytes, /, *, action: str = "rollouts", **changes: Any) -> str:

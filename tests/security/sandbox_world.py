@@ -16,7 +16,7 @@ from prime_node.adapters.sandbox import system_paths
 from prime_node.adapters.sandbox.confine import confine
 from prime_node.adapters.sandbox.rules import NETWORK, Family, ProcessLimits, SandboxRules
 
-folder, told = Path(sys.argv[1]), json.loads(sys.argv[2])
+folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
 USUAL = dict(read=(*system_paths.system_paths(), *system_paths.python_paths()), write=(folder,), devices=system_paths.devices())
 
 def tried(action):
@@ -28,10 +28,10 @@ def tried(action):
 """
 
 
-def inside(folder: Path, program: str, **told: Any) -> Any:
-    """Run a program that confines itself, and return what it prints as JSON. It gets `told` by that name."""
+def inside(folder: Path, program: str, **options: Any) -> Any:
+    """Run a program that confines itself, and return what it prints as JSON. It gets `options` by that name."""
     ran = subprocess.run(
-        [sys.executable, "-c", PREAMBLE + program, str(folder), json.dumps(told)],
+        [sys.executable, "-c", PREAMBLE + program, str(folder), json.dumps(options)],
         capture_output=True,
         text=True,
         timeout=60,

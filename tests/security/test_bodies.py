@@ -246,8 +246,8 @@ def test_the_bound_of_an_upload_is_the_one_that_spec_states(turns: int) -> None:
     rollouts, tokens, context = 7, 100, 900
     proofs = -(-tokens // 32)
     per_turn = 12 + 4 * context if turns > 1 else 0
-    told = 65_536 + rollouts * turns * (21 + 258 * proofs + 20 * tokens + per_turn)
+    size = 65_536 + rollouts * turns * (21 + 258 * proofs + 20 * tokens + per_turn)
     found = body_bytes_max(
         num_rollouts=rollouts, completion_tokens_max=tokens, turns_max=turns, context_tokens_max=context
     )
-    assert found == told
+    assert found == size

@@ -153,14 +153,14 @@ def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is
     assert (contributor.place / "model" / "config.json").read_text() == OURS
     # Files in the process's own, empty /tmp and /dev/shm vanish with it.
     inside = {"config.json", "zz.json", *ABSOLUTE[:2]}
-    assert [name for name, said in report["files"].items() if said.startswith("done") and name not in inside] == []
+    assert [name for name, result in report["files"].items() if result.startswith("done") and name not in inside] == []
     allowed = {"socket file"} if left_out == "namespaces" and landlock.abi() < landlock.ABI_UNIX_PATHS else set()
     allowed |= (
         {"environment of the parent", "root of the parent", "abstract socket", "kill the parent"}
         if left_out == "landlock"
         else set()
     )
-    done = {name for name, said in report["attacks"].items() if said.startswith("done")}
+    done = {name for name, result in report["attacks"].items() if result.startswith("done")}
     assert done <= allowed, report["attacks"]
 
 
@@ -219,5 +219,5 @@ def test_without_walls_the_same_run_does_all_of_it(contributor: Contributor, hos
     report = joined(contributor, hostile_run, "worker.sandbox.unsafe_off=true")
     assert (contributor.outside / "absolute.sh").read_text() == OURS
     assert (contributor.home / ".bashrc").read_text().startswith(OURS)
-    refused = {name for name, said in report["attacks"].items() if not said.startswith("done")}
+    refused = {name for name, result in report["attacks"].items() if not result.startswith("done")}
     assert refused <= {"raw disk", "root of the parent", "replace by rename"}, report["attacks"]

@@ -182,7 +182,7 @@ def launching(script: str, plan: Plan) -> Iterator[Launcher]:
         launcher.close()
 
 
-def said(made: Launched | subprocess.Popen[bytes]) -> str:
+def answer_of(made: Launched | subprocess.Popen[bytes]) -> str:
     """Return everything that a process prints until it ends."""
     assert made.stdin is not None
     assert made.stdout is not None
@@ -217,14 +217,14 @@ def test_an_order_brings_no_command_and_a_bad_one_starts_nothing() -> None:
         assert arguments.exists(), "what runs goes on"
         launcher.kill(made.pid)
         assert not arguments.exists()
-        said(made)
+        answer_of(made)
 
 
 def test_what_it_started_ends_with_its_role() -> None:
     with launching("echo up; exec sleep 987654", Plan(restrictions())) as launcher:
         made = launcher.start(network=False)
         assert made.stdout.readline() == b"up\n"
-    said(made)
+    answer_of(made)
     assert not Path(f"/proc/{made.pid}").exists()
 
 
@@ -247,7 +247,7 @@ def test_a_process_killed_in_its_set_up_leaves_nothing(direct: bool) -> None:
                 made.kill()
             else:
                 kill_wrapped(made)
-            said(made)
+            answer_of(made)
 
 
 def test_a_process_sees_the_files_of_its_own_environments_and_no_others(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_a_process_sees_the_files_of_its_own_environments_and_no_others(tmp_path
     other.write_text("other")
     with launching(f"ls {data}; cat {data}/*", Plan(restrictions(), (str(data),))) as launcher:
         made = launcher.start(network=False, read=[str(data / "mine.jsonl")])
-        assert said(made) == "mine.jsonl\nmine"
+        assert answer_of(made) == "mine.jsonl\nmine"
         made = launcher.start(network=False)
-        assert "mine" not in said(made)
+        assert "mine" not in answer_of(made)
 
 
 def test_an_order_opens_nothing_outside_the_plan(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_an_order_opens_nothing_outside_the_plan(tmp_path: Path) -> None:
         for path in refused:
             with pytest.raises(LocalError, match="does not start"):
                 launcher.start(network=False, read=[str(path)])
-        said(launcher.start(network=False, read=[str(data / "rows")]))
+        answer_of(launcher.start(network=False, read=[str(data / "rows")]))
 
 
 def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,8 +82,8 @@ def test_no_secret_of_the_system_or_the_user_is_read(inside: ProcessEnvironment,
 
 @pytest.mark.parametrize("path", ["/", "/home", "/root", "/run", "/var", "/mnt", "/sys/kernel"])
 def test_folders_of_the_system_show_nothing_of_the_user(inside: ProcessEnvironment, path: str, there: Outside) -> None:
-    said = tried(inside, "listing", path)
-    assert said.startswith("refused") or ("prime-test" not in said and ".ssh" not in said)
+    result = tried(inside, "listing", path)
+    assert result.startswith("refused") or ("prime-test" not in result and ".ssh" not in result)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_folders_of_the_system_show_nothing_of_the_user(inside: ProcessEnvironme
 )
 def test_nothing_is_written_that_others_see(inside: ProcessEnvironment, path: str) -> None:
     before = Path(path).read_bytes() if Path(path).exists() else None
-    said = tried(inside, "write", path)
-    assert said.startswith("refused") or (path.startswith("/tmp") and is_isolated(inside))
+    result = tried(inside, "write", path)
+    assert result.startswith("refused") or (path.startswith("/tmp") and is_isolated(inside))
     assert (Path(path).read_bytes() if Path(path).exists() else None) == before
 
 
@@ -200,9 +200,9 @@ def test_system_calls_that_widen_are_refused(inside: ProcessEnvironment, what: s
         pytest.skip("the numbers are those of x86-64")
     if what == "setuid" and not is_isolated(inside):
         pytest.skip("it is root already there")
-    said = tried(inside, "system_call", SYSTEM_CALLS[what])
-    assert said.startswith("refused"), said
-    assert re.search("EPERM|ENOSYS|EACCES", said), said
+    result = tried(inside, "system_call", SYSTEM_CALLS[what])
+    assert result.startswith("refused"), result
+    assert re.search("EPERM|ENOSYS|EACCES", result), result
 
 
 @pytest.mark.parametrize("probe", ["mount_tmpfs", "raise_limits", "run_planted", "type_into_terminal"])
@@ -232,10 +232,10 @@ def test_what_is_printed_goes_to_the_log_so_much_a_minute_and_readable(
     with caplog.at_level("INFO"):
         assert tried(inside, "print_bomb", str(2**24)) == "did: printed"
         tried(inside, "read", "/dev/null")
-    said = "".join(record.getMessage() for record in caplog.records)
-    assert len(said) < 2**18
-    assert "\x1b" not in said
-    assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in said
+    logged = "".join(record.getMessage() for record in caplog.records)
+    assert len(logged) < 2**18
+    assert "\x1b" not in logged
+    assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in logged
 
 
 BOMBS = [
@@ -258,6 +258,6 @@ def test_bombs_are_bounded(inside: ProcessEnvironment, probe: str, argument: str
 def test_a_fork_bomb_is_bounded(inside: ProcessEnvironment) -> None:
     if not is_isolated(inside):
         pytest.skip("root's processes have no bound without namespaces")
-    said = tried(inside, "fork_bomb")
-    assert said.startswith("refused: BlockingIOError EAGAIN after")
-    assert int(said.rsplit(" ", 1)[1]) < 128
+    result = tried(inside, "fork_bomb")
+    assert result.startswith("refused: BlockingIOError EAGAIN after")
+    assert int(result.rsplit(" ", 1)[1]) < 128

@@ -100,11 +100,11 @@ def test_a_case_does_not_set_its_own_limits_where_the_run_is_not_named(
     tmp_path: Path, size: int, is_bounded: bool
 ) -> None:
     file = bomb_in(tmp_path, LARGE, size=size)
-    told = "the deciding bundle has more than 268,435,456 bytes; --run with the run's digest applies"
-    code, said = check(file)
-    assert (code, told in str(said["fault"])) == (1, is_bounded)
-    code, said = check(file, "--run", LARGE.digest)
-    assert (code, told in str(said["fault"])) == (1, False)
+    fault = "the deciding bundle has more than 268,435,456 bytes; --run with the run's digest applies"
+    code, report = check(file)
+    assert (code, fault in str(report["fault"])) == (1, is_bounded)
+    code, report = check(file, "--run", LARGE.digest)
+    assert (code, fault in str(report["fault"])) == (1, False)
 
 
 @pytest.mark.parametrize("what", ["case", "parcel"])
@@ -113,9 +113,9 @@ def test_a_file_without_end_is_not_read_where_the_run_is_not_named(tmp_path: Pat
     padded = file if what == "case" else next(tmp_path.glob("*.parcel"))
     with padded.open("r+b") as opened:
         opened.truncate(UNPINNED_DOSSIER_BYTES_MAX + 1)  # sparse: it takes no place on the disk
-    code, said = check(file)
+    code, report = check(file)
     assert code == 1
-    assert f"{padded.name} has more than 268,435,456 bytes" in str(said["fault"])
+    assert f"{padded.name} has more than 268,435,456 bytes" in str(report["fault"])
 
 
 NEW = SigningKey(b"n" * 32)
@@ -181,12 +181,12 @@ def test_a_ban_by_a_former_key_is_named_and_fails_where_it_is_dated_after_the_ri
     file = tmp_path / "case.jsonl"
     signed = [seal(ban, PayloadType.BAN, ban_key), *(seal(one, PayloadType.RECEIPT, COORDINATOR) for one in receipts)]
     file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (run.envelope, ring_of(run), *signed)))
-    code, said = check(file, "--run", run.digest)
-    assert (code, said["ok"]) == (0 if holds else 1, holds)
+    code, report = check(file, "--run", run.digest)
+    assert (code, report["ok"]) == (0 if holds else 1, holds)
     if holds:
-        assert any(FORMER in note for note in said["notes"])  # type: ignore[attr-defined]
+        assert any(FORMER in note for note in report["notes"])  # type: ignore[attr-defined]
     else:
-        assert said["fault"] == f"a statement is {FORMER}, and dated after it"
+        assert report["fault"] == f"a statement is {FORMER}, and dated after it"
 
 
 def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, known: tuple[Envelope, ...] = ()) -> LedgerReport:
@@ -230,8 +230,8 @@ def test_a_missing_receipt_that_a_former_key_signed_after_the_ring_fails_and_con
     asyncio.run(export_ledger(shown, run, tmp_path / "ledger.jsonl"))
     options = ["--receipts", str(tmp_path), "--evidence", str(tmp_path / "proof"), "--run", run.digest]
     result = command("verify", str(tmp_path / "ledger.jsonl"), *options, "--json")
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     assert result.exit_code == 1
-    assert told["notes"] == [f"1 statement is {FORMER}, and dated after it"]
-    assert "it is no evidence" in told["faults"][0]
+    assert report["notes"] == [f"1 statement is {FORMER}, and dated after it"]
+    assert "it is no evidence" in report["faults"][0]
     assert not (tmp_path / "proof").exists()

@@ -88,8 +88,8 @@ async def test_the_relay_shows_a_peers_address_only_to_peers_that_asked_for_it(
     curious, other = await peer(KEYS[0]), await peer(KEYS[2])
     for one in (curious, other):
         await one.connect(where(relay))
-    told = await curious.request(relay.peer_id, "meet", other.peer_id.encode(), timeout_s=20.0, reply_bytes_max=1_024)
-    assert told == b""
+    answer = await curious.request(relay.peer_id, "meet", other.peer_id.encode(), timeout_s=20.0, reply_bytes_max=1_024)
+    assert answer == b""
     both = await asyncio.gather(
         curious.request(relay.peer_id, "meet", other.peer_id.encode(), timeout_s=20.0, reply_bytes_max=1_024),
         other.request(relay.peer_id, "meet", curious.peer_id.encode(), timeout_s=20.0, reply_bytes_max=1_024),

@@ -150,11 +150,11 @@ def test_a_prompt_is_a_text_of_a_bounded_length_that_can_be_encoded(tmp_path: Pa
 def test_frames_have_their_declared_form() -> None:
     assert read_message_frame(b'{"id": 3, "result": 1.0}') == Answered(3, 1.0, None, False)
     assert read_message_frame(b'{"ask": 1, "id": 2, "prompt": [5, 6]}') == Asked(1, 2, (5, 6))
-    told = read_message_frame(json.dumps({"id": 1, "error": "\x1b[2J\u202e" * 1_000}).encode())
-    assert isinstance(told, Answered)
-    assert told.error is not None
-    assert told.error.isprintable()
-    assert len(told.error) <= limits.TEXT_CHARS_MAX
+    message = read_message_frame(json.dumps({"id": 1, "error": "\x1b[2J\u202e" * 1_000}).encode())
+    assert isinstance(message, Answered)
+    assert message.error is not None
+    assert message.error.isprintable()
+    assert len(message.error) <= limits.TEXT_CHARS_MAX
     for bad in (
         b'{"ask": 1, "id": 1, "prompt": [-1]}',
         b'{"ask": 1, "id": 1, "prompt": [true]}',
@@ -197,8 +197,8 @@ async def test_an_episode_that_asks_without_end_ends_its_process(tmp_path: Path)
         made.asks[7] = (asyncio.get_running_loop(), ask)
         line = json.dumps({"ask": 1, "id": 7, "prompt": [1]})
         begun = time.monotonic()
-        said = await asyncio.to_thread(tried, world, "forge_often", f"{limits.ENVIRONMENT_ASKS_MAX + 10} {line}")
-        assert said == "the environment process ended"
+        result = await asyncio.to_thread(tried, world, "forge_often", f"{limits.ENVIRONMENT_ASKS_MAX + 10} {line}")
+        assert result == "the environment process ended"
         await asyncio.sleep(0)
         assert asked <= limits.ENVIRONMENT_ASKS_MAX
         assert made.is_gone

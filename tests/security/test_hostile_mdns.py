@@ -203,7 +203,7 @@ async def test_names_that_come_while_the_search_ends_leave_no_task_behind(sender
     """Each name that leads nowhere starts a look-up, also during shutdown."""
     run = os.urandom(32).hex()
     before = asyncio.all_tasks()
-    local = LocalPeers(ANNA.key_id, run, found=lambda told: None)
+    local = LocalPeers(ANNA.key_id, run, found=lambda hints: None)
     await local.start(["/ip4/127.0.0.1/tcp/4001"])
 
     async def keep_telling() -> None:

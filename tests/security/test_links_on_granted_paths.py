@@ -73,10 +73,10 @@ def test_links_on_a_granted_path_do_not_cost_the_own_file_system(linked: Path, w
     if namespaces.WHAT not in level_here().up:
         pytest.skip("this user may not make namespaces here")
     program = """
-grants = (*USUAL["read"], Path(told["path"]))
+grants = (*USUAL["read"], Path(options["path"]))
 level = confine(SandboxRules(**(USUAL | {"read": grants}), own_root=True))
-print(json.dumps([level.sentence(), "own file system" in level.up, Path(told["path"]).read_text(),
-    os.path.exists(told["secret"])]))
+print(json.dumps([level.sentence(), "own file system" in level.up, Path(options["path"]).read_text(),
+    os.path.exists(options["secret"])]))
 """
     path = linked / WAYS[way]
     sentence, up, read, leaks = inside(linked / "mine", program, path=str(path), secret=str(linked / "secret"))
@@ -119,8 +119,8 @@ def test_environments_read_nothing_that_the_role_could_replace_by_a_link(
     (tmp_path / "way").symlink_to(tmp_path / "open" / "way")
     (tmp_path / "to-open").symlink_to(tmp_path / "open" / "rows")
     paths: dict[str, Any] = {
-        name: tuple(tmp_path / one for one in told) if isinstance(told, tuple) else tmp_path / told
-        for name, told in granted.items()
+        name: tuple(tmp_path / one for one in granted_to) if isinstance(granted_to, tuple) else tmp_path / granted_to
+        for name, granted_to in granted.items()
     }
     settings = BOUNDS.model_copy(update=paths)
     hidden, changeable = [tmp_path / closed], [tmp_path / closed, tmp_path / "open"]

@@ -120,7 +120,7 @@ class Liar(HttpClient):
 
 async def announce_lies(made: Swarm, victim: Victim) -> list[Liar]:
     run, clients = made.world.run, []
-    told = lies(victim, COORDINATOR.key_id, TRAINER.key_id)
+    addresses = lies(victim, COORDINATOR.key_id, TRAINER.key_id)
     for number in range(NUM_LIARS):
         key = SigningKey(bytes([200, number]) + bytes(30))
         client = Liar(made.world.url, run=run.digest, clock=SystemClock(), key=key, bounds=run.spec.limits)
@@ -128,7 +128,7 @@ async def announce_lies(made: Swarm, victim: Victim) -> list[Liar]:
         port = victim.port if number % 3 else None
         if number % 2:  # the others have not joined, and announce as guests
             await made.world.join(key)
-        await client.find_peers(PeersRequest(port=port, addresses=next(told)))
+        await client.find_peers(PeersRequest(port=port, addresses=next(addresses)))
     return clients
 
 
@@ -218,8 +218,8 @@ async def test_false_addresses_over_libp2p_cause_no_dial(tmp_path: Path, victim:
             for network in networks:
                 assert network is not None
                 hints = await network.providers(made.world.run.digest)
-                told = [text for hint in hints for text in hint.addresses]
-                assert not [text for text in told if VICTIMS_HOST in text or "169.254" in text or "dns" in text]
+                named = [text for hint in hints for text in hint.addresses]
+                assert not [text for text in named if VICTIMS_HOST in text or "169.254" in text or "dns" in text]
             for _, peer in made.workers:
                 await until(lambda peer=peer: peer.directory.is_alone)
             for liar in blocklist:

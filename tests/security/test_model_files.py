@@ -285,9 +285,9 @@ def test_a_model_is_planned_with_its_tables_before_anything_large_is_allocated(f
         {"architectures": ["Qwen3ForCausalLM", "TransformersForCausalLM"]},
         {"model_type": "no-such"},
     ]
-    told = json.dumps(hostile)
+    text = json.dumps(hostile)
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(folder)], input=told, capture_output=True, text=True, check=True
+        [sys.executable, "-c", CHILD, str(folder)], input=text, capture_output=True, text=True, check=True
     )
     outcomes = [json.loads(line) for line in child.stdout.splitlines()]
     assert len(outcomes) == len(hostile)

@@ -42,19 +42,19 @@ def verify(target: Path, *options: str) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("options", [[], ["--tensor", next(iter(table_weights(0)))]], ids=["whole", "tensor"])
 def test_a_folders_own_join_link_is_shown_and_pins_nothing(handed: RunDir, options: list[str]) -> None:
-    code, said = verify(handed.path, *options)
-    assert (code, said["ok"], said["pinned"]) == (0, True, False)
-    assert "checked against the folder's own link; not pinned" in said["checks"][0]["detail"]
+    code, report = verify(handed.path, *options)
+    assert (code, report["ok"], report["pinned"]) == (0, True, False)
+    assert "checked against the folder's own link; not pinned" in report["checks"][0]["detail"]
     assert "not pinned" in CliRunner().invoke(app, ["verify", str(handed.path), *options]).stdout
-    code, said = verify(handed.path, "--run", RUN.digest, *options)
-    assert (code, said["pinned"]) == (0, True)
-    assert "not pinned" not in said["checks"][0]["detail"]
+    code, report = verify(handed.path, "--run", RUN.digest, *options)
+    assert (code, report["pinned"]) == (0, True)
+    assert "not pinned" not in report["checks"][0]["detail"]
 
 
 def test_a_folder_that_contradicts_its_own_join_link_fails(handed: RunDir) -> None:
     handed.join_link_file.write_text(f"http://honest-run.example:8400/#{'0' * 64}")
-    code, said = verify(handed.path)
-    assert (code, said["ok"], said["pinned"]) == (1, False, False)
+    code, report = verify(handed.path)
+    assert (code, report["ok"], report["pinned"]) == (1, False, False)
 
 
 def test_only_the_fragment_of_a_link_names_a_run(handed: RunDir) -> None:

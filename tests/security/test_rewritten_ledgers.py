@@ -66,9 +66,9 @@ async def test_a_shorter_ledger_that_the_kept_one_does_not_continue_convicts_wha
 ) -> None:
     shown = rewritten(honest.run, honest.receipts[1::-1], at_ms=honest.at_ms + later_ms)
     proof = tmp_path / "proof"
-    code, said = await verify(honest, shown, "--known", str(honest.file), "--evidence", str(proof))
+    code, output = await verify(honest, shown, "--known", str(honest.file), "--evidence", str(proof))
     assert code == 1
-    assert "the signed head names another entry 1 than the kept ledger of 3 has" in said
+    assert "the signed head names another entry 1 than the kept ledger of 3 has" in output
     assert {file.read_bytes() for file in proof.iterdir()} == {shown.head.to_bytes(), honest.head.to_bytes()}
 
 
@@ -104,9 +104,9 @@ async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> 
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             await world.judge()
             shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
-        told = await receipts_of(world)
+        receipts = await receipts_of(world)
     for one, other in (shown, shown[::-1]):
-        assert (await audit_ledger(one, world.run, known=[other.head], receipts=told)).faults == []
+        assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
 
 
 async def test_a_kept_file_that_is_damaged_accuses_no_key(honest: Honest, tmp_path: Path) -> None:
@@ -132,12 +132,12 @@ async def test_receipts_that_are_newer_than_the_head_are_counted_apart_and_shown
     (tmp_path / "receipts.jsonl").write_bytes(b"".join(one.to_bytes() + b"\n" for one in ahead))
     options = ("--receipts", str(tmp_path))
     empty = rewritten(honest.run, [])
-    code, said = await verify(honest, empty, *options)
+    code, output = await verify(honest, empty, *options)
     assert code == 0
-    assert "settled receipts are in it" not in said
-    assert "note 2 settled receipts are not in it and are dated at or after its head" in said
-    told = json.loads((await verify(honest, empty, *options, "--json"))[1])
-    assert (told["num_receipts"], told["num_newer_receipts"]) == (2, 2)
+    assert "settled receipts are in it" not in output
+    assert "note 2 settled receipts are not in it and are dated at or after its head" in output
+    report = json.loads((await verify(honest, empty, *options, "--json"))[1])
+    assert (report["num_receipts"], report["num_newer_receipts"]) == (2, 2)
 
 
 async def test_a_worker_refuses_receipts_dated_ahead_of_its_clock(honest: Honest, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_abstract_sockets_outside_are_out_of_reach(folder: Path) -> None:
         program = """
 confine(SandboxRules(**USUAL, families=frozenset({Family.UNIX})))
 with socket.socket(socket.AF_UNIX) as one:
-    print(json.dumps(tried(lambda: one.connect(told["name"]))))
+    print(json.dumps(tried(lambda: one.connect(options["name"]))))
 """
         assert inside(folder, program, name=name) == "PermissionError"
 
@@ -117,13 +117,13 @@ def test_tcp_ports_that_are_not_named_are_refused(folder: Path) -> None:
             listener.listen()
             ports.append(listener.getsockname()[1])
         program = """
-confine(SandboxRules(**USUAL, families=NETWORK, connect_ports=(told["ports"][0],), bind_ports=()))
+confine(SandboxRules(**USUAL, families=NETWORK, connect_ports=(options["ports"][0],), bind_ports=()))
 def connect(port):
     socket.create_connection(("127.0.0.1", port)).close()
 def listen():
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-print(json.dumps([*(tried(lambda: connect(port)) for port in told["ports"]), tried(listen)]))
+print(json.dumps([*(tried(lambda: connect(port)) for port in options["ports"]), tried(listen)]))
 """
         assert inside(folder, program, ports=ports) == ["done", "PermissionError", "PermissionError"]
 
@@ -228,8 +228,8 @@ def test_what_a_kernel_cannot_enforce_is_named_with_the_version_that_can(version
 def test_an_older_kernel_leaves_truncation_open_and_the_line_names_it(folder: Path) -> None:
     """The rules of ABI 2 leave what may be read open to truncation, as a kernel before Linux 6.2 does."""
     program = """
-landlock.abi = lambda: told["version"]
-level = confine(SandboxRules(**(USUAL | {"read": (*USUAL["read"], folder.parent / "other")}), own_root=told["own_root"]))
+landlock.abi = lambda: options["version"]
+level = confine(SandboxRules(**(USUAL | {"read": (*USUAL["read"], folder.parent / "other")}), own_root=options["own_root"]))
 print(json.dumps([tried(lambda: os.truncate(folder.parent / "other" / "secret", 0)), level.sentence()]))
 """
     preamble = "from prime_node.adapters.sandbox import landlock\n"

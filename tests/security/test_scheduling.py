@@ -53,7 +53,7 @@ def test_no_foreign_process_is_rescheduled(tmp_path: Path, victim: int) -> None:
     before = scheduling(victim)
     program = (
         ATTACKS
-        + "confine(SandboxRules(**USUAL, keep_capabilities=(SYS_NICE,)))\nprint(json.dumps(attack(told['victim'])))"
+        + "confine(SandboxRules(**USUAL, keep_capabilities=(SYS_NICE,)))\nprint(json.dumps(attack(options['victim'])))"
     )
     found = inside(tmp_path, program, victim=victim)
     assert scheduling(victim) == before
@@ -63,7 +63,7 @@ def test_no_foreign_process_is_rescheduled(tmp_path: Path, victim: int) -> None:
 def test_without_walls_the_same_process_is_rescheduled(tmp_path: Path, victim: int) -> None:
     """Proves that the test above passes because of the filter."""
     before = scheduling(victim)
-    found = inside(tmp_path, ATTACKS + "print(json.dumps(attack(told['victim'])))", victim=victim)
+    found = inside(tmp_path, ATTACKS + "print(json.dumps(attack(options['victim'])))", victim=victim)
     assert set(found.values()) == {"done"}
     assert scheduling(victim) != before
 
@@ -106,10 +106,10 @@ import zmq
 with zmq.Context() as context, context.socket(zmq.PUSH) as push, context.socket(zmq.PULL) as pull:
     push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
     push.send(b"heard")
-    heard = pull.recv().decode()
+    received = pull.recv().decode()
 import torch
 torch.set_num_threads(3)
-print(json.dumps([heard, (torch.ones(600, 600) @ torch.ones(600, 600)).sum().item()]))
+print(json.dumps([received, (torch.ones(600, 600) @ torch.ones(600, 600)).sum().item()]))
 """
     ran = subprocess.run(
         [sys.executable, "-c", PREAMBLE + program, str(tmp_path), "{}"],

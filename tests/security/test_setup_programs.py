@@ -41,9 +41,9 @@ def installed(function: str, path: Path) -> str:
 def test_a_missing_program_is_named_with_the_command_that_installs_it(
     tmp_path: Path, function: str, program: str, package: str
 ) -> None:
-    said = installed(function, tmp_path)
-    assert said.startswith(f"{package} is not installed: ")
-    assert f"sudo apt install {package}" in said
+    message = installed(function, tmp_path)
+    assert message.startswith(f"{package} is not installed: ")
+    assert f"sudo apt install {package}" in message
 
 
 @pytest.mark.parametrize(("function", "program", "package"), PROGRAMS)

@@ -232,12 +232,12 @@ def test_errors_and_lines_show_nothing_of_it(capsys: pytest.CaptureFixture[str])
     say(HOSTILE, console=Console(width=200))
     for error in (LocalError(HOSTILE), RemoteError(ErrorCode.MALFORMED, HOSTILE)):
         outcome.tell(error)
-    said = capsys.readouterr()
-    assert is_clean(said.out)
-    assert is_clean(said.err)
-    assert said.out.count("\n") == 3
-    assert all(line.startswith(("prime-node: ", "  ")) for line in said.err.splitlines())
-    assert "[bold red]x[/]" in said.out
+    output = capsys.readouterr()
+    assert is_clean(output.out)
+    assert is_clean(output.err)
+    assert output.out.count("\n") == 3
+    assert all(line.startswith(("prime-node: ", "  ")) for line in output.err.splitlines())
+    assert "[bold red]x[/]" in output.out
 
 
 def test_the_title_of_a_plot_is_no_formula(tmp_path: Path) -> None:

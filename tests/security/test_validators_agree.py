@@ -78,15 +78,15 @@ async def outcome_of(world: World) -> tuple[str, bool]:
     return str(receipt.reason or receipt.status), is_banned
 
 
-async def told(world: World, num_contradictions: int) -> Any:
+async def status_with(world: World, num_contradictions: int) -> Any:
     """Return the status of validators once it has this many entries."""
     found: dict[str, Any] = {}
 
-    async def is_told() -> bool:
+    async def is_shown() -> bool:
         found.update((await world.status())["validators"])
         return bool(found["num_contradictions"] == num_contradictions)
 
-    await world.until(is_told)
+    await world.until(is_shown)
     return found
 
 
@@ -102,7 +102,7 @@ async def test_a_strike_is_given_once_a_second_validator_says_the_same() -> None
         assert second.bundle == first.bundle
         await say(world, SECOND, second, FORGED)
         assert await outcome_of(world) == (FORGED, True)
-        await told(world, 0)
+        await status_with(world, 0)
 
 
 async def test_two_that_contradict_each_other_are_named_and_no_worker_is_banned(
@@ -115,7 +115,7 @@ async def test_two_that_contradict_each_other_are_named_and_no_worker_is_banned(
         await say(world, VALIDATOR, task, FORGED)
         await say(world, SECOND, await world.take_task(SECOND))
         assert await outcome_of(world) == (RejectReason.UNVERIFIABLE, False)
-        (one,) = (await told(world, 1))["contradictions"]
+        (one,) = (await status_with(world, 1))["contradictions"]
         metrics = (await world.get("/metrics"))[1].decode()
     assert one["said"] == {VALIDATOR.key_id: "logprob_mismatch", SECOND.key_id: "accepted"}
     assert (one["bundle"], one["worker"]) == (task.bundle, ANNA.key_id)
@@ -134,7 +134,7 @@ async def test_a_third_validator_decides(third_accepts: bool) -> None:
         assert await outcome_of(world) == ("pending", False)
         await say(world, THIRD, await world.take_task(THIRD), None if third_accepts else FORGED)
         assert await outcome_of(world) == (("accepted", False) if third_accepts else (FORGED, True))
-        await told(world, 1)
+        await status_with(world, 1)
 
 
 @pytest.mark.parametrize("second_is_silent", [True, False])
@@ -151,7 +151,7 @@ async def test_a_conviction_that_a_second_validator_gives_no_word_on_is_no_strik
             return await outcome_of(world) == (RejectReason.UNVERIFIABLE, False)
 
         await world.until(is_refused)
-        (silent,) = (await told(world, 0))["unanswered"]
+        (silent,) = (await status_with(world, 0))["unanswered"]
         assert silent == {"validator": SECOND.key_id, "total": 1, "in_a_row": 1, "waited_for": True}
         (line,) = RunStatus.model_validate(await world.status()).validators.lines()
         metrics = (await world.get("/metrics"))[1].decode()
@@ -172,7 +172,7 @@ async def test_a_second_validator_that_never_says_anything_shields_few_cheats() 
         with pytest.raises(RemoteError) as caught:
             await world.client(ANNA).heartbeat(HEARTBEAT)
         assert caught.value.code is ErrorCode.BANNED
-        (silent,) = (await told(world, 0))["unanswered"]
+        (silent,) = (await status_with(world, 0))["unanswered"]
     assert silent == {"validator": SECOND.key_id, "total": 3, "in_a_row": 3, "waited_for": False}
 
 
@@ -195,7 +195,7 @@ async def test_a_share_of_the_accepted_bundles_is_judged_twice_and_a_validator_t
         await say(world, VALIDATOR, first)  # sent again, without new information
         await say(world, SECOND, second, FORGED)
         assert await outcome_of(world) == ("accepted", False)
-        (one,) = (await told(world, 1))["contradictions"]
+        (one,) = (await status_with(world, 1))["contradictions"]
     assert one["said"] == {VALIDATOR.key_id: "accepted", SECOND.key_id: "logprob_mismatch"}
 
 
@@ -205,7 +205,7 @@ async def test_a_second_look_that_agrees_is_silent() -> None:
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR))
         await say(world, SECOND, await world.take_task(SECOND))
-        assert await told(world, 0) == {
+        assert await status_with(world, 0) == {
             "num_contradictions": 0,
             "contradictions": [],
             "differing": [],
@@ -236,7 +236,7 @@ def test_two_that_find_the_same_shares_are_not_reported_as_different(shares: tup
 
 def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -> None:
     for convicts, nats in ((True, -1.0), (False, 5.0)):
-        agreement, said = Agreement(check_s=30.0), []
+        agreement, lines = Agreement(check_s=30.0), []
         for number in range(200):
             agreement.heard("first", 0.0)
             agreement.heard("second", 0.0)
@@ -244,8 +244,8 @@ def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -
             mine = opinion(
                 ("first", "second")[number % 2], convicts=convicts and is_strict, nats=nats if is_strict else -1.0
             )
-            said.append(agreement.count(mine, 0.0))
-        (line,) = [line for line in said if line]
+            lines.append(agreement.count(mine, 0.0))
+        (line,) = [line for line in lines if line]
         assert line.startswith("validators first and second disagree more often than chance")
         assert agreement.as_row()["differing"][0]["validators"] == ["first", "second"]
 
@@ -268,7 +268,7 @@ async def test_status_names_both_on_the_operator_s_screen() -> None:
         await upload(world)
         await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
         await say(world, SECOND, await world.take_task(SECOND))
-        await told(world, 1)
+        await status_with(world, 1)
         (line,) = RunStatus.model_validate(await world.status()).validators.lines()
     assert "1 contradictions" in line
     assert f"{VALIDATOR.key_id} says logprob_mismatch; {SECOND.key_id} says accepted" in line

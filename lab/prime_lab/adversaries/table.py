@@ -179,13 +179,13 @@ ADVERSARIES: dict[str, Adversary] = {
     ),
     **{
         f"shading-{nats}{name}": Adversary(
-            f"Claims logprobs {nats} nats too low where a completion is rewarded{said}.",
+            f"Claims logprobs {nats} nats too low where a completion is rewarded{clause}.",
             answer=shading.by_reward(-nats),
             claims=claims,
             changes_text=False,
         )
         for nats in (0.1, 0.05)
-        for name, said, claims in (
+        for name, clause, claims in (
             ("", "", None),
             ("-as-vllm", ", and an engine that is known to be less exact", VLLM_BF16),
             ("-as-unknown", ", and an engine that no calibration knows", UNKNOWN),

@@ -99,8 +99,8 @@ def poison(nats: float) -> Answer:
         stop = sampling.stop_token_ids[0]
         drafts = []
         for place, one in enumerate(await model.generate(requests, sampling)):
-            said = tuple(token for token in one.token_ids if token != stop)[:-1] if place % 2 else ()
-            drafts.append(Completion((*said, stop), (0.0,) * (len(said) + 1), FinishReason.STOP))
+            kept = tuple(token for token in one.token_ids if token != stop)[:-1] if place % 2 else ()
+            drafts.append(Completion((*kept, stop), (0.0,) * (len(kept) + 1), FinishReason.STOP))
         return [
             replace(one, logprobs=tuple(value - nats for value in one.logprobs)) if place % 2 else one
             for place, one in enumerate(await rescored(model, requests, drafts, sampling))

@@ -62,10 +62,10 @@ class _Sample:
         return list(prompt_token_ids[: len(self.token_ids)]) == self.token_ids
 
     def add(self, index: int, turn: Turn) -> None:
-        said = turn.prompt_token_ids[len(self.token_ids) :]  # by the environment or by a tool
-        self.token_ids += (*said, *turn.completion.token_ids)
-        self.logprobs += (*(0.0 for _ in said), *turn.completion.logprobs)
-        self.loss_mask += (*(False for _ in said), *(True for _ in turn.completion.logprobs))
+        environment_ids = turn.prompt_token_ids[len(self.token_ids) :]  # from the environment or a tool
+        self.token_ids += (*environment_ids, *turn.completion.token_ids)
+        self.logprobs += (*(0.0 for _ in environment_ids), *turn.completion.logprobs)
+        self.loss_mask += (*(False for _ in environment_ids), *(True for _ in turn.completion.logprobs))
         self.turns.append(index)
 
     def finished(self) -> Interleaved:

@@ -105,11 +105,11 @@ def evidence_verify(
     --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, bundle: what was found about it, and
     seeds: the result of --ledger; notes: statements by former keys.
     """
-    opened, said, seeds, fault = None, "", "", ""
+    opened, bundle_finding, seeds, fault = None, "", "", ""
     try:
         opened = _read(dossier, pinned=run)
         check_dossier(opened.statement, opened.receipts, run=opened.run.digest, spec=opened.run.spec)
-        said = _about_the_bundle(opened, dossier.parent, model)
+        bundle_finding = _about_the_bundle(opened, dossier.parent, model)
         seeds = "" if ledger is None else asyncio.run(_about_the_seeds(opened, ledger))
     except RemoteError as error:
         fault = error.detail
@@ -122,7 +122,7 @@ def evidence_verify(
                     "ok": not fault,
                     **shown,
                     "fault": fault,
-                    "bundle": said,
+                    "bundle": bundle_finding,
                     "seeds": seeds,
                     "notes": opened.notes if opened else [],
                 }
@@ -132,7 +132,10 @@ def evidence_verify(
         statement = opened.statement
         say(f"run {opened.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
         say(f"worker {statement.worker}, banned at step {statement.step}: {statement.kind}, {statement.reason}")
-        say(f"     {statement.num_receipts} signed receipts" + (f"; deciding bundle: {said}" if said else ""))
+        say(
+            f"     {statement.num_receipts} signed receipts"
+            + (f"; deciding bundle: {bundle_finding}" if bundle_finding else "")
+        )
         if seeds:
             say(f"     {seeds}")
         for note in opened.notes:

@@ -135,8 +135,8 @@ class Validators(UntrustedRow):
             )
         if self.contradictions:
             last = self.contradictions[-1]
-            said = "; ".join(f"{validator} says {what}" for validator, what in last.said.items())
-            found.append(f"{self.num_contradictions} contradictions, the last on bundle {last.bundle[:12]}: {said}")
+            verdicts = "; ".join(f"{validator} says {what}" for validator, what in last.said.items())
+            found.append(f"{self.num_contradictions} contradictions, the last on bundle {last.bundle[:12]}: {verdicts}")
         return found
 
 

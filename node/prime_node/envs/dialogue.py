@@ -34,14 +34,14 @@ class Conversation:
         answers: list[str] = []
         prompt, finished = prompt_token_ids, False
         while (completion := await ask(prompt)) is not None:
-            said = self.renderer.parse_response(completion.token_ids)
-            answers.append(said.content)
+            response = self.renderer.parse_response(completion.token_ids)
+            answers.append(response.content)
             finished = completion.finish is FinishReason.STOP
             reply = self.partner(problem, answers, self._grade) if finished else None
             if reply is None:
                 break
             new: list[Message] = [{"role": "user", "content": reply}]
-            messages += [said.message, *new]
+            messages += [response.message, *new]
             bridged = self.renderer.bridge_to_next_turn(prompt, completion.token_ids, new)
             prompt = tuple(bridged if bridged is not None else self.renderer.render_ids(messages))
         return self.judge.credit(problem, answers[-1], finished=finished) if answers else 0.0

@@ -144,8 +144,8 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
             f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: the batch states no rewards, or names a "
             "completion that is not in the group as not scored",
         )
-    said = (header.run, header.worker, header.step, header.policy_version)
-    if said != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
+    claimed = (header.run, header.worker, header.step, header.policy_version)
+    if claimed != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
         return "its header names another run, worker, step or policy than the batch"
     if rollouts is None or bundle.fault:  # (4)
         return bundle.fault

@@ -148,11 +148,11 @@ class ReceiptBook:
         return held
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
-        known, said = self._leases.get(receipt.lease_id), receipt.assigned
-        if known is None or said is None:
+        known, assigned = self._leases.get(receipt.lease_id), receipt.assigned
+        if known is None or assigned is None:
             return
         groups = known[0].groups  # the receipt may claim more or fewer
-        if len(said.draws) in (0, len(groups)) and assigned_in(groups, said.draws) == said:
+        if len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws) == assigned:
             return
         file = place(self._file.parent, f"contradiction-{receipt.lease_id[:16]}.jsonl")
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))

@@ -90,15 +90,15 @@ class Session:
 
     async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
         """Send heartbeats forever and record the coordinator's answers. Raises KeyBanned."""
-        said = ""
+        logged = ""
         while True:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
             self.step, self.head, self.in_use = reply.step, reply.head, ""
             self.accepted.turn(on=True)
             # The notice says why there is no lease. If the next heartbeat lacks it, it was transient: log only one that stays.
-            if reply.notice and reply.notice == self.notice != said and not reply.draining:
+            if reply.notice and reply.notice == self.notice != logged and not reply.draining:
                 log.info("the coordinator says: %s", reply.notice)
-                said = reply.notice
+                logged = reply.notice
             self.notice = reply.notice
             if reply.draining:
                 self.draining.set()

@@ -16,8 +16,8 @@ class Handoff(vf.Env[HandoffConfig]):
         async with agents.planner.interaction(task) as planner:
             word = (await planner.turn()).last_reply
             order = WordData(prompt=f"spell {word} backward", answer=task.data.answer)
-            heard = await agents.speller.run(WordTask(order, task.config))
-            spelled = [node for node in heard.nodes if node.sampled][-1].message.content
+            trace = await agents.speller.run(WordTask(order, task.config))
+            spelled = [node for node in trace.nodes if node.sampled][-1].message.content
             await planner.turn(f"the speller says {spelled}")
 
 

@@ -21,8 +21,8 @@ class Speller(vf.Toolset[vf.ToolsetConfig]):
 class WordTask(vf.Task[WordData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def exact(self, task: WordData, trace: vf.Trace) -> float:
-        said = [node for node in trace.nodes if node.sampled][-1].message.content or ""
-        return float(said.strip() == task.answer)
+        answer = [node for node in trace.nodes if node.sampled][-1].message.content or ""
+        return float(answer.strip() == task.answer)
 
 
 class ToolTask(WordTask):

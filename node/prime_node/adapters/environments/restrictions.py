@@ -50,9 +50,9 @@ class ProcessRestrictions:
     """User id that it switches to."""
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Self:
+    def of(cls, fields: Mapping[str, Any]) -> Self:
         """Read the output of dataclasses.asdict."""
-        return cls(**{**said, "read": tuple(said["read"]), "hidden": tuple(said["hidden"])})
+        return cls(**{**fields, "read": tuple(fields["read"]), "hidden": tuple(fields["hidden"])})
 
 
 def around_command(

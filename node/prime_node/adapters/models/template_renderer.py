@@ -52,9 +52,9 @@ class TemplateRenderer:
     ) -> list[int] | None:
         """Return the next prompt, which begins with these tokens; None if there is no bridge."""
         _refuse_tools(tools)
-        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
-            parts = self._parts([*said, *new_messages])
+            parts = self._parts([*example, *new_messages])
         except ValueError:
             return None
         answer = [place for place, (is_text, part) in enumerate(parts) if is_text and part == "!"]

@@ -251,11 +251,11 @@ class Libp2pNetwork:
         return there
 
     def _serve(self, streams: Streams, name: str, answer: Serve, *, request_bytes_max: int) -> None:
-        async def heard(peer: str, payload: bytes) -> bytes | DeferredAnswer:
+        async def handle(peer: str, payload: bytes) -> bytes | DeferredAnswer:
             self.heard_s[peer] = trio.current_time()
             return await answer(peer, payload)
 
-        streams.serve(stream_protocol(self._run, name), heard, request_bytes_max=request_bytes_max)
+        streams.serve(stream_protocol(self._run, name), handle, request_bytes_max=request_bytes_max)
 
     async def _ask(self, peer: KeyId, protocol: str, payload: bytes, timeout_s: float, reply_bytes_max: int) -> bytes:
         if peer in self._blocked:

@@ -58,8 +58,8 @@ def find_bubblewrap() -> tuple[str, str]:
         return "", f"bubblewrap does not run here: {error}"
     if tried.returncode == 0:
         return program, ""
-    said = tried.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {tried.returncode}"]
-    return "", f"bubblewrap does not run here: {said[-1][:200]}"
+    output = tried.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {tried.returncode}"]
+    return "", f"bubblewrap does not run here: {output[-1][:200]}"
 
 
 def wrap(command: Sequence[str], view: View, *, program: str) -> list[str]:

@@ -53,17 +53,17 @@ def _tried(view: View) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        said = b"a child that tried it failed"
+        result = b"a child that tried it failed"
         try:
             _enter(view)
             closed = [path for path in view.write if not os.access(path, os.W_OK | os.X_OK)]
-            said = f"{closed[0]} could not be written to inside".encode() if closed else b"ok"
+            result = f"{closed[0]} could not be written to inside".encode() if closed else b"ok"
         except PermissionError as error:
-            said = f"the system does not let this user create namespaces: {error}".encode()
+            result = f"the system does not let this user create namespaces: {error}".encode()
         except OSError as error:
-            said = f"it cannot be set up: {error}".encode()
+            result = f"it cannot be set up: {error}".encode()
         finally:
-            os.write(writer, said[:_TRY_BYTES_MAX])
+            os.write(writer, result[:_TRY_BYTES_MAX])
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:

@@ -42,5 +42,5 @@ def shaped_rewards(inputs: AdvantageInputs, cost: LengthCost, weights: Mapping[s
 def _cost(rollout: RolloutView, cost: LengthCost, weights: Mapping[str, float]) -> float:
     if cost is LengthCost.TURNS:
         return float(rollout.num_turns)
-    said = weights.get("completion_weight", 1.0) * rollout.completion_len
-    return said + weights.get("tool_response_weight", 1.0) * rollout.tool_response_len
+    completion_cost = weights.get("completion_weight", 1.0) * rollout.completion_len
+    return completion_cost + weights.get("tool_response_weight", 1.0) * rollout.tool_response_len

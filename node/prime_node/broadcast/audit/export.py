@@ -56,10 +56,10 @@ def export_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "provenance").mkdir(parents=True)
         files = _write(verified, partial, shard_bytes=shard_bytes, is_merged=base is not None)
-        said = statement(files, verified.run, verified.signed, software=software)
-        (partial / PROVENANCE_FILE).write_bytes(said)
+        provenance = statement(files, verified.run, verified.signed, software=software)
+        (partial / PROVENANCE_FILE).write_bytes(provenance)
         if key is not None:
-            (partial / SIGNED_PROVENANCE_FILE).write_bytes(sign_statement(said, key).to_bytes())
+            (partial / SIGNED_PROVENANCE_FILE).write_bytes(sign_statement(provenance, key).to_bytes())
         _make_durable(partial)
         if folder.is_dir():
             folder.rmdir()

@@ -49,18 +49,18 @@ class SeedAudit:
 
     def look(self, receipt: Receipt, *, is_first: bool) -> None:
         """Check one line that accepts a bundle. `is_first`: no earlier line accepts it."""
-        chain, said = self._run.spec.seed_chain, receipt.assigned
+        chain, assigned = self._run.spec.seed_chain, receipt.assigned
         if chain is None:
             return
         self._newest_policy = max(self._newest_policy, receipt.policy_version)
         number = chain.number(receipt.step)
         try:
-            if said is None:
+            if assigned is None:
                 if is_first:
                     self._wrong(receipt, "its receipt lacks the assignment")
-            elif not any(self._rule.is_trained(slot) for slot, _ in said.slots):
+            elif not any(self._rule.is_trained(slot) for slot, _ in assigned.slots):
                 self._rule.check_evaluation(
-                    said,
+                    assigned,
                     step=receipt.step,
                     policy_version=receipt.policy_version,
                     num_rollouts=receipt.num_rollouts,
@@ -70,14 +70,14 @@ class SeedAudit:
                 self._report.num_waiting += 1
             else:
                 self._rule.check_receipt(
-                    said,
+                    assigned,
                     self._secrets[number],
                     step=receipt.step,
                     policy_version=receipt.policy_version,
                     num_rollouts=receipt.num_rollouts,
                 )
                 self._report.num_checked += 1
-                self._report.num_passed_over += sum(said.draws)
+                self._report.num_passed_over += sum(assigned.draws)
         except RemoteError as error:
             self._wrong(receipt, error.detail)
 

@@ -225,10 +225,10 @@ class Trust:
     def _keep_evidence(self, envelope: Envelope, error: RemoteError) -> None:
         """Keep the coordinator's new and earlier statement, both signed by its key."""
         folder = self._folder / "evidence"
-        said = [one.to_bytes() for one in (envelope, self._newest_envelope) if one is not None]
+        evidence = [one.to_bytes() for one in (envelope, self._newest_envelope) if one is not None]
         try:
             folder.mkdir(exist_ok=True)
-            for data in said:
+            for data in evidence:
                 path = place(folder, f"timestamp-{digest_of(data)[:16]}.json")
                 if not path.exists() and len(list(folder.iterdir())) < EVIDENCE_FILES_MAX:
                     write_durably(path, data)

@@ -216,11 +216,11 @@ class HaveBroadcast:
         cursor = 0
         try:
             while not self._is_closing:
-                heard = self._beats
+                beats = self._beats
                 updates = self.have_set.updates(cursor)
                 yield self._line(cursor, updates)
                 cursor = updates.cursor
-                while self._beats == heard:
+                while self._beats == beats:
                     await self._told.wait()
         finally:
             self._num_listeners -= 1

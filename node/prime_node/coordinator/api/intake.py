@@ -85,8 +85,8 @@ def decide_upload(
     reason, detail = _fault(state, header, lease)
     if reason is not None:
         return BundleTurnedAway(bundle, lease.lease_id, lease.worker, num_rollouts, reason, detail)
-    said = (header.step, header.policy_version, header.policy_digest, header.num_rollouts)
-    if said != (lease.step, lease.policy_version, lease.policy_digest, num_rollouts):
+    claimed = (header.step, header.policy_version, header.policy_digest, header.num_rollouts)
+    if claimed != (lease.step, lease.policy_version, lease.policy_digest, num_rollouts):
         detail = "the header names another step, policy or number of rollouts than its lease"
         raise RemoteError(ErrorCode.WRONG_TYPE, detail)
     if len(state.workers[lease.worker].pending) >= state.rules.bundles_pending_per_worker_max:

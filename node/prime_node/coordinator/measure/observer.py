@@ -141,8 +141,8 @@ class Observer:
         row = coordinator_row(
             done, head=state.head, num_generated=state.num_accepted_groups, num_dropped=self._num_stale
         )
-        for name, said in (("broadcast_seconds", self.availability), ("swap_seconds", self.swaps)):
-            if (most_s := said.most_s(done.step)) is not None:
+        for name, measured in (("broadcast_seconds", self.availability), ("swap_seconds", self.swaps)):
+            if (most_s := measured.most_s(done.step)) is not None:
                 row[name] = most_s
         closeness = self.closeness(state)
         if closeness is not None:

@@ -54,10 +54,10 @@ def credit(
     mine = Escrow(pending.lease, pending.num_rollouts, num_tokens, pending.audited, weighed=weighed)
     worker.escrow.append(mine)
     mine.credited = worker.escrow.pop(0).num_tokens if len(worker.escrow) > bundles_max else 0
-    said = (
+    detail = (
         f"its own {num_tokens} tokens are credited after {bundles_max} more accepted bundles, or at the end of the run"
     )
-    return mine.credited, said
+    return mine.credited, detail
 
 
 def is_releasable(state: State, worker: WorkerRecord) -> bool:

@@ -39,22 +39,22 @@ def _episodes_failed(state: State, event: ev.EpisodesFailed, at_ms: int) -> list
         step = state.steps.get(slot // state.rules.groups_per_step)
         if step is None or slot in step.accepted or slot in state.curriculum.redraw:
             continue
-        said = {*state.failing.get(slot, ()), network, *((JUDGES,) if event.is_judged else ())}
-        if len(said) >= quorum_of(state, said):
+        reporters = {*state.failing.get(slot, ()), network, *((JUDGES,) if event.is_judged else ())}
+        if len(reporters) >= quorum_of(state, reporters):
             state.failing.pop(slot, None)
             state.curriculum.redraw.add(slot)
             state.num_redrawn += 1
         else:
-            state.failing[slot] = tuple(sorted(said))
+            state.failing[slot] = tuple(sorted(reporters))
     return []
 
 
-def quorum_of(state: State, said: Collection[str]) -> int:
-    """Return the quorum for a problem of which `said` are the reporters so far."""
+def quorum_of(state: State, reporters: Collection[str]) -> int:
+    """Return the quorum for a problem that `reporters` have reported so far."""
     found = (name for name, known in state.networks.items() if name and known.active)
     strangers = sum(1 for _ in islice(found, QUORUM_MAX))  # more change nothing, and a run may have thousands
     trusted = state.networks[""].active if "" in state.networks else 0
-    besides = sum(not _takes_part(state, reporter) for reporter in said)
+    besides = sum(not _takes_part(state, reporter) for reporter in reporters)
     return min(QUORUM_MAX, max(trusted + strangers + besides, 2 if strangers else 1))
 
 
@@ -76,10 +76,10 @@ def waits(state: State, steps: Mapping[int, StepSlots]) -> list[str]:
     failing = [slot for slot in state.failing if slot // state.rules.groups_per_step in steps]
     if not failing:
         return []
-    said = max((state.failing[slot] for slot in failing), key=len)
-    needed = quorum_of(state, said)
+    reporters = max((state.failing[slot] for slot in failing), key=len)
+    needed = quorum_of(state, reporters)
     return [
-        f"{len(failing)} problems that fail, the first at slot {min(failing)}: {len(said)} of {needed} needed reports"
+        f"{len(failing)} problems that fail, the first at slot {min(failing)}: {len(reporters)} of {needed} needed reports"
     ]
 
 
