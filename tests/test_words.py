@@ -19,6 +19,8 @@ PHRASES = (
     "by and by", "to be had", "is gone", "are gone", "has gone", "for want of", "of no use", "makes no sense", "for ever",
     "anew", "at its begin", "behind the last", "speaks of", "says nothing", "without a word", "no word",
     "brought nothing", "as it must", "to no question", "come what may", "taken up", "he", "him", "his", "she", "her",
+    "under way", "likewise", "anybody", "anybody's", "becomes of", "at one go", "gone on", "hold up", "holds up",
+    "held up", "is here whole", "came lately", "thrown away",
 )  # fmt: skip
 """Phrases that are not used, as whole words in any case. Programs are "it" and "they"."""
 

@@ -135,7 +135,7 @@ class Simulation:
         self._next_request = 0
         self._missing = 0
         self._missing_of = [(1 << num_pieces) - 1] * len(homes)
-        """Pieces that each home lacks, in one list, since every announcement looks at some thirty homes."""
+        """Pieces that each home lacks, in one list, since every announcement examines some thirty homes."""
         self._present: list[int] = []
         for index, home in enumerate(homes):
             picker = Picker(self._sizes, rng=self._rng)  # until it joins
@@ -386,7 +386,7 @@ class Simulation:
             return
         for index in node.neighbours:
             if not updates & self._missing_of[index]:
-                continue  # a peer need not hear of pieces that it has
+                continue  # a peer needs no announcement of pieces that it has
             other = self._nodes[index]
             other.picker.has(node.name, updates)
             if updates & other.picker.unasked:

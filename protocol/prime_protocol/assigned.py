@@ -5,7 +5,7 @@
                             extendable output, in order, the top bit cleared
 
 A receipt that accepts a bundle lists the assigned slots and draws, and a digest of the problems and seeds (`Assigned`).
-Once the step's secret is open (seed_chain.py), anybody can recompute them from the ledger alone. SPEC.md, section 9.
+Once the step's secret is open (seed_chain.py), anyone can recompute them from the ledger alone. SPEC.md, section 9.
 """
 
 from __future__ import annotations

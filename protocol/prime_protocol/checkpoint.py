@@ -1,7 +1,7 @@
 """Weights <-> the index and parts of an encoding. Pure: bytes in, values out.
 
 A publisher calls `encode_checkpoint`. A receiver feeds `CheckpointDecoder` chunks in any order as they arrive, and
-takes the weights once all have come. It decodes nothing before its digest has matched. `finish` compares every
+takes the weights once all have arrived. It decodes nothing before its digest has matched. `finish` compares every
 resulting tensor with the manifest, so that a wrong base or a faulty decoder is detected.
 """
 

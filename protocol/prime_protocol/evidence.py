@@ -61,7 +61,7 @@ class Moments(WireModel):
     """Maximum of the statistic, in its own unit; a larger value counts as this."""
     lambdas: tuple[Annotated[float, Field(gt=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
     log_moments: tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
-    """log M0(lambda) for each lambda: an upper bound, since what is unknown must not count against anybody."""
+    """log M0(lambda) for each lambda: an upper bound, since what is unknown must not count against any worker."""
     num_tokens: Count
     """Number of honest tokens that were measured."""
 

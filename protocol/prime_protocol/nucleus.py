@@ -1,6 +1,6 @@
 """Filters top-k, top-p and min-p: which tokens may be chosen, and by what margin a token is in or out.
 
-Each filter looks at the whole distribution p = softmax(z / T); a token may be chosen if all filters allow it.
+Each filter examines the whole distribution p = softmax(z / T); a token may be chosen if all filters allow it.
 
     min_p  p is at least min_p times the largest p
     top_k  fewer than k tokens have a larger p

@@ -131,7 +131,7 @@ class CheckPolicy(WireModel):
     (reward_ranks.py). No other check detects a worker that samples several times and uploads the best. The generation
     cost grows by this share."""
     references_public: bool = Field(default=False, exclude_if=lambda is_public: not is_public)
-    """Whether a receipt lists the compared rewards, so that anybody can repeat the comparison."""
+    """Whether a receipt lists the compared rewards, so that anyone can repeat the comparison."""
     flips_explained: bool = Field(default=False, exclude_if=lambda explained: not explained)
     """Whether flips beyond those that the claimed logprobs explain count as evidence (excess_flips.py)."""
     close_flips_seen: bool = Field(default=False, exclude_if=lambda seen: not seen)

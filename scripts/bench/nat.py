@@ -148,7 +148,7 @@ async def peers(places: Sequence[Place], *, private: Sequence[int] = ()) -> Asyn
 
 
 async def pair(kinds: tuple[str, str], *, wait_s: float = 45.0) -> dict[str, Any]:
-    """One hub and two peers: what each finds out, and what becomes of a link from the first to the second."""
+    """One hub and two peers: what each finds out, and the result of a link from the first to the second."""
     with internet([PUBLIC, *kinds]) as places:
         async with peers(places) as (hub, caller, called):
             (status, found_s), (goal, _) = await asyncio.gather(caller.found(), called.found())

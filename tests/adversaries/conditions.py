@@ -34,6 +34,6 @@ def conditions_for(name: str, *, audits: AuditPolicy | None = None, strikes_max:
     fields: dict[str, Any] = {"checks": checks}
     if name in SOFT:
         fields |= {"lease_seconds": 0.5, "max_steps": 5}
-    if name == "framing":  # a text has to be long and surprising to be anybody's own
+    if name == "framing":  # only a long and surprising text has an owner
         fields["sampling"] = Sampling(temperature=1.5, completion_tokens_max=160, stop_token_ids=())
     return fields

@@ -91,7 +91,7 @@ async def test_a_handful_of_links_is_enough() -> None:
 
 
 async def test_peers_that_the_coordinator_names_are_tried_before_any_number_of_hints() -> None:
-    """Anybody on the local network can hint at a thousand peers that do not exist."""
+    """Any machine on the local network can hint at a thousand peers that do not exist."""
     dialled: list[KeyId] = []
 
     class Noting(MemoryNetwork):

@@ -176,7 +176,7 @@ async def test_the_pace_is_measured_by_tokens_whose_number_no_text_changes() -> 
 
 def test_as_many_groups_are_compared_as_fit_before_the_deadline_after_those_before_them() -> None:
     chosen = {index: [GenerateRequest((1,), index)] for index in (3, 1, 2)}
-    pace = ReferencePace(step_s=0.01)  # 3 s a group of 100 tokens, with what comes between
+    pace = ReferencePace(step_s=0.01)  # 3 s a group of 100 tokens, with the work between them
 
     def planned(left_s: float) -> list[int]:
         found = pace.planned(chosen, tokens_max=100, left_s=left_s, turns_max=4)

@@ -163,7 +163,7 @@ class Areal:
 @dataclass
 class PrimeRlLag1(Areal):
     """prime-rl since 2026: one batch ahead; every group has a counter that a weight update raises, in flight and in the queue
-    alike; above max_off_policy_steps it is thrown away and asked for again."""
+    alike; above max_off_policy_steps it is dropped and requested again."""
 
     max_off_policy_steps: int = 8
     ages: dict[int, int] = field(default_factory=dict)

@@ -37,7 +37,7 @@ def lost_after_ms(run: Run) -> int:
             run.accept(run.upload(lease))
             return waited_s * 1_000
         run.now_ms += 1_000
-    raise AssertionError("the group is held up for ever")
+    raise AssertionError("the group is never leased")
 
 
 def test_a_newcomer_far_slower_than_the_others_keeps_its_first_lease_if_it_claimed_it() -> None:

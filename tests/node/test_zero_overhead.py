@@ -25,7 +25,7 @@ def times(
 
 
 def test_on_policy_everything_follows_one_another() -> None:
-    assert times([2.0] * 12, usable=0.5) == [3.0, 6.5, 10.0]  # 2 generating, 1 training, 0.5 under way
+    assert times([2.0] * 12, usable=0.5) == [3.0, 6.5, 10.0]  # 2 generating, 1 training, 0.5 in progress
 
 
 def test_a_step_waits_for_its_slowest_group() -> None:

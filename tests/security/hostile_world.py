@@ -86,7 +86,7 @@ class Outside:
     key: Path
     """Key in the role's folder, which is hidden."""
     own: Path
-    """File of the user that anybody may read and write."""
+    """File of the user that every user may read and write."""
     abstract: str
     path_sockets: tuple[str, ...]
     tcp: str

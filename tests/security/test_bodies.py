@@ -207,7 +207,7 @@ async def test_what_a_body_held_is_given_back_however_it_ends(world: World, monk
 
 
 async def test_the_least_rate_rises_with_the_length_so_that_no_body_takes_longer_than_another() -> None:
-    """Two bodies of which the same bytes have come: the longer one is cut first, the shorter one when its time is over."""
+    """Two bodies of which as many bytes have arrived: the longer one is cut first, the shorter one when its time is over."""
     web = AiohttpServer(body_grace_s=0.1, body_s_max=2.0)
     async with running(replace(memory_parts(make_run()), web=web)) as world:
         await world.publish()

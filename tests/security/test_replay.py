@@ -240,7 +240,7 @@ async def test_kill_9_at_any_moment_lets_no_request_be_taken_twice(site: Site) -
         sending = asyncio.create_task(keep_sending())
         await asyncio.wait({sending}, timeout=chance.uniform(0.05, 0.3))
         site.process.kill()
-        await asyncio.wait({sending}, timeout=0.02)  # the last one may be under way
+        await asyncio.wait({sending}, timeout=0.02)  # the last one may be in progress
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
         await site.again()

@@ -175,7 +175,7 @@ def make_peer(
     pool: SourcePool | None = None,
     accepted: Switch | None = None,
 ) -> Peer:
-    """Return a peer that serves over `links` what is here; the peer starts and closes them.
+    """Return a peer that serves over `links` what is stored; the peer starts and closes them.
 
     With `accepted`, it takes part in the swarm only while that switch is on.
     """

@@ -26,7 +26,7 @@ class CurriculumConfig(BaseModel):
     easy_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
     """Share of the easy pool, drawn at random, that returns to use at each start of the coordinator."""
     hard_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the hard pool that returns likewise."""
+    """The same share of the hard pool."""
     online_difficulty_filtering: bool = False
     """Whether to drop groups whose rewards are all 0 or all 1, and to sample another problem instead."""
     oversampling_factor: float = Field(default=2.0, ge=1.0)

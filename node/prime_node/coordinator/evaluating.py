@@ -66,7 +66,7 @@ class Evaluations:
         }
 
     def as_rows(self, state: State) -> list[dict[str, Any]]:
-        """Return the rows for the status: completed evaluations, then those under way."""
+        """Return the rows for the status: completed evaluations, then those in progress."""
         over = [{"policy_version": version, **self.row_of(results)} for version, results in state.results.items()]
         under_way = [
             {

@@ -22,7 +22,7 @@ async def load_chain(store: Store, run: str) -> LedgerChain:
 
 
 async def settled_last_ms(store: Store) -> int:
-    """Return when the last line was settled; 0 if there is none."""
+    """Return the time at which the last line was settled; 0 if there is none."""
     last = await _last(store)
     return parse_json(last, LedgerEntry).receipt.at_ms if last else 0
 

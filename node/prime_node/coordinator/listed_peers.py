@@ -91,7 +91,7 @@ class Peers:
         self._dial_backs = {"http": over_http, "libp2p": over_libp2p}
         self.offers: dict[KeyId, _Offer] = {}
         self.dials: dict[asyncio.Task[None], bool] = {}
-        """Dial-backs under way, and whether they are for guests."""
+        """Dial-backs in progress, and whether they are for guests."""
         per_minute = limits.PEER_DIAL_BACKS_PER_MINUTE_MAX
         self._rates = Buckets(per_second=per_minute / 60, burst=per_minute)
 

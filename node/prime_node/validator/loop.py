@@ -5,8 +5,8 @@ one forward pass after another. Rewards of proven bundles are computed in parall
 and a bounded number of bundles waits for scoring workers. References for unseeded rewards are sampled before that, in short turns
 between forward passes (references.py). The follower provides and has verified the policy that a bundle needs.
 
-`_name_bundles` tells the coordinator every few seconds which bundles are here, from the task to the answer. Without that they go
-to another validator.
+`_name_bundles` sends the coordinator a list of the bundles in progress every few seconds. The coordinator gives bundles that are
+not in it to another validator.
 
 No wait is endless. An unanswered request is retried with growing pauses. An environment that does not answer fails. A
 task whose deadline has passed is dropped, because the coordinator has given it to another validator.
@@ -59,7 +59,7 @@ SAY_S = 10.0
 LOADS_MAX = 2
 """Attempts to load weights that the scorer then computes correctly, before giving up."""
 HOLDING_S = 5.0
-"""Seconds between two lists of the bundles that are here. The coordinator allows nine times as many (checks.py)."""
+"""Seconds between two lists of the bundles in progress. The coordinator allows nine times as many (checks.py)."""
 HOLDING_MAX = 1_024
 """Bundles in one list. The settings allow fewer here."""
 POLICY_S_MAX = 60.0
@@ -84,7 +84,7 @@ class Validator:
     comparisons: Comparisons = field(default_factory=Comparisons)
     """Comparisons of unseeded bundles' rewards with references sampled here."""
     deadlines_ms: dict[str, int] = field(default_factory=dict)
-    """Bundles that are here, from the task to the answer -> the deadline, by our own clock."""
+    """Bundles in progress, from the task to the answer -> the deadline, by our own clock."""
     lost: set[str] = field(default_factory=set)
     """Those of them that another validator has, or that have a verdict."""
     said_s: float = -math.inf
@@ -115,7 +115,7 @@ async def run_validator(validator: Validator, stop: asyncio.Event) -> None:
 
 
 async def _name_bundles(validator: Validator) -> None:
-    """Tell the coordinator every few seconds which bundles are here, and learn which of them are lost."""
+    """Send the coordinator a list of the bundles in progress every few seconds, and record those that it has given away."""
     is_answered = True
     while True:
         if validator.deadlines_ms:

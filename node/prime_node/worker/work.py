@@ -36,7 +36,7 @@ HOLDING_MAX = 1_024
 REHEARSAL_S_MAX = 10.0
 """Time limit of the rehearsal. Reaching it shows that the machine is slow, and gives a bound on its speed."""
 LOADS_MAX = 2
-"""Attempts to load weights that the engine then computes correctly, before giving up."""
+"""Maximum number of attempts to load a policy so that the engine computes it correctly."""
 
 
 async def load_first(worker: Worker) -> None:

@@ -64,13 +64,15 @@ def read_message_frame(line: bytes) -> Asked | Answered:
 def as_text(found: object) -> str:
     """Check that it is a text. Raises ValueError."""
     if not isinstance(found, str):
-        raise ValueError(f"it gave a {type(found).__name__}, not a text")
+        raise ValueError(f"it returned a {type(found).__name__}, not a text")
     if len(found) > limits.ENVIRONMENT_TEXT_CHARS_MAX:
-        raise ValueError(f"it gave a text of {len(found)} characters; {limits.ENVIRONMENT_TEXT_CHARS_MAX} are allowed")
+        raise ValueError(
+            f"it returned a text of {len(found)} characters; {limits.ENVIRONMENT_TEXT_CHARS_MAX} are allowed"
+        )
     try:
         found.encode()
     except UnicodeEncodeError:
-        raise ValueError("it gave a text with an incomplete character (a lone surrogate)") from None
+        raise ValueError("it returned a text with an incomplete character (a lone surrogate)") from None
     return found
 
 
@@ -85,13 +87,15 @@ def as_reward(found: object) -> float:
     """Check that it is a bounded number. Raises ValueError."""
     if isinstance(found, bool | int | float) and abs(found) <= limits.REWARD_MAX:  # false for NaN
         return float(found)
-    raise ValueError(f"it gave {printable(repr(found), 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward")
+    raise ValueError(
+        f"it returned {printable(repr(found), 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward"
+    )
 
 
 def as_flag(found: object) -> bool:
     """Check that it is a boolean. Raises ValueError."""
     if not isinstance(found, bool):
-        raise ValueError(f"it gave a {type(found).__name__}, not true or false")
+        raise ValueError(f"it returned a {type(found).__name__}, not true or false")
     return found
 
 

@@ -1,6 +1,6 @@
 """Provider records in libp2p's Kademlia DHT, on the trio side. Hints only.
 
-The table lists local entries first, returns stale ones and takes seconds after churn, and anybody may write anything into it.
+The table lists local entries first, returns stale ones and takes seconds after churn, and anyone may write anything into it.
 So nothing depends on it: a hint is an address to try, and what is fetched there is verified like everything else. It serves
 to find a first peer when the coordinator is unreachable. Keys are hashed with the run, because the library has one protocol
 name for all tables.

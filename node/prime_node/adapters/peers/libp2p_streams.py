@@ -1,10 +1,10 @@
 """Requests and replies over libp2p streams, on the trio side.
 
 One stream for each peer, protocol and direction stays open: opening costs several round trips, a request on it one. The side
-that opened it asks; several requests are under way, and replies come in any order (prime_protocol.peer_frames).
+that opened it asks; several requests are in progress, and replies come in any order (prime_protocol.peer_frames).
 
 Waiting: an asker waits for its reply or its timeout. The stream's reader dispatches replies and waits for nothing, because
-yamux resets a stream whose reader stalls for seconds. The answering side likewise reads on while handlers work, and refuses
+yamux resets a stream whose reader stalls for seconds. The answering side also reads on while handlers work, and refuses
 excess requests instead of waiting.
 """
 
@@ -47,7 +47,7 @@ READ_BYTES = 256 * 2**10
 OPEN_S_MAX = 10.0
 """Seconds to agree on a protocol."""
 WINDOW_MORE_BYTES = 2**20
-"""Bytes of replies under way on one stream, beyond yamux's 256 KiB."""
+"""Bytes of replies in progress on one stream, beyond yamux's 256 KiB."""
 
 Serve = Callable[[str, bytes], Awaitable[bytes | DeferredAnswer]]
 """Function (key id of the asker, request) -> answer. It runs on the trio side, and so does the answer's `after`."""
@@ -326,7 +326,7 @@ def _host_of(link: Any) -> str:
 
 
 async def _widen(stream: INetStream) -> None:
-    """Widen a stream's receive window. Our reader never blocks, so this costs at most the bytes under way."""
+    """Widen a stream's receive window. Our reader never blocks, so this costs at most the bytes in progress."""
     muxed: Stream = stream.muxed_stream
     muxed.target_recv_window += WINDOW_MORE_BYTES
     muxed.recv_window += WINDOW_MORE_BYTES

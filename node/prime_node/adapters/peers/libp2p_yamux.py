@@ -88,7 +88,7 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
         return data
 
     async def _wait(self) -> bytearray:
-        """Wait until something has come."""
+        """Wait until something has arrived."""
         conn, name = self.conn, self.stream_id
         buffers: dict[int, bytearray] = conn.stream_buffers
         while not (buffer := buffers.get(name)):

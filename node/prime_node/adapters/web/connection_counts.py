@@ -81,7 +81,7 @@ class Entry:
         self.sender: Sender | None = None
         """Key of the last request, if that was verified and its bounds have room; None for a stranger."""
         self.paid_s: float | None = None
-        """Processor time in seconds that the request under way has paid for in advance; None if it does not count."""
+        """Processor time in seconds that the request in progress has paid for in advance; None if it does not count."""
         self.spent_s = 0.0
         """Processor time in seconds that it has used."""
 
@@ -190,7 +190,7 @@ class ConnectionCounts:
         return max(turn_s, lane_s) - now_s
 
     def spent(self, entry: Entry, seconds: float) -> None:
-        """Count processor time of the request under way, if it began as a stranger's.
+        """Count processor time of the request in progress, if it began as a stranger's.
 
         What it has not paid for in advance delays the next ones. It counts as it is used: so a long download that leaves time
         for others delays no request.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 READING_BYTES = 256
 """Average bytes that each read beyond the first HTTP_READINGS_MAX of a request must bring."""
 HELD_BYTES_MAX = 2**20
-"""Bytes held while an answer is under way. Reading is paused then; one more read may arrive."""
+"""Bytes held while an answer is in progress. Reading is paused then; one more read may arrive."""
 REFUSED_S = 2.0
 """Seconds for which a refused connection stays open, so that its sender reads why. An unread byte would reset it."""
 DROPPED_BYTES_MAX = 2**16

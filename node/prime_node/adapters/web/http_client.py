@@ -389,7 +389,7 @@ class HttpClient:
             raise Unreachable(f"{self.url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
             raise RemoteError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
-        except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests under way
+        except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests in progress
             if not session.closed:
                 raise
             raise Unreachable(f"{self.url}: the connection was closed") from None

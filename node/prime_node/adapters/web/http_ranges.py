@@ -58,7 +58,7 @@ class RangeClient:
         self._is_closed = False
 
     def close(self) -> None:
-        """Close all connections. Requests under way raise Unreachable. Idempotent."""
+        """Close all connections. Requests in progress raise Unreachable. Idempotent."""
         self._is_closed = True
         for connection in list(self._open):
             connection.give_up(Unreachable(f"{self.url}: the connection was closed"))

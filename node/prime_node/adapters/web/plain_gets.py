@@ -74,7 +74,7 @@ class BulkRoutes:
         return None
 
     async def close(self, grace_s: float) -> None:
-        """Let answers under way end within `grace_s`, then cut all connections."""
+        """Let answers in progress end within `grace_s`, then cut all connections."""
         tasks = [connection.task for connection in self.connections if connection.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_s)
@@ -87,7 +87,7 @@ class PlainGets(asyncio.Protocol):
 
     def __init__(self, shared: BulkRoutes, entry: Entry) -> None:
         self.task: asyncio.Task[None] | None = None
-        """Answer under way."""
+        """Answer in progress."""
         self._shared = shared
         self._entry = entry
         self._loop = asyncio.get_running_loop()
@@ -96,7 +96,7 @@ class PlainGets(asyncio.Protocol):
         self._due_s = math.inf
         """Time at which the next request, or the reader's acceptance of the answer, is due."""
         self._next = b""
-        """Bytes that came while an answer was under way."""
+        """Bytes that came while an answer was in progress."""
         self._room = asyncio.Event()
         """Event that the transport accepts more."""
         self._room.set()

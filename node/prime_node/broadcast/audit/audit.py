@@ -92,7 +92,7 @@ async def audit(
 
 @dataclass
 class Audit(ManifestAudit):
-    """One audit under way."""
+    """One audit in progress."""
 
     on_bytes: Callable[[int], None] = lambda _: None
     on_total: Callable[[int], None] = lambda _: None

@@ -39,7 +39,7 @@ class ManifestAudit:
     due: tuple[int, ...] = tuple(TITLES)
     checks: list[Check] = field(default_factory=list)
     at: int = 1
-    """Number of the check under way."""
+    """Number of the check in progress."""
     pinned: PinnedRun | None = None
     timestamp: Timestamp | None = None
     stamped: Envelope | None = None
@@ -251,7 +251,7 @@ class ManifestAudit:
         except RemoteError as error:
             self.timestamp_fault = error
             return None
-        if stamp.key_ring > pinned.keys.version:  # it may have come meanwhile
+        if stamp.key_ring > pinned.keys.version:  # it may have arrived meanwhile
             await fetch_key_rings(self.source, pinned.keys)
         return stamp
 

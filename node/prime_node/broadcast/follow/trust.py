@@ -9,7 +9,7 @@ convict the coordinator's key: both are kept in `evidence`. Linked peers are ask
 one thing and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the manifest that it
 names, signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A key ring that
 replaces the signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and roles that
-take new work must wait: the run may have gone on, and we may be shown an old state.
+take new work must wait: the run may have continued, and the sources may show an old state.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Trust:
                     return
                 known = None if self.newest is None else self.newest.head
                 if stamp.head is None or stamp.head == known or await self._is_shown(stamp.head, peer):
-                    self._take_timestamp(envelope)  # compared again: a newer one may have come meanwhile
+                    self._take_timestamp(envelope)  # compared again: a newer one may have arrived meanwhile
         except (RemoteError, Unreachable, TimeoutError) as error:
             log.debug("peer %s shows no timestamp that counts: %s", name, error)
 

@@ -45,7 +45,7 @@ class UpdatePaths:
     """Update paths found from the manifests read so far."""
 
     def __init__(self, heads: Heads, *, on_disk: Callable[[str], bool]) -> None:
-        """Search with the manifests of `heads`. `on_disk` returns whether a blob is here, by its digest."""
+        """Search with the manifests of `heads`. `on_disk` returns whether a blob is stored, by its digest."""
         self._heads = heads
         self._on_disk = on_disk
         self.routes: dict[int, tuple[UpdateRoute, ...]] = {}

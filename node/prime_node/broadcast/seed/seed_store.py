@@ -86,13 +86,13 @@ class SeedStore:
         return (policy_version, base_version) in self._here
 
     def add(self, signed: SignedManifest, encoding: Encoding) -> None:
-        """Record one encoding that is here: a step on the update path to a policy that `put` will add."""
+        """Record one stored encoding: a step on the update path to a policy that `put` will add."""
         version = signed.manifest.policy_version
         self._signed[version] = signed
         self._here[version, encoding.base_version] = encoding
 
     def put(self, signed: SignedManifest) -> None:
-        """Record a policy of which all encodings are here. Drop what is too old."""
+        """Record a policy whose encodings are all stored. Drop what is too old."""
         for encoding in signed.manifest.encodings:
             self.add(signed, encoding)
         kept = self._worth_keeping()

@@ -1,6 +1,6 @@
 """Choice of the next peer to serve when more ask than the uplink carries. Pure.
 
-At most `slots` answers are under way, one to each member. Other requests wait in a bounded queue, few per peer. A free slot
+At most `slots` answers are in progress, one to each member. Other requests wait in a bounded queue, few per peer. A free slot
 goes to the peer with the smallest ratio of bytes received to bytes given here, both decaying with a half-life. This is
 proportional response, under which withholding gains nothing (Levin et al., "BitTorrent is an Auction", SIGCOMM 2008). A grant
 lets newcomers begin; members of the run have a larger one than strangers. A seeder is given nothing, so there all peers get
@@ -40,9 +40,9 @@ class ChokerRules:
     """Settings of a serving side."""
 
     slots: int = 16
-    """Answers under way at the same time."""
+    """Answers in progress at the same time."""
     each_max: int = 1
-    """Answers under way to one member.
+    """Answers in progress to one member.
 
     One at a time, pieces are whole sooner than side by side. A waiting request that is taken over elsewhere has cost no
     upload.
@@ -50,7 +50,7 @@ class ChokerRules:
     members_share: float = 0.5
     """Share of the slots for members only.
 
-    Strangers count as one peer and may be anybody; slow readers could hold all slots.
+    Strangers count as one peer and prove no identity; slow readers could hold all slots.
     """
     network_share: float = 0.25
     """Share of the slots for all members of one network. One such network and all strangers leave slots to the others."""
@@ -87,9 +87,9 @@ class Choker:
         """Requests by peer, longest wait first."""
         self.num_waiting = 0
         self._served: dict[str, int] = {}
-        """Answers under way, by peer."""
+        """Answers in progress, by peer."""
         self.served_in: Counter[str] = Counter()
-        """Answers under way, by network."""
+        """Answers in progress, by network."""
         self.waiting_in: Counter[str] = Counter()
 
     def asked(self, peer: str, request: int, now_s: float, *, is_member: bool = True, network: str = "") -> UploadTurn:

@@ -1,6 +1,6 @@
 """Download of one encoding from all sources at once.
 
-Waiting: `run` asks every source that has room for the piece that the picker names. It waits until a piece has come, a source
+Waiting: `run` asks every source that has room for the piece that the picker names. It waits until a piece has arrived, a source
 has changed, or TICK_S have passed (work is stolen from silent sources). Each piece is fetched by a task of its own. A job in a
 thread then verifies, stores and decodes it (piece_decoder.py). Pieces in memory are bounded, those queued for the decoder
 included.

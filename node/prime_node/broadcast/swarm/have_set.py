@@ -39,7 +39,7 @@ LINES_MAX = 16
 
 @dataclass(slots=True)
 class HeldEncoding:
-    """One encoding of which something is here."""
+    """One encoding of which something is stored."""
 
     encoding: Encoding
     pieces: Sequence[Piece]
@@ -56,7 +56,7 @@ class HeldEncoding:
         return self.encoding.index.digest
 
     def has_range(self, part: int, start: int, end: int) -> bool:
-        """Return whether all pieces that cover these bytes of a part have come."""
+        """Return whether all pieces that cover these bytes of a part have arrived."""
         place = bisect_right(self._ends, (part, start))
         while start < end:
             if not self.has >> place & 1:
@@ -67,7 +67,7 @@ class HeldEncoding:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all pieces are here."""
+        """Whether all pieces are stored."""
         return self.has == span(0, len(self.pieces))
 
 
@@ -99,7 +99,7 @@ class HaveSet:
         return iter(self._have_set.values())
 
     def add(self, held_encoding: HeldEncoding) -> None:
-        """Add an encoding of which pieces are here or will come. Idempotent: the pieces are merged."""
+        """Add an encoding of which pieces are stored or will arrive. Idempotent: the pieces are merged."""
         known = self._have_set.get(held_encoding.name)
         if known is None:
             self._have_set[held_encoding.name] = known = HeldEncoding(held_encoding.encoding, held_encoding.pieces)
@@ -136,7 +136,7 @@ class HaveSet:
             self.remove(name)
 
     def has_range(self, digest: str, start: int, end: int) -> bool:
-        """Return whether these bytes of a part are here, verified."""
+        """Return whether these bytes of a part are stored and verified."""
         for name, number in self._where.get(digest, ()):
             held_encoding = self._have_set[name]
             if 0 <= start < end <= held_encoding.encoding.parts[number].size and held_encoding.has_range(
@@ -146,7 +146,7 @@ class HaveSet:
         return False
 
     def size(self, digest: str) -> int | None:
-        """Return the size of a part of which something is here, else None."""
+        """Return the size of a part of which something is stored, else None."""
         places = self._where.get(digest)
         return None if not places else self._have_set[places[0][0]].encoding.parts[places[0][1]].size
 

@@ -44,7 +44,7 @@ class PartStore:
     # Whole parts
 
     def read(self, entry: PartEntry) -> bytes | None:
-        """Return the part's bytes, or None if it is not here whole. Remove a damaged file."""
+        """Return the part's bytes, or None if the whole part is not stored. Remove a damaged file."""
         if entry.digest not in self._sizes:
             return None
         try:
@@ -57,7 +57,7 @@ class PartStore:
         return None
 
     def are_sound(self, entries: Collection[PartEntry]) -> bool:
-        """Return whether all of these are here whole and read back correctly. Remove a damaged file."""
+        """Return whether all of these are stored whole and undamaged. Remove a damaged file."""
         for entry in entries:
             if entry.digest not in self._sizes:
                 return False
@@ -67,7 +67,7 @@ class PartStore:
         return True
 
     def write(self, digest: str, data: bytes) -> bool:
-        """Keep a verified part. Return False if it would exceed the bound: then the download is just not resumable."""
+        """Keep a verified part. Return False if it would exceed the bound: then the download cannot be resumed."""
         if digest in self._sizes:
             return True
         if not self._has_room(len(data)):
@@ -82,21 +82,21 @@ class PartStore:
         return True
 
     def has(self, digest: str) -> bool:
-        """Return whether a part is here whole."""
+        """Return whether the whole part is stored."""
         return digest in self._sizes
 
     def has_some(self, digest: str) -> bool:
-        """Return whether a part is here whole, or partial from an earlier download."""
+        """Return whether a part is stored, whole or partial from an earlier download."""
         return digest in self._sizes or digest in self._begun
 
     def size(self, digest: str) -> int | None:
-        """Return the bytes of a part that is here whole, else None."""
+        """Return the bytes of a whole part, else None."""
         return self._sizes.get(digest)
 
     # Partial parts
 
     def begin(self, entry: PartEntry) -> bool:
-        """Make room for a part that comes in pieces, unless it, or its partial file, is here already.
+        """Make room for a part that arrives in pieces, unless it or its partial file is stored already.
 
         Return False if there is no room.
         """
@@ -131,9 +131,9 @@ class PartStore:
             os.close(descriptor)
 
     def finish(self, entry: PartEntry) -> None:
-        """Turn a partial part into a whole one, once all its pieces have come.
+        """Turn a partial part into a whole one, once all its pieces have arrived.
 
-        Raises RemoteError(CHAIN_BROKEN) if its digest is wrong although every piece was right: it was published so.
+        Raises RemoteError(CHAIN_BROKEN) if its digest is wrong although every piece was right: the publisher signed both.
         """
         if entry.digest in self._sizes:
             return
@@ -146,9 +146,9 @@ class PartStore:
         self._sizes[entry.digest] = entry.size
 
     def get(self, digest: str, start: int, end: int) -> bytes | None:
-        """Return bytes [start, end) of a part, whole or partial. The caller knows whether they have come."""
+        """Return bytes [start, end) of a part, whole or partial. The caller knows whether they have arrived."""
         whole = self._whole(digest)
-        for path in (whole, self._partial(digest), whole):  # it may become whole in between
+        for path in (whole, self._partial(digest), whole):  # it may be completed in the meantime
             try:
                 descriptor = open_regular(path, os.O_RDONLY)
             except (FileNotFoundError, NotRegular):
@@ -162,7 +162,7 @@ class PartStore:
     def get_cached(self, digest: str, start: int, end: int) -> bytes | None:
         """Return as `get` does, but only from the page cache, for the event loop.
 
-        It never waits for the disk, and returns None where it would have to. The system caches what came lately.
+        It never waits for the disk, and returns None where it would have to. The system caches recent data.
         """
         if not hasattr(os, "RWF_NOWAIT"):
             return None

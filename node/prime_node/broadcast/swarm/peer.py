@@ -1,4 +1,4 @@
-"""One peer of the swarm: it serves what is here, offers itself, and links to others. For workers, seeders and the trainer.
+"""One peer of the swarm: it serves what is stored, offers itself, and links to others. For workers, seeders and the trainer.
 
 Waiting: nothing waits for a peer. What it serves and fetches is in the have-set and the pool that it was given. A part of it
 that fails restarts after a pause and is reported (swarm_tasks.py), so a run never stops because of its swarm.
@@ -31,7 +31,7 @@ from prime_protocol.messages import PeersRequest
 log = logging.getLogger(__name__)
 
 STOP_S = 1.0
-"""Grace period in seconds for answers under way when the peer stops."""
+"""Grace period in seconds for answers in progress when the peer stops."""
 
 
 @dataclass

@@ -67,7 +67,7 @@ class PickerRules:
 
 @dataclass(slots=True)
 class _Open:
-    """A request under way."""
+    """A request in progress."""
 
     asked_s: float
     due_s: float
@@ -91,7 +91,7 @@ class _Source:
     counted_s: float = 0.0
     """Time up to which the rate includes everything."""
     is_snubbed: bool = False
-    """Whether it is snubbed: its answer is very late, and nothing has come since."""
+    """Whether it is snubbed: its answer is very late, and nothing has arrived since."""
     is_slow: bool = False
 
     @property
@@ -133,7 +133,7 @@ class Picker:
 
     @property
     def is_done(self) -> bool:
-        """Whether all pieces are here."""
+        """Whether all pieces have arrived."""
         return self.have == self._all
 
     @property
@@ -162,7 +162,7 @@ class Picker:
         self.has(name, self._all)
 
     def has(self, name: str, announced: PieceSet) -> None:
-        """Record that a source has these pieces too. Those that are here already are no longer counted."""
+        """Record that a source has these pieces too. Those that have arrived already are no longer counted."""
         source = self._sources[name]
         new = announced & self._all & ~(source.has | self.have)
         if new:
@@ -333,7 +333,7 @@ class Picker:
         return latest if here_s <= self._rules.steal_gain * longest_s else None
 
     def _num_copies(self, askers: Sequence[str]) -> int:
-        """Return the number of requests for a piece under way; requests to snubbed sources do not count at the limit."""
+        """Return the number of requests for a piece in progress; requests to snubbed sources do not count at the limit."""
         if len(askers) < self._rules.copies_max:  # nearly always, and a sufficient answer
             return len(askers)
         return sum(not self._sources[asker].is_snubbed for asker in askers)

@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 REST_S_MIN, REST_S_MAX = 0.5, 60.0
 RANGE_BYTES = 4 * 2**20
-"""Largest range of one request for a blob, in bytes. What came before a cut is kept."""
+"""Largest range of one request for a blob, in bytes. Bytes received before a cut are kept."""
 BLOB_S_MAX = 3.0
 """Seconds that a peer has for a small blob, doubled in each round; then another source is asked.
 
-Otherwise a peer that announces an index and then sends it slowly could hold up all others.
+Otherwise a peer that announces an index and then sends it slowly could delay all others.
 """
 ROUNDS_MAX = 8
 """Rounds over all sources before a blob is given up for now."""
@@ -79,7 +79,7 @@ class NamedSource:
     """Failures in a row."""
     rests_until_s: float = 0.0
     fetching: int = 0
-    """Requests under way."""
+    """Requests in progress."""
     reason: str = ""
 
 
@@ -141,7 +141,7 @@ class SourcePool:
         self.tell()
 
     def tell(self) -> None:
-        """Wake all that wait for `changed`: a peer has come, gone, or announced something."""
+        """Wake all that wait for `changed`: a peer was added, removed, or announced something."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -183,7 +183,7 @@ class SourcePool:
             named.events.gave(named, num_bytes)
 
     async def rest(self) -> None:
-        """Wait until a resting source is ready, or a peer has come or announced something; REST_S_MIN if none rests."""
+        """Wait until a resting source is ready, or a peer was added or announced something; REST_S_MIN if none rests."""
         now_s = self._clock.monotonic_s()
         resting = [named.rests_until_s for named in self._sources.values() if named.rests_until_s > now_s]
         pause_s = max(0.05, min(resting) - now_s) if resting else REST_S_MIN

@@ -1,7 +1,7 @@
 """This machine's uplink: when a peer is served, how fast, how much in total, and whether at all.
 
 Waiting: an answer waits for a slot (choker.py decides the order; PEER_TURN_S_MAX at most), then for the rate limit. The slot
-is returned when the answer is written to the connection, so `slots` counts what is really under way.
+is returned when the answer is written to the connection, so `slots` counts what is really in progress.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Uplink:
     async def pace(self, num_bytes: int) -> None:
         """Wait until this many bytes may leave, and count them against the cap.
 
-        An answer longer than PACE_BYTES calls this before each further block, so that it does not hold up all others. If the
+        An answer longer than PACE_BYTES calls this before each further block, so that it does not delay all others. If the
         asker withdraws, only what was sent counts. Raises RemoteError(UNAVAILABLE) if the cap is reached.
         """
         if self._cap is not None and not self._cap.take(num_bytes):
@@ -176,7 +176,7 @@ class Uplink:
             async with asyncio.timeout(limits.PEER_TURN_S_MAX):
                 await waiting
         except BaseException as error:
-            if waiting.done() and not waiting.cancelled():  # the slot came in the same moment
+            if waiting.done() and not waiting.cancelled():  # the slot was granted at the same time
                 self._done(peer, 0)
             else:
                 self.choker.withdrawn(peer, request)

@@ -72,7 +72,7 @@ UploadOutcome = AlreadyAnswered | BundleArrived | BundleTurnedAway | BundleContr
 def decide_upload(
     state: State, header: RolloutHeader, lease: LeaseRecord, *, bundle: str, num_bytes: int
 ) -> UploadOutcome:
-    """Return what becomes of a bundle for a lease. Raise RemoteError."""
+    """Return the outcome of a bundle for a lease. Raise RemoteError."""
     if lease.worker != header.worker:
         raise RemoteError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
     if lease.bundle == bundle:
@@ -186,7 +186,7 @@ class BundleIntake:
     async def _record(
         self, outcome: UploadOutcome, header: RolloutHeader, lease: LeaseRecord, opened: Parcel
     ) -> Verdict | None:
-        """Record what becomes of a bundle, and return its verdict; None if it is pending."""
+        """Record the outcome of a bundle, and return its verdict; None if it is pending."""
         match outcome:
             case AlreadyAnswered():
                 return outcome.verdict

@@ -1,6 +1,6 @@
 """The tracker: derives from the state machine's events what happened between two policies. Pure; it decides nothing.
 
-Soft state: a restart begins it again, so the report of that step lacks what was under way then. It processes an event after
+Soft state: a restart begins it again, so the report of that step lacks what was in progress then. It processes an event after
 `tick` has applied it, with its effects. It never searches all leases: the cost of an event depends on what the event ends.
 Memory is bounded like the state's: by open leases, pending bundles, waiting groups, and workers.
 
@@ -128,7 +128,7 @@ class Tracker:
     def __init__(self, state: State) -> None:
         self._now_ms = 0
         self._step = max(0, state.head)
-        """Step under way."""
+        """Step in progress."""
         self._logs: dict[int, StepLog] = {}
         """Logs of this step and of later ones, because the trainer fetches its batches ahead."""
         self.held: dict[str, _Held] = {}

@@ -21,7 +21,7 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, Results
 
 ATTEMPTS_MAX = 3
-"""Leases per problem. A problem that no validator can score must not hold up the training behind it."""
+"""Leases per problem. A problem that no validator can score must not block the training behind it."""
 RESULTS_KEPT_MAX = 4
 """Newest results kept when another evaluation begins; the written rows hold all."""
 

@@ -21,7 +21,7 @@ as usual: no slot stays open because a faster worker is missing.
 
 Stragglers (`leases_per_slot_max`): a worker that finds no open slot gets the groups of the oldest lease that takes far longer
 than usual. The first accepted bundle fills the slot, and the other lease ends without cost. Regardless of this setting, groups
-of a worker without any bundle that takes far longer still go to a worker with bundles: a stranger cannot hold up a step.
+of a worker without any bundle that takes far longer still go to a worker with bundles: a stranger cannot delay a step.
 
 Claims: a worker without any bundle counts as fast as it claims. A false claim gains little. A worker that claims to be faster
 gets what a worker without a claim gets. One that claims to be slower gets less, and keeps its first lease for CLAIM_SHARE_MAX
