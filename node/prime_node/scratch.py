@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -22,12 +23,16 @@ YOUNG_S = 60.0
 
 
 class Scratch:
-    """A new folder in the system's temporary folder; `close` removes it. Example: Scratch("environments").path."""
+    """A new folder in the system's temporary folder; `close` removes it. Example: Scratch("environments").path.
 
-    def __init__(self, kind: str) -> None:
+    Other users may pass through one with the mode 0o711 if they know its name.
+    """
+
+    def __init__(self, kind: str, *, mode: int = 0o700) -> None:
         prefix = f"prime-{kind}-"
         _sweep(Path(tempfile.gettempdir()), prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
+        self.path = Path(tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
+        self.path.mkdir(mode=mode)
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

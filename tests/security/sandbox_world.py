@@ -14,7 +14,7 @@ import ctypes, fcntl, json, os, resource, socket, subprocess, sys, termios
 from pathlib import Path
 from prime_node.adapters.sandbox import system_paths
 from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import NETWORK, Family, ProcessLimits, SandboxRules
+from prime_node.adapters.sandbox.rules import NETWORK, Family, ModeChanges, ProcessLimits, SandboxRules
 
 folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
 USUAL = dict(read=(*system_paths.system_paths(), *system_paths.python_paths()), write=(folder,), devices=system_paths.devices())

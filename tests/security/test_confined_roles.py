@@ -191,6 +191,33 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]]))
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+def test_a_confined_root_without_its_own_file_system_starts_an_environment_as_another_user(tmp_path: Path) -> None:
+    """The filter lets it change no owner, so the folder is made by the user that owns it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives environments to another user")
+    program = """
+import os, sys
+from pathlib import Path
+from prime_node.adapters.environments import restrictions
+from prime_node.cli.wire_sandbox import Needs, confine_role
+from prime_node.config import SandboxSettings
+from prime_node.scratch import Scratch
+confine_role(SandboxSettings(unsafe_no_namespaces=True), Path(sys.argv[1]), Needs(environments=True, vllm=sys.argv[2] == "vllm"))
+folder = restrictions._own_folder(Scratch("environments", mode=0o711).path, 65534)
+print(folder.stat().st_uid, oct(folder.stat().st_mode))
+"""
+    variables = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    for engine in ("transformers", "vllm"):
+        ran = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path), engine],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.stdout.split() == ["65534", "0o40700"], ran.stderr
+
+
 def test_a_confined_root_can_still_give_environments_to_another_user_and_end_them(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root gives environments to another user")

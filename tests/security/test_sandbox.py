@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import signal
@@ -133,14 +134,14 @@ def test_system_calls_that_no_role_makes_are_refused(folder: Path) -> None:
 from prime_node.adapters.sandbox import seccomp, syscalls
 machine = syscalls.architecture()
 THREADS = "import threading; threading.Thread().start()"
-confine(SandboxRules(**USUAL, change_modes=False))
+confine(SandboxRules(**USUAL, mode_changes=ModeChanges.REFUSED, shared_ipc=False))
 libc = ctypes.CDLL(None, use_errno=True)
 def number(name):
     ctypes.set_errno(0)
     libc.syscall(machine.numbers[name], -1, -1, -1, -1, -1, -1)
     return ctypes.get_errno()
 refused = {name: number(name) for name in (*seccomp.ALWAYS_REFUSED, *seccomp.CHANGES_MODES) if name in machine.numbers}
-missing = {name: number(name) for name in (*seccomp.NOT_THERE, "clone3")}
+missing = {name: number(name) for name in (*seccomp.NOT_THERE, *seccomp.SHARED_IPC, "clone3") if name in machine.numbers}
 print(json.dumps([refused, missing, {
     "unshare": tried(lambda: os.unshare(0x10000000)) if hasattr(os, "unshare") else "OSError",
     "terminal": tried(lambda: fcntl.ioctl(0, termios.TIOCSTI, b"x")),
@@ -154,6 +155,67 @@ print(json.dumps([refused, missing, {
     assert set(missing.values()) == {38}, missing
     assert found.pop("own limits") == found.pop("threads and children") == "done"
     assert set(found.values()) <= {"PermissionError", "OSError"}, found
+
+
+@pytest.mark.parametrize("answer", ["refused", "skipped"])
+def test_what_is_only_read_keeps_its_mode_owner_times_and_attributes(folder: Path, answer: str) -> None:
+    """Landlock does not restrict these calls, and a file that is open to be read suffices for most."""
+    tool = folder.parent / "other" / "secret"
+    tool.chmod(0o755)
+    os.utime(tool, (5, 5))
+    program = """
+confine(SandboxRules(**(USUAL | {"read": (*USUAL["read"], folder.parent / "other")}), mode_changes=ModeChanges(told["answer"])))
+tool = folder.parent / "other" / "secret"
+descriptor, place = os.open(tool, os.O_RDONLY), os.open(tool.parent, os.O_RDONLY)
+print(json.dumps({
+    "chmod": tried(lambda: os.chmod(tool, 0o4777)),
+    "fchmod": tried(lambda: os.fchmod(descriptor, 0o4777)),
+    "fchmod of a folder": tried(lambda: os.fchmod(place, 0o777)),
+    "fchown": tried(lambda: os.fchown(descriptor, os.geteuid(), 1)),
+    "utime": tried(lambda: os.utime(tool, (1, 1))),
+    "futimens": tried(lambda: os.utime(descriptor, (1, 1))),
+    "fsetxattr": tried(lambda: os.setxattr(descriptor, "user.x", b"1")),
+    "fremovexattr": tried(lambda: os.removexattr(descriptor, "user.x")),
+    "flags": tried(lambda: fcntl.ioctl(descriptor, 0x40086602, struct.pack("l", 0x40))),  # FS_IOC_SETFLAGS, FS_NODUMP_FL
+    "project": tried(lambda: fcntl.ioctl(descriptor, 0x401C5820, bytes(28))),  # FS_IOC_FSSETXATTR
+}))
+"""
+    before, place = tool.stat(), tool.parent.stat()
+    found = inside(folder, "import struct" + program, answer=answer)
+    after = tool.stat()
+    assert (after.st_mode, after.st_gid, after.st_mtime) == (before.st_mode, before.st_gid, 5.0)
+    assert tool.parent.stat().st_mode == place.st_mode
+    assert os.listxattr(tool) == []
+    assert {found.pop("flags"), found.pop("project")} == {"OSError"}
+    assert set(found.values()) == {"done" if answer == "skipped" else "PermissionError"}, found
+
+
+def test_shared_memory_that_has_no_file_is_out_of_reach_and_that_of_multiprocessing_is_not(folder: Path) -> None:
+    """Without the rule the same process writes it, which shows that the rule is what refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    shared = libc.shmget(0, 4096, 0o1600)
+    libc.shmat.restype = ctypes.c_void_p
+    place = libc.shmat(shared, None, 0)
+    ctypes.memmove(place, b"secret", 6)
+    program = """
+from multiprocessing import Lock, shared_memory
+confine(SandboxRules(**USUAL, write_in_shared_root=(Path("/dev/shm"),), shared_ipc=told["open"]))
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+found = libc.shmat(told["shared"], None, 0)
+if found != ctypes.c_void_p(-1).value:
+    ctypes.memmove(found, b"stolen", 6)
+with Lock():
+    own = shared_memory.SharedMemory(create=True, size=16)
+own.close()
+own.unlink()
+"""
+    seen = []
+    for is_open in (False, True):
+        inside(folder, program + "print(json.dumps(None))", shared=shared, open=is_open)
+        seen.append(ctypes.string_at(place, 6))
+    libc.shmctl(shared, 0, None)  # IPC_RMID
+    assert seen == [b"secret", b"stolen"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x32 is a second convention of x86-64 alone")

@@ -102,7 +102,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
 def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Needs) -> SandboxRules:
     """Return what a role's process may do. None of it comes from a run."""
     from prime_node.adapters.sandbox import privileges, system_paths
-    from prime_node.adapters.sandbox.rules import NETWORK, Family, SandboxRules
+    from prime_node.adapters.sandbox.rules import NETWORK, Family, ModeChanges, SandboxRules
 
     read = [*system_paths.system_paths(), Path("/proc"), *system_paths.python_paths(), *_named_by_variables()]
     read += [*needs.read, _hub_cache(), *settings.also_read]
@@ -122,7 +122,8 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
         own_root=not settings.unsafe_no_namespaces,
         write_in_shared_root=(Path("/dev/shm"),) if needs.vllm else (),
         families=families,
-        change_modes=needs.vllm,
+        mode_changes=ModeChanges.SKIPPED if needs.vllm else ModeChanges.REFUSED,
+        shared_ipc=False,
         keep_capabilities=capabilities if os.geteuid() == 0 else (),
     )
 

@@ -87,7 +87,9 @@ class EnvironmentChild:
         self._num_stray = 0
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._ending = threading.Lock()
-        self._scratch = Scratch("environments")
+        self._scratch = Scratch(
+            "environments", mode=0o711 if os.geteuid() == 0 else 0o700
+        )  # root's run as another user
         start = command(self._scratch.path)
         started: Future[Process] = Future()
         # The thread that starts the process must live as long as it does: the system ends the process with that thread.

@@ -11,7 +11,9 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import stat
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +22,7 @@ from typing import Any, Self
 
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.adapters.sandbox.confine import confine
-from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, NETWORK, ProcessLimits, SandboxRules
+from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, NETWORK, ModeChanges, ProcessLimits, SandboxRules
 from prime_node.adapters.sandbox.system_paths import devices, python_paths, system_paths
 
 NOBODY = 65_534
@@ -68,9 +70,9 @@ def around_command(
     needed = [*_interpreter(), *map(Path, restrictions.read)]
     if not program:
         user = NOBODY if _may_switch_user() and all(_is_public(path, above=True) for path in needed) else None
-        if user is not None:
-            os.chown(folder, user, user)
-        inside = replace(restrictions, user=user)
+        own = None if user is None else _own_folder(folder, user)
+        inside = replace(restrictions, user=None if own is None else user)
+        folder = own or folder
         return [*command, order(inside, folder)], folder, inside
     read = _around(
         [*system_paths(), *python_paths(), *imports, *map(Path, restrictions.read)], map(Path, restrictions.hidden)
@@ -125,7 +127,8 @@ def confine_here(restrictions: ProcessRestrictions, folder: Path) -> list[str]:
             devices=devices(),
             hidden=tuple(map(Path, restrictions.hidden)),
             families=NETWORK if restrictions.network or restrictions.loopback else frozenset(),
-            change_modes=restrictions.isolated,
+            mode_changes=ModeChanges.ALLOWED if restrictions.isolated else ModeChanges.REFUSED,
+            shared_ipc=restrictions.isolated,
             log_denials=False,
             limits=ProcessLimits(
                 data_bytes=restrictions.memory_bytes_max,
@@ -185,6 +188,25 @@ def _may_switch_user() -> bool:
     """
     held = Path("/proc/self/status").read_text(encoding="ascii").partition("CapEff:")[2].split()
     return os.geteuid() == 0 and bool(held) and int(held[0], 16) & 0b1100_0001 == 0b1100_0001
+
+
+def _own_folder(folder: Path, user: int) -> Path | None:
+    """Return a folder that this user owns; None if none can be made.
+
+    It is `folder` itself, or a new one in it that a child makes as that user: the filter of a role lets it change no owner.
+    """
+    with contextlib.suppress(PermissionError):
+        os.chown(folder, user, user)
+    if folder.stat().st_uid == user:
+        return folder
+    shared = folder / secrets.token_hex(16)
+    try:
+        subprocess.run(["mkdir", shared], umask=0, check=True, capture_output=True)
+        own = ["mkdir", shared / "own"]
+        subprocess.run(own, user=user, group=user, extra_groups=[], umask=0o077, check=True, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return shared / "own"
 
 
 def _is_public(path: Path, *, above: bool = False) -> bool:

@@ -7,7 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, Family, Restriction, SandboxLevel, SandboxRules
+from prime_node.adapters.sandbox.rules import (
+    CLOSED_BY_OWN_ROOT,
+    Family,
+    ModeChanges,
+    Restriction,
+    SandboxLevel,
+    SandboxRules,
+)
 
 _TASKS = Path("/proc/self/task")
 _OF_UNIX = ("abstract sockets", "Unix sockets by path")
@@ -37,7 +44,10 @@ def confine(rules: SandboxRules) -> SandboxLevel:
         view = View(read=tuple(landlock.readable(rules)), write=rules.write, devices=rules.devices)
         restrictions.append(namespaces.enter_namespaces(view))
         if restrictions[0].up:
-            further, rules = tuple(map(Path, namespaces.EMPTY)), replace(rules, change_modes=True)
+            further, rules = (
+                tuple(map(Path, namespaces.EMPTY)),
+                replace(rules, mode_changes=ModeChanges.ALLOWED, shared_ipc=True),
+            )
     rules = replace(rules, write=(*rules.write, *further))
     if not rules.dumpable:
         privileges.forbid_dumps()

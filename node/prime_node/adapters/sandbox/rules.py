@@ -17,6 +17,15 @@ class Family(StrEnum):
     """Routing queries only (NETLINK_ROUTE): how a C library and libp2p list network interfaces."""
 
 
+class ModeChanges(StrEnum):
+    """Answer to calls that change modes, owners, times, flags or extended attributes of files, which Landlock leaves open."""
+
+    ALLOWED = "allowed"
+    REFUSED = "refused"
+    SKIPPED = "skipped"
+    """Calls return success and have no effect: compilers would fail on an error, and need no effect."""
+
+
 NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
 """Families of a process that talks to other machines. Unix sockets are not included."""
 
@@ -73,9 +82,10 @@ class SandboxRules:
     """Whether it may connect to abstract Unix sockets of processes outside."""
     namespaces: bool = False
     """Whether it may make namespaces (unshare, clone)."""
-    change_modes: bool = True
-    """Whether it may change modes, owners, times and extended attributes of files by path. Landlock does not restrict that; a
-    root of its own protects those of files outside."""
+    mode_changes: ModeChanges = ModeChanges.ALLOWED
+    """Answer to changes of modes and the like. A root of its own protects files outside, and allows them."""
+    shared_ipc: bool = True
+    """Whether it may use System V IPC and POSIX message queues, which have no files. A root of its own has its own."""
     keep_capabilities: tuple[int, ...] = ()
     """Numbers of the capabilities that a process of root keeps. All others are dropped irrevocably."""
     dumpable: bool = True

@@ -15,7 +15,7 @@ import socket
 import struct
 from dataclasses import dataclass, field
 
-from prime_node.adapters.sandbox.rules import Family, Restriction, SandboxRules
+from prime_node.adapters.sandbox.rules import Family, ModeChanges, Restriction, SandboxRules
 from prime_node.adapters.sandbox.syscalls import Architecture, architecture
 
 _LD, _JEQ, _JGE, _JSET, _RET, _AND = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
@@ -29,6 +29,7 @@ NAMESPACE_FLAGS = 0x7E02_0080
 """Flags CLONE_NEW* of unshare. In clone's flags 0x80 is part of a signal number."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 """Commands that put characters into a terminal's input, so that the user's shell would run them."""
+_COMMAND_TYPE = 0xFF00
 _SOCK_TYPE, _STREAM, _SEQPACKET = 0xF, 1, 5
 
 ALWAYS_REFUSED = (
@@ -43,10 +44,28 @@ ALWAYS_REFUSED = (
 NOT_THERE = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 """Calls answered by ENOSYS, so that libraries fall back. io_uring requests bypass every filter of system calls."""
 CHANGES_MODES = (
-    *("chmod", "fchmodat", "fchmodat2", "chown", "lchown", "fchownat", "setxattr", "lsetxattr", "setxattrat"),
-    *("removexattr", "lremovexattr", "removexattrat", "utime", "utimes", "futimesat"),
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "file_setattr"),
+    *(
+        "setxattr",
+        "lsetxattr",
+        "fsetxattr",
+        "setxattrat",
+        "removexattr",
+        "lremovexattr",
+        "fremovexattr",
+        "removexattrat",
+    ),
+    *("utime", "utimes", "futimesat", "utimensat"),
 )
-"""Calls that change attributes by path. Open files may be changed: Landlock has checked them."""
+"""Calls that change attributes of a file, by its path or while it is open: one that is open to be read suffices."""
+FILE_SYSTEM_COMMANDS = (ord("f"), ord("X"), ord("v"), ord("r"), 0x94, 0xBC, 0xF5)
+"""Types of the ioctl commands of file systems (ext4, XFS, FAT, btrfs, bcachefs, F2FS). Some change flags of a file that is open
+to be read, or make a subvolume in a folder. They are answered by EOPNOTSUPP, as if the file system had none."""
+SHARED_IPC = (
+    *("shmget", "shmat", "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop", "msgget", "msgsnd", "msgrcv"),
+    *("msgctl", "mq_open", "mq_unlink"),
+)
+"""Calls of System V IPC and POSIX message queues, answered by ENOSYS. POSIX shared memory and semaphores are files."""
 SCHEDULING_OF_THREADS = ("sched_setaffinity", "sched_setscheduler", "sched_setparam")
 """Calls that glibc makes with a thread's own id, which a filter cannot distinguish from another's. For an id other than zero
 they are skipped and return success, because on an error libzmq aborts, and libgomp with OMP_PROC_BIND cannot start a thread. So
@@ -96,7 +115,7 @@ class _Code:
         self.made.append((code, true, false, value))
 
     def refuse(self, *names: str, error: int = errno.EPERM) -> None:
-        """Refuse calls with any arguments. A call that the architecture does not have is left out."""
+        """Refuse calls with any arguments; the error 0 is success. A call that the architecture does not have is left out."""
         for name in names:
             if (number := self.machine.numbers.get(name)) is not None:
                 self.add(_JEQ, number, 0, 1)
@@ -123,9 +142,10 @@ def program(rules: SandboxRules, machine: Architecture) -> bytes:
         code.add(_RET, _KILL)
     code.refuse(*ALWAYS_REFUSED)
     code.refuse(*NOT_THERE, error=errno.ENOSYS)
-    if not rules.change_modes:
-        code.refuse(*CHANGES_MODES)
-        code.judge("utimensat", _without_path())
+    if rules.mode_changes != ModeChanges.ALLOWED:
+        code.refuse(*CHANGES_MODES, error=0 if rules.mode_changes == ModeChanges.SKIPPED else errno.EPERM)
+    if not rules.shared_ipc:
+        code.refuse(*SHARED_IPC, error=errno.ENOSYS)
     if not rules.namespaces:
         code.refuse("clone3", error=errno.ENOSYS)
         code.judge("clone", _unless_any_bit(0, NAMESPACE_FLAGS & ~0x80))
@@ -133,7 +153,7 @@ def program(rules: SandboxRules, machine: Architecture) -> bytes:
     code.judge("socket", _families(rules.families))
     if Family.UNIX not in rules.families:
         code.judge("socketpair", _pairs())
-    code.judge("ioctl", _unless_equal(1, _TIOCSTI, _TIOCLINUX))
+    code.judge("ioctl", _commands(() if rules.mode_changes == ModeChanges.ALLOWED else FILE_SYSTEM_COMMANDS))
     code.judge("prlimit64", _only_zero(0))  # zero is the caller
     for name in SCHEDULING_OF_THREADS:
         code.judge(name, _only_zero(0, otherwise=_PRETENDED))
@@ -159,9 +179,15 @@ def _unless_any_bit(argument: int, mask: int) -> Instructions:
     return [_load(argument), (_JSET, 0, 1, mask), _REFUSED, _ALLOWED]
 
 
-def _unless_equal(argument: int, *values: int) -> Instructions:
-    refusals = [line for value in values for line in ((_JEQ, 0, 1, value), _REFUSED)]
-    return [_load(argument), *refusals, _ALLOWED]
+def _commands(types: tuple[int, ...]) -> Instructions:
+    """Refuse an ioctl that puts characters into a terminal's input, and those of these types."""
+    lines = [_load(1)]
+    for command in (_TIOCSTI, _TIOCLINUX):
+        lines += [(_JEQ, 0, 1, command), _REFUSED]
+    lines.append((_AND, 0, 0, _COMMAND_TYPE))
+    for number in types:
+        lines += [(_JEQ, 0, 1, number << 8), (_RET, 0, 0, _ERRNO | errno.EOPNOTSUPP)]
+    return [*lines, _ALLOWED]
 
 
 def _only_zero(argument: int, *, otherwise: tuple[int, int, int, int] = _REFUSED) -> Instructions:
@@ -171,12 +197,6 @@ def _only_zero(argument: int, *, otherwise: tuple[int, int, int, int] = _REFUSED
 def _only_of_the_caller(kind: int) -> Instructions:
     """Allow `kind`, one process or thread, with the id zero. Groups and users include other processes."""
     return [_load(0), (_JEQ, 0, 3, kind), _load(1), (_JEQ, 0, 1, 0), _ALLOWED, _REFUSED]
-
-
-def _without_path() -> Instructions:
-    """Allow a call on an open file: its second argument, a path, is null in both halves."""
-    high = (_LD, 0, 0, _AT_ARGUMENTS + 8 + 4)
-    return [_load(1), (_JEQ, 0, 3, 0), high, (_JEQ, 0, 1, 0), _ALLOWED, _REFUSED]
 
 
 def _families(allowed: frozenset[Family]) -> Instructions:
