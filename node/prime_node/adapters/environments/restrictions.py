@@ -202,7 +202,7 @@ def _own_folder(folder: Path, user: int) -> Path | None:
     shared = folder / secrets.token_hex(16)
     try:
         subprocess.run(["mkdir", shared], umask=0, check=True, capture_output=True)
-        own = ["mkdir", shared / "own"]
+        own = ["mkdir", str(shared / "own")]
         subprocess.run(own, user=user, group=user, extra_groups=[], umask=0o077, check=True, capture_output=True)
     except (OSError, subprocess.SubprocessError):
         return None
