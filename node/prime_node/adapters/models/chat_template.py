@@ -2,133 +2,67 @@
 
 A thread cannot be ended from outside, nor a loop inside a C function, and a process per template costs more than the rendering.
 So the template is rewritten before it is compiled: every loop, call, filter, comparison, operator and output charges the size
-of its operands to a meter. A template that exceeds CHAT_TEMPLATE_COST_MAX ends with an error. The charge comes before the work,
-so it bounds time, memory and output together, and two machines always agree on what is too much.
+of its operands to a meter, and every step of a loop and call of a macro charges the size of its body. A template that exceeds
+CHAT_TEMPLATE_COST_MAX ends with an error. The charge comes before the work, so it bounds time, memory and output together, and
+two machines always agree on what is too much.
 
-Second safeguard: node types, filters, tests, functions and methods that are not listed here are refused, even harmless ones.
+Second safeguard: syntax, filters, tests, functions and methods that are not listed, here and in template_filters.py, are
+refused, even harmless ones.
 """
 
 from __future__ import annotations
 
-import json
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from jinja2 import Template, Undefined, nodes
 from jinja2.exceptions import SecurityError
-from jinja2.filters import FILTERS
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
-from jinja2.tests import TESTS
-from jinja2.utils import Namespace, pass_context
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from prime_node.adapters.models import template_filters
+from prime_node.adapters.models.template_filters import COMPARED, EACH, JOINED, KEY, METHODS, SHOWN, STEP
+from prime_node.adapters.models.template_meter import METER, TemplateMeter, TemplateRefused, meter_of, require_small
 from prime_protocol import limits
 
-_METER, _EACH, _COMPARED, _SHOWN, _JOINED = "the meter", "each item", "a compared value", "shown text", "joined text"
-_KEY = "a key"
-"""Internal name. It contains a space, so no template can use or replace it."""
-_REFUSED_NODES = (
-    nodes.Block,
-    nodes.Extends,
-    nodes.Include,
-    nodes.Import,
-    nodes.FromImport,
-    nodes.EvalContextModifier,
-    nodes.ScopedEvalContextModifier,
+_STATEMENTS = (
+    *(nodes.Template, nodes.Output, nodes.For, nodes.If, nodes.Macro, nodes.ExprStmt, nodes.Assign, nodes.AssignBlock),
+    *(nodes.Break, nodes.Continue),
 )
-_FREE_FILTERS = frozenset({"count", "d", "default", "first", "last", "length"})
-"""Filters whose work does not grow with the value."""
-_FILTERS = _FREE_FILTERS.union(
-    ("abs", "capitalize", "dictsort", "e", "escape", "float", "int", "items", "list", "lower", "map", "max", "min"),
-    (
-        "reject",
-        "rejectattr",
-        "reverse",
-        "safe",
-        "select",
-        "selectattr",
-        "sort",
-        "string",
-        "title",
-        "trim",
-        "unique",
-        "upper",
+_EXPRESSIONS = (
+    *(
+        nodes.BinExpr,
+        nodes.UnaryExpr,
+        nodes.Name,
+        nodes.NSRef,
+        nodes.Const,
+        nodes.TemplateData,
+        nodes.Tuple,
+        nodes.List,
     ),
+    *(nodes.Dict, nodes.CondExpr, nodes.Filter, nodes.Test, nodes.Call, nodes.Getitem, nodes.Getattr, nodes.Slice),
+    *(nodes.Concat, nodes.Compare, nodes.Pair, nodes.Keyword, nodes.Operand),
 )
-"""Filters whose result is about as large as the value. `indent`, `join`, `replace` and `tojson` are handled below."""
-_TESTS = frozenset(TESTS) - {"filter", "test", "escaped"}
-_FREE_TESTS = frozenset().union(
-    ("boolean", "callable", "defined", "false", "float", "integer", "iterable", "mapping", "none", "number"),
-    ("sequence", "string", "true", "undefined"),
+_CHEAP = (
+    nodes.Const,
+    nodes.Name,
+    nodes.List,
+    nodes.Tuple,
+    nodes.TemplateData,
+    nodes.NSRef,
+    nodes.Operand,
+    nodes.Keyword,
 )
-"""Tests of a value's type, whose work does not grow with the value."""
-_STR_METHODS = frozenset().union(
-    ("capitalize", "casefold", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower"),
-    ("isnumeric", "isspace", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix"),
-    ("replace", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip"),
-    ("title", "upper"),
-)
-_METHODS: tuple[tuple[type, frozenset[str]], ...] = (
-    (str, _STR_METHODS),
-    (dict, frozenset({"copy", "get", "items", "keys", "values"})),
-    (list, frozenset({"copy", "count", "index"})),
-    (tuple, frozenset({"count", "index"})),
-)
-_SEQUENCES: tuple[type[Iterable[Any]], ...] = (
-    list,
-    tuple,
-    set,
-    frozenset,
-    type({}.keys()),
-    type({}.values()),
-    type({}.items()),
-)
-_INTEGER_BITS_MAX = 64
-_INDENT_MAX = 16
-
-
-class TemplateRefused(ValueError):
-    """The template uses more than a chat template needs."""
-
-
-class _Meter:
-    """Remaining budget of one rendering. A unit is a step of a loop, a character or an element."""
-
-    def __init__(self) -> None:
-        self.left = limits.CHAT_TEMPLATE_COST_MAX
-
-    def charge(self, units: int) -> None:
-        self.left -= units
-        if self.left < 0:
-            raise TemplateRefused(
-                f"the chat template needs more than {limits.CHAT_TEMPLATE_COST_MAX:,} steps and characters "
-                "(CHAT_TEMPLATE_COST_MAX)"
-            )
-
-    def weigh(self, value: object, depth: int = 0) -> None:
-        """Charge a value with all its content, including repetitions: this is the cost of printing it."""
-        if depth > limits.JSON_DEPTH_MAX:
-            raise TemplateRefused(f"the chat template nests values deeper than {limits.JSON_DEPTH_MAX}")
-        if isinstance(value, (str, range)):
-            self.charge(1 + len(value))
-        elif isinstance(value, Mapping):
-            self.charge(1)
-            for key, item in value.items():
-                self.weigh(key, depth + 1)
-                self.weigh(item, depth + 1)
-        elif isinstance(value, _SEQUENCES):
-            self.charge(1)
-            for item in value:
-                self.weigh(item, depth + 1)
-        elif isinstance(value, int):
-            self.charge(1)
-            _require_small(value)
-        elif isinstance(value, (Namespace, LoopContext, Macro)):
-            raise TemplateRefused(f"the chat template uses a {type(value).__name__.lower()} as a value")
-        else:
-            self.charge(1)
+_CHEAP_PER_UNIT = 8
+"""Cheap nodes, such as names and constants, whose work is that of one step."""
+_POWER_MAX = 64
+_NAMES_MAX = 512
+"""Names of variables. The compiler copies all of them at every branch."""
+_OF_JINJA = ("_loop_vars", "_block_vars")
+"""Arguments that jinja adds to calls in loops, for functions that get the context."""
 
 
 def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
@@ -143,7 +77,7 @@ def compile_template(source: str) -> Callable[[Mapping[str, Any]], str]:
     template = Template.from_code(environment, environment.compile(tree), environment.globals)
 
     def render(variables: Mapping[str, Any]) -> str:
-        context = template.new_context({**variables, _METER: _Meter()})
+        context = template.new_context({**variables, METER: TemplateMeter()})
         return "".join(template.root_render_func(context))
 
     return render
@@ -154,10 +88,9 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"], optimized=False)
-        own = {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
-        internal = {_KEY: _key, _EACH: _each, _COMPARED: _compared, _SHOWN: _shown, _JOINED: _joined}
-        self.filters = {name: _metered(name) for name in _FILTERS} | own | internal
-        self.tests = {name: _metered_test(name) for name in _TESTS}
+        self.filters = template_filters.filters()
+        self.tests.clear()
+        self.tests.update(template_filters.tests())
         self.globals.clear()
         self.globals |= {
             "dict": dict,
@@ -169,16 +102,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._functions = [*self.globals.values()]
 
     def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        meter, owner = _meter_of(context), getattr(called, "__self__", None)
+        meter, owner = meter_of(context), getattr(called, "__self__", None)
         meter.charge(1)
+        kwargs = {name: value for name, value in kwargs.items() if name not in _OF_JINJA}
         if isinstance(called, types.BuiltinMethodType) and any(
-            isinstance(owner, kind) and called.__name__ in names for kind, names in _METHODS
+            isinstance(owner, kind) and called.__name__ in names for kind, names in METHODS
         ):
-            meter.weigh((owner, args, kwargs))
-            if isinstance(owner, str) and called.__name__ in ("join", "replace"):
-                method: Callable[..., str] = _joined_by if called.__name__ == "join" else _replace
-                return method(context, owner, *args, **kwargs)
-        elif any(called is known for known in self._functions) or (
+            return template_filters.call_method(context, called, args, kwargs)
+        if any(called is known for known in self._functions) or (
             isinstance(called, types.MethodType) and isinstance(owner, LoopContext)
         ):
             meter.weigh((args, kwargs))
@@ -187,15 +118,15 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(context, called, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        meter = _meter_of(context)
+        meter = meter_of(context)
         meter.charge(1)
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-            _require_small(left)
-            _require_small(right)
-            if operator == "**" and not (abs(left) <= 2**31 and 0 <= right <= _INTEGER_BITS_MAX):
+            require_small(left)
+            require_small(right)
+            if operator == "**" and not (abs(left) <= 2**31 and 0 <= right <= _POWER_MAX):
                 raise TemplateRefused(f"the chat template raises a number to the power {right}")
             result = super().call_binop(context, operator, left, right)
-            _require_small(result)
+            require_small(result)
             return result
         if operator == "+" and any(isinstance(left, kind) and isinstance(right, kind) for kind in (str, list, tuple)):
             meter.charge(len(left) + len(right))
@@ -211,158 +142,59 @@ class _Metering(NodeTransformer):
 
     def __init__(self, environment: _Environment) -> None:
         self._environment = environment
+        self._names: set[str] = set()
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
-        if isinstance(node, _REFUSED_NODES) or (isinstance(node, nodes.For) and node.recursive):
+        if not isinstance(node, (*_STATEMENTS, *_EXPRESSIONS)) or (isinstance(node, nodes.For) and node.recursive):
             raise TemplateRefused(
                 f"line {node.lineno} of the chat template: {type(node).__name__.lower()} is not supported"
             )
+        if isinstance(node, (nodes.Call, nodes.Filter, nodes.Test)) and (node.dyn_args or node.dyn_kwargs):
+            raise TemplateRefused(f"line {node.lineno} of the chat template: arguments by * are not supported")
+        if isinstance(node, nodes.Name):
+            self._names.add(node.name)
+            if len(self._names) > _NAMES_MAX:
+                raise TemplateRefused(f"the chat template has more than {_NAMES_MAX} names")
+        units = _units(node) if isinstance(node, (nodes.For, nodes.Macro)) else 0  # before charges add nodes
         node = super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.For):
-            node.iter = self._through(node.iter, _EACH)
+            node.iter = self._through(node.iter, EACH, units)
+        elif isinstance(node, nodes.Macro):
+            step = self._through(nodes.Const(units, lineno=node.lineno), STEP)
+            node.body = [nodes.ExprStmt(step, lineno=node.lineno), *node.body]
         elif isinstance(node, (nodes.Compare, nodes.Operand)):
-            node.expr = self._through(node.expr, _COMPARED)
+            node.expr = self._through(node.expr, COMPARED)
         elif isinstance(node, nodes.Output):
-            node.nodes = [self._through(shown, _SHOWN) for shown in node.nodes]
+            node.nodes = [self._through(shown, SHOWN) for shown in node.nodes]
         elif isinstance(node, nodes.Concat):
-            return self._through(nodes.List(node.nodes, lineno=node.lineno), _JOINED)
+            return self._through(nodes.List(node.nodes, lineno=node.lineno), JOINED)
         elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-            node.node = self._through(node.node, _COMPARED)
+            node.node = self._through(node.node, COMPARED)
         elif isinstance(node, nodes.Getitem):
-            node.arg = self._through(node.arg, _KEY)
+            node.arg = self._through(node.arg, KEY)
         elif isinstance(node, nodes.Pair):
-            node.key = self._through(node.key, _KEY)
+            node.key = self._through(node.key, KEY)
         return node
 
-    def _through(self, node: Any, name: str) -> nodes.Filter:
-        made = nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+    def _through(self, node: Any, name: str, *args: int) -> nodes.Filter:
+        given = [nodes.Const(value, lineno=node.lineno) for value in args]
+        made = nodes.Filter(node, name, given, [], None, None, lineno=node.lineno)
         made.set_environment(self._environment)
         return made
 
 
-def _meter_of(context: Context) -> _Meter:
-    found: _Meter = context.parent[_METER]
-    return found
-
-
-def _metered(name: str) -> Callable[..., Any]:
-    function: Any = FILTERS[name]
-    first = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
-
-    @pass_context
-    def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        meter = _meter_of(context)
-        meter.charge(1)
-        if name not in _FREE_FILTERS:
-            value = list(_each(context, value)) if isinstance(value, types.GeneratorType) else value
-            meter.weigh((value, args, kwargs))
-        before = {"context": (context,), "eval_context": (context.eval_ctx,), "environment": (context.environment,)}
-        result = function(*before.get(first or "", ()), value, *args, **kwargs)
-        _require_small(result)
-        return list(_each(context, result)) if isinstance(result, types.GeneratorType) else result
-
-    return run
-
-
-def _metered_test(name: str) -> Callable[..., bool]:
-    function: Any = TESTS[name]
-
-    @pass_context
-    def run(context: Context, value: Any, *args: Any) -> bool:
-        for one in (value, *args) if args or name not in _FREE_TESTS else ():
-            _compared(context, one)
-        return bool(function(value, *args))
-
-    return run
-
-
-def _require_small(value: object) -> None:
-    """Check that arithmetic on an integer costs at most one step. Raises TemplateRefused if not."""
-    if isinstance(value, int) and value.bit_length() > _INTEGER_BITS_MAX:
-        raise TemplateRefused("the chat template computes with numbers of more than 64 bits")
-
-
-def _named(value: object) -> str:
-    """Describe a value in an error. Containers are named by type: shared nesting can make their text exponentially long."""
-    return str(value) if isinstance(value, float) else f"a {type(value).__name__} out of range"
-
-
-def _key(value: object) -> object:
-    """Check a mapping key or an index. Hashing a nested tuple is exponential work that nothing can interrupt."""
-    if not isinstance(value, (str, int, float, types.NoneType, Undefined)):
-        raise TemplateRefused(f"the chat template uses a {type(value).__name__} as a key")
-    _require_small(value)
-    return value
-
-
-@pass_context
-def _each(context: Context, values: Iterable[Any]) -> Iterator[Any]:
-    meter = _meter_of(context)
-    for value in values:
-        meter.charge(1)
-        yield value
-
-
-@pass_context
-def _compared(context: Context, value: Any) -> Any:
-    if not isinstance(value, (Namespace, LoopContext, Macro)):  # these are compared by identity
-        _meter_of(context).weigh(value)
-    return value
-
-
-@pass_context
-def _shown(context: Context, value: Any) -> Any:
-    _meter_of(context).weigh(value)
-    return value
-
-
-@pass_context
-def _joined(context: Context, values: list[Any]) -> str:
-    _meter_of(context).weigh(values)
-    return "".join(map(str, values))
-
-
-def _joined_by(context: Context, separator: str, values: Iterable[str]) -> str:
-    items = list(_each(context, values))
-    _meter_of(context).charge(len(separator) * len(items))
-    return separator.join(items)
-
-
-@pass_context
-def _join(context: Context, values: Iterable[Any], separator: str = "", attribute: str | None = None) -> str:
-    items = list(_each(context, values))
-    if attribute is not None:
-        items = [context.environment.getitem(item, attribute) for item in items]
-    _meter_of(context).weigh(items)
-    return _joined_by(context, separator, map(str, items))
-
-
-@pass_context
-def _replace(context: Context, text: Any, old: str, new: str, count: int = -1) -> str:
-    shown = str(_shown(context, text))
-    found = shown.count(old)
-    _meter_of(context).charge(len(shown) + (min(found, count) if count >= 0 else found) * len(new))
-    return shown.replace(old, new, count)
-
-
-@pass_context
-def _indent(context: Context, text: Any, width: int = 4, first: bool = False, blank: bool = False) -> str:
-    if not isinstance(width, int) or not 0 <= width <= _INDENT_MAX:
-        raise TemplateRefused(f"the chat template indents by {_named(width)}; at most {_INDENT_MAX} are supported")
-    text = str(_shown(context, text))
-    _meter_of(context).charge((text.count("\n") + 1) * width)
-    return str(FILTERS["indent"](text, width, first, blank))
-
-
-@pass_context
-def _tojson(context: Context, value: Any, *, indent: int | None = None, **options: Any) -> str:
-    if indent is not None and not (isinstance(indent, int) and 0 <= indent <= _INDENT_MAX):
-        raise TemplateRefused(
-            f"the chat template indents JSON by {_named(indent)}; at most {_INDENT_MAX} are supported"
-        )
-    _meter_of(context).weigh((value, options))
-    text: str = json.dumps(value, **{"ensure_ascii": False, **options}, indent=indent)
-    return text
+def _units(node: nodes.For | nodes.Macro) -> int:
+    """Return what one step of a loop or one call of a macro costs, without the bodies of loops and macros inside."""
+    cheap, units, left = 0, 1, list(node.iter_child_nodes())
+    while left:
+        one = left.pop()
+        cheap += isinstance(one, _CHEAP)
+        units += 0 if isinstance(one, _CHEAP) else 2 if isinstance(one, nodes.Getattr) else 1
+        if isinstance(one, nodes.For):
+            left.append(one.iter)
+        elif not isinstance(one, nodes.Macro):
+            left += one.iter_child_nodes()
+    return units + cheap // _CHEAP_PER_UNIT
 
 
 def _refuse(message: str) -> NoReturn:
