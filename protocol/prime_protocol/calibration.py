@@ -23,7 +23,7 @@ from prime_protocol.assignment import Count, Name, Text
 from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.evidence import BundleEvidence, Moments, sums_of
+from prime_protocol.evidence import BundleEvidence, Moments, log_mean, sums_of
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.limits import CALIBRATION_PAIRS_MAX, STATISTICS_MAX
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
@@ -31,6 +31,9 @@ from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 
 NEED_NONE = frozenset({CLOSE_FLIPS, EXCESS_FLIPS, SHADING, SHADING_BY_REWARD, *REWARD_RANKS})
 """Statistics that hold for any engine."""
+BUNDLES_OF_A_LIFE = 10_000
+"""Audited bundles of an honest worker among which, with a probability of 1 - 1 / evidence_max, none is rejected by its own
+evidence."""
 NATS_ERROR_MAX = 1e-3
 """Tolerance in nats: logarithms may differ in the last bits between machines."""
 
@@ -90,11 +93,21 @@ class Calibration(WireModel):
         return next(found, {})
 
 
-def speaks_for(evidence: BundleEvidence, *, evidence_max: float) -> bool:
-    """Return whether the calibration knows both engines and the bundle alone is no evidence of dishonesty at any lambda."""
-    limit = math.log(evidence_max)
-    known = evidence.sums.keys() - NEED_NONE
-    return bool(known) and all(log_e < limit for sums in evidence.sums.values() for log_e in sums.log_e)
+def is_calibrated(evidence: BundleEvidence) -> bool:
+    """Return whether the calibration knows the bundle's two engines."""
+    return not NEED_NONE.issuperset(evidence.sums)
+
+
+def shown_alone(evidence: BundleEvidence, *, evidence_max: float) -> str | None:
+    """Return the statistic that shows most, if the bundle alone is enough evidence to reject it, else None.
+
+    The e-value of the bundle is the mean over its statistics and their lambdas. An honest worker's reaches the limit with
+    a probability of at most 1 / (BUNDLES_OF_A_LIFE * evidence_max).
+    """
+    logs = {name: log_mean(sums.log_e) for name, sums in evidence.sums.items() if sums.log_e}
+    if not logs or log_mean(list(logs.values())) < math.log(BUNDLES_OF_A_LIFE * evidence_max):
+        return None
+    return max(logs, key=logs.__getitem__)
 
 
 def evidence_of(

@@ -24,8 +24,8 @@ a year of honest work before it is detected. Start t has the prior weight 1 / (t
 so detecting a worker that starts to cheat at bundle t takes log(t * (t + 1)) more nats, not a year's worth.
 
 A validator sums each bundle's statistics under the run's calibration (calibration.py) and the coordinator folds the
-sums. It bans a worker whose evidence reaches the run's `checks.evidence_max`. The thresholds on single bundles
-(verify.py) remain, for gross errors.
+sums. It bans a worker whose evidence reaches the run's `checks.evidence_max`. A bundle whose own evidence is large
+enough is rejected too (calibration.py). The thresholds on single bundles (verify.py) remain, for gross errors.
 
 Letters: T tokens, C completions.
 """
@@ -216,13 +216,14 @@ def log_evidence(wealth: Mapping[str, Wealth]) -> float:
     """
     if not wealth:
         return 0.0
-    return _log_mean([_log_of_one(one) for one in wealth.values()])
+    return log_mean([_log_of_one(one) for one in wealth.values()])
 
 
 def _log_of_one(wealth: Wealth) -> float:
     unspent = -math.log(wealth.num_bundles + 1)
-    return _log_mean([float(np.logaddexp(log_a, unspent)) for log_a in wealth.log_wealth]) if wealth.log_wealth else 0.0
+    return log_mean([float(np.logaddexp(log_a, unspent)) for log_a in wealth.log_wealth]) if wealth.log_wealth else 0.0
 
 
-def _log_mean(logs: Sequence[float]) -> float:
+def log_mean(logs: Sequence[float]) -> float:
+    """Return the logarithm of the mean of e-values, given their logarithms. At least one is needed."""
     return float(np.logaddexp.reduce(np.array(logs))) - math.log(len(logs))

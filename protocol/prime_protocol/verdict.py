@@ -63,7 +63,8 @@ class RejectReason(StrEnum):
     UNPROVEN = "unproven"
     """Unaudited bundle in escrow when a dishonest bundle of the same worker was found."""
     UNVERIFIABLE = "unverifiable"
-    """Bundle that no validator could judge, or that none judged in time. Its groups are leased again."""
+    """Bundle that no validator could judge, that none judged in time, or whose engine the run's calibration lacks and that
+    is further from the policy than fp32 arithmetic explains. Its groups are leased again."""
 
     @property
     def is_dishonest(self) -> bool:

@@ -27,8 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.calibration import is_calibrated, shown_alone
+from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.excess_flips import apart
+from prime_protocol.evidence import BundleEvidence
+from prime_protocol.excess_flips import EXCESS_FLIPS, apart
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
 from prime_protocol.run_spec import CheckPolicy, RunSpec
@@ -43,9 +46,6 @@ LIKELIHOOD_RATIOS = ("sharper", "flatter")
 RATIO_NATS_MIN = -60.0
 OF_SEEDS = frozenset({"margin", "flip", "stop"})
 """Statistics that are meaningful only if the seeds decide."""
-
-GROSS_FACTOR = 10.0
-"""Factor by which thresholds widen if a calibration knows how far honest engines differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,9 @@ class Prefill:
     """[T] without seeds and filters: nats by which the token would be likelier at SHARPER times the temperature."""
     flatter_T: npt.NDArray[np.float32] | None = None
     """[T] the same at FLATTER times the temperature."""
+    spread_T: npt.NDArray[np.float32] | None = None
+    """[T] by how much independent errors of the logits, alike for all tokens of the vocabulary, change the logprob: with p the
+    chosen token's probability, sqrt((1 - p)^2 + sum of the others' p^2)."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that are present, by field name; the first dimension of each is T."""
@@ -74,6 +77,8 @@ class Prefill:
         return {name: array for name, array in named.items() if array is not None}
 
 
+SPREAD_MIN = 0.01
+"""Added to a token's spread in quadrature, so that almost certain tokens do not decide."""
 DEVIATION_VARIANCE_MIN = 1.0
 """Nats squared. Lower bound of the variance, so that the little chance in almost certain tokens does not decide."""
 
@@ -161,6 +166,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     - margin [T]: lead of another token's noisy score over the chosen one's
     - flip [T]: 1 if another token's score is higher at all, so that choices among near-ties have a budget too
     - logprob [T]: nats between the claimed logprob and the recomputed one
+    - norm [T]: the same over the spread that errors of the logits have at this token, if `prefill` has it
     - apart [T]: |1 - p / p'| of their probabilities, the only thing that explains a flip (excess_flips.py)
     - rise [T]: p / p' - 1, with its sign (shading.py)
     - stop [T]: margin of a stop token, or the lead of the best one over the chosen token, if `prefill` has it
@@ -173,6 +179,8 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     flips_T = (~(prefill.margins_T <= 0)).astype(np.float32)
     found = {"margin": prefill.margins_T, "flip": flips_T, "logprob": errors_T.astype(np.float32)}
     found["apart"] = apart(rollouts.logprobs_T, prefill.logprobs_T).astype(np.float32)
+    if prefill.spread_T is not None:
+        found["norm"] = normed(found["logprob"], prefill.spread_T)
     if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
         errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
         found["proof"] = errors.distance_mean_C.astype(np.float32)
@@ -189,6 +197,12 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
                 np.nan_to_num(ratios_T, nan=np.inf, posinf=np.inf, neginf=RATIO_NATS_MIN), RATIO_NATS_MIN
             )
     return found
+
+
+def normed(errors_T: npt.NDArray[np.float32], spread_T: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Divide errors of logprobs [T] by the spreads [T] of Prefill."""
+    found_T: npt.NDArray[np.float32] = errors_T / np.hypot(spread_T, np.float32(SPREAD_MIN))
+    return found_T
 
 
 def measure_logprobs(rollouts: Rollouts, prefill: Prefill) -> Measured:
@@ -223,6 +237,8 @@ def _deviation(found: Statistics) -> float:
 
 GROSS_NATS = 0.5
 """Nats. A larger mean error of the logprobs means a broken machine, not a hidden cheat."""
+GROSS_TOKEN_NATS = 5.0
+"""Nats. The same for a single token; the largest honest error seen in bf16 is 0.6."""
 GROSS_FLIPS_SHARE = 0.5
 """Share of tokens against the seeds' choice that means the same."""
 GROSS_LOGPROBS = (
@@ -238,6 +254,23 @@ WRONG_FLIPS = (
     "too many tokens differ from those that the seeds choose, as with another precision or a quantised model: "
     "try another engine or precision"
 )
+
+
+UNCALIBRATED = (
+    "the run has no calibration for this engine and its validator, and the bundle is further from the policy than fp32 "
+    "arithmetic explains: use an engine that the run's calibration covers, or ask the operator to calibrate this one"
+)
+WRONG_CLAIMS = (RejectReason.LOGPROB_MISMATCH, WRONG_LOGPROBS)
+WRONG_CHOICES = (RejectReason.SEED_MISMATCH, WRONG_FLIPS)
+WRONG_HIDDEN = (RejectReason.PROOF_MISMATCH, "the hidden states do not match the bundle's commitment")
+NO_SAMPLES = (RejectReason.IMPLAUSIBLE, "its tokens are not distributed like samples from the policy")
+SHOWN_BY = {
+    **dict.fromkeys(("margin", "flip", EXCESS_FLIPS, CLOSE_FLIPS), WRONG_CHOICES),
+    **dict.fromkeys(LIKELIHOOD_RATIOS, NO_SAMPLES),
+    "proof": WRONG_HIDDEN,
+}
+"""Reasons and details of bundles that are rejected by their own evidence, by the statistic that shows most; WRONG_CLAIMS for
+others."""
 
 
 def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
@@ -258,29 +291,42 @@ def judge(measured: Measured, policy: CheckPolicy) -> Verdict:
     if measured.seed_margin_max > policy.seed_margin_max:  # (6)
         return Verdict.refuse(RejectReason.SEED_MISMATCH, "a token is far from the one that the seed chooses")
     if measured.choice_deviation > policy.choice_deviation_max:  # (6)
-        return Verdict.refuse(RejectReason.IMPLAUSIBLE, "its tokens are not distributed like samples from the policy")
+        return Verdict.refuse(*NO_SAMPLES)
     mean, largest = measured.proof_error_mean, measured.proof_error_max
     if mean > policy.proof_error_mean_max or largest > policy.proof_error_max:  # (7)
-        return Verdict.refuse(RejectReason.PROOF_MISMATCH, "the hidden states do not match the bundle's commitment")
+        return Verdict.refuse(*WRONG_HIDDEN)
     return Verdict.accept()
 
 
-def widened(policy: CheckPolicy) -> CheckPolicy:
-    """Return the thresholds for a bundle that the run's calibration covers (calibration.py): they reject only gross errors.
-
-    The defaults are for fp32 on both sides. They reject more than half of the bundles that bf16 sampled and fp32
-    judged.
-    """
+def outer(policy: CheckPolicy) -> CheckPolicy:
+    """Return the thresholds that no engine exceeds honestly, whatever its arithmetic. Narrower ones stay as they are wide."""
     return policy.model_copy(
         update={
-            "logprob_error_mean_max": GROSS_FACTOR * policy.logprob_error_mean_max,
-            "logprob_error_max": GROSS_FACTOR * policy.logprob_error_max,
-            "seed_flips_share_max": min(1.0, GROSS_FACTOR * policy.seed_flips_share_max),
+            "logprob_error_mean_max": max(GROSS_NATS, policy.logprob_error_mean_max),
+            "logprob_error_max": max(GROSS_TOKEN_NATS, policy.logprob_error_max),
+            "seed_flips_share_max": max(GROSS_FLIPS_SHARE, policy.seed_flips_share_max),
             "stop_margin_max": max(
                 policy.stop_margin_max, policy.seed_margin_max
             ),  # an end has the same limit as any token
         }
     )
+
+
+def verdict_on(measured: Measured, evidence: BundleEvidence | None, policy: CheckPolicy) -> Verdict:
+    """Run checks (5) to (7) as far as the run's calibration allows.
+
+    Gross errors are a strike for every engine. If the calibration knows both engines, the bundle's own evidence decides.
+    If not, nothing shows how far honest engines differ: a bundle beyond the policy's thresholds is rejected without a
+    strike.
+    """
+    verdict = judge(measured, outer(policy))
+    if not verdict.accepted:
+        return verdict
+    if evidence is None or not is_calibrated(evidence):
+        verdict = judge(measured, policy)
+        return verdict if verdict.accepted else Verdict.refuse(RejectReason.UNVERIFIABLE, UNCALIBRATED)
+    shown = shown_alone(evidence, evidence_max=policy.evidence_max)
+    return Verdict.accept() if shown is None else Verdict.refuse(*SHOWN_BY.get(shown, WRONG_CLAIMS))
 
 
 def spans_ascend(rollouts: Rollouts, *, oldest: int, newest: int) -> bool:

@@ -42,10 +42,10 @@ from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.cli import wire
 from prime_node.cli.calibrate import random_model
 from prime_node.validator.calibrating import make_leases, sample_honestly
-from prime_protocol.calibration import evidence_of, speaks_for
+from prime_protocol.calibration import evidence_of
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
-from prime_protocol.verify import Statistics, judge, summary, widened
+from prime_protocol.verify import Statistics, judge, summary, verdict_on
 
 PROMPT_TOKENS = 24
 BUNDLE = 8
@@ -100,12 +100,12 @@ def alone(bundles: list[Statistics], pair: Pair, statistics: tuple[str, ...]) ->
 
 
 def refused_share(bundles: list[Statistics], pair: Pair, *, wide: bool) -> float:
-    """By the thresholds on single bundles; `wide`: as a validator uses them, wider where the calibration speaks for a bundle."""
+    """By the thresholds on single bundles; `wide`: as a validator judges them, by their own evidence and outer bounds."""
     policy, refused = CheckPolicy(), 0
     for bundle in bundles:
         evidence = evidence_of(bundle, CALIBRATION, worker=pair[0], validator=pair[1])
-        is_expected = speaks_for(evidence, evidence_max=EVIDENCE_MAX)
-        refused += not judge(summary(bundle), widened(policy) if wide and is_expected else policy).accepted
+        measured = summary(bundle)
+        refused += not (verdict_on(measured, evidence, policy) if wide else judge(measured, policy)).accepted
     return refused / len(bundles)
 
 

@@ -11,8 +11,7 @@ The scale of each class's noise comes from a measured table. For a pair of confi
 that its moments of `logprob` and `proof` allow, judged by that table. For bf16 of a real model of 135 M parameters it is the
 measured spread of logits (0.065 nats), judged by a table that `prime-node calibrate` would make of 32,768 such tokens. Two such
 engines are judged without a calibration too, and two without seeds. A worker is hurt if its evidence ever reaches 1e5, or if a
-threshold on a single bundle rejects one of its bundles. Without a calibration bf16 exceeds the default thresholds on single
-bundles, as SECURITY.md (G4) says: those rows count evidence alone and show the rejections separately.
+bundle of its own is a strike: by its own evidence, or beyond the outer thresholds.
 
 Sums are those of prime_protocol, folded for all workers at once as evidence.folded folds them, which is checked in each run.
 
@@ -34,6 +33,7 @@ from shading import LIMIT, SIZE
 
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.validator.calibrating import CAP_MIN, CAP_OVER_TAIL, HEADROOM, RATIO_CAP, SPREAD, Errors
+from prime_protocol.calibration import BUNDLES_OF_A_LIFE
 from prime_protocol.close_flips import CLOSE_FLIPS, close_bets
 from prime_protocol.close_flips import STAKES as CLOSE_STAKES
 from prime_protocol.evidence import Moments, Sums, calibrate_statistics, folded, log_evidence
@@ -43,7 +43,7 @@ from prime_protocol.excess_flips import STAKES as FLIP_STAKES
 from prime_protocol.reward_ranks import RATES, REWARD_RANKS, rank_sums
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.shading import REWARD_SLACK, SHADING, SHADING_BY_REWARD, STAKES, bets
-from prime_protocol.verify import FLATTER, LIKELIHOOD_RATIOS, SHARPER, Measured, judge, widened
+from prime_protocol.verify import FLATTER, LIKELIHOOD_RATIOS, SHARPER, Measured, judge, outer
 
 Floats = npt.NDArray[np.float64]
 TOKENS, CHOICES = 16, 8
@@ -164,7 +164,7 @@ RANKS = _ranks()
 class Lived:
     highest: Floats
     """[W] nats of evidence."""
-    refused: npt.NDArray[np.int64]
+    strikes: npt.NDArray[np.int64]
     """[W] bundles rejected by thresholds."""
     chances_differ: float
     checked: float
@@ -181,11 +181,11 @@ def live(kind: Kind, pool: Pool, workers: int, rollouts: int, seed: int) -> Live
     widths += [4 * len(STAKES)] + ([] if kind.seeded else [len(RATES)] * 2)
     statistics = (*names, *(name for name in kind.moments if name not in names))
     ends = np.cumsum(widths)
-    policy = CheckPolicy(calibration=shipped_calibration())
+    policy, own = outer(CheckPolicy()), len(pool.log_e) - 1
     each_pays = np.log1p(np.array(2 * STAKES) * REWARD_SLACK)
     lean = min(LEAN_MAX, LEAN_VARIANCE / max(float(pool.rise.var()), 1e-12))
     wealth, highest = np.full((workers, ends[-1]), -np.inf), np.zeros(workers)
-    refused, differ, one = np.zeros(workers, np.int64), 0.0, folded({}, {}, statistics=statistics)
+    strikes, differ, one = np.zeros(workers, np.int64), 0.0, folded({}, {}, statistics=statistics)
     checked = 0.0
     for bundle in range(1, rollouts // SIZE + 1):
         drawn = rng.integers(0, len(pool.rise), (workers, SIZE))
@@ -209,13 +209,13 @@ def live(kind: Kind, pool: Pool, workers: int, rollouts: int, seed: int) -> Live
         silent = [np.zeros(workers)] * (len(statistics) - len(names))
         evidence = np.logaddexp.reduce(np.stack([*of_statistic, *silent]), axis=0) - math.log(len(statistics))
         highest = np.maximum(highest, evidence)
-        refused += _refused(kind, policy, log_e[:, : ends[len(pool.log_e) - 1]], pool.measured[drawn])
+        strikes += _strikes(kind, policy, log_e[:, : ends[own]], ends[:own], pool.measured[drawn])
         if bundle <= 50:
             split = np.split(log_e[0], ends[:-1])
             sums = {name: Sums(num_tokens=1, log_e=tuple(part)) for name, part in zip(names, split, strict=True)}
             one = folded(one, sums, statistics=statistics)
             checked = max(checked, abs(log_evidence(one) - float(evidence[0])))
-    return Lived(highest, refused, differ / (rollouts // SIZE), checked)
+    return Lived(highest, strikes, differ / (rollouts // SIZE), checked)
 
 
 def _classes(rewards: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
@@ -224,19 +224,24 @@ def _classes(rewards: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.bool_], npt
     return rewards & mixed, ~rewards & mixed
 
 
-def _refused(kind: Kind, policy: CheckPolicy, log_e: Floats, measured: Floats) -> npt.NDArray[np.int64]:
-    """[W] 1 where verify.judge refuses a bundle; asked for those bundles alone that come within half of a threshold."""
+def _strikes(
+    kind: Kind, policy: CheckPolicy, log_e: Floats, ends: npt.NDArray[np.integer], measured: Floats
+) -> npt.NDArray[np.int64]:
+    """[W] 1 where verify.verdict_on gives a strike; `judge` is asked for those bundles alone that come within half of a bound."""
     mean, largest = measured.mean(axis=1), measured.max(axis=1)
     numbers = [mean[:, 0], largest[:, 1], mean[:, 2], mean[:, 4], largest[:, 4], largest[:, 3]]
-    speaks = (log_e.max(axis=1) < LIMIT) & bool(kind.moments)
     found = np.zeros(len(measured), np.int64)
-    for is_wide in (False, True):
-        checks = widened(policy) if is_wide else policy
-        bounds = [checks.logprob_error_mean_max, checks.logprob_error_max, checks.seed_flips_share_max]
-        bounds += [checks.proof_error_mean_max, checks.proof_error_max, checks.seed_margin_max]
-        near = np.any([each > bound / 2 for each, bound in zip(numbers, bounds, strict=True)], axis=0)
-        for worker in np.flatnonzero(near & (speaks == is_wide)).tolist():
-            found[worker] = not judge(Measured(*(float(each[worker]) for each in numbers)), checks).accepted
+    if kind.moments:
+        logs = np.stack(
+            [np.logaddexp.reduce(part, axis=1) - math.log(part.shape[1]) for part in np.split(log_e, ends, axis=1)]
+        )
+        alone = np.logaddexp.reduce(logs, axis=0) - math.log(len(logs))
+        found += alone >= math.log(BUNDLES_OF_A_LIFE * policy.evidence_max)
+    bounds = [policy.logprob_error_mean_max, policy.logprob_error_max, policy.seed_flips_share_max]
+    bounds += [policy.proof_error_mean_max, policy.proof_error_max, policy.seed_margin_max]
+    near = np.any([each > bound / 2 for each, bound in zip(numbers, bounds, strict=True)], axis=0)
+    for worker in np.flatnonzero(near).tolist():
+        found[worker] |= not judge(Measured(*(float(each[worker]) for each in numbers)), policy).accepted
     return found
 
 
@@ -295,9 +300,7 @@ def main() -> int:
         print(_row(*rows[-1]), flush=True)
     seconds = time.perf_counter() - began
     banned = sum(int((lived.highest >= LIMIT).sum()) for _, _, lived in rows)
-    hurt = sum(
-        int(((lived.highest >= LIMIT) | ((lived.refused > 0) & bool(kind.moments))).sum()) for kind, _, lived in rows
-    )
+    hurt = sum(int(((lived.highest >= LIMIT) | (lived.strikes > 0)).sum()) for _, _, lived in rows)
     at_ten = max(float((lived.highest >= math.log(10)).mean()) for _, _, lived in rows)
     differ = max(lived.chances_differ for _, _, lived in rows)
     apart = max(lived.checked for _, _, lived in rows)
@@ -319,7 +322,7 @@ def _row(kind: Kind, pool: Pool, lived: Lived) -> str:
     return (
         f"{kind.name}: error {error:.2g} nats, flips {flips:.2%}; banned {int((lived.highest >= LIMIT).sum())} of "
         f"{len(lived.highest)}, ever at 10 {(lived.highest >= math.log(10)).mean():.1%}, highest {lived.highest.max():.2f} nats; "
-        f"bundles refused {lived.refused.sum()}; chances differ by {lived.chances_differ:.4f}"
+        f"strikes {lived.strikes.sum()}; chances differ by {lived.chances_differ:.4f}"
     )
 
 

@@ -113,7 +113,7 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
         ("transformers/fp32/cpu", "transformers/fp32/cpu"),
     }
     assert pairs[1] == read_calibration(first).pairs[0]
-    assert set(pairs[0].moments) >= {"margin", "flip", "logprob"}
+    assert set(pairs[0].moments) >= {"margin", "flip", "norm"}
     assert "stop" not in pairs[0].moments, "it was measured without stop tokens"
 
 

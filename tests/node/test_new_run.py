@@ -166,16 +166,26 @@ def test_a_missing_dataset_is_named_with_its_path(tmp_path: Path) -> None:
 def test_a_run_holds_the_shipped_calibration_where_it_covers_the_model(tmp_path: Path) -> None:
     calibrated = make_run(RunDir(tmp_path / "a"), Options(DEMO, []), config_file=DEMO)
     assert calibrated.spec.checks.calibration == shipped_calibration().without(LIKELIHOOD_RATIOS)
-    larger = make_run(RunDir(tmp_path / "b"), Options(DEMO, ["run.model.num_layers=3"]), config_file=DEMO)
-    assert larger.spec.checks.calibration is None
     without = make_run(RunDir(tmp_path / "c"), Options(DEMO, ["run.calibration=none"]), config_file=DEMO)
     assert without.spec.checks.calibration is None
 
 
-def test_a_calibration_of_a_smaller_model_is_refused_by_name(tmp_path: Path) -> None:
-    file = config_path("calibration.json")
-    options = Options(DEMO, [f"run.calibration={file}", "run.model.hidden_size=256"])
-    with pytest.raises(LocalError, match="smaller model"):
+@pytest.mark.parametrize("choice", ["shipped", str(config_path("calibration.json"))])
+@pytest.mark.parametrize("larger", ["run.model.num_layers=3", "run.model.hidden_size=256"])
+def test_no_run_is_made_with_a_calibration_of_a_smaller_model(tmp_path: Path, choice: str, larger: str) -> None:
+    options = Options(DEMO, [f"run.calibration={choice}", larger])
+    with pytest.raises(LocalError, match=r"smaller model.*run\.calibration=none"):
+        make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
+    allowed = Options(DEMO, ["run.calibration=none", larger])
+    assert make_run(RunDir(tmp_path / "run"), allowed, config_file=DEMO).spec.checks.calibration is None
+
+
+def test_no_run_is_made_with_a_calibration_that_lacks_the_validator_arithmetic(tmp_path: Path) -> None:
+    kept = [pair for pair in shipped_calibration().pairs if "fp32" in pair.validator]
+    file = tmp_path / "calibration.json"
+    file.write_text(shipped_calibration().model_copy(update={"pairs": tuple(kept)}).model_dump_json())
+    options = Options(DEMO, [f"run.calibration={file}", "validator.dtype=bf16"])
+    with pytest.raises(LocalError, match="no validator that computes in bf16"):
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
 
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from prime_protocol.calibration import Calibration, PairMoments, evidence_of, speaks_for
-from prime_protocol.evidence import BundleEvidence, Moments, sums_of
+from prime_protocol.calibration import (
+    BUNDLES_OF_A_LIFE,
+    Calibration,
+    PairMoments,
+    evidence_of,
+    is_calibrated,
+    shown_alone,
+)
+from prime_protocol.evidence import BundleEvidence, Moments, Sums, sums_of
 from prime_protocol.rollout import EngineInfo
 
 MOMENTS = Moments(cap=0.5, lambdas=(1.0, 10.0), log_moments=(0.001, 0.02), num_tokens=1_000)
@@ -38,15 +47,29 @@ def test_two_engines_that_are_not_known_together_give_no_sums() -> None:
     assert (found.worker, found.validator, found.sums) == (A, B, {})
 
 
-def test_a_calibration_speaks_for_what_is_no_evidence_by_itself_and_for_nothing_that_it_does_not_know() -> None:
+def test_a_bundle_is_rejected_by_its_own_evidence_where_an_honest_life_has_no_such_bundle() -> None:
+    def evidence(*log_e: float, **more: float) -> BundleEvidence:
+        sums = {"margin": Sums(num_tokens=8, log_e=log_e)}
+        sums |= {name: Sums(num_tokens=8, log_e=(value,)) for name, value in more.items()}
+        return BundleEvidence(worker=A, validator=A, sums=sums)
+
+    limit = math.log(BUNDLES_OF_A_LIFE * 1e5)
+    assert shown_alone(evidence(), evidence_max=1e5) is None
+    assert shown_alone(evidence(limit - 0.01), evidence_max=1e5) is None
+    assert shown_alone(evidence(limit + 0.01), evidence_max=1e5) == "margin"
+    assert shown_alone(evidence(limit + 0.01, -50.0), evidence_max=1e5) is None, "the mean counts, not the largest"
+    assert shown_alone(evidence(limit + 0.01, norm=limit + 0.02), evidence_max=1e5) == "norm"
+    assert shown_alone(evidence(limit + 0.01), evidence_max=1e6) is None
+
+
+def test_a_calibration_knows_the_pairs_that_it_names_and_no_other() -> None:
     calibration = Calibration(pairs=(pair(A, A),))
 
-    def evidence(value: float, worker: str = A) -> BundleEvidence:
-        return evidence_of({"margin": np.full(8, value)}, calibration, worker=worker, validator=A)
+    def evidence(worker: str) -> BundleEvidence:
+        return evidence_of({"margin": np.full(8, 0.4)}, calibration, worker=worker, validator=A)
 
-    assert speaks_for(evidence(0.0), evidence_max=1e5)
-    assert not speaks_for(evidence(0.4), evidence_max=1e5)
-    assert not speaks_for(evidence(0.0, worker=B), evidence_max=1e5)
+    assert is_calibrated(evidence(A))
+    assert not is_calibrated(evidence(B))
 
 
 def test_a_pair_occurs_once() -> None:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from prime_protocol.calibration import require_possible, speaks_for
+from prime_protocol.calibration import is_calibrated, require_possible
 from prime_protocol.close_flips import (
     CLOSE_FLIPS,
     CUT,
@@ -126,13 +126,13 @@ def test_a_flip_counts_only_if_its_margin_is_clear_and_its_claim_is_close() -> N
     assert explained == apart_alone == pytest.approx(1 - CUT)
 
 
-def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
+def test_the_sums_are_taken_from_any_engine_and_calibrate_none() -> None:
     sums = close_flip_sums(np.full(8, np.inf), np.zeros(8), np.arange(8))
     evidence = BundleEvidence(worker="a", validator="b", sums={CLOSE_FLIPS: sums})
     known = CHECKS.moments_of(worker="a", validator="b")
     require_possible(evidence, known)
     silent = close_flip_sums(np.zeros(8), np.zeros(8), np.arange(8))
-    assert not speaks_for(evidence.model_copy(update={"sums": {CLOSE_FLIPS: silent}}), evidence_max=1e5)
+    assert not is_calibrated(evidence.model_copy(update={"sums": {CLOSE_FLIPS: silent}}))
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
     with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {CLOSE_FLIPS: louder}}), known)

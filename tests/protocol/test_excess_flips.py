@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from prime_protocol.calibration import require_possible, speaks_for
+from prime_protocol.calibration import is_calibrated, require_possible
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS, MOMENTS, SLACK, STAKES, apart, flip_sums
@@ -64,13 +64,13 @@ def test_claims_that_are_no_numbers_explain_nothing() -> None:
     assert all(math.isfinite(log_e) for log_e in sums.log_e)
 
 
-def test_the_sums_are_taken_from_any_engine_and_speak_for_none() -> None:
+def test_the_sums_are_taken_from_any_engine_and_calibrate_none() -> None:
     evidence = BundleEvidence(worker="a", validator="b", sums={EXCESS_FLIPS: flip_sums(np.ones(8), np.zeros(8))})
     known = CHECKS.moments_of(worker="a", validator="b")
     require_possible(evidence, known)
-    assert not speaks_for(
-        evidence.model_copy(update={"sums": {EXCESS_FLIPS: flip_sums(np.zeros(8), np.zeros(8))}}), evidence_max=1e5
-    ), "thresholds stay narrow where no calibration knows the engines"
+    assert not is_calibrated(
+        evidence.model_copy(update={"sums": {EXCESS_FLIPS: flip_sums(np.zeros(8), np.zeros(8))}})
+    ), "statistics that hold for any engine do not show how far two engines differ"
     louder = Sums(num_tokens=8, log_e=tuple(8 * stake * MOMENTS.cap + 0.01 for stake in STAKES))
     with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):
         require_possible(evidence.model_copy(update={"sums": {EXCESS_FLIPS: louder}}), known)

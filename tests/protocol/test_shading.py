@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from prime_protocol.calibration import require_possible, speaks_for
+from prime_protocol.calibration import is_calibrated, require_possible
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
@@ -142,7 +142,7 @@ def test_what_is_no_number_says_nothing_and_sums_stay_finite() -> None:
     assert max(empty.log_e) <= 0.0
 
 
-def test_the_sums_are_taken_from_any_engine_are_bounded_and_speak_for_none() -> None:
+def test_the_sums_are_taken_from_any_engine_are_bounded_and_calibrate_none() -> None:
     loudest = np.full(8, 80.0)
     classes = reward_classes([[1.0] * 4 + [0.0] * 4])
     sums = {
@@ -152,10 +152,10 @@ def test_the_sums_are_taken_from_any_engine_are_bounded_and_speak_for_none() -> 
     evidence = BundleEvidence(worker="a", validator="b", sums=sums)
     known = CHECKS.moments_of(worker="a", validator="b")
     require_possible(evidence, known)
-    assert not speaks_for(BundleEvidence(worker="a", validator="b", sums={}), evidence_max=1e5)
-    assert not speaks_for(
-        evidence.model_copy(update={"sums": {SHADING: shading_sums(np.zeros(8))}}), evidence_max=1e5
-    ), "thresholds stay narrow where no calibration knows the engines"
+    assert not is_calibrated(BundleEvidence(worker="a", validator="b", sums={}))
+    assert not is_calibrated(evidence.model_copy(update={"sums": {SHADING: shading_sums(np.zeros(8))}})), (
+        "statistics that hold for any engine do not show how far two engines differ"
+    )
     for name, moments in ((SHADING, MOMENTS), (SHADING_BY_REWARD, MOMENTS_BY_REWARD)):
         louder = Sums(num_tokens=8, log_e=tuple(8 * rate * moments.cap + 0.01 for rate in moments.lambdas))
         with pytest.raises(RemoteError, match="above the maximum for its number of tokens"):

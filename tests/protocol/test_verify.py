@@ -12,7 +12,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, FinishReason, rollouts_for
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure_logprobs, statistics, widened
+from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure_logprobs, outer, statistics
 
 STOP = 257
 S, L = FinishReason.STOP, FinishReason.LENGTH
@@ -198,12 +198,12 @@ def test_a_forward_pass_of_other_tokens_is_our_bug(sample: Any) -> None:
         measure_logprobs(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))
 
 
-def test_what_a_calibration_speaks_for_is_refused_at_a_stop_token_only_where_any_token_would_be() -> None:
+def test_the_outer_bound_of_a_stop_token_is_that_of_any_token() -> None:
     measured = Measured(0.0, 0.0, 0.0, seed_margin_max=1.0, stop_margin_max=1.0)
     assert judge(measured, CheckPolicy()).reason is RejectReason.BAD_TERMINATION
-    assert judge(measured, widened(CheckPolicy())).accepted
+    assert judge(measured, outer(CheckPolicy())).accepted
     gross = replace(measured, seed_margin_max=2.5, stop_margin_max=2.5)
-    assert judge(gross, widened(CheckPolicy())).reason is RejectReason.BAD_TERMINATION
+    assert judge(gross, outer(CheckPolicy())).reason is RejectReason.BAD_TERMINATION
 
 
 @pytest.mark.parametrize(

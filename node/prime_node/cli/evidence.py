@@ -291,9 +291,9 @@ async def _about_the_seeds(dossier: _Dossier, ledger: str) -> str:
 async def _judged_again(bundle: OpenedBundle, dossier: _Dossier, model: Path, judge_class: str) -> str:
     """Repeat the forward pass. Raises RemoteError if it does not confirm the rejection."""
     from prime_node.cli import wire
-    from prime_node.validator.judge import evidence_in, verdict_on, weigh_bundle
+    from prime_node.validator.judge import evidence_in, weigh_bundle
     from prime_node.validator.spans import policies_of
-    from prime_protocol.verify import summary
+    from prime_protocol.verify import summary, verdict_on
 
     decided = dossier.receipts[-1]
     if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:

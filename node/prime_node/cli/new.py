@@ -61,6 +61,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
     from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.validator.config import ValidatorConfig
 
     if run_dir.exists:
         raise LocalError(
@@ -85,7 +86,9 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
         adapters=wire_adapters.adapter_spec(settings),
-        calibration=_calibration(settings.calibration, model.files[CONFIG_FILE]),
+        calibration=_calibration(
+            settings.calibration, model.files[CONFIG_FILE], judge=options.load(ValidatorConfig).dtype
+        ),
     )
     # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
@@ -96,22 +99,23 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     return run
 
 
-def _calibration(choice: str, config_json: bytes) -> Calibration | None:
-    """Return the calibration. Raises LocalError for a file that does not cover the model; a shipped one is omitted instead."""
+def _calibration(choice: str, config_json: bytes, *, judge: str) -> Calibration | None:
+    """Return the run's calibration. Raises LocalError if it does not cover the model or the validator's arithmetic."""
     from prime_node.coordinator.new_run import covers
 
     if choice == "none":
+        say("no calibration: cheats by precision or weights are not banned in this run, so take workers that you trust")
         return None
     found = shipped_calibration() if choice == "shipped" else read_calibration(Path(choice).expanduser())
-    if covers(found, config_json):
-        return found
-    advice = "measure this model with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file"
-    if choice != "shipped":
-        raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
-    say(
-        f"the shipped calibration does not cover a model of this size, so no evidence accumulates in this run; {advice}"
+    advice = (
+        "measure it with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file; "
+        "--set run.calibration=none makes a run for workers that you trust"
     )
-    return None
+    if not covers(found, config_json):
+        raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
+    if not any(pair.validator.split("/")[1] == judge for pair in found.pairs):
+        raise LocalError(f"calibration {choice} has no validator that computes in {judge} (validator.dtype); {advice}")
+    return found
 
 
 def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:

@@ -302,7 +302,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         _check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
         chosen = settings.model_dump(include={"dtype", "cpu_cache_gib", "seeded"})
-        made = vllm(model, context_tokens_max=bounds, **chosen)
+        made = vllm(model, context_tokens_max=bounds, checks=run.spec.checks, **chosen)
     else:
         if not settings.seeded:
             raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always uses the seeds")

@@ -75,6 +75,8 @@ class Errors:
         proofs_C = np.array([num_proofs([length]) for length in lengths_C.tolist()])
         found = {}
         for name, parts in self.values.items():
+            if name == "logprob":
+                continue  # `norm` detects the same sooner, and each additional statistic weakens the others
             values = np.concatenate(parts) * (1.0 if name in SHARES else SPREAD)
             cap = CAPS.get(name) or max(CAP_OVER_TAIL * float(np.quantile(values, 0.999)), CAP_MIN)
             found[name] = calibrate_statistics(

@@ -23,7 +23,7 @@ from prime_node.validator.references import ReferenceComparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
 from prime_protocol.assignment import Lease
-from prime_protocol.calibration import evidence_of, speaks_for
+from prime_protocol.calibration import evidence_of
 from prime_protocol.close_flips import CLOSE_FLIPS, close_flip_sums, contexts_of
 from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.envelope import PayloadType, parse_json
@@ -34,21 +34,19 @@ from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.parcel import open_parcel
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
-from prime_protocol.run_spec import CheckPolicy, PinnedRun, RunSpec
+from prime_protocol.run_spec import PinnedRun, RunSpec
 from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums
 from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import (
     OF_SEEDS,
-    Measured,
     Statistics,
     check_assignment,
-    judge,
     require_proofs,
     require_seeded,
     statistics,
     summary,
-    widened,
+    verdict_on,
 )
 from prime_protocol.weights import Weights
 
@@ -158,13 +156,6 @@ async def prove_bundle(
         evidence=evidence,
         logprobs_T=logprobs_T,
     )  # (5)
-
-
-def verdict_on(measured: Measured, evidence: BundleEvidence | None, checks: CheckPolicy) -> Verdict:
-    """Judge measured logprobs, seeds and proofs, under the thresholds that the run's calibration allows."""
-    if evidence is not None and speaks_for(evidence, evidence_max=checks.evidence_max):
-        checks = widened(checks)
-    return judge(measured, checks)
 
 
 async def weigh_bundle(

@@ -20,6 +20,7 @@ from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.verify import FLATTER, SHARPER, Prefill
+from prime_protocol.weights import Weights
 
 LOGITS_BLOCK = 2**24
 """Elements of logits that are in memory at a time: 64 MiB of float32."""
@@ -45,6 +46,12 @@ class TokenScores:
     def logprobs(self, tokens_N: Tensor) -> Tensor:
         """Return the tokens' logprobs [N] at the sampling temperature, over the whole vocabulary."""
         return _chosen(self.scaled_NV, tokens_N) - self.scaled_NV.logsumexp(dim=1)
+
+    def spreads(self, logprobs_N: Tensor) -> Tensor:
+        """Return Prefill.spread_T [N] of tokens with these logprobs [N]."""
+        squares_N = ((2 * self.scaled_NV).logsumexp(dim=1) - 2 * self.scaled_NV.logsumexp(dim=1)).exp()
+        chances_N = logprobs_N.exp()
+        return (1 - 2 * chances_N + squares_N).clamp_(min=0).sqrt()
 
     def margins(self, tokens_N: Tensor) -> Tensor:
         """Return the margins [N] that prime_protocol.nucleus defines."""
@@ -98,6 +105,7 @@ class Judged(NamedTuple):
     logprobs_T: Tensor
     margins_T: Tensor
     stop_margins_T: Tensor
+    spread_T: Tensor
     hidden_TD: Tensor | None
     expected_T: Tensor | None = None
     variance_T: Tensor | None = None
@@ -126,6 +134,7 @@ def judge_tokens(
         part = slice(start, start + block)
         scores = score_tokens(model.logits(hidden_TD[part]), seeds[part], positions[part], sampling)
         chosen, numbers = tokens_T[part], []
+        logprobs_N = scores.logprobs(chosen)
         if seeds[0] is None:
             outside_N = scores.outside(chosen)
             numbers = [outside_N, torch.zeros_like(outside_N), *scores.expectation()]
@@ -133,10 +142,10 @@ def judge_tokens(
                 numbers += [scores.tempered(chosen, ratio) for ratio in (SHARPER, FLATTER)]
         else:
             numbers = [scores.margins(chosen), scores.stop_margins(chosen, sampling.stop_token_ids)]
-        parts.append(tuple(number.cpu() for number in (scores.logprobs(chosen), *numbers)))
+        parts.append(tuple(number.cpu() for number in (logprobs_N, scores.spreads(logprobs_N), *numbers)))
     hidden = hidden_TD.to(torch.bfloat16, copy=True).cpu() if keep_hidden else None
-    logprobs, margins, stop_margins, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Judged(logprobs, margins, stop_margins, hidden, *expected)
+    logprobs, spread, margins, stop_margins, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Judged(logprobs, margins, stop_margins, spread, hidden, *expected)
 
 
 def prefill_of(parts: Iterable[Judged]) -> Prefill:
@@ -144,11 +153,11 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
     columns = [[tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True)]
     if not columns:
         return Prefill(np.empty(0, np.float32), np.empty(0, np.float32))
-    logprobs, margins, stop_margins, hidden, *expected = columns
-    logprobs_T, margins_T, stop_margins_T = (torch.cat(column).numpy() for column in (logprobs, margins, stop_margins))
+    hidden, *expected = columns[4:]
+    logprobs_T, margins_T, stop_margins_T, spread_T = (torch.cat(column).numpy() for column in columns[:4])
     hidden_TD = bf16_bits(torch.cat(hidden)) if hidden else None
     unseeded = (torch.cat(column).numpy() if column else None for column in expected)
-    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T, *unseeded)
+    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T, *unseeded, spread_T=spread_T)
 
 
 def score_tokens(
@@ -164,6 +173,25 @@ def score_tokens(
     return TokenScores(
         scaled_NV, noisy_NV, None if sampling.filters is None else torch_slack_of(scaled_NV, *sampling.filters)
     )
+
+
+def reference_scores(
+    model: CausalModel, weights: Weights, completions: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> tuple[Tensor, Tensor]:
+    """Return logprobs and spreads [T] of completions' tokens by a plain forward pass at temperature 1, on the CPU.
+
+    Each completion is given as prompt and tokens.
+    """
+    completions = list(completions)
+    parts = []
+    logits = model.reference_logits(weights, [prompt + tokens for prompt, tokens in completions])
+    for logits_NV, (_, tokens) in zip(logits, completions, strict=True):
+        scaled_NV = logits_NV[-len(tokens) :]
+        scores = TokenScores(scaled_NV, scaled_NV)
+        logprobs_N = scores.logprobs(torch.tensor(tokens, device=scaled_NV.device))
+        parts.append((logprobs_N.cpu(), scores.spreads(logprobs_N).cpu()))
+    logprobs, spreads = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(spreads)
 
 
 @dataclass

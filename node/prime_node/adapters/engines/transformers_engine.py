@@ -24,7 +24,14 @@ from torch import Tensor
 
 from prime_node.adapters.engines.hidden_rows import HiddenRows
 from prime_node.adapters.engines.strings import String, strung
-from prime_node.adapters.engines.token_scores import Judged, Mixture, judge_tokens, prefill_of, score_tokens
+from prime_node.adapters.engines.token_scores import (
+    Judged,
+    Mixture,
+    judge_tokens,
+    prefill_of,
+    reference_scores,
+    score_tokens,
+)
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_protocol.assignment import Sampling
@@ -132,7 +139,9 @@ class TransformersEngine:
         self.copy_weights(weights)
         probe = probe_requests(self._model.vocab_size)
         found_T = self._score(strung(probe), PROBE_SAMPLING).logprobs_T
-        error = float((found_T - reference_of(self._model, weights, probe).cpu()).abs().max())
+        pairs = [(request.prompt_token_ids, request.completion_token_ids) for request in probe]
+        expected_T, _ = reference_scores(self._model, weights, pairs)
+        error = float((found_T - expected_T).abs().max())
         if not error <= PROBE_ERROR_MAX[self._dtype]:  # also raised for NaN
             raise EngineMismatch(
                 f"policy {policy_version}: logprobs on the probe are {error:.3g} nats off the plain forward pass; "
@@ -356,10 +365,3 @@ def probe_requests(vocab_size: int) -> list[ScoreRequest]:
         ScoreRequest(tuple(ids[:12]), tuple(ids[12:20]), seed=0),
         ScoreRequest(tuple(ids[:9] + ids[20:24]), tuple(ids[24:40]), seed=0),
     ]
-
-
-def reference_of(model: CausalModel, weights: Weights, probe: Sequence[ScoreRequest]) -> Tensor:
-    """Return the plain forward pass's logprobs of the probe's completion tokens, in order."""
-    sequences = [request.prompt_token_ids + request.completion_token_ids for request in probe]
-    logprobs = model.reference_logprobs(weights, sequences)
-    return torch.cat([part[-len(r.completion_token_ids) :] for part, r in zip(logprobs, probe, strict=True)])

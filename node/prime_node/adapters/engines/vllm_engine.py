@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import vllm
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -32,6 +31,12 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from prime_node.adapters.engines.vllm_probe import (
+    PROBE_TOKENS_SAMPLING,
+    errors_of_probe,
+    is_honest_noise,
+    prompts_of_probe,
+)
 from prime_node.adapters.engines.vllm_seeded_sampler import OWNER_SETTING, SeededSampler
 from prime_node.adapters.engines.vllm_worker_extension import (
     FILTERS_ARGUMENT,
@@ -47,16 +52,13 @@ from prime_node.scratch import process_folder
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
+from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights, num_bytes, root_of
 
 log = logging.getLogger(__name__)
 
 VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-PROBE_ERROR_MEAN_MAX = {"fp32": 2e-3, "bf16": 0.05}
-"""Limit on the mean difference in nats on the probe between the engine and an fp32 forward pass; honest bf16 is near 0.003."""
-PROBE_PROMPTS, PROBE_TOKENS = 8, 8
-"""Size of the probe: for batches below five vLLM uses other kernels than for those of workers."""
 
 CLOSE_SECONDS = 1.0
 """Time after which the engine's processes are killed. They hold nothing that has to be kept."""
@@ -151,12 +153,15 @@ class VllmEngine:
         sequences_max: int = 256,
         cpu_cache_gib: int = 1,
         seeded: bool = True,
+        checks: CheckPolicy | None = None,
     ) -> None:
         """Configure the engine.
 
         `dtype` auto is fp32 on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt plus completion. With `seeded` False
-        vLLM's own sampler chooses, without any logits processor.
+        vLLM's own sampler chooses, without any logits processor. `checks` are the run's: the probe's error must be honest by
+        their calibration.
         """
+        self._checks = checks
         self._seeded = seeded
         self._folder = folder
         self._dtype = ("fp32" if current_platform.is_cpu() else "bf16") if dtype == "auto" else dtype
@@ -313,13 +318,13 @@ class VllmEngine:
             os.close(memory)
 
     async def _check_probe(self, weights: Weights, policy_version: int) -> None:
-        requests = _probe_requests(self._reference.vocab_size)
-        found = await self._sample(requests, Sampling(completion_tokens_max=PROBE_TOKENS, stop_token_ids=()))
-        error = await asyncio.to_thread(self._probe_error, weights, requests, found)
-        if not error <= PROBE_ERROR_MEAN_MAX[self._dtype]:  # also raised for NaN
+        requests = prompts_of_probe(self._reference.vocab_size)
+        found = await self._sample(requests, PROBE_TOKENS_SAMPLING)
+        errors_T, normed_T = await asyncio.to_thread(errors_of_probe, self._reference, weights, requests, found)
+        if not is_honest_noise(errors_T, normed_T, self.info, self._checks):
             raise EngineMismatch(
-                f"policy {policy_version}: vLLM's logprobs are {error:.3g} nats off a forward pass of the same weights; "
-                "the update did not reach it. Restart the worker, or use --engine transformers"
+                f"policy {policy_version}: vLLM's logprobs are {errors_T.mean():.3g} nats off a forward pass of the same "
+                "weights; the update did not reach it. Restart the worker, or use --engine transformers"
             )
         root = root_of(weights)
         if self._last_probe is not None and self._last_probe[0] != root and self._last_probe[1] == found:
@@ -328,14 +333,6 @@ class VllmEngine:
                 "the update did not reach it. Restart the worker, or use --engine transformers"
             )
         self._last_probe = root, found
-
-    @torch.inference_mode()
-    def _probe_error(self, weights: Weights, requests: list[GenerateRequest], found: list[Completion]) -> float:
-        """Return the mean difference in nats between the sampled tokens' logprobs and those of a plain fp32 forward pass."""
-        sequences = [r.prompt_token_ids + c.token_ids for r, c in zip(requests, found, strict=True)]
-        logprobs = self._reference.reference_logprobs(weights, sequences)
-        expected = torch.cat([part[-PROBE_TOKENS:] for part in logprobs])
-        return float((expected - torch.tensor([nats for c in found for nats in c.logprobs])).abs().mean())
 
     async def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         temperature = sampling.temperature or 1.0
@@ -392,9 +389,3 @@ def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[T
             offset += tensor.data.nbytes
     place_of = {place[0]: place for place in places}
     return memory, [*places, *((alias, *place_of[name][1:]) for alias, name in aliases.items())]
-
-
-def _probe_requests(vocab_size: int) -> list[GenerateRequest]:
-    """Return fixed prompts of different lengths, with fixed seeds."""
-    ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(64)]
-    return [GenerateRequest(tuple(ids[: 8 + 5 * n]), seed=n) for n in range(PROBE_PROMPTS)]

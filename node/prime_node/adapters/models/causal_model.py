@@ -9,7 +9,7 @@ Letters: B completions, P different prompts, K columns of the cache, Q new colum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -143,8 +142,8 @@ class CausalModel:
         logits_NV: Tensor = self._head(hidden_NH)
         return logits_NV.float()
 
-    def reference_logprobs(self, weights: Weights, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return the log-probability of each token but the first of each sequence, directly from `weights`, at temperature 1.
+    def reference_logits(self, weights: Weights, sequences: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """Yield the logits [T - 1, V] for each token but the first of each sequence, directly from `weights`, in fp32.
 
         It is independent of `load` and of all methods above: the model's plain forward pass, without cache, sharing or padding,
         over tensors made here from `weights`.
@@ -153,14 +152,9 @@ class CausalModel:
             name: self._names.rows(name, shape, weights).to(self.device, self.dtype)
             for name, shape in self._shapes.items()
         }
-        logprobs = []
         for sequence in sequences:
-            ids_1T = self._tensor([sequence])
-            inputs = {"input_ids": ids_1T, "use_cache": False}
-            logits_1TV = torch.func.functional_call(self._model, tensors, kwargs=inputs).logits
-            logprobs_TV = log_softmax(logits_1TV[0, :-1].float(), dim=-1)
-            logprobs.append(logprobs_TV.gather(1, ids_1T[0, 1:, None])[:, 0])
-        return logprobs
+            inputs = {"input_ids": self._tensor([sequence]), "use_cache": False}
+            yield torch.func.functional_call(self._model, tensors, kwargs=inputs).logits[0, :-1].float()
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self.device)
