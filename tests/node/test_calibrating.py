@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.cli.main import app
 from prime_node.cli.shipped import read_calibration
 from prime_node.coordinator.new_run import covers
+from prime_node.validator.alternatives import in_words, tokens_until_ban
 from prime_node.validator.calibrating import Errors, make_leases, sample_honestly
 from prime_node.worker.cheats import mapped
 from prime_protocol.calibration import evidence_of
@@ -105,6 +107,9 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     fast = ["--tokens", "10000", "--judge", "transformers/fp32"]
     made = CliRunner().invoke(app, ["calibrate", str(first), *fast, "--sampler", "transformers/fp32"])
     assert made.exit_code == 0, made.output
+    said = " ".join(made.output.split())
+    assert re.search(r"banned: .*int8 weights: after [\d,]+ tokens", said), "judged in the same arithmetic, they show"
+    assert "temperature 0.95: after" in said
     more = [*fast, "--sampler", "transformers/bf16", "--extend", str(first)]
     assert CliRunner().invoke(app, ["calibrate", str(second), *more]).exit_code == 0
     pairs = read_calibration(second).pairs
@@ -115,6 +120,21 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     assert pairs[1] == read_calibration(first).pairs[0]
     assert set(pairs[0].moments) >= {"margin", "flip", "norm"}
     assert "stop" not in pairs[0].moments, "it was measured without stop tokens"
+
+
+def test_what_a_calibration_cannot_tell_apart_is_said() -> None:
+    assert in_words({"a": 1234.0, "b": math.inf, "c": 80.0}) == (
+        "c: after 80 tokens; a: after 1,200 tokens; not seen in 200,000: b"
+    )
+    rng = np.random.default_rng(2)
+    honest, lying = Errors(), Errors()
+    for errors, scale in ((honest, 1.0), (lying, 10.0)):
+        values = np.abs(rng.normal(0.0, 0.05 * scale, 32_000)).astype(np.float32)
+        errors.add({"norm": values, "margin": np.zeros_like(values)}, np.full(1_000, 32, np.int32))
+    moments = honest.moments()
+    assert tokens_until_ban(lying, moments, is_rescored=False) <= 512
+    assert tokens_until_ban(lying, moments, is_rescored=True) == math.inf, "its choices are the honest ones"
+    assert tokens_until_ban(honest, moments, is_rescored=False) == math.inf
 
 
 def test_an_unknown_engine_is_reported(tmp_path: Path) -> None:

@@ -15,11 +15,22 @@ from rich.console import Console
 from prime_node.cli.say import say
 from prime_node.cli.shipped import read_calibration
 from prime_node.files import write_durably
+from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import CONFIG_FILE
 
 if TYPE_CHECKING:
-    from prime_protocol.calibration import PairMoments
+    from collections.abc import Mapping, Sequence
 
+    from prime_node.ports.engine import Scorer
+    from prime_node.validator.alternatives import Alternative
+    from prime_protocol.assignment import Lease
+    from prime_protocol.calibration import PairMoments
+    from prime_protocol.evidence import Moments
+    from prime_protocol.rollout import Rollouts
+    from prime_protocol.weights import Weights
+
+ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS = 20, 1_000
+"""Each alternative is measured on a twentieth of the honest tokens, but on at least this many."""
 RANDOM_MODEL_SPREAD = 0.15
 """Standard deviation of a random model's weights: it spreads the logits as widely as a trained model's."""
 
@@ -54,16 +65,22 @@ def calibrate(
     ] = None,
     note: Annotated[str, typer.Option(help="Note in the file: where and how it was measured.")] = "",
 ) -> None:
-    """Measure honest error between engines, dtypes and sizes of batches, and write it as a calibration for [run] calibration."""
+    """Measure honest error between engines, dtypes and sizes of batches, and write it as a calibration for [run] calibration.
+
+    Prints after how many tokens it would ban some kinds of dishonest work.
+    """
+    from prime_node.ports.engine import EngineMismatch
     from prime_protocol.calibration import Calibration
 
     known = read_calibration(extend) if extend is not None else None
     with tempfile.TemporaryDirectory() as scratch:
         folder = model or random_model(Path(scratch))
         leases = {"num_tokens": tokens, "completion_tokens_max": completion_tokens, "prompt_tokens_max": prompt_tokens}
-        pairs = asyncio.run(
-            _measure(folder, sampler, judge, seed=seed, threads=threads, is_random=model is None, **leases)
-        )
+        measuring = _measure(folder, sampler, judge, seed=seed, threads=threads, is_random=model is None, **leases)
+        try:
+            pairs = asyncio.run(measuring)
+        except EngineMismatch as error:
+            raise LocalError(str(error)) from None
         size = json.loads((folder / CONFIG_FILE).read_bytes())
     measured = {(pair.worker, pair.validator) for pair in pairs}
     kept = [pair for pair in known.pairs if (pair.worker, pair.validator) not in measured] if known else []
@@ -91,6 +108,44 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
+def _alternatives() -> list[Alternative]:
+    """Return the dishonest work that each pair is tried on."""
+    from prime_node.validator.alternatives import Alternative
+    from prime_node.worker.cheats import mapped, quantised
+
+    def int8(weights: Weights) -> Weights:
+        return mapped(weights, lambda values: quantised(values, group=values.shape[-1], largest=127))
+
+    return [
+        Alternative("temperature 0.95", {"temperature": 0.95}),
+        Alternative("temperature 0.9", {"temperature": 0.9}),
+        Alternative("top-p 0.9", {"top_p": 0.9}),
+        Alternative("int8 weights", change=int8),
+    ]
+
+
+async def _needed(
+    scorer: Scorer,
+    leases: Sequence[Lease],
+    cheats: Sequence[tuple[Alternative, Sequence[Rollouts]]],
+    moments: Mapping[str, Moments],
+) -> str:
+    """Return in words after how many tokens each alternative would be banned by these moments."""
+    from prime_node.validator.alternatives import in_words, tokens_until_ban
+    from prime_node.validator.calibrating import measure_pair
+
+    needed = {}
+    for alternative, sampled in cheats:
+        errors = await measure_pair(scorer, leases, sampled)
+        by_choices = tokens_until_ban(errors, moments, is_rescored=True)
+        if alternative.change is None:
+            needed[alternative.name] = by_choices
+        else:
+            needed[alternative.name] = tokens_until_ban(errors, moments, is_rescored=False)
+            needed[f"{alternative.name} that claim the right logprobs"] = by_choices
+    return in_words(needed)
+
+
 async def _measure(
     folder: Path,
     samplers: list[str],
@@ -105,9 +160,11 @@ async def _measure(
 ) -> list[PairMoments]:
     """Return the moments of the error for each pair of a sampler and a judge. Raises LocalError."""
     from prime_node.cli import wire
+    from prime_node.validator.alternatives import sample_alternative
     from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample_honestly
 
     console, pairs = Console(), []
+    alternatives = _alternatives()
     weights = wire.plain_weights(folder, random_seed=seed if is_random else None)
     context = prompt_tokens_max + completion_tokens_max
     leases = make_leases(
@@ -117,17 +174,21 @@ async def _measure(
         prompt_tokens_max=prompt_tokens_max,
         completion_tokens_max=completion_tokens_max,
     )
+    others = leases[: max(1, len(leases) * max(num_tokens // ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS) // num_tokens)]
     for sampler in samplers:
         engine = wire.plain_engine(sampler, folder, threads=threads, context_tokens_max=context)
         await engine.load(weights, policy_version=0)
         sampled = await sample_honestly(engine, leases)
+        cheats = [(one, await sample_alternative(engine, weights, others, one)) for one in alternatives]
         await engine.close()
         for judge in judges:
             scorer = wire.plain_scorer(judge, folder, threads=threads)
             await scorer.load(weights, policy_version=0)
             errors = await measure_pair(scorer, leases, sampled)
+            moments = errors.moments()
             choices = await choice_moments(scorer, leases, sampled)
+            needed = await _needed(scorer, others, cheats, moments)
             await scorer.close()
-            pairs.append(pair_of(engine, scorer, errors.moments() | choices))
-            say(f"{sampler} judged by {judge}: {errors.summary()}", console=console)
+            pairs.append(pair_of(engine, scorer, moments | choices))
+            say(f"{sampler} judged by {judge}: {errors.summary()}", f"  banned: {needed}", console=console)
     return pairs

@@ -156,8 +156,12 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
     hidden, *expected = columns[4:]
     logprobs_T, margins_T, stop_margins_T, spread_T = (torch.cat(column).numpy() for column in columns[:4])
     hidden_TD = bf16_bits(torch.cat(hidden)) if hidden else None
-    unseeded = (torch.cat(column).numpy() if column else None for column in expected)
-    return Prefill(logprobs_T, margins_T, hidden_TD, stop_margins_T, *unseeded, spread_T=spread_T)
+    expected_T, variance_T, sharper_T, flatter_T = (
+        torch.cat(column).numpy() if column else None for column in expected
+    )
+    return Prefill(
+        logprobs_T, margins_T, hidden_TD, stop_margins_T, expected_T, variance_T, sharper_T, flatter_T, spread_T
+    )
 
 
 def score_tokens(
