@@ -2,8 +2,8 @@
 
 A credited bundle is worth 1 and honest work on it costs `cost`, below 1, since otherwise no worker would take part. A cheated
 bundle costs `work` times as much: nothing by default, the best that any cheat can do, and n times for the best of n samples.
-An audit detects it with probability `detection`. With probability `unjudged`, no validator finishes the audit of a cheated
-bundle in time, as for garbage that is made too large; it is refused then, without a strike.
+An audit detects it with probability `detection`, and ends `delay` bundles later. With probability `unjudged`, no validator
+finishes the audit of a cheated bundle in time, as for garbage that crashes validators; it is refused then, without a strike.
 
 The real coordinator/state/audits.py decides which bundles are audited, what is credited and what is lost. A banned
 worker starts again at once, with another key, for free. Bundles still in escrow at the end count as earned. So whatever
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prime_node.coordinator.state import audits, refusals
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
@@ -89,17 +89,19 @@ def play(
     detection: float = 1.0,
     unjudged: float = 0.0,
     work: float = 0.0,
+    delay: int = 0,
     num_bundles: int = 500,
     num_lives: int = 200,
     seed: int = 0,
 ) -> Outcome:
     """Simulate many lives of one strategy, each compared with an honest worker under the same audits."""
     rng = random.Random(seed)
+    odds = _Odds(cost, detection, unjudged, work, delay)
     lives = []
     for _ in range(num_lives):
         life_seed = rng.getrandbits(64)
-        cheat = _live(strategy, checks, cost, detection, unjudged, work, num_bundles, random.Random(life_seed))
-        honest = _live(at_rate(0.0), checks, cost, detection, unjudged, work, num_bundles, random.Random(life_seed))
+        cheat = _live(strategy, checks, odds, num_bundles, random.Random(life_seed))
+        honest = _live(at_rate(0.0), checks, odds, num_bundles, random.Random(life_seed))
         lives.append((cheat, cheat.earned - honest.earned))
     gains = [gain / num_bundles for _, gain in lives]
     mean = math.fsum(gains) / num_lives
@@ -118,55 +120,93 @@ def play(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Odds:
+    cost: float
+    detection: float
+    unjudged: float
+    work: float
+    delay: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    """An audit that is not finished."""
+
+    pending: PendingBundle
+    due: int
+    cheats: bool
+    notices: bool
+    is_finished: bool
+
+
 @dataclass(slots=True)
 class _Life:
+    state: State
+    strikes_max: int
+    worker: WorkerRecord = field(default_factory=lambda: _newcomer())
+    audits: list[_Audit] = field(default_factory=list)
+    standing: set[str] = field(default_factory=set)
+    """Cheated bundles that were accepted."""
     earned: float = 0.0
     cheated: int = 0
-    poisoned: int = 0
     bans: int = 0
     audited: int = 0
 
+    @property
+    def poisoned(self) -> int:
+        return len(self.standing)
 
-def _live(
-    strategy: Strategy,
-    checks: CheckPolicy,
-    cost: float,
-    detection: float,
-    unjudged: float,
-    work: float,
-    num_bundles: int,
-    rng: random.Random,
-) -> _Life:
-    state, life = _state(checks), _Life()
-    worker, since_audit = _newcomer(), 0
-    standing: set[str] = set()  # cheated bundles that were accepted
+    def accept(self, pending: PendingBundle, *, cheats: bool) -> None:
+        if cheats:
+            self.standing.add(pending.bundle)
+        self.earned += audits.credit(self.state, self.worker, pending, 1)[0]
+        self.worker.accepted += 1
+        self.state.accepted += 1
+
+    def finish(self, audit: _Audit) -> None:
+        pending, worker = audit.pending, self.worker
+        del self.state.bundles[pending.bundle]
+        worker.pending = tuple(one for one in worker.pending if one != pending.bundle)
+        if not audit.is_finished:
+            audits.unjudged(self.state, worker)
+        elif audit.cheats and audit.notices:
+            worker.strikes += 1
+            self.standing -= {one.lease.lease_id for one in worker.escrow if not one.audited}
+            refusals.forfeit_escrow(self.state, worker)
+            if worker.strikes >= self.strikes_max:
+                self.bans += 1
+                self.worker = _newcomer()
+                self.state.bundles.clear()
+                self.audits.clear()
+        else:
+            self.accept(pending, cheats=audit.cheats)
+
+
+def _live(strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int, rng: random.Random) -> _Life:
+    life, since_audit = _Life(_state(checks), checks.strikes_max), 0
     for number in range(num_bundles):
-        draw, notices = rng.random(), rng.random() < detection  # the same for every strategy
+        draw, notices = rng.random(), rng.random() < odds.detection  # the same for every strategy
+        worker = life.worker
         cheats = strategy(CheatView(worker.audit_score, len(worker.escrow), since_audit), rng)
-        audited = draw < audits.audit_share(state.rules, worker)
+        audited = draw < audits.audit_share(life.state.rules, worker)
         since_audit = 0 if audited else since_audit + 1
         life.cheated += cheats
         life.audited += audited
-        life.earned -= work * cost if cheats else cost
-        if cheats and audited and unjudged and rng.random() < unjudged:
-            audits.unjudged(state, worker)
-            continue
-        if cheats and audited and notices:
-            worker.strikes += 1
-            standing -= {one.lease.lease_id for one in worker.escrow if not one.audited}
-            refusals.forfeit_escrow(state, worker)
-            if worker.strikes >= checks.strikes_max:
-                life.bans += 1
-                worker = _newcomer()
-            continue
-        if cheats:
-            standing.add(str(number))
-        pending = PendingBundle(str(number), _lease(number), 1, 1, 0, audited)
-        life.earned += audits.credit(state, worker, pending, 1)[0]
-        worker.accepted += 1
-        state.accepted += 1
-    life.earned += len(worker.escrow)
-    life.poisoned = len(standing)
+        life.earned -= odds.work * odds.cost if cheats else odds.cost
+        pending = PendingBundle(str(number), _lease(number), 1, 1, number, audited)
+        if audited:
+            is_finished = not (cheats and odds.unjudged and rng.random() < odds.unjudged)
+            life.state.bundles[pending.bundle] = pending
+            worker.pending += (pending.bundle,)
+            life.audits.append(_Audit(pending, number + odds.delay, cheats, notices, is_finished))
+        else:
+            life.accept(pending, cheats=cheats)
+        while life.audits and life.audits[0].due <= number:
+            life.finish(life.audits.pop(0))
+    while life.audits:
+        life.finish(life.audits.pop(0))
+    life.earned += sum(one.num_tokens for one in life.worker.escrow)
     return life
 
 

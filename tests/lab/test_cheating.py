@@ -37,6 +37,16 @@ def test_the_best_of_four_in_one_bundle_of_twenty_pays_less_than_honest_work(det
         assert outcome.poisoned < outcome.cheated
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize(("delay", "unjudged", "cost"), [(30, 0.0, 0.9), (0, 1.0, 0.5), (30, 1.0, 0.9)])
+def test_no_way_of_cheating_gains_by_audits_that_are_slow_or_never_finished(
+    strategy: Strategy, delay: int, unjudged: float, cost: float
+) -> None:
+    outcome = play(strategy, DEFAULT, cost=cost, unjudged=unjudged, delay=delay, num_lives=80, seed=1)
+    assert outcome.cheated > 0
+    assert outcome.gain + 3 * outcome.gain_error < 0
+
+
 def test_honest_work_is_audited_less_and_less() -> None:
     assert play(at_rate(0.0), DEFAULT, cost=0.5, num_bundles=2_000, num_lives=5).audited < 0.3
 

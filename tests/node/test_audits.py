@@ -117,6 +117,76 @@ def test_a_dishonest_bundle_takes_back_what_was_not_audited_and_not_trained(run:
     assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
 
 
+def uploaded(run: Run, *, audited: bool) -> str:
+    run.now_ms += 1
+    return run.upload(run.granted("anna", 0, rollouts_max=2), audited=audited)
+
+
+def credited(run: Run, bundle: str) -> int:
+    (settled,) = settled_in(run.accept(bundle))
+    return settled.num_tokens
+
+
+def test_nothing_later_is_credited_while_an_audit_lasts_and_all_of_it_once_it_is_passed(run: Run) -> None:
+    """Before, garbage was credited in the meantime: newer bundles took its place in escrow."""
+    before = [uploaded(run, audited=True) for _ in range(4)]
+    assert [credited(run, bundle) for bundle in before] == [0, 0, 0, 10]
+    slow = uploaded(run, audited=True)
+    assert [credited(run, uploaded(run, audited=False)) for _ in range(5)] == [0] * 5
+    assert len(anna(run).escrow) == 3 + 5
+    assert credited(run, slow) == 6 * 10
+    assert credited(run, uploaded(run, audited=False)) == 10
+    invariants.check_invariants(run.state)
+    assert snapshot.state_from_json(snapshot.state_to_json(run.state)) == run.state
+
+
+def test_a_worker_whose_audits_overlap_is_credited_all_the_time(run: Run) -> None:
+    waiting, tokens = [uploaded(run, audited=True) for _ in range(3)], []
+    for _ in range(9):
+        waiting.append(uploaded(run, audited=True))
+        tokens.append(credited(run, waiting.pop(0)))
+    assert tokens == [0, 0, 0] + [10] * 6
+
+
+def test_a_slow_audit_that_fails_costs_all_that_came_in_the_meantime(run: Run) -> None:
+    for _ in range(3):
+        run.accept(uploaded(run, audited=True))
+    slow = uploaded(run, audited=True)
+    later = []
+    for _ in range(5):
+        later.append(uploaded(run, audited=False))
+        assert credited(run, later[-1]) == 0
+    effects = run.refuse(slow, RejectReason.SEED_MISMATCH)
+    assert {one.bundle for one in settled_in(effects)} == {slow, *later}
+    assert anna(run).escrow == []
+    invariants.check_invariants(run.state)
+
+
+def test_an_honest_worker_is_paid_however_long_an_audit_lasts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audits, "WITHHELD_MAX", 4)
+    uploaded(run, audited=True)
+    tokens = [credited(run, uploaded(run, audited=False)) for _ in range(9)]
+    assert tokens == [0] * 7 + [10] * 2
+    assert len(anna(run).escrow) == 3 + 4
+
+
+def test_an_audit_that_no_validator_finishes_takes_the_credit_of_the_bundles_that_it_stood_for(run: Run) -> None:
+    """Else a cheat whose audits are never finished kept the credit of what was not audited."""
+    for _ in range(2):
+        run.accept(uploaded(run, audited=True))
+    for _ in range(5):
+        run.accept(uploaded(run, audited=False))
+    unjudged = uploaded(run, audited=True)
+    accepted = anna(run).accepted
+    run.do(ev.VerdictGiven(unjudged, RejectReason.UNVERIFIABLE, "", (), 0, "", unjudged=True))
+    assert [one.num_tokens for one in anna(run).escrow] == [0, 0, 0]
+    assert anna(run).accepted == accepted, "their groups are trained on"
+    assert credited(run, uploaded(run, audited=False)) == 0, "no audit is passed since"
+    assert credited(run, uploaded(run, audited=True)) == 0
+    assert [credited(run, uploaded(run, audited=True)) for _ in range(2)] == [0, 10]
+    invariants.check_invariants(run.state)
+
+
 def test_what_is_trained_stays_trained_but_is_not_credited(run: Run) -> None:
     lease = run.granted("anna", 0, rollouts_max=2)
     accept(run, lease, audited=False)

@@ -5,16 +5,22 @@ of a newcomer, then for a share that falls with the worker's audits passed in a 
 share never falls below the run's floor. A secret of the coordinator and the bundle's digest select the bundles, once the bytes
 are durable. So a worker can neither predict the selection nor choose its uploads by it.
 
-The tokens of a worker's last `escrow_bundles` accepted bundles are in escrow: no receipt credits them yet. One dishonest bundle
+The tokens of a worker's last `escrow_bundles` accepted bundles are in escrow: no receipt credits them yet. Bundles that arrived
+after one whose audit is not finished do not count among these, and nothing is credited while the last audit that ended was
+never finished. So a slow audit leaves the stake as it was when the bundle arrived. Beyond WITHHELD_MAX further bundles the oldest
+are credited all the same: a worker is paid, and memory bounded, however long an audit takes. One dishonest bundle
 forfeits the escrow (refusals.py). Its groups that were neither audited nor trained are dropped, the worker's pending unaudited
 bundles are rejected, and all its later bundles are audited again. So a cheat stakes more than the work that it saves
 (lab/prime_lab/cheating.py has the calculation).
 
 Leases that end without a bundle count too: a worker that omits indices may be choosing among them. So do audited bundles that
-no validator judged in time: they may be made for that. After one, all bundles of the worker are audited until one passes.
+no validator judged in time: they may be made for that. After one, all bundles of the worker are audited until one passes, and
+the newest unaudited bundles in escrow lose their credit.
 """
 
 from __future__ import annotations
+
+import math
 
 from prime_node.coordinator.state import newcomers, suspicion
 from prime_node.coordinator.state.effects import Settled
@@ -25,6 +31,8 @@ from prime_protocol.verdict import BundleStatus
 
 ABANDONED_COSTS = 4
 """Passed audits that one abandoned lease, or one bundle that no validator judged, cancels."""
+WITHHELD_MAX = 256
+"""Bundles in escrow, besides `escrow_bundles`, for the sake of an audit that is not finished."""
 
 
 def audit_share(rules: SchedulerRules, worker: WorkerRecord) -> float:
@@ -51,13 +59,40 @@ def credit(
     bundles_max = state.rules.escrow_bundles
     if bundles_max == 0:
         return num_tokens, ""
-    mine = Escrow(pending.lease, pending.num_rollouts, num_tokens, pending.audited, weighed=weighed)
+    mine = Escrow(
+        pending.lease,
+        pending.num_rollouts,
+        num_tokens,
+        pending.audited,
+        weighed=weighed,
+        arrived_at_ms=pending.arrived_at_ms,
+    )
     worker.escrow.append(mine)
-    mine.credited = worker.escrow.pop(0).num_tokens if len(worker.escrow) > bundles_max else 0
+    mine.credited = sum(one.num_tokens for one in _leave_escrow(state, worker))
     detail = (
-        f"its own {num_tokens} tokens are credited after {bundles_max} more accepted bundles, or at the end of the run"
+        f"its own {num_tokens} tokens are credited after {bundles_max} more accepted bundles and the audits of earlier ones, or "
+        "at the end of the run"
     )
     return mine.credited, detail
+
+
+def _leave_escrow(state: State, worker: WorkerRecord) -> list[Escrow]:
+    """Remove the bundles from escrow that may be credited, and return them."""
+    bundles_max, escrow = state.rules.escrow_bundles, worker.escrow
+    unfinished_ms = min(
+        (state.bundles[one].arrived_at_ms for one in worker.pending if state.bundles[one].audited), default=None
+    )
+    before = [
+        one
+        for one in ([] if worker.audited_in_full else escrow)
+        if unfinished_ms is None or one.arrived_at_ms < unfinished_ms
+    ]
+    left = before[: max(0, len(before) - bundles_max)]
+    gone = {id(one) for one in left}
+    kept = [one for one in escrow if id(one) not in gone]
+    beyond = max(0, len(kept) - bundles_max - WITHHELD_MAX)
+    worker.escrow = kept[beyond:]
+    return left + kept[:beyond]
 
 
 def is_releasable(state: State, worker: WorkerRecord) -> bool:
@@ -96,8 +131,15 @@ def abandoned(state: State, worker: WorkerRecord) -> None:
 
 
 def unjudged(state: State, worker: WorkerRecord) -> None:
-    """Record that no validator judged an audited bundle in time."""
+    """Record that no validator judged an audited bundle in time.
+
+    The audit stood for 1 / share_min bundles. So as many unaudited ones, less this one, lose their credit: without that a cheat
+    whose audits are never finished would keep what it saves. Their groups stay.
+    """
     worker.audited_in_full = True
+    unaudited = [one for one in reversed(worker.escrow) if not one.audited and one.num_tokens]
+    for one in unaudited[: math.ceil(1 / state.rules.audit_share_min) - 1]:
+        one.num_tokens = 0
     _lower_score(state, worker)
 
 

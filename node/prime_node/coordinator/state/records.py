@@ -84,7 +84,8 @@ class Escrow:
     num_tokens: int
     audited: bool
     credited: int = 0
-    """Tokens that its own receipt credits: those of an older bundle."""
+    """Tokens that its own receipt credits: those of older bundles."""
+    arrived_at_ms: int = 0
     weighed: Weighed | None = None
     """Evidence that its receipt states."""
 
