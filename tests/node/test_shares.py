@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.node.rank_jobs import samples
@@ -10,7 +9,6 @@ from tests.node.rank_jobs import samples
 from prime_node.algo.balancing import balance, sequence_cost
 from prime_node.algo.shares import Packing, PackingSettings, batch_counts, shares
 from prime_node.ports.train_backend import TrainSample
-from prime_protocol.errors import LocalError
 
 
 def sample(prompt: int, completion: int) -> TrainSample:
@@ -55,10 +53,11 @@ def test_one_prompt_s_completions_stay_together_unless_ranks_would_idle() -> Non
     assert [len(share) for share in balance(alone, 2, quadratic_tokens=100)] == [2, 2]
 
 
-def test_a_sequence_that_no_pass_can_hold_is_refused_in_words() -> None:
+def test_a_sequence_that_is_longer_than_a_pass_has_one_of_its_own() -> None:
+    """Before, it ended the trainer at each start: a worker decides how long its completions are."""
     settings = PackingSettings(Packing.SEQUENCES, micro_batch_tokens=100)
-    with pytest.raises(LocalError, match=r"a sequence of 104 tokens is longer than trainer\.micro_batch_tokens = 100"):
-        shares([sample(1, 100)], settings, ranks=2)
+    (share,) = shares([sample(1, 10), sample(1, 100), sample(1, 10)], settings, ranks=1)
+    assert [one.places for one in share.passes] == [(1,), (0, 2)]
 
 
 def test_ragged_lengths_fill_their_passes() -> None:

@@ -16,16 +16,19 @@ import pytest_asyncio
 from aiohttp import web
 from tests.node.batch_coordinator import BatchCoordinator, make_run
 from tests.node.trainer_world import CONFIG, make_trainer, rows
+from tests.time_world import VirtualClock
 
 from prime_node.adapters.engines.vllm_teacher import VllmTeacher
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
+from prime_node.ports.teacher import TeacherRefusal
 from prime_node.ports.train_backend import TrainingMode, TrainSample
 from prime_node.ports.transport import Unreachable
 from prime_node.trainer.config import TeacherConfig
 from prime_node.trainer.loop import run_trainer
+from prime_node.trainer.teaching import check_teacher, taught
 from prime_protocol.errors import LocalError
 
 SEQUENCES = [(1, 2, 3), (7, 8, 9, 10, 11), (4, 5)]
@@ -46,6 +49,9 @@ class BackendTeacher:
         samples = [TrainSample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in sequences]
         return [tuple(values) for values in self._backend.logprobs(samples)]
 
+    async def sequence_tokens_max(self) -> int | None:
+        return None
+
     async def close(self) -> None: ...
 
 
@@ -59,6 +65,43 @@ async def test_a_student_comes_nearer_to_its_teacher_and_waits_for_one_that_is_a
     assert teacher.away == 0
     assert len(distances) == 6
     assert distances[-1] < distances[0]
+
+
+class Choosy(BackendTeacher):
+    """Teacher that refuses sequences which contain a token."""
+
+    def __init__(self, folder: Path, *, lacks: int) -> None:
+        super().__init__(folder, seed=99)
+        self._lacks = lacks
+
+    async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+        if any(self._lacks in sequence for sequence in sequences):
+            raise TeacherRefusal("HTTP 400: token id is out of vocabulary")
+        return await super().logprobs(sequences)
+
+    async def sequence_tokens_max(self) -> int | None:
+        return 2
+
+
+async def test_a_sample_that_the_teacher_refuses_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Before, one worker's sample ended the trainer, at each start."""
+    await make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=1)), config=OPD).close()
+    samples = [TrainSample((1,), (2, token), (0.0, 0.0), 1.0, mode=TrainingMode.OPD) for token in (3, 4, 5)]
+    teacher = Choosy(tmp_path / "model", lacks=4)
+    found = await taught(samples, teacher, clock=VirtualClock())
+    assert [one.completion_token_ids for one in found] == [(2, 3), (2, 5)]
+    assert all(len(one.teacher_logprobs or ()) == 2 for one in found)
+    assert len([line for line in caplog.messages if "a sample is left out" in line]) == 1
+
+
+async def test_what_the_teacher_lacks_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(max_steps=1)
+    await make_trainer(tmp_path, BatchCoordinator(run), config=OPD).close()
+    await check_teacher(Choosy(tmp_path / "model", lacks=run.spec.vocab_size - 1), run.spec, clock=VirtualClock())
+    assert any("the teacher lacks some of the run's" in line for line in caplog.messages)
+    assert any("the teacher scores sequences of at most 2 tokens" in line for line in caplog.messages)
+    with pytest.raises(LocalError, match="the teacher refuses a sequence of two tokens"):
+        await check_teacher(Choosy(tmp_path / "model", lacks=0), run.spec, clock=VirtualClock())
 
 
 async def test_stopping_ends_the_wait_for_a_teacher(tmp_path: Path) -> None:
@@ -91,6 +134,7 @@ async def broken_server() -> AsyncIterator[str]:
         asked = await request.json()
         status, text = {
             "busy": (503, "starting"),
+            "long": (400, "the prompt is longer than the model's context"),
             "unknown": (404, "the model does not exist"),
             "html": (200, "<html>"),
             "other": (200, '{"choices": [{"index": 0, "text": "hello"}]}'),
@@ -100,7 +144,12 @@ async def broken_server() -> AsyncIterator[str]:
         return web.Response(status=status, text=text)
 
     app = web.Application()
+
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "long", "max_model_len": 64}, {"id": "busy"}]})
+
     app.router.add_post("/v1/completions", answer)
+    app.router.add_get("/v1/models", models)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -112,6 +161,7 @@ async def broken_server() -> AsyncIterator[str]:
     ("model", "fault", "why"),
     [
         ("busy", Unreachable, "HTTP 503: starting"),
+        ("long", TeacherRefusal, "refuses: HTTP 400: the prompt is longer"),
         ("unknown", LocalError, "refuses: HTTP 404: the model does not exist"),
         ("html", LocalError, "is not JSON"),
         ("other", LocalError, "no prompt logprobs"),
@@ -126,6 +176,15 @@ async def test_a_server_that_is_no_teacher_is_explained(
     with pytest.raises(fault, match=why):
         await teacher.logprobs([(4, 5)])
     await teacher.close()
+    await teacher.close()
+
+
+@pytest.mark.parametrize(("model", "tokens_max"), [("long", 63), ("busy", None), ("unknown", None)])
+async def test_a_server_s_list_of_models_says_how_long_sequences_may_be(
+    broken_server: str, model: str, tokens_max: int | None
+) -> None:
+    teacher = VllmTeacher(broken_server, model=model)
+    assert await teacher.sequence_tokens_max() == tokens_max
     await teacher.close()
 
 

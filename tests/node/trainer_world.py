@@ -37,6 +37,10 @@ class FusedBackend:
     def __init__(self, backend: TrainBackend, fuse: Fuse) -> None:
         self.inner, self._fuse = backend, fuse
 
+    @property
+    def sequence_tokens_max(self) -> int:
+        return self.inner.sequence_tokens_max
+
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         self.inner.new_optimizer(settings)
         self._fuse.passes("after new_optimizer")

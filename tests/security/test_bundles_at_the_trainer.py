@@ -28,6 +28,7 @@ from tests.node.validator_world import RUN as JUDGED_RUN
 from tests.node.validator_world import LengthEnvironment, LetterTokenizer, generate, make_bundle, make_lease
 
 from prime_node.ports.train_backend import Group
+from prime_node.trainer.config import SftConfig
 from prime_node.trainer.loop import run_trainer
 from prime_node.training_data.bundles import groups_of, open_trained_bundle, with_logprobs
 from prime_node.validator.judge import OpenedBundle, open_bundle, reward_bundle
@@ -298,3 +299,16 @@ async def test_the_coordinator_refuses_a_verdict_with_policies_that_cannot_be_in
         with pytest.raises(RemoteError, match="versions name policies that cannot be in the bundle: 0 to 0 can"):
             await world.client(validator).check_result(result)
         await world.client(validator).check_result(result.model_copy(update={"versions": ((0, 0),)}))
+
+
+async def test_samples_that_are_longer_than_the_model_s_positions_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, one of them ended the trainer at each start."""
+    trainer = make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=1)))
+    longest = trainer.backend.sequence_tokens_max
+    trainer.backend.inner.sequence_tokens_max = len(PROMPT) + 1  # type: ignore[attr-defined]
+    trainer.config = trainer.config.model_copy(update={"sft": SftConfig()})
+    assert longest > trainer.backend.sequence_tokens_max
+    assert await run_trainer(trainer, asyncio.Event())
+    assert any("samples are longer than the model's" in line for line in caplog.messages)

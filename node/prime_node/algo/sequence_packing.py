@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.ports.train_backend import TrainSample
-from prime_protocol.errors import LocalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +44,12 @@ class PackedSequences:
 def pack_sequences(samples: Sequence[TrainSample], *, micro_batch_tokens: int) -> list[PackedSequences]:
     """Pack every sample once, first fit decreasing into passes of `micro_batch_tokens`. A pure function.
 
-    Raises LocalError if one sequence alone is longer than that: it cannot be split over passes.
+    A longer sequence has a pass of its own: workers decide how long sequences are, and none of them may end the trainer.
     """
     passes: list[list[int]] = []
     room: list[int] = []
     lengths = [len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1 for sample in samples]
     for index in sorted(range(len(samples)), key=lambda index: (-lengths[index], index)):
-        if lengths[index] > micro_batch_tokens:
-            raise LocalError(
-                f"a sequence of {lengths[index]:,} tokens is longer than trainer.micro_batch_tokens = {micro_batch_tokens:,}, "
-                "which one device must hold whole; raise it where the memory allows, or lower the run's completion_tokens_max"
-            )
         place = next((place for place, free in enumerate(room) if lengths[index] <= free), None)
         if place is None:
             place = len(passes)

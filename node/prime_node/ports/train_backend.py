@@ -208,6 +208,11 @@ class TrainBackend(Protocol):
     and number of threads and ranks.
     """
 
+    @property
+    def sequence_tokens_max(self) -> int:
+        """Tokens of the longest sequence that the model can compute."""
+        ...
+
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Discard the optimizer's state and start with a fresh one: a new phase of training."""
         ...

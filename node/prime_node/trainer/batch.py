@@ -1,12 +1,13 @@
-"""From a step's groups to its training samples and metrics. Pure, so it runs ahead of the step."""
+"""From a step's groups to its training samples and metrics. Pure but for the log, so it runs ahead of the step."""
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prime_node.algo.advantages import inputs_of
@@ -17,6 +18,8 @@ from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_node.training_data.feed import StepBatch
 from prime_protocol import step as step_rule
 from prime_protocol.rollout import FinishReason
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +54,29 @@ def ready_batch(
 ) -> ReadyBatch:
     """Prepare a batch as far as possible without the weights, in a thread, while an earlier step trains.
 
-    A batch that has lost groups still gives at most `minis` mini-batches; one without groups gives an empty one. Raises
-    LocalError.
+    A batch that has lost groups still gives at most `minis` mini-batches; one without groups gives an empty one. Samples that
+    are longer than the model's positions are left out, with a warning. Raises LocalError.
     """
     began_s, made = now_s(), []
     size = max(1, math.ceil(len(batch.groups) / minis))
     for start in range(0, max(1, len(batch.groups)), size):
         groups = batch.groups[start : start + size]
-        prepared = prepare(groups, recipe, step=batch.step)
+        prepared = _fitting(prepare(groups, recipe, step=batch.step), backend.sequence_tokens_max, step=batch.step)
         is_whole = recipe.proximal is ProximalPolicy.CURRENT and not any(
             sample.mode is TrainingMode.OPD for sample in prepared.samples
         )
         made.append(MiniBatch(len(groups), prepared, backend.pack(prepared.samples) if is_whole else None))
     return ReadyBatch(tuple(made), now_s() - began_s)
+
+
+def _fitting(prepared: Prepared, tokens_max: int, *, step: int) -> Prepared:
+    """Leave out samples that the model cannot compute: workers decide how long they are, within the run's limits."""
+    fitting = tuple(
+        one for one in prepared.samples if len(one.prompt_token_ids) + len(one.completion_token_ids) <= tokens_max
+    )
+    if left_out := len(prepared.samples) - len(fitting):
+        log.warning("step %d: %d samples are longer than the model's %d positions", step, left_out, tokens_max)
+    return replace(prepared, samples=fitting)
 
 
 def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:

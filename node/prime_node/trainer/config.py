@@ -267,7 +267,7 @@ class TrainerConfig(Settings):
     row_tokens: int = Field(default=128, ge=1)
     """Tokens of a tree's row. Attention costs its square; short rows waste more on padding."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
-    """Tokens of one forward pass of one rank; bounds the memory."""
+    """Tokens of one forward pass of one rank; bounds the memory. A longer sequence has a pass of its own."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights, and publish the weights with them merged in. A run that publishes the
     adapters themselves sets `[run.adapters]` instead."""

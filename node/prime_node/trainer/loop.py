@@ -20,12 +20,14 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from prime_node.patience import unless
 from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.rows import trainer_row
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
 from prime_node.trainer.step import train_step
+from prime_node.trainer.teaching import check_teacher
 from prime_node.trainer.trainer import Trainer
 from prime_node.training_data.feed import StepBatch
 
@@ -66,6 +68,8 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
     await trainer.save()
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
+    if trainer.teacher is not None:
+        await unless(stop.wait(), check_teacher(trainer.teacher, trainer.run.spec, clock=trainer.clock))
     while trainer.state.step < trainer.run.spec.max_steps and not stop.is_set():
         step, done, began_s = trainer.state.step, trainer.state.optimizer_steps, now_s()
         trained = await train_step(trainer, recipe, functools.partial(_next_batch, trainer, stop), stop)

@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from prime_node.ports.teacher import TeacherRefusal
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError
 
@@ -33,7 +34,10 @@ class VllmTeacher:
         self._session: aiohttp.ClientSession | None = None
 
     async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        """Request the logprobs of all sequences at once. Raises LocalError for an answer without them."""
+        """Request the logprobs of all sequences at once.
+
+        Raises TeacherRefusal for HTTP 400, LocalError for an answer without logprobs.
+        """
         if not sequences:
             return []
         answer = await self._ask(
@@ -56,23 +60,35 @@ class VllmTeacher:
                 f"teacher {self._url}: no prompt logprobs in its answer ({error!r}); is it a vLLM server?"
             ) from None
 
+    async def sequence_tokens_max(self) -> int | None:
+        """Return max_model_len less the token that every request samples, as the server's list of models states it."""
+        answer = await self._ask(None, path="models")
+        try:
+            (tokens_max,) = (one.get("max_model_len") for one in answer["data"] if one["id"] == self._model)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return None
+        return tokens_max - 1 if isinstance(tokens_max, int) else None
+
     async def close(self) -> None:
         """Close the HTTP session."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def _ask(self, body: dict[str, object]) -> Any:
+    async def _ask(self, body: dict[str, object] | None, *, path: str = "completions") -> Any:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX, sock_connect=CONNECT_S_MAX)
             self._session = aiohttp.ClientSession(timeout=timeout)
         try:
-            async with self._session.post(f"{self._url}/v1/completions", json=body) as response:
+            method = "GET" if body is None else "POST"
+            async with self._session.request(method, f"{self._url}/v1/{path}", json=body) as response:
                 text = await response.text()
         except (aiohttp.ClientError, TimeoutError, UnicodeDecodeError) as error:
             raise Unreachable(f"teacher {self._url}: {error or type(error).__name__}") from None
         if response.status >= 500 or response.status in (408, 429):
             raise Unreachable(f"teacher {self._url}: HTTP {response.status}: {text[:SAID_MAX]}")
+        if response.status == 400:
+            raise TeacherRefusal(f"teacher {self._url} refuses: HTTP 400: {text[:SAID_MAX]}")
         if response.status != 200:
             raise LocalError(f"teacher {self._url} refuses: HTTP {response.status}: {text[:SAID_MAX]}")
         try:

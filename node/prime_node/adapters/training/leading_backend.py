@@ -48,6 +48,11 @@ class LeadingBackend:
         self._copies = ShardCopies(ranks, self._aside)
         self._num_copies = 0
 
+    @property
+    def sequence_tokens_max(self) -> int:
+        """Return the model's number of positions."""
+        return self._backend.sequence_tokens_max
+
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Start a new optimizer on all ranks."""
         self._call("new_optimizer", settings)

@@ -116,7 +116,8 @@ class TorchBackend:
         trained = {name: each for name, each in self._policy.model.named_parameters() if each.requires_grad}
         self._masters = Masters(trained, dtype=published_dtype)
         self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
-        self._positions_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
+        self.sequence_tokens_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
+        """Number of positions of the model, under whatever name its config has it."""
         self._proximal: list[Tensor] = []
         self.new_optimizer(OptimizerSettings())
 
@@ -136,10 +137,10 @@ class TorchBackend:
         longest = max(
             (len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples), default=0
         )
-        if longest > self._positions_max:
+        if longest > self.sequence_tokens_max:
             raise LocalError(
-                f"a sequence of {longest:,} tokens is longer than the model's max_position_embeddings = {self._positions_max:,}; "
-                "lower the run's prompt_tokens_max or completion_tokens_max"
+                f"a sequence of {longest:,} tokens is longer than the model's max_position_embeddings = "
+                f"{self.sequence_tokens_max:,}; lower the run's prompt_tokens_max or completion_tokens_max"
             )
         return shares(samples, self.packing, ranks=self._ranks.count)
 
