@@ -205,8 +205,8 @@ PEER_RECORDS_MAX = 1_024
 """Peers from the coordinator's lists that one peer remembers; the oldest are dropped first."""
 PEER_HINTS_MAX = 16
 """Peers that are tried because a hint (a hash table, the local network) names them; no coordinator vouches for them."""
-LAN_NAMES_MAX = 4_096
-"""Names from multicast DNS; after them a machine stops looking for peers on its local network."""
+LAN_BYTES_MAX = 8 * 2**20
+"""Records of multicast DNS in memory; beyond it a machine stops looking for peers on its local network."""
 PEER_HINT_ADDRESSES_MAX = 2
 """Addresses of one such peer that are dialled."""
 PEER_HINTS_S_MAX = 300.0

@@ -110,6 +110,37 @@ def test_refused_requests_owe_a_bounded_time() -> None:
     assert DEBT_S_MAX / 2 < connection_counts.delay_s(other, "") <= DEBT_S_MAX
 
 
+async def test_connections_that_send_nothing_owe_what_they_cost() -> None:
+    """Before, each was charged as much as a request, so 200 a second kept all other strangers out."""
+    server = AiohttpServer()
+    port = await server.start([Route("GET", "/", healthy)], host="127.0.0.1", port=0, bounds=bounds())
+    try:
+        for _ in range(400):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.close()
+            await writer.wait_closed()
+        began_s = time.monotonic()
+        assert (await ask(f"http://127.0.0.1:{port}", get("/"))).status == 200
+        assert time.monotonic() - began_s < DEBT_S_MAX / 2
+    finally:
+        await server.stop(grace_s=0.1)
+
+
+def test_a_connection_that_sends_nothing_owes_less_than_half_of_a_refused_request() -> None:
+    owed_s = []
+    for is_bare in (True, False):
+        connection_counts = ConnectionCounts(bounds(), lambda: 1_000.0)
+        for _ in range(100):
+            entry = connection_counts.enter("9.9.9.9")
+            assert entry is not None
+            connection_counts.unread(entry, is_bare=is_bare)
+            entry.leave()
+        other = connection_counts.enter("8.8.8.8")
+        assert other is not None
+        owed_s.append(connection_counts.delay_s(other, ""))
+    assert 0 < owed_s[0] < owed_s[1] / 2
+
+
 async def test_a_meter_counts_the_steps_of_a_coroutine_and_passes_on_what_happens() -> None:
     parts: list[float] = []
     meter, waited = Meter(parts.append), asyncio.Event()

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 ANSWER_MS_MAX = 3_000
 """Milliseconds to resolve the addresses behind a discovered name."""
 CLOSE_S_MAX = 3.0
+RECORD_BYTES, TYPE_BYTES = 512, 36
+"""Estimates of a record's memory without its texts, and of a number in a list."""
 
 
 class LocalPeers:
@@ -109,10 +111,11 @@ class LocalPeers:
         except Exception as error:  # noqa: BLE001 - a goodbye that is not delivered is no fault
             faults.note(log, "local network", error)
 
-    def _give_up(self, num_names: int) -> None:
-        """Stop listening after a flood: the library keeps every name that it receives for as long as its sender wants."""
+    def _give_up(self, num_bytes: int) -> None:
+        """Stop listening after a flood: the library keeps every record that it receives for as long as its sender wants."""
         log.warning(
-            "the local network announces %d names, which is a flood; the search for peers there stops", num_names
+            "the local network announces %d KiB of records, which is a flood; the search for peers there stops",
+            num_bytes // 1_024,
         )
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
@@ -178,21 +181,28 @@ class LocalPeers:
 
 
 class _Flood(RecordUpdateListener):
-    """Detector of too many remembered names. It reports once."""
+    """Detector of too many remembered records. It reports once."""
 
     def __init__(self, give_up: Callable[[int], None]) -> None:
         self._give_up = give_up
-        self._num_heard = 0
+        self._heard_bytes = 0
         self._is_over = False
 
     def async_update_records(self, zc: Zeroconf, now: float, records: list[RecordUpdate]) -> None:
-        self._num_heard += len(records)
-        if self._is_over or self._num_heard < limits.LAN_NAMES_MAX // 4:
+        self._heard_bytes += sum(_memory_of(update.new) for update in records)
+        if self._is_over or self._heard_bytes < limits.LAN_BYTES_MAX // 4:
             return
-        self._num_heard = 0  # counting the names takes a while
-        if (num_names := len(zc.cache.names())) > limits.LAN_NAMES_MAX:
+        self._heard_bytes = 0  # adding up all records takes a while
+        names = zc.cache.names()
+        num_bytes = sum(_memory_of(record) for name in names for record in zc.cache.entries_with_name(name))
+        if num_bytes > limits.LAN_BYTES_MAX:
             self._is_over = True
-            self._give_up(num_names)
+            self._give_up(num_bytes)
+
+
+def _memory_of(record: object) -> int:
+    """Estimate a record's memory in bytes: its texts, its list of types, and its names."""
+    return RECORD_BYTES + len(getattr(record, "text", b"")) + TYPE_BYTES * len(getattr(record, "rdtypes", ()))
 
 
 def read_records(records: dict[bytes, bytes | None]) -> tuple[PeerAddress, ...]:

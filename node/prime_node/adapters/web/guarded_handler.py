@@ -114,7 +114,7 @@ class GuardedHandler(web.RequestHandler):
                 timer.cancel()
         self._held.clear()
         if not self.entry.has_asked:
-            self._counts.unread(self.entry)
+            self._counts.unread(self.entry, is_bare=not self._readings)
         self.entry.leave()
         super().connection_lost(exc)
 
