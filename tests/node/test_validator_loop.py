@@ -143,6 +143,29 @@ async def test_a_bundle_that_another_validator_has_is_not_judged() -> None:
     assert validator.lost == set()
 
 
+async def test_a_bundle_that_was_lost_and_is_handed_out_here_again_is_judged() -> None:
+    """A coordinator that restarts hands out all bundles again."""
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0, 0])
+    validator = make_validator(queue, TableScorer())
+    policy, again = validator.policy, queue.tasks[1]
+    queue.lost = {again[1]}
+
+    async def slow(version: int) -> Weights:
+        await validator.clock.sleep(30.0)
+        if queue.lost:
+            assert validator.lost == queue.lost
+            queue.lost = set()
+            queue.tasks.append(again)
+        await validator.clock.sleep(30.0)
+        return await policy(version)
+
+    validator.policy = slow
+    await run_validator(validator, stop)
+    assert again[1] in queue.results
+    assert len(queue.results) == 2
+
+
 class StubbornEnvironment(LengthEnvironment):
     """Environment whose grader hangs on some problems until the test releases it."""
 

@@ -160,6 +160,7 @@ async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
         task = task.model_copy(update={"deadline_ms": validator.clock.now_ms() + task.left_ms})
     is_here = task.bundle in validator.deadlines_ms
     validator.deadlines_ms[task.bundle] = task.deadline_ms
+    validator.lost.discard(task.bundle)
     if is_here:  # otherwise a hanging answer would take another scoring worker each time
         log.warning("bundle %s: its deadline passed while it is here; it is judged once", task.bundle[:12])
         return None
