@@ -57,6 +57,8 @@ class Calibration(WireModel):
     """Hidden size of the measured model."""
     num_layers_max: Count = 0
     """Number of layers of the measured model. A larger model makes larger errors and needs its own calibration."""
+    temperature_min: float = Field(default=0.0, ge=0.0, le=10.0, exclude_if=lambda value: value == 0.0)
+    """Sampling temperature of the measurement. A lower one makes larger errors. 0: its slack covers lower ones."""
     note: Text = ""
     """Note on how and where it was measured."""
 

@@ -43,11 +43,13 @@ from prime_protocol.excess_flips import STAKES as FLIP_STAKES
 from prime_protocol.reward_ranks import RATES, REWARD_RANKS, rank_sums
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.shading import REWARD_SLACK, SHADING, SHADING_BY_REWARD, STAKES, bets
-from prime_protocol.verify import FLATTER, LIKELIHOOD_RATIOS, SHARPER, Measured, judge, outer
+from prime_protocol.verify import FLATTER, LIKELIHOOD_RATIOS, SHARPER, SPREAD_MIN, Measured, judge, outer
 
 Floats = npt.NDArray[np.float64]
 TOKENS, CHOICES = 16, 8
-REAL_SCALE, REAL_PROOF, REAL_TOKENS = 0.065, 1.0, 32_768
+REAL_SCALE, REAL_PROOF, REAL_TOKENS = 0.065, 1.65, 32_768
+SHIPPED_SLACK = 4.0
+"""Factor by which the moments of the shipped calibration exceed measured ones, at a small lambda."""
 ERROR_MAX = 1.0
 """Nats, of a logit's noise. The largest honest error of a logprob that was ever measured is 0.7."""
 OF_SEEDS = ("margin", "flip", EXCESS_FLIPS, CLOSE_FLIPS)
@@ -103,6 +105,9 @@ def tokens_of(kind: Kind, num: int, rng: np.random.Generator) -> dict[str, Float
     found = {"margin": noisy.max(axis=2) - of_chosen(noisy), "claimed": claimed, "trusted": of_chosen(log_p)}
     found["flip"] = (found["margin"] > 0).astype(np.float64)
     found["logprob"] = np.abs(claimed - found["trusted"])
+    chances = np.exp(log_p)
+    squares = 1 - 2 * np.exp(found["trusted"]) + np.square(chances).sum(axis=2)
+    found["norm"] = found["logprob"] / np.sqrt(np.maximum(squares, 0.0) + SPREAD_MIN**2)
     for name, temperature in zip(LIKELIHOOD_RATIOS, (SHARPER, FLATTER), strict=True):
         tempered = log_p / temperature
         tempered -= np.logaddexp.reduce(tempered, axis=2, keepdims=True)
@@ -250,7 +255,7 @@ def kinds() -> list[Kind]:
     found = []
     for pair in shipped_calibration().pairs:
         allowed = {
-            name: pair.moments[name].log_moments[0] / pair.moments[name].lambdas[0] / (SPREAD * HEADROOM)
+            name: pair.moments[name].log_moments[0] / pair.moments[name].lambdas[0] / SHIPPED_SLACK
             for name in ("logprob", "proof")
         }
         name = f"{pair.worker} judged by {pair.validator}".replace("/cpu", "")
@@ -272,7 +277,7 @@ def calibrated(kind: Kind) -> dict[str, Moments]:
     """Return the moments that `prime-node calibrate` would give for such an engine."""
     num = REAL_TOKENS // TOKENS
     found, errors = tokens_of(kind, num, np.random.default_rng(2)), Errors()
-    values = {name: found[name].ravel().astype(np.float32) for name in ("margin", "flip", "logprob", "proof")}
+    values = {name: found[name].ravel().astype(np.float32) for name in ("margin", "flip", "norm", "proof")}
     lengths = np.full(num, TOKENS, np.int32)
     errors.add(values, lengths)
     moments = errors.moments()

@@ -109,7 +109,7 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     said = " ".join(made.output.split())
     assert re.search(r"banned: .*int8 weights: after [\d,]+ tokens", said), "judged in the same arithmetic, they show"
-    assert "temperature 0.95: after" in said
+    assert "temperature x 0.95: after" in said
     more = [*fast, "--sampler", "transformers/bf16", "--extend", str(first)]
     assert CliRunner().invoke(app, ["calibrate", str(second), *more]).exit_code == 0
     pairs = read_calibration(second).pairs

@@ -180,6 +180,15 @@ def test_no_run_is_made_with_a_calibration_of_a_smaller_model(tmp_path: Path, ch
     assert make_run(RunDir(tmp_path / "run"), allowed, config_file=DEMO).spec.checks.calibration is None
 
 
+def test_no_run_is_made_below_the_temperature_of_its_calibration(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text(shipped_calibration().model_copy(update={"temperature_min": 1.0}).model_dump_json())
+    colder = [f"run.calibration={file}", "run.temperature=0.7"]
+    with pytest.raises(LocalError, match=r"at temperature 1, above the run's 0.7: .* --temperature 0.7"):
+        make_run(RunDir(tmp_path / "run"), Options(DEMO, colder), config_file=DEMO)
+    assert make_run(RunDir(tmp_path / "run"), Options(DEMO, colder[:1]), config_file=DEMO).spec.checks.calibration
+
+
 def test_no_run_is_made_with_a_calibration_that_lacks_the_validator_arithmetic(tmp_path: Path) -> None:
     kept = [pair for pair in shipped_calibration().pairs if "fp32" in pair.validator]
     file = tmp_path / "calibration.json"

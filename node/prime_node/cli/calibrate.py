@@ -55,6 +55,9 @@ def calibrate(
     ] = 100_000,
     completion_tokens: Annotated[int, typer.Option(min=1, help="Length of each completion, in tokens.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a prompt, in tokens.")] = 32,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, help="Sampling temperature; the calibration covers runs at this one or higher.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts, sampling and the random model.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Threads of the engines.")] = 1,
     extend: Annotated[
@@ -75,8 +78,11 @@ def calibrate(
     known = read_calibration(extend) if extend is not None else None
     with tempfile.TemporaryDirectory() as scratch:
         folder = model or random_model(Path(scratch))
-        leases = {"num_tokens": tokens, "completion_tokens_max": completion_tokens, "prompt_tokens_max": prompt_tokens}
-        measuring = _measure(folder, sampler, judge, seed=seed, threads=threads, is_random=model is None, **leases)
+        lengths = {"num_tokens": tokens, "completion_tokens_max": completion_tokens, "prompt_tokens_max": prompt_tokens}
+        is_random = model is None
+        measuring = _measure(
+            folder, sampler, judge, seed=seed, threads=threads, is_random=is_random, temperature=temperature, **lengths
+        )
         try:
             pairs = asyncio.run(measuring)
         except EngineMismatch as error:
@@ -89,6 +95,7 @@ def calibrate(
         pairs=(*pairs, *kept),
         hidden_size_max=min(hidden_size, known.hidden_size_max) if known else hidden_size,
         num_layers_max=min(num_layers, known.num_layers_max) if known else num_layers,
+        temperature_min=max(temperature, known.temperature_min) if known else temperature,
         note=note or (known.note if known else ""),
     )
     write_durably(output, made.model_dump_json(indent=1).encode() + b"\n")
@@ -108,7 +115,7 @@ def random_model(folder: Path) -> Path:
     return folder
 
 
-def _alternatives() -> list[Alternative]:
+def _alternatives(temperature: float) -> list[Alternative]:
     """Return the dishonest work that each pair is tried on."""
     from prime_node.validator.alternatives import Alternative
     from prime_node.worker.cheats import mapped, quantised
@@ -117,8 +124,8 @@ def _alternatives() -> list[Alternative]:
         return mapped(weights, lambda values: quantised(values, group=values.shape[-1], largest=127))
 
     return [
-        Alternative("temperature 0.95", {"temperature": 0.95}),
-        Alternative("temperature 0.9", {"temperature": 0.9}),
+        Alternative("temperature x 0.95", {"temperature": 0.95 * temperature}),
+        Alternative("temperature x 0.9", {"temperature": 0.9 * temperature}),
         Alternative("top-p 0.9", {"top_p": 0.9}),
         Alternative("int8 weights", change=int8),
     ]
@@ -154,6 +161,7 @@ async def _measure(
     seed: int,
     threads: int,
     is_random: bool,
+    temperature: float,
     num_tokens: int,
     completion_tokens_max: int,
     prompt_tokens_max: int,
@@ -164,7 +172,7 @@ async def _measure(
     from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample_honestly
 
     console, pairs = Console(), []
-    alternatives = _alternatives()
+    alternatives = _alternatives(temperature)
     weights = wire.plain_weights(folder, random_seed=seed if is_random else None)
     context = prompt_tokens_max + completion_tokens_max
     leases = make_leases(
@@ -173,6 +181,7 @@ async def _measure(
         vocab_size=wire.tokenizer(folder).vocab_size,
         prompt_tokens_max=prompt_tokens_max,
         completion_tokens_max=completion_tokens_max,
+        temperature=temperature,
     )
     others = leases[: max(1, len(leases) * max(num_tokens // ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS) // num_tokens)]
     for sampler in samplers:

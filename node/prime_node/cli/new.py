@@ -6,7 +6,7 @@ import shlex
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from prime_node.keyfile import create_key, keep_secret
 from prime_protocol.calibration import Calibration
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import CONFIG_FILE, JoinLink, PinnedRun
+
+if TYPE_CHECKING:
+    from prime_node.coordinator.new_run import RunConfig
 
 
 def new(
@@ -86,9 +89,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
         adapters=wire_adapters.adapter_spec(settings),
-        calibration=_calibration(
-            settings.calibration, model.files[CONFIG_FILE], judge=options.load(ValidatorConfig).dtype
-        ),
+        calibration=_calibration(settings, model.files[CONFIG_FILE], judge=options.load(ValidatorConfig).dtype),
     )
     # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
@@ -99,9 +100,11 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     return run
 
 
-def _calibration(choice: str, config_json: bytes, *, judge: str) -> Calibration | None:
-    """Return the run's calibration. Raises LocalError if it does not cover the model or the validator's arithmetic."""
+def _calibration(settings: RunConfig, config_json: bytes, *, judge: str) -> Calibration | None:
+    """Return the run's calibration. Raises LocalError if it does not cover model, temperature or the validator's arithmetic."""
     from prime_node.coordinator.new_run import covers
+
+    choice = settings.calibration
 
     if choice == "none":
         say("no calibration: cheats by precision or weights are not banned in this run, so take workers that you trust")
@@ -113,6 +116,11 @@ def _calibration(choice: str, config_json: bytes, *, judge: str) -> Calibration 
     )
     if not covers(found, config_json):
         raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
+    if settings.temperature < found.temperature_min:
+        raise LocalError(
+            f"calibration {choice} was measured at temperature {found.temperature_min:g}, above the run's "
+            f"{settings.temperature:g}: measure it with --temperature {settings.temperature:g}"
+        )
     if not any(pair.validator.split("/")[1] == judge for pair in found.pairs):
         raise LocalError(f"calibration {choice} has no validator that computes in {judge} (validator.dtype); {advice}")
     return found
