@@ -6,8 +6,12 @@ python -m tests.node.coordinator_process FOLDER PORT CLOCK_AHEAD_S [SETTING=NUMB
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.node.coordinator_world import folder_parts, make_run
@@ -16,6 +20,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.coordinator.daemon import serve_coordinator
 
 REPOSITORY = Path(__file__).parents[2]
+START_S_MAX = 120.0
 
 
 class WrongClock(SystemClock):
@@ -32,31 +37,53 @@ def crash_run() -> dict[str, object]:
     return {"max_steps": 10_000, "heartbeat_seconds": 30.0, "lease_seconds": 2.0, "groups_per_step": 4}
 
 
-async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple[asyncio.subprocess.Process, int]:
-    """A daemon in another process, and its port; port 0 chooses a free one."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.node.coordinator_process",
-        folder,
-        str(port),
-        str(clock_ahead_s),
-        cwd=REPOSITORY,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 120)
-    return process, int(line)
+class Daemon:
+    """A daemon in another process that tests can kill."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    async def wait(self) -> None:
+        await asyncio.to_thread(self._process.join)
 
 
-async def main(folder: Path, port: int, clock_ahead_s: float, **settings: float) -> None:
+async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple[Daemon, int]:
+    """Start a daemon in another process; return it and its port. Port 0 chooses a free one.
+
+    The process is forked from a server that has imported everything, which takes a new process more than a second.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, folder, port, clock_ahead_s), daemon=True)
+    await asyncio.to_thread(process.start)
+    theirs.close()
+    with ours:
+        assert await asyncio.to_thread(ours.poll, START_S_MAX), "the daemon does not say its port"
+        return Daemon(process), ours.recv()
+
+
+def _serve(told: Connection, folder: Path, port: int, clock_ahead_s: float) -> None:
+    asyncio.run(main(folder, port, clock_ahead_s, ready=told.send))
+
+
+async def main(
+    folder: Path, port: int, clock_ahead_s: float, *, ready: Callable[[int], None], **settings: float
+) -> None:
     given = {"snapshot_events": 20, "requests_per_second": 10_000, **settings}
     parts = await folder_parts(make_run(**crash_run()), folder, port=port, **given)
     parts = replace(parts, clock=WrongClock(clock_ahead_s))
-    await serve_coordinator(parts, asyncio.Event(), ready=lambda port: print(port, flush=True))
+    await serve_coordinator(parts, asyncio.Event(), ready=ready)
+
+
+def _print(port: int) -> None:
+    print(port, flush=True)
 
 
 if __name__ == "__main__":
     named = (setting.partition("=") for setting in sys.argv[4:])
     numbers = {name: float(number) for name, _, number in named}
-    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), **numbers))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), ready=_print, **numbers))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.node.coordinator_process import crash_run, start
+from tests.node.coordinator_process import Daemon, crash_run, start
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -89,7 +89,7 @@ class Site:
     """A folder, and the process that serves it at the moment."""
 
     folder: Path
-    process: asyncio.subprocess.Process
+    process: Daemon
     port: int
     world: World
 
