@@ -24,7 +24,9 @@ class RankPool:
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.node.rank_jobs", "tests.node.coordinator_process"])  # one server for both
+        context.set_forkserver_preload(
+            ["tests.node.rank_jobs", "tests.node.coordinator_process"]
+        )  # one server for both
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(PROCESSES):

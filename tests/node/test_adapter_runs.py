@@ -153,9 +153,13 @@ def test_settings_of_its_own_adapters_are_refused_in_such_a_run(base: Path) -> N
 
 def test_a_new_run_pins_its_base(base: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
+    (tmp_path / "sums.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
     config.write_text(f"""[run]
 model = {{ kind = "pretrained", name_or_path = "{base}" }}
-environments = [{{ name = "spell", id = "reasoning_gym", options = {{ task = "spell_backward" }} }}]
+environments = [{{ name = "sums", id = "jsonl", options = {{ path = "sums.jsonl" }} }}]
+
+[environments]
+data_folder = "{tmp_path}"
 """)
     adapters = ["run.adapters.rank=4", 'run.adapters.targets=["q_proj"]']
     made = make_run_folder(RunDir(tmp_path / "run"), Options(config, adapters), config_file=config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,46 +18,72 @@ from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.trainer.config import TrainerConfig
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import JoinLink, open_run_spec
+from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 DEMO = config_path("demo.toml")
 
 
-def test_a_new_run_verifies_against_its_own_link(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run = make_run(run_dir, Options(DEMO, []), config_file=DEMO)
-    link = write_join_link(run_dir, run, url="http://127.0.0.1:8400")
-    assert open_run_spec(run_dir.load_run().envelope, pinned=link.run).spec == run.spec
+GIVEN = ["run.async_level=0", "trainer.seed=3", "trainer.optimizer.beta2=0.9"]
+LIGHT = '{name = "sums", id = "jsonl", options = {path = "sums.jsonl"}}'
+
+
+@dataclass(frozen=True)
+class Made:
+    run_dir: RunDir
+    run: PinnedRun
+
+    def copied(self, to: Path) -> RunDir:
+        shutil.copytree(self.run_dir.path, to)
+        return RunDir(to)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The demo's run, which no test changes."""
+    run_dir = RunDir(tmp_path_factory.mktemp("demo") / "run")
+    return Made(run_dir, make_run(run_dir, Options(DEMO, GIVEN), config_file=DEMO))
+
+
+@pytest.fixture
+def light(tmp_path: Path) -> list[str]:
+    """Assignments for a run with an environment that starts in a fraction of the time of the demo's."""
+    data = tmp_path / "data" / "sums.jsonl"
+    data.parent.mkdir()
+    data.write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    return [f"run.environments=[{LIGHT}]", f"environments.data_folder={data.parent}"]
+
+
+def test_a_new_run_verifies_against_its_own_link(demo: Made, tmp_path: Path) -> None:
+    run_dir = demo.copied(tmp_path / "run")
+    link = write_join_link(run_dir, demo.run, url="http://127.0.0.1:8400")
+    assert open_run_spec(run_dir.load_run().envelope, pinned=link.run).spec == demo.run.spec
     assert run_dir.join_link() == link
-    for file in run.spec.model_files:
+    for file in demo.run.spec.model_files:
         assert digest_of((run_dir.model / file.name).read_bytes()) == file.digest
 
 
-def test_private_keys_are_for_their_owner_only(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+def test_private_keys_are_for_their_owner_only(demo: Made) -> None:
     for role in ("root", "coordinator", "trainer", "validator"):
-        assert stat.S_IMODE(run_dir.key(role).stat().st_mode) == 0o600
+        assert stat.S_IMODE(demo.run_dir.key(role).stat().st_mode) == 0o600
 
 
-def test_a_folder_that_holds_a_run_is_never_made_again(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+def test_a_folder_that_holds_a_run_is_never_made_again(demo: Made) -> None:
     with pytest.raises(LocalError, match="already holds a run"):
-        make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+        make_run(demo.run_dir, Options(DEMO, []), config_file=DEMO)
 
 
-def test_a_folder_that_was_left_half_made_is_made_again(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    make_run(run_dir, Options(DEMO, []), config_file=DEMO)
+def test_a_folder_that_was_left_half_made_is_made_again(demo: Made, tmp_path: Path, light: list[str]) -> None:
+    run_dir = demo.copied(tmp_path / "run")
     run_dir.run_spec.unlink()
-    assert make_run(run_dir, Options(DEMO, []), config_file=DEMO).digest == run_dir.load_run().digest
+    made = make_run(run_dir, Options(DEMO, light), config_file=DEMO)
+    assert made.digest == run_dir.load_run().digest != demo.run.digest
 
 
-def test_sequences_fit_into_the_positions_of_the_model(tmp_path: Path) -> None:
+def test_sequences_fit_into_the_positions_of_the_model(tmp_path: Path, light: list[str]) -> None:
     """The demonstration's model has 4,096 positions, and the default for prompts is 8,192 tokens."""
-    run = make_run(RunDir(tmp_path / "run"), Options(DEMO, ["run.completion_tokens_max=4000"]), config_file=DEMO)
+    options = Options(DEMO, ["run.completion_tokens_max=4000", *light])
+    run = make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
     assert run.spec.limits.prompt_tokens_max == 96
     for number, (setting, name) in enumerate(
         (
@@ -67,21 +95,18 @@ def test_sequences_fit_into_the_positions_of_the_model(tmp_path: Path) -> None:
             make_run(RunDir(tmp_path / str(number)), Options(DEMO, [setting]), config_file=DEMO)
 
 
-def test_overrides_are_kept_beside_the_config(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "run")
-    run = make_run(run_dir, Options(DEMO, ["run.async_level=0", "trainer.seed=3"]), config_file=DEMO)
-    assert run.spec.async_level == 0
-    assert run_dir.overrides() == ["run.async_level=0", "trainer.seed=3"]
+def test_overrides_are_kept_beside_the_config(demo: Made) -> None:
+    assert demo.run.spec.async_level == 0
+    assert demo.run_dir.overrides() == GIVEN
 
 
-def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(tmp_path: Path) -> None:
-    run_dir, given = RunDir(tmp_path / "run"), ["trainer.seed=3", "trainer.optimizer.beta2=0.9"]
-    make_run(run_dir, Options(DEMO, given), config_file=DEMO)
-    config = Options.of_run(str(run_dir.path), None, ["trainer.optimizer.beta2=0.8"]).load(TrainerConfig)
+def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(demo: Made, tmp_path: Path) -> None:
+    folder = str(demo.run_dir.path)
+    config = Options.of_run(folder, None, ["trainer.optimizer.beta2=0.8"]).load(TrainerConfig)
     assert (config.seed, config.optimizer.beta2, config.optimizer.lr) == (3, 0.8, 4e-4)
     empty = tmp_path / "other.toml"
     empty.touch()
-    other = Options.of_run(str(run_dir.path), empty, []).load(TrainerConfig)
+    other = Options.of_run(folder, empty, []).load(TrainerConfig)
     assert other == Options.of_run("http://host:1/#" + "0" * 64, None, []).load(TrainerConfig) == TrainerConfig()
 
 
@@ -163,20 +188,23 @@ def test_a_missing_dataset_is_named_with_its_path(tmp_path: Path) -> None:
         make_run(RunDir(tmp_path / "run"), options, config_file=config)
 
 
-def test_a_run_holds_the_shipped_calibration_where_it_covers_the_model(tmp_path: Path) -> None:
-    calibrated = make_run(RunDir(tmp_path / "a"), Options(DEMO, []), config_file=DEMO)
-    assert calibrated.spec.checks.calibration == shipped_calibration().without(LIKELIHOOD_RATIOS)
-    without = make_run(RunDir(tmp_path / "c"), Options(DEMO, ["run.calibration=none"]), config_file=DEMO)
+def test_a_run_holds_the_shipped_calibration_where_it_covers_the_model(
+    demo: Made, tmp_path: Path, light: list[str]
+) -> None:
+    assert demo.run.spec.checks.calibration == shipped_calibration().without(LIKELIHOOD_RATIOS)
+    without = make_run(RunDir(tmp_path / "c"), Options(DEMO, ["run.calibration=none", *light]), config_file=DEMO)
     assert without.spec.checks.calibration is None
 
 
 @pytest.mark.parametrize("choice", ["shipped", str(config_path("calibration.json"))])
 @pytest.mark.parametrize("larger", ["run.model.num_layers=3", "run.model.hidden_size=256"])
-def test_no_run_is_made_with_a_calibration_of_a_smaller_model(tmp_path: Path, choice: str, larger: str) -> None:
+def test_no_run_is_made_with_a_calibration_of_a_smaller_model(
+    tmp_path: Path, light: list[str], choice: str, larger: str
+) -> None:
     options = Options(DEMO, [f"run.calibration={choice}", larger])
     with pytest.raises(LocalError, match=r"smaller model.*run\.calibration=none"):
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
-    allowed = Options(DEMO, ["run.calibration=none", larger])
+    allowed = Options(DEMO, ["run.calibration=none", larger, *light])
     assert make_run(RunDir(tmp_path / "run"), allowed, config_file=DEMO).spec.checks.calibration is None
 
 
@@ -198,8 +226,8 @@ def test_no_run_is_made_with_a_calibration_that_lacks_the_validator_arithmetic(t
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
 
 
-def test_a_new_run_says_how_it_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    new(tmp_path / "my run", config=DEMO)
+def test_a_new_run_says_how_it_is_started(tmp_path: Path, light: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    new(tmp_path / "my run", config=DEMO, assignments=light)
     output = capsys.readouterr().out
     for role in ("coordinator", "trainer", "validator"):
         assert f"  prime-node {role} '{tmp_path / 'my run'}'\n" in output
