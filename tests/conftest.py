@@ -74,7 +74,19 @@ def _distribute(items: list[pytest.Item]) -> None:
         group = "whole runs and vLLM" if heavy else named.args[0] if named else item.nodeid.partition("::")[0]
         if named is None:
             item.add_marker(pytest.mark.xdist_group(group))
+        _append_group(item, group)
         groups.append(group)
         ranks[group] = min(ranks.get(group, 2), 0 if heavy else 1 if item.get_closest_marker("slow") else 2)
     order = sorted(range(len(items)), key=lambda place: ranks[groups[place]])
     items[:] = [items[place] for place in order]
+
+
+def _append_group(item: pytest.Item, group: str) -> None:
+    """Append the group to the test's id, from which the scheduler reads it.
+
+    pytest-xdist 3.8 appends it to `_nodeid`, which pytest reads no more since 9.2. Without it every test is a group of its own:
+    whole runs take the cores from one another, and each process makes the fixtures of most modules.
+    """
+    identity = getattr(item, "_id", None)
+    if identity is not None:
+        item._id = type(identity).parse(f"{item.nodeid}@{group}")

@@ -14,6 +14,8 @@ from prime_protocol.messages import TrainBatch
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 
+pytestmark = pytest.mark.timeout(180)  # the arena itself ends a run after 120 s
+
 LOGPROBS, SEEDS = RejectReason.LOGPROB_MISMATCH, RejectReason.SEED_MISMATCH
 NUMBERS = {LOGPROBS, SEEDS, RejectReason.PROOF_MISMATCH}
 """Other weights show in all of them, and first in the one that they are furthest off in."""
