@@ -46,7 +46,7 @@ def base(tmp_path: Path) -> Path:
 
 def adapter_run(base: Path, *, max_steps: int = 3) -> PinnedRun:
     root = root_of(read_weights(base))
-    return make_run(max_steps=max_steps, adapters=AdapterSpec(base=str(base), base_root=root, rank=4, alpha=8))
+    return make_run(max_steps=max_steps, adapters=AdapterSpec(base="base", base_root=root, rank=4, alpha=8))
 
 
 @pytest.fixture
@@ -55,7 +55,9 @@ def trained(base: Path, tmp_path: Path) -> BatchCoordinator:
     coordinator = BatchCoordinator(adapter_run(base))
     optimizer = CONFIG.optimizer.model_copy(update={"lr": 1e-2})
     sft = CONFIG.sft.model_copy(update={"steps_max": 0})
-    config = CONFIG.model_copy(update={"evaluate_every": 0, "optimizer": optimizer, "sft": sft})
+    config = CONFIG.model_copy(
+        update={"evaluate_every": 0, "optimizer": optimizer, "sft": sft, "initial_weights": str(base)}
+    )
     model = write_model(tmp_path / "trainer" / "model")
     backend = wire_training.train_backend(config, coordinator.run.spec, None, model=model)
     trainer = make_trainer(tmp_path / "trainer", coordinator, config=config, backend=backend)
@@ -80,7 +82,9 @@ async def test_engines_compute_with_the_merged_model(base: Path, tmp_path: Path)
     spec = adapter_run(base).spec
     adapters = spec.adapters
     assert adapters is not None
-    backend = wire_training.train_backend(TrainerConfig(), spec, None, model=write_model(tmp_path / "model"))
+    backend = wire_training.train_backend(
+        TrainerConfig(initial_weights=str(base)), spec, None, model=write_model(tmp_path / "model")
+    )
     objective = find_loss("aipo")
     backend.train_step(samples(), objective, lr=1e-2)
     policy = backend.snapshot()
@@ -143,7 +147,23 @@ def test_another_base_is_refused_before_anything_is_computed(base: Path) -> None
     write_safetensors(base / "model.safetensors", initial_weights(base, seed=5))
     assert spec.adapters is not None
     with pytest.raises(LocalError, match="the run's adapters belong to"):
-        wire_adapters.base_weights(spec.adapters, None)
+        wire_adapters.base_weights(spec.adapters, str(base))
+
+
+@pytest.mark.parametrize("named", ["{}", "{}/", "base", "./base", "../base/../base", "models/base"])
+def test_a_run_s_name_for_its_base_opens_no_folder_of_this_machine(
+    base: Path, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name comes from the RunSpec, so a worker would open and hash files that the run's operator chose."""
+    spec = adapter_run(base).spec.adapters
+    assert spec is not None
+    (base.parent / "models").symlink_to(base.parent)
+    monkeypatch.chdir(base.parent)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    wire_adapters.base_weights(spec, str(base))  # its own settings may
+    with pytest.raises(LocalError, match=r"no name on the hub|not available from the hub"):
+        wire_adapters.base_weights(spec.model_copy(update={"base": named.format(base)}), None)
 
 
 def test_settings_of_its_own_adapters_are_refused_in_such_a_run(base: Path) -> None:
@@ -164,6 +184,6 @@ data_folder = "{tmp_path}"
     adapters = ["run.adapters.rank=4", 'run.adapters.targets=["q_proj"]']
     made = make_run_folder(RunDir(tmp_path / "run"), Options(config, adapters), config_file=config)
     root = root_of(read_weights(base))
-    assert made.spec.adapters == AdapterSpec(base=str(base), base_root=root, rank=4, alpha=32, targets=("q_proj",))
+    assert made.spec.adapters == AdapterSpec(base="base", base_root=root, rank=4, alpha=32, targets=("q_proj",))
     with pytest.raises(LocalError, match=r"\[run\.adapters\] need a base that others can download"):
         make_run_folder(RunDir(tmp_path / "tiny"), Options(DEMO, adapters), config_file=DEMO)

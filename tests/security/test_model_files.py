@@ -52,6 +52,22 @@ def change(path: Path, **entries: object) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "phi3", "smollm3", "olmo2", "granite", "glm4"),
+        *("deepseek_v3", "gpt2", "gpt_neo", "gpt_neox", "opt", "gemma", "cohere", "starcoder2", "stablelm"),
+    ],
+)
+def test_configurations_as_transformers_writes_them_pass(tmp_path: Path, kind: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    origin = {"_model_name_or_path": "A note 1", "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}}
+    labelled = origin | {"id2label": {0: "no", 1: "yes"}, "label2id": {"no": 0, "yes": 1}}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG_MAPPING[kind]().to_dict(), **labelled}, default=str))
+    assert read_config(tmp_path)["model_type"] == kind
+
+
+@pytest.mark.parametrize(
     "entries",
     [
         {"num_hidden_layers": 10**9},
@@ -78,6 +94,17 @@ def change(path: Path, **entries: object) -> None:
         {"rms_norm_eps": float("inf")},
         {"rms_norm_eps": 1e300},
         {"hidden_act": "a" * 10**5},
+        {"_attn_implementation": {"": "someone/kernel"}},
+        {"attn_implementation": {"": "someone/kernel"}},
+        {"_attn_implementation_internal": "someone/kernel"},
+        {"_attn_implementation": "flash_attention_2"},
+        {"_experts_implementation": "someone/kernel"},
+        {"text_config": {"_attn_implementation": {"": "someone/kernel"}}},
+        {"speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "/somewhere/else"}}},
+        {"text_config": {"speculators_config": {"verifier": {"name_or_path": "/somewhere/else"}}}},
+        {"a_key_of_a_later_version": "folder/else"},
+        {"a_key_of_a_later_version": ["someone/model"]},
+        {"a_key_of_a_later_version": [{"load": 1}]},
         {"auto_map": {"AutoConfig": "evil.Config"}},
         {"nested": [{"auto_map": {"AutoConfig": "evil.Config"}}]},
         {"quantization_config": {"quant_method": "gptq"}},

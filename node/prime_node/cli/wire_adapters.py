@@ -28,7 +28,7 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
         raise LocalError('[run.adapters] need a base that others can download: model = { kind = "pretrained", ... }')
     place = Path(model.name_or_path)
     return AdapterSpec(
-        base=str(place.resolve()) if place.is_dir() else model.name_or_path,
+        base=place.resolve().name if place.is_dir() else model.name_or_path,
         base_root=_root(_pretrained(model.name_or_path)),
         rank=wanted.rank,
         alpha=wanted.alpha,
@@ -37,9 +37,14 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
 
 
 def base_weights(adapters: AdapterSpec, here: str | None) -> Weights:
-    """Load the base model, from this machine's copy or else by its name, and check its state root. Raises LocalError."""
+    """Load the base model, from this machine's copy or else by its name, and check its state root. Raises LocalError.
+
+    The run's name for it leads to the hub alone, never to a path of this machine.
+    """
+    from prime_node.adapters.models.pretrained_model import hub_weights
+
     name = here or adapters.base
-    weights = _pretrained(name)
+    weights = _pretrained(here) if here else hub_weights(adapters.base)
     found = _root(weights)
     if found != adapters.base_root:
         raise LocalError(

@@ -83,8 +83,8 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
             raise LocalError(
                 "trainer.lora: this run's policies are adapters already, and its RunSpec says which; leave it out"
             )
-        initial_weights = initial_weights or spec.adapters.base
         wire_adapters.base_weights(spec.adapters, initial_weights)  # check the base model before anything is computed
+        initial_weights = initial_weights or spec.adapters.base
         adapters = spec.adapters
         lora = LoraSettings(rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets, alone=True)
     make = partial(

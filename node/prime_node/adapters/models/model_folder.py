@@ -40,6 +40,25 @@ _FORBIDDEN = {
     "quantization_config": "for quantized weights, and policies are bf16",
     "compression_config": "for compressed weights, and policies are bf16",
 }
+_ORIGINS = frozenset({"_model_name_or_path", "_name_or_path"})
+"""Keys of config.json that tell where a model came from. Any other key with a path or a repository's name is refused."""
+_OBJECTS = frozenset().union(
+    (
+        "full_attention",
+        "id2label",
+        "label2id",
+        "rope_parameters",
+        "rope_scaling",
+        "task_specific_params",
+        "text_config",
+    ),
+    ("transformers.js_config",),
+)
+"""Keys of config.json that may hold objects."""
+_INERT = frozenset({"attention_types", "id2label", "js_config", "label2id", "task_specific_params"})
+"""Keys of config.json below which any keys and texts may stand: no library loads what they name."""
+_IMPLEMENTATIONS = ("eager", "sdpa")
+"""Kinds of attention that are part of torch. transformers may download the others as code."""
 _POSITIONS = ("position", "n_ctx", "seq_len", "sequence_length", "model_max_length", "window")
 _BASES = ("theta", "base")
 _THETA_MAX = 2**40
@@ -137,7 +156,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     config = read_json(path)
     for place, key, value in _entries(config):
-        fault = _fault(key, value)
+        fault = _fault(key, value) or (None if _INERT.intersection(place.split(".")[:-1]) else _unknown(key, value))
         if fault is not None:
             raise LocalError(f"{path}: {printable(place)[:200]} is {fault}; {_OPERATOR}")
     for part in (config, *(value for _, _, value in _entries(config) if isinstance(value, dict))):
@@ -190,13 +209,24 @@ def _fault(key: str, value: object) -> str | None:
             return f"{value:,}, above {most:,}" if value < 10**30 else f"above {most:,}"
         if isinstance(value, int) and value < -1:
             return f"{value:,}, below 0" if value > -(10**30) else "below 0"
-    if isinstance(value, str):
-        if key.endswith("_implementation") and "/" in value:
-            return "the name of a repository: it asks to run code that comes with the model, which is not supported"
-        if len(value) > limits.MODEL_CONFIG_CHARS_MAX:
-            return f"a text of {len(value):,} characters, above {limits.MODEL_CONFIG_CHARS_MAX:,}"
+    if isinstance(value, str) and len(value) > limits.MODEL_CONFIG_CHARS_MAX:
+        return f"a text of {len(value):,} characters, above {limits.MODEL_CONFIG_CHARS_MAX:,}"
     if isinstance(value, list) and len(value) > limits.MODEL_CONFIG_ITEMS_MAX:
         return f"a list of {len(value):,} items, above {limits.MODEL_CONFIG_ITEMS_MAX:,}"
+    return None
+
+
+def _unknown(key: str, value: object) -> str | None:
+    """Return why an entry of config.json could name what else a library, or its next version, loads."""
+    texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+    if "_implementation" in key and (texts or isinstance(value, (dict, list))):
+        if isinstance(value, str) and value in _IMPLEMENTATIONS:
+            return None
+        return f"not {' or '.join(_IMPLEMENTATIONS)}: it asks to run code that comes with the model, which is not supported"
+    if isinstance(value, dict) and key not in _OBJECTS:
+        return "an object that this software does not know"
+    if key not in _ORIGINS and any(mark in text for text in texts for mark in "/\\:"):
+        return "a path or the name of a repository"
     return None
 
 

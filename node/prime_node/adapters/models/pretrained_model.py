@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 from huggingface_hub import snapshot_download
 
 from prime_protocol.errors import LocalError
+from prime_protocol.visible import printable
 from prime_protocol.weights import Weights, WeightTensor
 
 _FILES = (
@@ -25,6 +27,8 @@ _FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+_WITH_WEIGHTS = (*_FILES, "*.safetensors", "*.safetensors.index.json")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _NEEDED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _DTYPES = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 _STORAGE = {"bf16": np.uint16, "fp16": np.uint16, "fp32": np.uint32}
@@ -41,10 +45,22 @@ def pretrained_model_files(name_or_path: str) -> dict[str, bytes]:
 
 def pretrained_weights(name_or_path: str) -> Weights:
     """Return all tensors of its safetensors files, bit for bit. Raises LocalError."""
-    folder = _folder(name_or_path, patterns=(*_FILES, "*.safetensors", "*.safetensors.index.json"))
+    return _weights(name_or_path, _folder(name_or_path, patterns=_WITH_WEIGHTS))
+
+
+def hub_weights(name: str) -> Weights:
+    """Return the same of a model on the hub: a folder of this name is not opened. Raises LocalError."""
+    if not _HUB_NAME.fullmatch(name) or ".." in name:
+        raise LocalError(
+            f"model {printable(name)}: no name on the hub; name your copy in base_model (trainer: initial_weights)"
+        )
+    return _weights(name, _download(name, patterns=_WITH_WEIGHTS))
+
+
+def _weights(name: str, folder: Path) -> Weights:
     weights = folder_weights(folder)
     if not weights:
-        raise LocalError(f"model {name_or_path}: no .safetensors in {folder}")
+        raise LocalError(f"model {name}: no .safetensors in {folder}")
     return weights
 
 
@@ -57,13 +73,15 @@ def folder_weights(folder: Path) -> Weights:
 
 
 def _folder(name_or_path: str, *, patterns: tuple[str, ...]) -> Path:
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
+    return Path(name_or_path) if Path(name_or_path).is_dir() else _download(name_or_path, patterns=patterns)
+
+
+def _download(name: str, *, patterns: tuple[str, ...]) -> Path:
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         raise LocalError(
-            f"model {name_or_path}: not a folder, and not available from the hub ({str(error).splitlines()[0][:200]})"
+            f"model {name}: not a folder, and not available from the hub ({str(error).splitlines()[0][:200]})"
         ) from None
 
 
