@@ -9,8 +9,9 @@ Letters: C completions, K lambdas of all statistics, W resampled workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -65,26 +66,35 @@ def tokens_until_ban(errors: Errors, moments: Mapping[str, Moments], *, is_resco
 
     Bundles are resampled from the completions of `errors`. With `is_rescored` the claims are right, whatever was claimed.
     """
+    lives = evidence_of_lives(errors, moments, workers=WORKERS, is_rescored=is_rescored, seed=seed)
+    needed_W = np.full(WORKERS, math.inf)
+    for tokens_W, evidence_W in lives:
+        is_new = (evidence_W >= math.log(EVIDENCE_MAX)) & np.isinf(needed_W)
+        needed_W = np.where(is_new, tokens_W, needed_W)
+        if np.isfinite(needed_W).sum() > WORKERS / 2 or tokens_W.min() > TOKENS_MAX:
+            break
+    return float(np.quantile(needed_W, 0.5, method="lower"))
+
+
+def evidence_of_lives(
+    errors: Errors, moments: Mapping[str, Moments], *, workers: int, is_rescored: bool = False, seed: int = 0
+) -> Iterator[tuple[Floats, Floats]]:
+    """Yield the tokens [W] and the nats of evidence [W] after each bundle of endless lives of such completions."""
     lengths_C = np.concatenate(errors.lengths)
     seen = [name for name in (*CHOICES, *CLAIMS) if name in moments and name in errors.values]
     parts = [_log_e(errors, name, moments[name], lengths_C, is_silent=is_rescored and name in CLAIMS) for name in seen]
     widths = [part.shape[1] for part in parts]
     log_e_CK = np.concatenate(parts, axis=1)
     rng = np.random.default_rng(seed)
-    wealth_WK = np.full((WORKERS, log_e_CK.shape[1]), -math.inf)
-    tokens_W, needed_W = np.zeros(WORKERS), np.full(WORKERS, math.inf)
+    wealth_WK = np.full((workers, log_e_CK.shape[1]), -math.inf)
+    tokens_W = np.zeros(workers)
     silent = math.log(len(moments) / len(seen))
-    for bundle in range(1, math.ceil(TOKENS_MAX / (GROUP * float(lengths_C.mean()))) + 1):
-        drawn = rng.integers(0, len(lengths_C), (WORKERS, GROUP))
-        tokens_W += lengths_C[drawn].sum(axis=1)
+    for bundle in count(1):
+        drawn = rng.integers(0, len(lengths_C), (workers, GROUP))
+        tokens_W = tokens_W + lengths_C[drawn].sum(axis=1)
         wealth_WK = np.logaddexp(wealth_WK, -math.log(bundle) - math.log(bundle + 1)) + log_e_CK[drawn].sum(axis=1)
         each = np.split(wealth_WK, np.cumsum(widths)[:-1], axis=1)
-        evidence_W = _log_mean(np.stack([_log_mean(part) for part in each], axis=1)) - silent
-        is_new = (evidence_W >= math.log(EVIDENCE_MAX)) & np.isinf(needed_W)
-        needed_W = np.where(is_new, tokens_W, needed_W)
-        if np.isfinite(needed_W).sum() > WORKERS / 2:
-            break
-    return float(np.quantile(needed_W, 0.5, method="lower"))
+        yield tokens_W, _log_mean(np.stack([_log_mean(part) for part in each], axis=1)) - silent
 
 
 def in_words(needed: Mapping[str, float]) -> str:

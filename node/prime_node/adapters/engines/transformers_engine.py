@@ -42,8 +42,9 @@ from prime_protocol.weights import Weights
 
 T = TypeVar("T")
 
-PROBE_ERROR_MAX = {"fp32": 2e-3, "bf16": 0.15}
-"""Limit on the difference in nats between the engine and the plain forward pass on the probe, for each arithmetic."""
+PROBE_ERROR_MAX = {"fp32": 2e-3, "bf16": 1.0}
+"""Limit on the difference in nats between the engine and the plain forward pass on the probe, for each arithmetic. Honest bf16
+reaches 0.2 for a model of 135 M parameters; other weights are nats away."""
 PROBE_SAMPLING = Sampling(temperature=0.0, completion_tokens_max=1, stop_token_ids=())
 KEPT_SHARE_MAX = 0.75
 """Share of unfinished completions at or below which finished ones leave the batch."""
