@@ -83,10 +83,10 @@ async def test_a_new_head_spreads_from_peer_to_peer_after_the_coordinator_has_en
         for follower in (anna, ben):
             await follower.wait_newer(-1)
         published = await made.publish(delta=True, is_coordinator_lost=True)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(40):
             for follower in (anna, ben):
                 assert root_of((await follower.wait_newer(0)).weights) == published.manifest.state_root
-        assert neighbours.linked == (BEN.key_id,)
+        assert TRAINER.key_id not in anna.received
 
 
 async def test_a_newcomer_that_knows_one_peer_joins_after_the_coordinator_has_ended(tmp_path: Path) -> None:
