@@ -161,6 +161,7 @@ async def test_a_bundle_that_was_kept_back_is_too_late_whatever_it_is_dated(aren
     _nobody_else_is_hurt(outcome, cheat)
 
 
+@pytest.mark.slow
 async def test_a_hoarder_is_made_to_wait_and_the_run_goes_on(arena: Arena) -> None:
     def is_over(parts: Sequence[Part], batches: Sequence[TrainBatch]) -> bool:
         return len(batches) >= 5 and _must_wait(parts[0])
@@ -173,6 +174,7 @@ async def test_a_hoarder_is_made_to_wait_and_the_run_goes_on(arena: Arena) -> No
     _nobody_else_is_hurt(outcome, cheat)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_picks_its_leases_must_wait_and_the_run_continues(arena: Arena) -> None:
     def is_over(parts: Sequence[Part], batches: Sequence[TrainBatch]) -> bool:
         return len(batches) >= 5 and _must_wait(parts[0])
@@ -183,6 +185,7 @@ async def test_a_worker_that_picks_its_leases_must_wait_and_the_run_continues(ar
     _nobody_else_is_hurt(outcome, outcome.parts[0])
 
 
+@pytest.mark.slow
 async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(arena: Arena) -> None:
     names = ("older-2", "smaller-rescored", "best-of-n", "loud-poison")
 

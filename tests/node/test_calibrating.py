@@ -101,6 +101,7 @@ async def test_forged_seeds_are_banned_at_once(judged: Judged) -> None:
     assert tokens_needed(await judged.statistics(await sample_honestly(judged.engine, forged))) <= LENGTH
 
 
+@pytest.mark.slow
 def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     """The command itself, on the smallest sample that it takes."""
     first, second = tmp_path / "first.json", tmp_path / "second.json"

@@ -160,6 +160,7 @@ def test_weights_and_biases_without_a_login_is_reported_in_a_line(tmp_path: Path
     assert "WANDB_MODE=offline" in ran.stdout
 
 
+@pytest.mark.slow
 async def test_the_coordinators_rows_are_a_run_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real daemon's rows of a real step."""
     pytest.importorskip("wandb")

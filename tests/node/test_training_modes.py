@@ -152,6 +152,7 @@ def test_an_unknown_optimizer_is_reported(folder: Path, path: str, kwargs: dict[
         TorchBackend(folder).new_optimizer(OptimizerSettings(import_path=path, kwargs=kwargs))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler reads it
 def test_compiled_layers_give_the_same_step(folder: Path) -> None:
     plain = TorchBackend(folder, seed=3).train_step(samples(4), AIPO, lr=1e-3)

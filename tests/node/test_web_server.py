@@ -77,11 +77,13 @@ async def test_a_body_that_stalls_is_refused(port: int) -> None:
     assert b"too slowly" in answer
 
 
+@pytest.mark.slow
 async def test_a_body_that_drips_is_refused_although_it_never_stalls(port: int) -> None:
     pieces = [b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n", *[b"x"] * 20]
     assert b"too slowly" in await exchange(port, *pieces, pause_s=0.02)
 
 
+@pytest.mark.slow
 async def test_a_large_body_that_stalls_is_refused_although_it_came_fast_before() -> None:
     server = AiohttpServer(body_grace_s=60.0, body_stall_s_max=0.2)
     port = await server.start(ROUTES, host="127.0.0.1", port=0)

@@ -34,6 +34,7 @@ def run(moments: Moments, bundles: list[np.ndarray]) -> list[float]:
     return logs
 
 
+@pytest.mark.slow
 def test_honest_workers_are_rarely_suspected_however_long_and_often_one_looks() -> None:
     """Ville at 1 / c = 0.05: at most 20 of 400 honest workers are expected to reach it. The bound has slack here."""
     moments, reached = calibrated(), 0

@@ -165,6 +165,7 @@ def write(folder: Path, template: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_no_template_takes_more_than_seconds_or_a_gibibyte() -> None:
     cases = {name: source + SHOWN for name, source in EXHAUSTING.items()}

@@ -164,6 +164,7 @@ def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is
     assert done <= allowed, report["attacks"]
 
 
+@pytest.mark.slow
 def test_libp2p_and_multicast_dns_work_in_a_confined_process(tmp_path: Path) -> None:
     """The two have their own tests, which run inside."""
     pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")

@@ -85,6 +85,7 @@ launcher.close()
 """
 
 
+@pytest.mark.slow
 def test_a_confined_role_starts_isolated_environments_again_and_again(tmp_path: Path) -> None:
     model(tmp_path / "model")
     variables = os.environ | {"TMPDIR": str(tmp_path), "OPENBLAS_NUM_THREADS": "1"}

@@ -153,6 +153,7 @@ def test_the_corpus_is_small_and_has_no_input_twice() -> None:
     assert all(len(set(text.split())) == len(text.split()) for text in texts)
 
 
+@pytest.mark.slow
 def test_a_finding_is_kept_and_replayed_by_its_name(tmp_path: Path) -> None:
     """An input of the corpus has the name of its parser and its digest."""
     program = (
@@ -192,6 +193,7 @@ def _driver() -> Any:
         del sys.path[:2]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_broken_requests_of_every_role_get_error_bodies_and_leave_the_coordinator_well() -> None:
     """A real daemon: no 5xx but a declared 503, no traceback, and a restart from its state. The five minutes do more."""

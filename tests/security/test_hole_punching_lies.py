@@ -52,6 +52,7 @@ def where(network: Libp2pNetwork) -> PeerAddress:
     return PeerAddress(network.peer_id, network.addresses())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leads", ["the liar leads", "the other side leads"])
 async def test_a_hole_is_punched_only_towards_where_the_relay_sees_the_peer(
     peer: MakePeer, leads: str, monkeypatch: pytest.MonkeyPatch

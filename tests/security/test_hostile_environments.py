@@ -88,7 +88,7 @@ def test_a_package_that_fails_when_it_is_loaded_is_a_local_error(
 
 
 def test_a_package_that_never_loads_is_a_local_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "START_S_MAX", 5.0)
+    monkeypatch.setattr(child, "START_S_MAX", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(package(tmp_path / "package")))
     with pytest.raises(LocalError, match="did not start"):
         start_environments([hostile("hang")], model(tmp_path / "model"), hidden=[], settings=BOUNDS)
@@ -111,6 +111,7 @@ FORGED = [
 ]
 
 
+@pytest.mark.slow
 def test_an_answer_to_no_question_ends_the_process_and_nobody_believes_it(tmp_path: Path) -> None:
     with running(tmp_path, isolated=False) as world:
         for line in FORGED:

@@ -149,6 +149,7 @@ def listening(made: Swarm) -> set[Dial]:
     return found | {(end.host, end.port) for end in ends if end is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Victim) -> None:
     """Every dial of the coordinator and its honest members is counted at the socket, over HTTP and libp2p."""
@@ -180,6 +181,7 @@ async def test_a_hundred_liars_send_nobody_anywhere(tmp_path: Path, victim: Vict
     assert dials.count((LIARS_HOST, victim.port)) <= NUM_LIARS
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_false_addresses_over_libp2p_cause_no_dial(tmp_path: Path, victim: Victim) -> None:
     """Identify, provider records and the routing table name victims, before and after the coordinator is lost."""

@@ -290,6 +290,7 @@ NEO: dict[str, object] = {
 }
 
 
+@pytest.mark.slow
 def test_a_model_is_planned_with_its_tables_before_anything_large_is_allocated(folder: Path) -> None:
     """Tables in addition to weights: masks of positions squared (before, a gpt_neo of 60,000 positions took 3.6 GB a layer),
     labels, sines."""

@@ -237,6 +237,7 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
     assert not service.listeners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("are_members", [True, False], ids=["tickets", "strangers"])
 @pytest.mark.timeout(120)
 async def test_sixteen_keys_of_one_network_that_read_nothing_keep_no_bytes_from_a_member(

@@ -126,6 +126,7 @@ def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_node.broadcast.swarm.directory.ASK_S_MAX", 0.2)
 
 
+@pytest.mark.slow
 async def test_two_linked_followers_that_are_shown_two_heads_keep_both_statements_and_say_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
