@@ -164,7 +164,8 @@ def test_what_is_only_read_keeps_its_mode_owner_times_and_attributes(folder: Pat
     tool.chmod(0o755)
     os.utime(tool, (5, 5))
     program = """
-confine(SandboxRules(**(USUAL | {"read": (*USUAL["read"], folder.parent / "other")}), mode_changes=ModeChanges(told["answer"])))
+read = (*USUAL["read"], folder.parent / "other")
+confine(SandboxRules(**(USUAL | {"read": read}), mode_changes=ModeChanges(options["answer"])))
 tool = folder.parent / "other" / "secret"
 descriptor, place = os.open(tool, os.O_RDONLY), os.open(tool.parent, os.O_RDONLY)
 print(json.dumps({
@@ -199,10 +200,10 @@ def test_shared_memory_that_has_no_file_is_out_of_reach_and_that_of_multiprocess
     ctypes.memmove(place, b"secret", 6)
     program = """
 from multiprocessing import Lock, shared_memory
-confine(SandboxRules(**USUAL, write_in_shared_root=(Path("/dev/shm"),), shared_ipc=told["open"]))
+confine(SandboxRules(**USUAL, write_in_shared_root=(Path("/dev/shm"),), shared_ipc=options["open"]))
 libc = ctypes.CDLL(None, use_errno=True)
 libc.shmat.restype = ctypes.c_void_p
-found = libc.shmat(told["shared"], None, 0)
+found = libc.shmat(options["shared"], None, 0)
 if found != ctypes.c_void_p(-1).value:
     ctypes.memmove(found, b"stolen", 6)
 with Lock():
