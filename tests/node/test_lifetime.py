@@ -46,7 +46,7 @@ def test_a_sigterm_that_comes_twice_at_once_counts_once() -> None:
 def test_the_first_signal_says_what_a_second_one_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert run_role(until_stopped, stop_with_parent=False, grace_s=30.0) == 7
-    assert "stopping in order, within 3 s; the same signal again (Ctrl-C) stops at once" in caplog.text
+    assert "stopping in order, within 2 s; the same signal again (Ctrl-C) stops at once" in caplog.text
 
 
 def test_a_second_signal_ends_a_role_that_does_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -74,7 +74,7 @@ raise SystemExit(run_role(main, stop_with_parent=False, grace_s=60.0))
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_ends_a_process_whose_engine_is_busy(signals: int) -> None:
-    """It ends 4.5 s after the first Ctrl-C, 1.5 s after a second one. Before, it ended with the computation."""
+    """It ends 3 s after the first Ctrl-C, 1 s after a second one. Before, it ended with the computation."""
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

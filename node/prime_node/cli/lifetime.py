@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """Exit code after a second signal, or if the grace period was too short."""
-INTERRUPT_S, END_S = 3.0, 1.5
-"""Time to leave in order after Ctrl-C; and, after a role was cancelled, the time after which its process ends."""
+INTERRUPT_S, END_S, TERMINATED_END_S = 2.0, 1.0, 10.0
+"""Time to leave in order after Ctrl-C; the time after which a role that was cancelled then ends with its process; the latter
+without Ctrl-C. The end itself takes a second or two where gigabytes of memory are freed."""
 REPEATED_S = 0.5
 """Time after a SIGTERM in which further ones count as the same: `timeout` sends it to a process and again to its group."""
 SETTLED_S = 60.0
@@ -121,7 +122,7 @@ async def _live(
 async def _cut_after(stop: Stop, cut: asyncio.Event, ends: _Ends, grace_s: float) -> None:
     await stop.wait()
     left_s = _left_s(stop, grace_s)
-    ends.after(left_s + END_S)
+    ends.after(left_s + (END_S if stop.hurry else TERMINATED_END_S))
     await asyncio.sleep(left_s)
     log.warning("not finished %.0f s after the request to stop", left_s)
     cut.set()

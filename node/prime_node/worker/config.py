@@ -66,4 +66,4 @@ class WorkerConfig(Settings):
     """Seconds between status lines."""
     grace_seconds: float = Field(default=30.0, ge=0.0)
     """Seconds, after a request to stop, to finish and upload the work in progress. Anything not uploaded stays in the spool.
-    After Ctrl-C it is one second at most: unfinished leases are handed back."""
+    After Ctrl-C it is half a second: unfinished leases are handed back."""

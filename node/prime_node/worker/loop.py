@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 LAST_RECEIPTS_S_MAX = 10.0
 """Time for which a banned worker tries to fetch its last verdicts; the coordinator may be unreachable."""
-HURRY_S = 1.0
+HURRY_S = 0.5
 """Grace period after Ctrl-C: leases are handed back rather than finished."""
 
 
