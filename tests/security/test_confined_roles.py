@@ -179,7 +179,7 @@ import pytest
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
     over_libp2p = (
-        "tests/node/test_swarm_libp2p.py::test_a_new_head_spreads_from_peer_to_peer_after_the_coordinator_has_ended"
+        "tests/node/test_swarm_libp2p.py::test_a_newcomer_that_knows_one_peer_joins_after_the_coordinator_has_ended"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program, str(tests), str(tmp_path), "tests/node/test_mdns.py", over_libp2p],
