@@ -66,7 +66,7 @@ async def linked(stranger: IHost) -> AsyncIterator[tuple[IHost, Counter[ID]]]:
 
 
 def test_what_a_peer_says_of_itself_is_cut_before_it_is_stored() -> None:
-    """Before, 1,000 addresses held up all links for 70 ms, and a megabyte of protocols was kept for each key."""
+    """Before, 1,000 addresses blocked all links for 70 ms, and a megabyte of protocols was kept for each key."""
 
     async def talk() -> None:
         stranger = new_host()
