@@ -1,7 +1,7 @@
 """Retries with growing pauses, cancellable waits, a switch, and a limit on bytes per second.
 
-Retry until there is an answer, for days if necessary; end a wait when something else happens; wait for a switch or a
-rate; and choose which error to report if several tasks fail together.
+Retry until there is an answer, for days if necessary; ask a second source when the first is slow; end a wait when something
+else happens; wait for a switch or a rate; and choose which error to report if several tasks fail together.
 """
 
 from __future__ import annotations
@@ -98,6 +98,30 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
             log.warning("%s: %s; trying for %.0f s, next in %.1f s", what, reason, now_s - since_s, pause_s)
             said_s = now_s
         await clock.sleep(pause_s)
+
+
+async def first_answer(asks: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, hedge_s: float) -> T:
+    """Return the first answer of several sources, and cancel the other requests.
+
+    The next source is asked when one has failed, or when `hedge_s` seconds have passed without an answer. Raises the first
+    error if all fail. There is at least one source.
+    """
+    running: set[asyncio.Task[T]] = set()
+    errors: list[RemoteError | Unreachable] = []
+    left = list(asks)
+    try:
+        while running or left:
+            if left:
+                running.add(asyncio.ensure_future(left.pop(0)()))
+            pause_s = hedge_s if left else None
+            done, running = await asyncio.wait(running, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            answered = [task for task in done if not isinstance(task.exception(), RemoteError | Unreachable)]
+            if answered:
+                return answered[0].result()
+            errors += [error for task in done if isinstance(error := task.exception(), RemoteError | Unreachable)]
+        raise errors[0]
+    finally:
+        await _cancelled([*running])
 
 
 async def first_of(*waiting: Awaitable[object]) -> None:

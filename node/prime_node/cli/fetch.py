@@ -99,9 +99,10 @@ async def fetch_policy(
 
 async def _policy(follower: Follower, policy_version: int | None) -> Policy:
     """Fetch a policy. Raises LocalError if it is not published yet, RemoteError if no peer has it any more."""
+    from prime_node.broadcast.follow.heads import ANSWER_S_MAX
     from prime_node.ports.transport import Unreachable
 
-    await follower.heads.look()
+    await follower.heads.look(grace_s=ANSWER_S_MAX)
     newest = follower.heads.newest
     wanted = newest if policy_version is None else policy_version
     if newest < 0 or wanted > newest:
@@ -126,6 +127,6 @@ async def _policy(follower: Follower, policy_version: int | None) -> Policy:
                 raise
             await asyncio.sleep(PEERS_S)
             if policy_version is None:
-                await follower.heads.look()
+                await follower.heads.look(grace_s=ANSWER_S_MAX)
                 wanted = follower.heads.newest
     raise AssertionError("the loop returns or raises")

@@ -16,6 +16,7 @@ taken. A policy is given up only when every path to it was published broken.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -198,6 +199,11 @@ class Follower:
 
     async def follow(self) -> NoReturn:
         """Keep the newest policy staged until cancelled."""
+        with contextlib.closing(self.heads):
+            await self._follow()
+        raise AssertionError("following does not end")
+
+    async def _follow(self) -> NoReturn:
         started: int | None = None
         pause_s = self._poll_s
         while True:

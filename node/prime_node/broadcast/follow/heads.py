@@ -5,20 +5,25 @@ manifest; (2) check_manifest; (3) the links from the known head, and that it is 
 names. The newest verified head is kept on disk, so that a restart does not allow a rollback. Two signed manifests for one
 policy version are evidence: both are kept. Linked peers are asked what they hold under a known version, so that a coordinator
 cannot show one head to us and another to them.
+
+Waiting: a slow source delays no other. Each source has one question for its head at a time, with a time limit. `look` waits
+GRACE_S from the first answer; questions without an answer continue, and a later `look` uses their result.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.files import write_durably
 from prime_node.inside import place
-from prime_node.patience import unless
+from prime_node.patience import first_answer, unless
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import check_manifest
 from prime_protocol.envelope import Envelope, open_envelope
@@ -32,7 +37,18 @@ MANIFESTS_AT_ONCE = 8
 EVIDENCE_FILES_MAX = 16
 COMPARED_MAX = 2
 """Peers with which each head is compared: a manifest may be long, and each peer compares with others."""
-COMPARE_S_MAX = 10.0
+ANSWER_S_MAX = 10.0
+"""Seconds that a source has for one answer. They double with each failure of a permanent source, up to DOUBLINGS_MAX times:
+it may be the only one, and the line slow."""
+DOUBLINGS_MAX = 5
+GRACE_S = 0.5
+"""Seconds for which `look` waits for further answers after the first: a source that lags may be the fastest."""
+FIRST_GRACE_S = 2.0
+"""The same before the first head: the download that follows is the longest."""
+HEDGE_S = 1.0
+"""Seconds without an answer after which the next source is asked for the same manifest."""
+
+_T = TypeVar("_T")
 
 
 class Heads:
@@ -51,6 +67,10 @@ class Heads:
         """Key ring by which the head was verified."""
         self._compared: dict[int, set[str]] = {}
         """Peers with which the newest version was compared."""
+        self._answered = ""
+        """Source that served a manifest last. It is asked first, so that a stalled one costs HEDGE_S once."""
+        self._questions: dict[tuple[str, bool], asyncio.Task[bool]] = {}
+        """Questions that have not ended, or not been looked at since: by source, and whether its head was requested."""
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
@@ -59,53 +79,122 @@ class Heads:
         """Policy version of the head; -1 before the first."""
         return -1 if self.chain.head is None else self.chain.head.manifest.policy_version
 
-    async def look(self, *, wait_s: float = 0.0) -> None:
+    async def look(self, *, wait_s: float = 0.0, grace_s: float | None = None) -> None:
         """Ask every source that does not rest for its head, and follow the highest valid one.
 
         Peers are asked when they announce a newer policy. The preferred source may hold the request for `wait_s` until there
-        is a new head, or until a peer announces one.
+        is a new head, or until a peer announces one. With `grace_s`, further answers have that time in place of GRACE_S.
+        Raises LocalError.
         """
         self._require_the_roots_chain()
-        await self._compare()
-        asked = [named for named in self._pool.ready() if named.kind is not SourceKind.PEER or named.head > self.newest]
-        if wait_s and not any(named.kind is SourceKind.PEER for named in asked):
-            await unless(self._pool.hinted(self.newest), self._ask(asked, wait_s=wait_s))
-        else:
-            await self._ask(asked)
+        self._collect()
+        asked = [
+            named
+            for named in self._pool.ready()
+            if not self._is_asked(named.name) and (named.kind is not SourceKind.PEER or named.head > self.newest)
+        ]
+        if not wait_s or not asked or any(named.kind is SourceKind.PEER for named in asked):
+            questions = [*self._begin_comparisons(), *(self._begin(named) for named in asked)]
+            await self._answers(questions, grace_s=grace_s)
+            return
+        held = self._begin(asked[0], wait_s=wait_s)
+        questions = [*self._begin_comparisons(), held, *(self._begin(named) for named in asked[1:])]
+        waiting = self._answers(questions, wait_s=wait_s)
+        if not await unless(self.hinted(), waiting):  # the held request is sent again, without a wait
+            held.cancel()
+            await asyncio.wait([held])
 
     async def hinted(self) -> None:
         """Wait until a peer announces a newer policy."""
-        await self._pool.hinted(self.newest)
+        await self._pool.hinted(self.newest, is_asked=self._is_asked)
 
-    async def _compare(self) -> None:
+    def close(self) -> None:
+        """Cancel all questions. Idempotent."""
+        for question in self._questions.values():
+            question.cancel()
+
+    def _is_asked(self, name: str) -> bool:
+        return (name, True) in self._questions
+
+    def _begin(self, named: NamedSource, *, wait_s: float = 0.0) -> asyncio.Task[bool]:
+        question = asyncio.create_task(self._look_at(named, wait_s=wait_s))
+        self._questions[named.name, True] = question
+        return question
+
+    def _collect(self) -> None:
+        """Forget the questions that have ended. Raises LocalError for one that the disk has ended."""
+        ended = [key for key, question in self._questions.items() if question.done()]
+        for question in [self._questions.pop(key) for key in ended]:
+            if not question.cancelled():
+                question.result()
+
+    async def _answers(
+        self, questions: Sequence[asyncio.Task[bool]], *, wait_s: float = 0.0, grace_s: float | None = None
+    ) -> bool:
+        """Wait until all questions have ended, or until there is an answer and GRACE_S have passed; return True.
+
+        With `wait_s`, the first new head or the end of that time ends the wait. A cancellation cancels the questions.
+        """
+        loop, before = asyncio.get_running_loop(), self.newest
+        grace_s = grace_s or (GRACE_S if before >= 0 else FIRST_GRACE_S)
+        end_s = loop.time() + wait_s + grace_s if wait_s else None
+        try:
+            while open_ones := {question for question in questions if not question.done()}:
+                left_s = None if end_s is None else end_s - loop.time()
+                if left_s is not None and left_s <= 0:
+                    break
+                every = open_ones.union(self._questions.values())
+                await asyncio.wait(every, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                self._collect()
+                if wait_s and self.newest > before:
+                    break
+                if end_s is None and (self.newest > before or any(map(_is_answered, questions))):
+                    end_s = loop.time() + grace_s
+        except asyncio.CancelledError:
+            for question in questions:
+                question.cancel()
+            raise
+        self._collect()
+        return True
+
+    def _begin_comparisons(self) -> list[asyncio.Task[bool]]:
         """Compare the head's manifest with that of peers that hold its version. `_order_of` keeps and reports a fork."""
         version = self.newest
         if version < 0:
-            return
+            return []
         self._compared = {version: self._compared.get(version, set())}
         names = self._compared[version]
         peers = [one for one in self._pool.ready() if one.kind is SourceKind.PEER and one.head >= version]
-        fresh = [one for one in peers if one.name not in names][: COMPARED_MAX - len(names)]
-        names.update(one.name for one in fresh)
-        await asyncio.gather(*(self._compare_with(one, version) for one in fresh))
+        new = [one for one in peers if one.name not in names and (one.name, False) not in self._questions]
+        chosen = new[: COMPARED_MAX - len(names)]
+        names.update(one.name for one in chosen)
+        begun = {(one.name, False): asyncio.create_task(self._compare_with(one, version)) for one in chosen}
+        self._questions |= begun
+        return list(begun.values())
 
-    async def _compare_with(self, named: NamedSource, version: int) -> None:
+    async def _compare_with(self, named: NamedSource, version: int) -> bool:
+        asked_s = self._pool.clock.monotonic_s()
         try:
-            async with asyncio.timeout(COMPARE_S_MAX):
-                shown = await self._open(await named.source.manifest(version))
+            shown = await self._open(await self._answer(named, partial(named.source.manifest, version)))
             if shown.manifest.policy_version != version:
                 raise RemoteError(
                     ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
                 )
             self._order_of(shown)
-        except TimeoutError:
-            self._pool.failed(named, Unreachable(f"manifest {version} took longer than {COMPARE_S_MAX:g} s"))
         except (RemoteError, Unreachable) as error:
             if not (isinstance(error, RemoteError) and error.code in (ErrorCode.FORK, ErrorCode.NOT_FOUND)):
-                self._pool.failed(named, error)  # a fork is the trainer's fault, not that of the peer that shows it
+                self._pool.failed(named, error, asked_s=asked_s)  # a fork is the trainer's fault, not that of the peer
+        return False  # no answer about the head
 
-    async def _ask(self, asked: Sequence[NamedSource], *, wait_s: float = 0.0) -> None:
-        await asyncio.gather(*(self._look_at(named, wait_s=wait_s if named is asked[0] else 0.0) for named in asked))
+    async def _answer(self, named: NamedSource, ask: Callable[[], Awaitable[_T]], *, wait_s: float = 0.0) -> _T:
+        """Return one answer of a source. Raises RemoteError, and Unreachable also after the time that the source has."""
+        doublings = 0 if named.kind is SourceKind.PEER else min(named.failures, DOUBLINGS_MAX)
+        seconds = wait_s + ANSWER_S_MAX * 2**doublings
+        try:
+            async with asyncio.timeout(seconds):
+                return await ask()
+        except TimeoutError:
+            raise Unreachable(f"an answer took longer than {seconds:g} s") from None
 
     async def manifest(self, policy_version: int) -> SignedManifest:
         """Return a manifest at or below the head, verified against the chain. Raises RemoteError or Unreachable."""
@@ -124,17 +213,23 @@ class Heads:
         held = self.chain.recent(wanted.policy_version)
         return held if held and _is(held, wanted) else await self._fetch(wanted.policy_version, wanted)
 
-    async def _look_at(self, named: NamedSource, *, wait_s: float) -> None:
+    async def _look_at(self, named: NamedSource, *, wait_s: float) -> bool:
+        """Ask one source for its head, and follow it. Return whether the source kept its promises. Raises LocalError."""
+        promised, asked_s = named.head, self._pool.clock.monotonic_s()
         try:
-            envelope = await named.source.head(wait_s=wait_s)
+            envelope = await self._answer(named, partial(named.source.head, wait_s=wait_s), wait_s=wait_s)
             if envelope is not None and not self._is_head(envelope):
                 await self._consider(named, await self._open(envelope))
-            if named.head > self.newest:
-                promised, named.head = named.head, self.newest
+            if promised > self.newest:
+                named.head = self.newest if named.head <= promised else named.head
                 raise RemoteError(ErrorCode.NOT_FOUND, f"it claims policy {promised}, but does not serve it")
             self._pool.succeeded(named)
         except (RemoteError, Unreachable) as error:
-            self._pool.failed(named, error)
+            self._pool.failed(named, error, asked_s=asked_s)
+            return False
+        if named.head > self.newest:  # announced meanwhile
+            asyncio.get_running_loop().call_soon(self._pool.tell)
+        return True
 
     def _is_head(self, envelope: Envelope) -> bool:
         """Return whether this is the verified head. The check is cheap, and most polls end here."""
@@ -186,7 +281,8 @@ class Heads:
         """Walk from the known head to a newer one, along this source's manifests."""
         while self.newest < shown.manifest.policy_version - 1:
             versions = range(self.newest + 1, shown.manifest.policy_version)[:MANIFESTS_AT_ONCE]
-            for envelope in await asyncio.gather(*(named.source.manifest(version) for version in versions)):
+            answers = (self._answer(named, partial(named.source.manifest, version)) for version in versions)
+            for envelope in await asyncio.gather(*answers):
                 await self._extend(named, await self._open(envelope))
         await self._extend(named, shown)
 
@@ -198,7 +294,7 @@ class Heads:
             self.chain.extend(new)
         except RemoteError:
             # Both are signed. If the source has another manifest for our own head, that is the fork.
-            other = await self._open(await named.source.manifest(self.newest))
+            other = await self._open(await self._answer(named, partial(named.source.manifest, self.newest)))
             self._order_of(other)
             raise
 
@@ -211,28 +307,35 @@ class Heads:
             raise
 
     async def _fetch(self, policy_version: int, wanted: BasePolicy | None = None) -> SignedManifest:
-        last: Exception = Unreachable("every source is paused after errors")
-        for named in self._pool.ready():
-            try:
-                signed = await self._open(await named.source.manifest(policy_version))
-                if signed.manifest.policy_version != policy_version:
-                    raise RemoteError(
-                        ErrorCode.CHAIN_BROKEN,
-                        f"the source answered a request for manifest {policy_version} with another one",
-                    )
-                if wanted is not None and not _is(signed, wanted):
-                    raise RemoteError(
-                        ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
-                    )
-                self._order_of(signed)
-                if policy_version >= self.chain.lowest:
-                    self.chain.confirm(signed)
-                return signed
-            except (RemoteError, Unreachable) as error:
-                last = error
-                if not (isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND):
-                    self._pool.failed(named, error)
-        raise last
+        ready = self._pool.ready()
+        if not ready:
+            raise Unreachable("every source is paused after errors")
+        ready.sort(key=lambda named: named.name != self._answered)
+        asks = [partial(self._fetch_from, named, policy_version, wanted) for named in ready]
+        return await first_answer(asks, hedge_s=HEDGE_S)
+
+    async def _fetch_from(self, named: NamedSource, policy_version: int, wanted: BasePolicy | None) -> SignedManifest:
+        asked_s = self._pool.clock.monotonic_s()
+        try:
+            signed = await self._open(await self._answer(named, partial(named.source.manifest, policy_version)))
+            if signed.manifest.policy_version != policy_version:
+                raise RemoteError(
+                    ErrorCode.CHAIN_BROKEN,
+                    f"the source answered a request for manifest {policy_version} with another one",
+                )
+            if wanted is not None and not _is(signed, wanted):
+                raise RemoteError(
+                    ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
+                )
+            self._order_of(signed)
+            if policy_version >= self.chain.lowest:
+                self.chain.confirm(signed)
+        except (RemoteError, Unreachable) as error:
+            if not (isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND):
+                self._pool.failed(named, error, asked_s=asked_s)
+            raise
+        self._answered = named.name
+        return signed
 
     def _keep_evidence(self, other: SignedManifest) -> None:
         """Write down two signed manifests for one version, once: they convict the trainer's key."""
@@ -276,3 +379,7 @@ def _open_checked(envelope: Envelope, run: PinnedRun) -> SignedManifest:
 
 def _is(signed: SignedManifest, wanted: BasePolicy) -> bool:
     return (signed.manifest.policy_version, signed.manifest.state_root) == (wanted.policy_version, wanted.state_root)
+
+
+def _is_answered(question: asyncio.Task[bool]) -> bool:
+    return question.done() and not question.cancelled() and question.exception() is None and question.result()

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from prime_node.inside import read_inside, write_inside
-from prime_node.patience import ask_until_answered
+from prime_node.patience import ask_until_answered, first_answer
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import CheckpointSource, StatementSource, Unreachable
+from prime_node.ports.transport import CheckpointSource, StatementSource
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
@@ -24,7 +23,10 @@ from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+HEDGE_S = 5.0
+"""Seconds without an answer after which the next source is asked too."""
+BYTES_PER_S = 2**18
+"""Rate of a file's transfer, up to which no second source is asked for it."""
 
 
 async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> PinnedRun:
@@ -36,7 +38,9 @@ async def fetch_run(pinned: str, *sources: CheckpointSource, clock: Clock) -> Pi
     async def from_one(source: CheckpointSource) -> PinnedRun:
         return open_run_spec(await source.run_spec(), pinned=pinned)
 
-    run = await ask_until_answered(lambda: _in_turn(sources, from_one), what="the run's description", clock=clock)
+    asks = [partial(from_one, source) for source in sources]
+    ask = partial(first_answer, asks, hedge_s=HEDGE_S)
+    run = await ask_until_answered(ask, what="the run's description", clock=clock)
     log.info("run %s is '%s'; preparing", run.digest[:12], run.spec.name)
     return run
 
@@ -60,7 +64,8 @@ async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun,
     """
     for file in run.spec.model_files:
         if not await asyncio.to_thread(is_stored, folder, file):
-            data = await _in_turn(sources, partial(_fetch, file=file, run=run))
+            asks = [partial(_fetch, source, file, run) for source in sources]
+            data = await first_answer(asks, hedge_s=HEDGE_S + file.size / BYTES_PER_S)
             await asyncio.to_thread(store_model_file, folder, file.name, data)
     return folder
 
@@ -75,17 +80,6 @@ def _there(folder: Path, file: ModelFile) -> bytes:
     if data is None or digest_of(data) != file.digest:
         raise LocalError(f"{folder / file.name} is not the file that the run names; copy it from the run's creator")
     return data
-
-
-async def _in_turn(sources: Sequence[CheckpointSource], ask: Callable[[CheckpointSource], Awaitable[T]]) -> T:
-    """Return the first successful answer of the sources. If all fail, raise the first source's error."""
-    errors: list[RemoteError | Unreachable] = []
-    for source in sources:
-        try:
-            return await ask(source)
-        except (RemoteError, Unreachable) as error:
-            errors.append(error)
-    raise errors[0]
 
 
 def is_stored(folder: Path, file: ModelFile) -> bool:

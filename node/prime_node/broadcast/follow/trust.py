@@ -39,7 +39,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PEERS_ASKED_MAX = 2
 """Linked peers whose timestamp is compared with ours in one refresh."""
-PEER_S_MAX = 10.0
+ANSWER_S_MAX = 10.0
+"""Seconds that a source has for one statement, and a peer for everything."""
+MANIFEST_S_MAX = 60.0
+"""Seconds that a source has for the last policy's manifest, which is the longest answer."""
 EVIDENCE_FILES_MAX = 16
 POLL_S_MIN, POLL_S_MAX = 2.0, 30.0
 """Seconds between requests: the shortest while there is no fresh timestamp, the longest while there is one."""
@@ -107,8 +110,8 @@ class Trust:
         """Ask every source once, concurrently. Raises LocalError for the disk."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources))
         peers = list(self.peers())
-        for name, peer in self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers))):
-            await self._ask_peer(name, peer)
+        chosen = self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers)))
+        await asyncio.gather(*(self._ask_peer(name, peer) for name, peer in chosen))
         fault = self.fault()
         if fault != self._said:
             log.warning("%s", f"{fault}; waiting" if fault else "the newest policy is known again")
@@ -143,18 +146,20 @@ class Trust:
         reason = ""
         try:
             await self._follow_rings(source)
-            self._take_timestamp(await source.timestamp())
-            if (last := self._unseen_last()) is not None and await self._is_shown(last, source):
-                self._is_over = True
-        except (RemoteError, Unreachable) as error:
-            reason = str(error)
+            async with asyncio.timeout(ANSWER_S_MAX):
+                self._take_timestamp(await source.timestamp())
+            if (last := self._unseen_last()) is not None:
+                async with asyncio.timeout(MANIFEST_S_MAX):
+                    self._is_over = await self._is_shown(last, source) or self._is_over
+        except (RemoteError, Unreachable, TimeoutError) as error:
+            reason = str(error) or f"no whole answer within {ANSWER_S_MAX:g} s"
             if reason != self._reasons.get(name):
                 log.warning("source %s: %s", name, error)
         self._reasons[name] = reason
 
     async def _ask_peer(self, name: str, peer: TimestampSource) -> None:
         try:
-            async with asyncio.timeout(PEER_S_MAX):
+            async with asyncio.timeout(ANSWER_S_MAX):
                 envelope = await peer.timestamp()
                 stamp = self._compared(envelope)
                 if stamp is None or stamp.key_ring > self.run.keys.version:
@@ -171,7 +176,8 @@ class Trust:
         while keys.version < limits.KEY_RINGS_MAX:
             version = keys.version + 1
             try:
-                envelope = await source.key_ring(version)
+                async with asyncio.timeout(ANSWER_S_MAX):
+                    envelope = await source.key_ring(version)
             except RemoteError as error:
                 if error.code is ErrorCode.NOT_FOUND:
                     return

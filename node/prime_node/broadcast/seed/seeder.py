@@ -8,6 +8,7 @@ Peers fetch from it meanwhile. An unreachable source costs time but never ends t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from pathlib import Path
@@ -79,6 +80,11 @@ class Seeder:
             await self.seed_store.restore(self._run)
         except OSError as error:
             raise LocalError(f"folder {self._folder}: {error}") from None
+        with contextlib.closing(self.heads):
+            await self._follow()
+        raise AssertionError("following does not end")
+
+    async def _follow(self) -> NoReturn:
         while True:
             asked_s = self._clock.monotonic_s()
             await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.seed_store.newest else 0.0)

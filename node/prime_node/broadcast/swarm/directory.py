@@ -30,6 +30,9 @@ from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 
+LIST_S_MAX = 10.0
+"""Seconds that a peer has to send its list of peers."""
+
 ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
 """Seconds between two requests to the coordinator: short while there are changes, then doubling.
 
@@ -221,8 +224,10 @@ class Directory:
         """Ask two peers for the lists that they have."""
         for link in self._rng.sample(links, min(2, len(links))):
             try:
-                self.take_in(await link.peers())
-            except (RemoteError, Unreachable) as error:
+                async with asyncio.timeout(LIST_S_MAX):
+                    text = await link.peers()
+                self.take_in(text)
+            except (RemoteError, Unreachable, TimeoutError) as error:
                 if not (isinstance(error, RemoteError) and error.code is ErrorCode.MALFORMED):
                     log.info("a peer sent no list of peers: %s", error)
             await asyncio.sleep(0)

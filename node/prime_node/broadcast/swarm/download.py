@@ -233,16 +233,16 @@ class Download:
         self._changed.set()
 
     async def _piece(self, named: NamedSource, number: int) -> None:
-        piece = self._pieces[number]
+        piece, task = self._pieces[number], asyncio.current_task()
         entry = self._encoding.parts[piece.part]
+        assert task is not None
         if self._shared.rate is not None:
             await self._shared.rate.take(piece.size)
         named.fetching += 1
+        asked_s = self._clock.monotonic_s()
         try:
             async with asyncio.timeout(limits.PEER_ANSWER_S_MAX):
                 data = await named.source.blob(entry.digest, start=piece.start, end=piece.end)
-            task = asyncio.current_task()
-            assert task is not None
             self._asked.discard(task)
             stored, decoded = self._decoder.take(number, data)
             try:
@@ -251,13 +251,15 @@ class Download:
                 decoded.cancel()  # cancels a job that has not begun
                 raise
         except TimeoutError:
-            self._missed(named, number, Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s"))
+            slow = Unreachable(f"a piece took longer than {limits.PEER_ANSWER_S_MAX:.0f} s")
+            self._missed(named, number, slow, asked_s)
             return
         except (RemoteError, Unreachable) as error:
             is_wrong = isinstance(error, RemoteError) and error.code is ErrorCode.DIGEST_MISMATCH
             if is_wrong and named.kind is not SourceKind.PEER:
+                self._asked.add(task)  # the piece may come from another source first
                 self._error = await broken_publication(named, entry, piece, self._decoder.check) or self._error
-            self._missed(named, number, error)
+            self._missed(named, number, error, asked_s)
             return
         finally:
             named.fetching -= 1
@@ -282,11 +284,11 @@ class Download:
         self._on_bytes(num_bytes)
         self._changed.set()
 
-    def _missed(self, named: NamedSource, number: int, error: RemoteError | Unreachable) -> None:
+    def _missed(self, named: NamedSource, number: int, error: RemoteError | Unreachable, asked_s: float) -> None:
         if isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND:
             self._absences.report(named.name, self._decoder.of_part[self._pieces[number].part])
         else:
-            self._pool.failed(named, error)
+            self._pool.failed(named, error, asked_s=asked_s)
         if named.name in self._picker.sources:  # it comes back with what it has then
             self._picker.remove(named.name)
 

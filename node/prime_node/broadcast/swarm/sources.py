@@ -20,6 +20,7 @@ from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.patience import unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable
+from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
@@ -35,6 +36,12 @@ BLOB_S_MAX = 3.0
 
 Otherwise a peer that announces an index and then sends it slowly could delay all others.
 """
+LASTING_S_FACTOR = 4.0
+"""The same time of a permanent source, as a multiple: it may be the only one, and the line slow."""
+PEERS_FIRST_MAX = 2
+"""Peers that are asked for a small blob before the permanent sources, so that several slow ones do not add up."""
+BUSY_S_MAX = 2 * limits.PEER_TURN_S_MAX
+"""Seconds after which a peer's refusal for lack of a free slot counts as a failure. An honest one needs PEER_TURN_S_MAX."""
 ROUNDS_MAX = 8
 """Rounds over all sources before a blob is given up for now."""
 
@@ -92,20 +99,20 @@ class SourcePool:
             name: NamedSource(name, source, SourceKind.MIRROR if place else SourceKind.ORIGIN)
             for place, (name, source) in enumerate(sources)
         }
-        self._clock = clock
+        self.clock = clock
         self._rng = rng
         self._changed = asyncio.Event()
 
     def ready(self) -> list[NamedSource]:
         """Return the sources that do not rest: reliable ones first, permanent ones before peers, then the least busy."""
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         awake = [named for named in self._sources.values() if named.rests_until_s <= now_s]
         return sorted(awake, key=lambda named: (named.failures, named.kind is SourceKind.PEER, named.fetching))
 
     def having(self, encoding: str) -> list[NamedSource]:
-        """Return the sources that do not rest. Peers that have some of an encoding come first."""
+        """Return the sources that do not rest. PEERS_FIRST_MAX reliable peers that have some of an encoding come first."""
         ready = self.ready()
-        peers = [named for named in ready if encoding in named.has]
+        peers = [named for named in ready if encoding in named.has and not named.failures][:PEERS_FIRST_MAX]
         return peers + [named for named in ready if named not in peers]
 
     @property
@@ -149,24 +156,33 @@ class SourcePool:
         """Wait until `tell` is called next."""
         await self._changed.wait()
 
-    async def hinted(self, policy_version: int) -> None:
-        """Wait until a peer that does not rest announces a newer policy."""
-        while not any(named.head > policy_version for named in self.ready() if named.kind is SourceKind.PEER):
+    async def hinted(self, policy_version: int, *, is_asked: Callable[[str], bool]) -> None:
+        """Wait until a peer that does not rest, and is not asked already, announces a newer policy."""
+        while not any(
+            named.head > policy_version and not is_asked(named.name)
+            for named in self.ready()
+            if named.kind is SourceKind.PEER
+        ):
             await self.changed()
 
     # Behaviour
 
-    def failed(self, named: NamedSource, error: Exception) -> None:
-        """Record a failed request: the source rests. A wrong digest is reported to its `events`."""
-        if named.kind is SourceKind.PEER and isinstance(error, RemoteError) and error.is_transient:
-            # A peer without a free slot does nothing wrong.
+    def failed(self, named: NamedSource, error: Exception, *, asked_s: float) -> None:
+        """Record that a request which was sent at `asked_s` has failed: the source rests.
+
+        A wrong digest is reported to its `events`.
+        """
+        waited_s = self.clock.monotonic_s() - asked_s
+        is_soon = named.kind is SourceKind.PEER and waited_s <= BUSY_S_MAX
+        if is_soon and isinstance(error, RemoteError) and error.is_transient:
+            # A peer without a free slot does nothing wrong if it says so soon.
             rest_s = min(max(error.retry_after_s or 0.0, REST_S_MIN), REST_S_MAX)
-            named.rests_until_s = self._clock.monotonic_s() + rest_s
+            named.rests_until_s = self.clock.monotonic_s() + rest_s
             return
         named.failures += 1
         rest_s = min(REST_S_MAX, REST_S_MIN * 2 ** min(named.failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
-        asked_s = error.retry_after_s if isinstance(error, RemoteError) else None
-        named.rests_until_s = self._clock.monotonic_s() + max(rest_s, min(asked_s or 0.0, REST_S_MAX))
+        wished_s = error.retry_after_s if isinstance(error, RemoteError) else None
+        named.rests_until_s = self.clock.monotonic_s() + max(rest_s, min(wished_s or 0.0, REST_S_MAX))
         if str(error) != named.reason:
             level = logging.INFO if named.kind is SourceKind.PEER else logging.WARNING
             log.log(level, "source %s: %s; trying again in %.1f s and after", named.name, error, rest_s)
@@ -184,10 +200,10 @@ class SourcePool:
 
     async def rest(self) -> None:
         """Wait until a resting source is ready, or a peer was added or announced something; REST_S_MIN if none rests."""
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         resting = [named.rests_until_s for named in self._sources.values() if named.rests_until_s > now_s]
         pause_s = max(0.05, min(resting) - now_s) if resting else REST_S_MIN
-        await unless(self.changed(), self._clock.sleep(pause_s))
+        await unless(self.changed(), self.clock.sleep(pause_s))
 
     async def fetch_blob(self, entry: PartEntry) -> bytes:
         """Return a small blob's bytes with the right digest, from any source; peers that announce it come first.
@@ -200,21 +216,27 @@ class SourcePool:
             absent = set()
             for named in self.having(entry.digest):
                 named.fetching += 1
-                seconds = BLOB_S_MAX * 2**round_number if named.kind is SourceKind.PEER else None
+                asked_s = self.clock.monotonic_s()
+                is_peer = named.kind is SourceKind.PEER
+                seconds = BLOB_S_MAX * 2**round_number * (1.0 if is_peer else LASTING_S_FACTOR)
                 try:
                     async with asyncio.timeout(seconds):
                         await _download(named.source, entry, partial)
                 except TimeoutError:
-                    self.failed(named, Unreachable(f"a blob of {entry.size} bytes took longer than {seconds:g} s"))
+                    self.failed(
+                        named,
+                        Unreachable(f"a blob of {entry.size} bytes took longer than {seconds:g} s"),
+                        asked_s=asked_s,
+                    )
                 except RemoteError as error:
                     if error.code is ErrorCode.DIGEST_MISMATCH:
                         partial.clear()
                     if error.code is ErrorCode.NOT_FOUND:
                         absent.add(named.name)
                     else:
-                        self.failed(named, error)
+                        self.failed(named, error, asked_s=asked_s)
                 except Unreachable as error:
-                    self.failed(named, error)
+                    self.failed(named, error, asked_s=asked_s)
                 else:
                     self.succeeded(named, entry.size)
                     return bytes(partial)
@@ -283,8 +305,9 @@ async def broken_publication(
 
     It is if the part has its digest and its chunks do not match those that the index names. No source can do better then.
     """
-    with contextlib.suppress(RemoteError, Unreachable):
-        data = await fetch_from(named.source, entry)
+    with contextlib.suppress(RemoteError, Unreachable, TimeoutError):
+        async with asyncio.timeout(limits.PEER_ANSWER_S_MAX):
+            data = await fetch_from(named.source, entry)
         try:
             await asyncio.to_thread(check, piece, data[piece.start : piece.end])
         except RemoteError as wrong:
