@@ -128,15 +128,17 @@ async def test_a_source_without_an_answer_in_time_has_failed_and_is_asked_less_a
     tmp_path: Path, kind: SourceKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heads, "ANSWER_S_MAX", 0.01)
-    origin, liar = publishing(1), Stalled()
-    follower = make_follower(tmp_path, origin, poll_s=1.0)
-    named = NamedSource("liar", liar, kind, head=HUGE)
+    origin, rests_s = publishing(1), []
+    follower = make_follower(tmp_path, origin)
+    named = NamedSource("liar", Stalled(), kind, head=HUGE)
     follower.pool.add(named)
-    async with following(follower):
-        await until(lambda: named.failures >= 3)
-        rests_s = named.rests_until_s - origin.clock.monotonic_s()
-        assert rests_s > sources.REST_S_MIN
-        assert follower.latest() is not None
+    for _ in range(4):
+        await follower.heads.look()
+        rests_s.append(named.rests_until_s - origin.clock.monotonic_s())
+        await origin.clock.sleep(sources.REST_S_MAX)
+    assert named.failures >= 4
+    assert rests_s[3] > 3 * rests_s[0] > 0
+    assert follower.heads.newest == 0
 
 
 class Late(MemorySource):
