@@ -187,7 +187,8 @@ class CheckResultRequest(WireModel):
     """Per group of an accepted bundle: the oldest policy of its tokens, and the oldest of its completions' last tokens.
     Empty if the lease's own policy sampled all of them."""
     unscored: tuple[Count, ...] = _optional(max_length=limits.LEASE_ROLLOUTS_MAX)
-    """Indices of completions that could not be scored; their rewards are 0."""
+    """Indices of completions on which the environment failed; their rewards are 0. An `unverifiable` bundle has them only if
+    that is the reason."""
     evidence: BundleEvidence | None = Field(default=None, exclude_if=lambda value: value is None)
     """Evidence of its tokens against the worker, for accepted and rejected bundles; null without a forward pass or if
     the run has no calibration."""

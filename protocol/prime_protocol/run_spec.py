@@ -183,6 +183,11 @@ class CheckPolicy(WireModel):
         """Classes of validators' engines that the calibration knows."""
         return frozenset() if self.calibration is None else frozenset(pair.validator for pair in self.calibration.pairs)
 
+    @property
+    def worker_classes(self) -> frozenset[str]:
+        """Classes of workers' engines that the calibration knows."""
+        return frozenset() if self.calibration is None else frozenset(pair.worker for pair in self.calibration.pairs)
+
     def moments_of(self, *, worker: str, validator: str) -> dict[str, Moments]:
         """Return the moments of each statistic that a bundle between engines of these classes may have."""
         known = {} if self.calibration is None else self.calibration.moments_of(worker=worker, validator=validator)

@@ -33,6 +33,7 @@ from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
+from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, sign_manifest
 from prime_protocol.messages import (
@@ -217,10 +218,10 @@ class World:
         assert isinstance(answer, Envelope), answer
         return parse_json(answer.verify(PayloadType.LEASE, trusted=(COORDINATOR.key_id,)), Lease)
 
-    async def judge(self, *, reason: RejectReason | None = None) -> CheckTask:
+    async def judge(self, *, reason: RejectReason | None = None, unscored: tuple[int, ...] = ()) -> CheckTask:
         """Take a bundle and return a verdict on it."""
         task = await self.take_task(VALIDATOR)
-        await self.give_verdict(task, reason=reason)
+        await self.give_verdict(task, reason=reason, unscored=unscored)
         return task
 
     async def take_task(self, validator: SigningKey) -> CheckTask:
@@ -229,12 +230,25 @@ class World:
         return task
 
     async def give_verdict(
-        self, task: CheckTask, *, reason: RejectReason | None = None, validator: SigningKey = VALIDATOR
+        self,
+        task: CheckTask,
+        *,
+        reason: RejectReason | None = None,
+        validator: SigningKey = VALIDATOR,
+        unscored: tuple[int, ...] = (),
+        evidence: BundleEvidence | None = None,
     ) -> None:
         verdict = Verdict.refuse(reason) if reason else Verdict.accept()
         rewards = () if reason else tuple(float(index % 2) for index in range(task.lease.num_rollouts))
         await self.client(validator).check_result(
-            CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=len(rewards))
+            CheckResultRequest(
+                bundle=task.bundle,
+                verdict=verdict,
+                rewards=rewards,
+                num_tokens=len(rewards),
+                unscored=unscored,
+                evidence=evidence,
+            )
         )
 
     async def fill(self, step: int, key: SigningKey = ANNA) -> TrainBatch:

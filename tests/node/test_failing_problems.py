@@ -93,7 +93,7 @@ async def test_a_group_that_no_validator_can_score_is_another_problem_the_next_t
         await world.join(ANNA)
         lease = await world.lease(ANNA, rollouts_max=1)
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
-        await world.judge(reason=RejectReason.UNVERIFIABLE)
+        await world.judge(reason=RejectReason.UNVERIFIABLE, unscored=(0, 1))
         again = await world.lease(ANNA, rollouts_max=1)
         assert [group.slot for group in again.groups] == [group.slot for group in lease.groups]
         assert again.groups[0].problem != lease.groups[0].problem

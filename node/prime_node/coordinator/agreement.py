@@ -164,6 +164,10 @@ class Agreement:
                 claimed,
             )
 
+    def class_of(self, validator: str) -> str | None:
+        """Return the engine class that a validator has claimed; None before its first evidence, empty after two classes."""
+        return self._classes.get(validator)
+
     def may_judge(self, bundle: str, validator: str) -> bool:
         """Return whether a bundle waits for this validator too. A validator gets a held bundle once."""
         if (held := self._held.get(bundle)) is not None:

@@ -35,6 +35,7 @@ from prime_node.coordinator.api.statements import (
 from prime_node.coordinator.api.status import StatusPages, StatusReport
 from prime_node.coordinator.api.training import TrainerBatches
 from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.calibrated_pairs import CalibratedPairs
 from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.curation import Curation
@@ -116,6 +117,7 @@ class Coordinator:
         notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
         checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
         agreement = Agreement(check_s, run.spec.checks.validator_classes)
+        pairs = CalibratedPairs(run.spec.checks, agreement)
         evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
         decisions = Decisions(journal, clock, observer, notifications, checks, evaluations, metrics)
         limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
@@ -144,14 +146,14 @@ class Coordinator:
             run, clock, decisions, observer, presence, peers, agreement, evaluations, curation, blockers, metrics
         )
         share = config.second_look_share
-        tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement)
+        tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement, pairs)
         self.handlers = Handlers(
             leasing=Leasing(
                 run, key, clock, decisions, assigner, curation, notifications, presence, observer, blockers
             ),
             admission=WorkerAdmission(run, config, clock, decisions, assigner, presence),
             intake=BundleIntake(
-                run, clock, decisions, gate, assigner, presence, receipts, store, bundles, private, metrics
+                run, clock, decisions, gate, assigner, pairs, presence, receipts, store, bundles, private, metrics
             ),
             receipts=receipts,
             check_tasks=tasks,

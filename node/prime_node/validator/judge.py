@@ -223,7 +223,8 @@ async def reward_bundle(
         reason = RejectReason.INCOMPLETE if isinstance(error, CutShort) else RejectReason.WRONG_CONTEXT
         return replace(so_far, verdict=Verdict.refuse(reason, str(error)))
     if not scored.enough:
-        return replace(so_far, verdict=Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault))
+        verdict = Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault)
+        return replace(so_far, verdict=verdict, unscored=scored.unscored)
     if (references := so_far.references) is not None:
         trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
         assert so_far.evidence is not None, "a run that compares rewards weighs every bundle that it audits"

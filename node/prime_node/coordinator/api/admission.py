@@ -113,8 +113,8 @@ class WorkerAdmission:
         return self.assigner.network_name(prefix_of(address))
 
     def _notice(self, request: JoinRequest) -> str:
-        calibration, engine = self.run.spec.checks.calibration, request.engine.calibration_class
-        if calibration is None or any(pair.worker == engine for pair in calibration.pairs):
+        checks, engine = self.run.spec.checks, request.engine.calibration_class
+        if checks.calibration is None or engine in checks.worker_classes:
             return ""
         return (
             f"this run has no calibration for {engine}: each of your bundles is checked in full, so credit takes longer"

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from prime_node.coordinator.api.receipts import ReceiptLists, verdict_of
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
 from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.calibrated_pairs import CalibratedPairs
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import audits
@@ -135,6 +136,7 @@ class BundleIntake:
     decisions: Decisions
     gate: RequestGate
     assigner: Assigner
+    pairs: CalibratedPairs
     presence: Presence
     receipts: ReceiptLists
     store: Store
@@ -191,9 +193,12 @@ class BundleIntake:
             case AlreadyAnswered():
                 return outcome.verdict
             case ev.BundleArrived():
-                seeded = header.engine.seeded
-                audited = self._is_drawn(outcome) or not seeded
-                self.decisions.decide(replace(outcome, audited=audited, seeded=seeded))
+                engine = header.engine
+                is_weighable = self.pairs.is_weighable(engine.calibration_class, self.clock.monotonic_s())
+                audited = self._is_drawn(outcome) or not engine.seeded or not is_weighable
+                self.decisions.decide(
+                    replace(outcome, audited=audited, seeded=engine.seeded, engine_class=engine.calibration_class)
+                )
                 return None
             case ev.BundleTurnedAway():
                 self.decisions.decide(outcome)

@@ -12,6 +12,7 @@ from prime_node.coordinator.api.bundles import BundleStorage, require_holder
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import ReceiptLists
 from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.calibrated_pairs import CalibratedPairs, is_uncalibrated
 from prime_node.coordinator.checks import CheckQueue, lease_tokens_max
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
@@ -55,6 +56,7 @@ class CheckTasks:
     notifications: Notifications
     checks: CheckQueue
     agreement: Agreement
+    pairs: CalibratedPairs
 
     async def next_check_task(self, signer: str, request: CheckRequest) -> CheckTask | NotYet:
         """Return the oldest pending bundle, those of the validator's own policies first."""
@@ -140,9 +142,18 @@ class CheckTasks:
 
     def _may_take(self, signer: str, bundle: str) -> bool:
         """Return whether a validator may judge a bundle. One that let its deadline pass leaves it to the other active ones."""
-        if self.checks.is_held_by(bundle, signer) and self.agreement.active_others(signer, self.clock.monotonic_s()):
+        now_s = self.clock.monotonic_s()
+        others = self.agreement.active_others(signer, now_s) if self.checks.is_held_by(bundle, signer) else ()
+        if any(self._is_for(other, bundle, now_s) for other in others):
             return False
-        return self.agreement.may_judge(bundle, signer)
+        return self.agreement.may_judge(bundle, signer) and self._is_for(signer, bundle, now_s)
+
+    def _is_for(self, validator: str, bundle: str, now_s: float) -> bool:
+        """Return whether a validator need not leave a bundle to one whose class makes a calibrated pair with the bundle's."""
+        pending = self.decisions.state.bundles.get(bundle)
+        if pending is None or self.agreement.is_held(bundle):  # then agreement.py chooses the validators
+            return True
+        return self.pairs.may_take(validator, pending, now_s)
 
     def _tokens_max(self, bundle: str) -> int:
         """Return the maximum number of tokens in a bundle's forward pass; 0 if it needs none."""
@@ -227,6 +238,13 @@ class Judging:
             return None
         agreement, worker, now_s = self.agreement, pending.lease.worker, self.clock.monotonic_s()
         agreement.heard(signer, now_s, request)
+        if (
+            is_uncalibrated(pending, request)
+            and not agreement.is_held(request.bundle)
+            and self.tasks.pairs.has_better(signer, pending, now_s)
+        ):
+            self.tasks.again(pending)
+            return None
         mine = agreement.opinion(self.decisions.state, worker, signer, request)
         if pending.audited and (differ := agreement.count(mine, now_s)):
             log.warning("%s; compare their versions, arithmetic and hardware", differ)
@@ -273,13 +291,16 @@ class Judging:
                 fingerprints=request.fingerprints,
                 replaced=known,
                 logprobs=request.logprobs or "",
+                unjudged=is_uncalibrated(pending, request) and not self.tasks.pairs.knows(pending.engine_class),
             )
         )
         if verdict.accepted:
             self.curation.rate(pending.lease, request.bundle)
             self.tasks.look_again(pending, opinion, tokens_s=tokens_s)
-        elif reason in (RejectReason.INCOMPLETE, RejectReason.UNVERIFIABLE):
-            note_failed(self.decisions, pending.lease, is_judged=reason is RejectReason.UNVERIFIABLE)
+        elif reason is RejectReason.INCOMPLETE:
+            note_failed(self.decisions, pending.lease)
+        elif reason is RejectReason.UNVERIFIABLE and request.unscored:
+            note_failed(self.decisions, pending.lease, is_judged=True)
         for name, value in request.measured.items():
             self.metrics.observe("prime_check_measured", coarse(value), number=name)
 

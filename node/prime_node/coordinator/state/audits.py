@@ -14,8 +14,8 @@ bundles are rejected, and all its later bundles are audited again. So a cheat st
 (lab/prime_lab/cheating.py has the calculation).
 
 Leases that end without a bundle count too: a worker that omits indices may be choosing among them. So do audited bundles that
-no validator judged in time: they may be made for that. After one, all bundles of the worker are audited until one passes, and
-the newest unaudited bundles in escrow lose their credit.
+no validator judged in time or whose engine class the calibration lacks: they may be made for that.
+After one, all bundles of the worker are audited until one passes, and the newest unaudited bundles in escrow lose their credit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus
 
 ABANDONED_COSTS = 4
-"""Passed audits that one abandoned lease, or one bundle that no validator judged, cancels."""
+"""Passed audits that one abandoned lease, or one bundle that is `unjudged`, cancels."""
 WITHHELD_MAX = 256
 """Bundles in escrow, besides `escrow_bundles`, for the sake of an audit that is not finished."""
 
@@ -131,7 +131,7 @@ def abandoned(state: State, worker: WorkerRecord) -> None:
 
 
 def unjudged(state: State, worker: WorkerRecord) -> None:
-    """Record that no validator judged an audited bundle in time.
+    """Record that no validator judged an audited bundle in time, or that the calibration lacks its engine class.
 
     The audit stood for 1 / share_min bundles. So as many unaudited ones, less this one, lose their credit: without that a cheat
     whose audits are never finished would keep what it saves. Their groups stay.

@@ -141,6 +141,8 @@ class BundleArrived:
     """Whether a validator makes a forward pass for it."""
     seeded: bool = True
     """Whether its engine claims to sample by the assigned seeds."""
+    engine_class: str = ""
+    """Class of the engine that its header names."""
     type: Literal["bundle_arrived"] = "bundle_arrived"
 
 
@@ -205,7 +207,7 @@ class VerdictGiven:
     logprobs: str = ""
     """Parcel of the validator's own logprobs of an accepted bundle; empty if it made none."""
     unjudged: bool = False
-    """Whether all attempts passed without a validator's verdict."""
+    """Whether all attempts passed without a validator's verdict, or the worker's engine class has no calibration."""
     type: Literal["verdict_given"] = "verdict_given"
 
 

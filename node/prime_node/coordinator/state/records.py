@@ -73,6 +73,8 @@ class PendingBundle:
     """Whether it gets a forward pass (audits.py)."""
     seeded: bool = True
     """Whether its engine claims to sample by the assigned seeds."""
+    engine_class: str = ""
+    """Class of the engine that its header names."""
 
 
 @dataclass(slots=True)
@@ -135,7 +137,8 @@ class WorkerRecord:
     forgiven_at_ms: int = 0
     """Time of the last unban. Bundles of leases granted before it are not part of the evidence."""
     calibrated: bool | None = None
-    """Whether the run's calibration knew its engine when its last bundle was judged; None before the first."""
+    """Whether the run's calibration knows its engine: True after an accepted bundle of a calibrated pair of classes, False after
+    a bundle of another pair, None before both."""
     wasted: int = 0
     """Leases that lapsed or were returned since its last accepted bundle."""
     pause_until_ms: int = 0

@@ -10,7 +10,7 @@ import math
 
 from prime_node.coordinator.state.records import Ban, LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.rules import SchedulerRules
-from prime_protocol.calibration import NEED_NONE
+from prime_protocol.calibration import NEED_NONE, is_calibrated
 from prime_protocol.evidence import BundleEvidence, Weighed, folded, log_evidence
 from prime_protocol.verdict import BanKind, RejectReason
 
@@ -21,8 +21,8 @@ def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | N
     """Add a bundle's evidence to its worker's. Return None if there is none."""
     if found is None or not rules.statistics:
         return None
-    if not NEED_NONE.issuperset(rules.statistics):
-        worker.calibrated = not NEED_NONE.issuperset(found.sums)
+    if _has_calibration(rules) and not is_calibrated(found):
+        worker.calibrated = False
     if not found.sums:
         return None
     worker.evidence = folded(worker.evidence, found.sums, statistics=rules.statistics)
@@ -35,6 +35,12 @@ def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | N
         number=worker.num_weighed,
         log_evidence=log_evidence(worker.evidence),
     )
+
+
+def note_accepted(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> None:
+    """Record that a bundle with this evidence was accepted. Only such a bundle shows that the calibration knows the engine."""
+    if found is not None and _has_calibration(rules) and is_calibrated(found):
+        worker.calibrated = True
 
 
 def would_ban(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> bool:
@@ -77,3 +83,7 @@ def forgive(worker: WorkerRecord, at_ms: int) -> None:
 def still_counts(worker: WorkerRecord, lease: LeaseRecord) -> bool:
     """Return whether the evidence of a lease's bundle is part of its worker's present evidence."""
     return lease.issued_at_ms >= worker.forgiven_at_ms
+
+
+def _has_calibration(rules: SchedulerRules) -> bool:
+    return not NEED_NONE.issuperset(rules.statistics)

@@ -142,7 +142,7 @@ def _bundle_arrived(state: State, event: ev.BundleArrived, at_ms: int) -> list[E
     lease.end, lease.bundle = LeaseEnd.REDEEMED, event.bundle
     step.bundles.append(event.bundle)
     state.bundles[event.bundle] = PendingBundle(
-        event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited, event.seeded
+        event.bundle, lease, event.num_rollouts, event.num_bytes, at_ms, event.audited, event.seeded, event.engine_class
     )
     batches.measure_speed(state, worker, lease, event.num_rollouts, at_ms)
     settled = Settled(event.bundle, lease, event.num_rollouts, 0, BundleStatus.PENDING)

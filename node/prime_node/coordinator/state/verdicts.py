@@ -100,6 +100,7 @@ def _accept(
         _fill(state, step, lease, event)
         effects += slots.release_slots(state, step, lease)
         effects += _end_overtaken(state, step, lease)
+    suspicion.note_accepted(state.rules, worker, event.evidence)
     worker.accepted += pending.num_rollouts
     worker.wasted, worker.pause_until_ms = 0, 0
     state.accepted += pending.num_rollouts
