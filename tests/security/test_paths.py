@@ -55,6 +55,8 @@ ALLOWED = {
     "files.py": OWN_FOLDER,
     "keyfile.py": OWN_FOLDER,
     "observe.py": OWN_FOLDER,
+    "scratch.py": "a constant and a random number",
+    "adapters/environments/restrictions.py": "a random number",
     "trainer/batch.py": "numbers",
     "trainer/checkpointing.py": "two numbers of our own state",
 }
