@@ -122,7 +122,7 @@ PEER_UPDATE_BYTES_MAX = 256 * 2**10
 PEER_UPDATE_ENCODINGS_MAX = 64
 """Encodings in one notification line; a peer announces no more."""
 PEER_UPDATE_RUNS_MAX = 8_192
-"""Runs of consecutive pieces of one encoding in one notification line."""
+"""Runs of consecutive pieces in one notification line, of all encodings together."""
 CHUNKS_MAX = 2**20
 """Tensors of one manifest, parts or chunks of one encoding."""
 ENCODINGS_MAX = 16

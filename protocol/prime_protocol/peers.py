@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from prime_protocol import limits
 from prime_protocol.assignment import Count
@@ -87,7 +87,21 @@ class PeerUpdate(WireModel):
     pieces: dict[Digest, Annotated[tuple[Run, ...], Field(max_length=limits.PEER_UPDATE_RUNS_MAX)]] = Field(
         default_factory=dict, max_length=limits.PEER_UPDATE_ENCODINGS_MAX
     )
-    """Pieces by encoding, named by its index's digest."""
+    """Pieces by encoding, named by its index's digest. Runs of an encoding ascend and do not overlap."""
+
+    @field_validator("pieces")
+    @classmethod
+    def _check_runs(cls, pieces: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Check the line before a receiver builds any set of it."""
+        if sum(map(len, pieces.values())) > limits.PEER_UPDATE_RUNS_MAX:
+            raise ValueError(f"a line has at most {limits.PEER_UPDATE_RUNS_MAX} runs of pieces")
+        for ranges in pieces.values():
+            last = 0
+            for start, end in ranges:
+                if not last <= start < end <= limits.CHUNKS_MAX:
+                    raise ValueError(f"a run of pieces from {start} to {end} after {last}")
+                last = end
+        return pieces
 
 
 def open_peer_list(text: str, run: PinnedRun) -> PeerList:

@@ -64,9 +64,11 @@ class HttpPeer(HttpClient):
     async def updates(self) -> AsyncIterator[PeerUpdate]:
         """Yield what the peer has: everything first, then changes. Raises RemoteError or Unreachable."""
         try:
-            async with self._connected().get(
-                f"{self.url}/v1/have", headers=dict(self._standing_headers()), allow_redirects=False
-            ) as answer:
+            async with asyncio.timeout(self._stall_s):
+                answer = await self._connected().get(
+                    f"{self.url}/v1/have", headers=dict(self._standing_headers()), allow_redirects=False
+                )
+            async with answer:
                 if answer.status >= 400:
                     async with Patience(self._stall_s, wait_s=0.0) as patience:
                         raise await error_of(answer, patience, self._clock)
@@ -110,9 +112,13 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     try:
         while data := await answer.content.readany():
             came_s = loop.time()
-            *whole, rest = (rest + data).split(b"\n")
-            for line in whole:
-                yield line
+            rest, begin = rest + data, 0
+            while (end := rest.find(b"\n", begin)) >= 0:
+                yield rest[begin:end]
+                begin = end + 1
+                if loop.time() - came_s >= limits.PEER_SILENCE_S_MAX:
+                    raise TimeoutError  # the receiver takes lines slowly; old ones do not keep a link
+            rest = rest[begin:]
             if len(rest) > limits.PEER_UPDATE_BYTES_MAX:
                 raise LimitExceeded("PEER_UPDATE_BYTES_MAX", None, limits.PEER_UPDATE_BYTES_MAX)
     finally:

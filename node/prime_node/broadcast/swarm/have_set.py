@@ -17,8 +17,9 @@ from bisect import bisect_right
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.swarm.piece_sets import PieceSet, runs, span
+from prime_node.broadcast.swarm.piece_sets import PieceSet, num_runs, runs, span, spans
 from prime_node.ports.clock import Clock
+from prime_protocol import limits
 from prime_protocol.manifest import Encoding
 from prime_protocol.peers import PeerUpdate
 from prime_protocol.pieces import Piece
@@ -81,6 +82,8 @@ class HaveChange:
     """New pieces by encoding."""
     head: int
     """Newest policy whose manifest is served here, -1 before the first."""
+    has_more: bool = False
+    """Whether there are further changes already, for which one line has no room."""
 
 
 class HaveSet:
@@ -92,6 +95,7 @@ class HaveSet:
         self._where: dict[str, list[tuple[str, int]]] = {}
         """Encodings that contain a part, and its number there, by the part's digest."""
         self._log: list[tuple[str, PieceSet]] = []
+        """Announcements, of at most PEER_UPDATE_RUNS_MAX runs each. Together they name everything that is held."""
         self._log_begins = 1  # a cursor of 0 means from the beginning
         self._changed = asyncio.Event()
 
@@ -153,12 +157,19 @@ class HaveSet:
     # Notifications
 
     def updates(self, cursor: int) -> HaveChange:
-        """Return the changes since `cursor`; everything if that is too long ago or 0."""
-        if not self._log_begins <= cursor <= self._log_begins + len(self._log) or cursor == 0:
-            return HaveChange(self._end, {name: one.has for name, one in self._have_set.items() if one.has}, self.head)
+        """Return the changes since `cursor`, as many as one line may name; everything if that is too long ago or 0."""
+        if not self._log_begins <= cursor <= self._end:
+            everything = {name: one.has for name, one in self._have_set.items() if one.has}
+            if sum(map(num_runs, everything.values())) <= limits.PEER_UPDATE_RUNS_MAX:
+                return HaveChange(self._end, everything, self.head)
+            cursor = self._log_begins
         fresh: dict[str, PieceSet] = {}
-        for name, pieces in self._log[cursor - self._log_begins :]:
+        room = limits.PEER_UPDATE_RUNS_MAX
+        for number, (name, pieces) in enumerate(self._log[cursor - self._log_begins :], start=cursor):
             if name in self._have_set:
+                room -= num_runs(pieces)  # merged, they have no more runs
+                if room < 0:
+                    return HaveChange(number, fresh, self.head, has_more=True)
                 fresh[name] = fresh.get(name, 0) | pieces
         return HaveChange(self._end, fresh, self.head)
 
@@ -175,11 +186,10 @@ class HaveSet:
         new = pieces & ~held_encoding.has
         if new:
             held_encoding.has |= new
-            self._log.append((held_encoding.name, new))
+            self._log += _entries(held_encoding.name, new)
             if len(self._log) > UPDATES_MAX:
-                dropped = len(self._log) // 2
-                del self._log[:dropped]
-                self._log_begins += dropped
+                self._log_begins = self._end
+                self._log = [entry for one in self._have_set.values() for entry in _entries(one.name, one.has)]
             self.tell()
 
     def tell(self) -> None:
@@ -220,6 +230,9 @@ class HaveBroadcast:
                 updates = self.have_set.updates(cursor)
                 yield self._line(cursor, updates)
                 cursor = updates.cursor
+                if updates.has_more:
+                    await self.clock.sleep(UPDATES_EVERY_S)
+                    continue
                 while self._beats == beats:
                     await self._told.wait()
         finally:
@@ -255,6 +268,15 @@ class HaveBroadcast:
             if len(self._lines) < LINES_MAX:
                 self._lines[name] = line
         return line
+
+
+def _entries(name: str, pieces: PieceSet) -> list[tuple[str, PieceSet]]:
+    """Return announcements of an encoding's pieces, each short enough for one line."""
+    each = limits.PEER_UPDATE_RUNS_MAX
+    if num_runs(pieces) <= each:
+        return [(name, pieces)]
+    ranges = runs(pieces)
+    return [(name, spans(ranges[first : first + each])) for first in range(0, len(ranges), each)]
 
 
 def encode_update(updates: HaveChange) -> bytes:

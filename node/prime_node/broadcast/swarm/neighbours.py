@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from prime_node.broadcast.swarm.directory import Directory
-from prime_node.broadcast.swarm.piece_sets import span
+from prime_node.broadcast.swarm.piece_sets import span, spans
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
 from prime_node.broadcast.swarm.uplink import Uplink
+from prime_node.patience import RateLimit
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerLink
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import PeerRecord, PeerUpdate
@@ -34,6 +35,10 @@ log = logging.getLogger(__name__)
 REST_S_MIN, REST_S_MAX = 1.0, 300.0
 LOOK_S = 1.0
 """Seconds between checks for links to make."""
+LINE_MS = 100
+"""Shortest mean time between two notifications of a link, in milliseconds. An honest peer sends no more."""
+RUNS_PER_MS, PIECES_PER_MS = 4, 10_000
+"""Work of a notification: a full line of runs takes 2 s, and a set of CHUNKS_MAX pieces 0.1 s, whatever the peer sends."""
 
 Connect = Callable[[PeerRecord], PeerLink | None]
 """Function that makes a link without waiting; it returns None if the record names no address that this machine can dial."""
@@ -130,11 +135,13 @@ class Neighbours:
     async def _listen(self, peer: KeyId, link: PeerLink) -> None:
         """Run one link from its first notification to its last."""
         named = NamedSource(peer, link, SourceKind.PEER, events=self)
+        pace = RateLimit(1_000.0, self._clock)  # in milliseconds of `_work_ms`
         try:
             async for updates in link.updates():
                 self._heard(named, updates)
                 self._rests.pop(peer, None)
                 self._pool.add(named)
+                await pace.take(_work_ms(updates))  # further lines wait unread
         except (RemoteError, Unreachable) as error:
             self._rest(peer, error)
         except Exception as error:  # noqa: BLE001 - the edge of the task; nothing awaits it
@@ -147,15 +154,10 @@ class Neighbours:
             await link.close()
 
     def _heard(self, named: NamedSource, updates: PeerUpdate) -> None:
-        """Store what a peer announced. Raises RemoteError for a peer that announces out-of-range pieces."""
+        """Store what a peer announced. PeerUpdate has checked the runs."""
         for name, ranges in updates.pieces.items():
-            held = named.has.get(name, 0)
-            for start, end in ranges:
-                if not start < end <= limits.CHUNKS_MAX:
-                    raise RemoteError(ErrorCode.WRONG_TYPE, f"a run of pieces from {start} to {end}")
-                held |= span(start, end)
-            named.has.pop(name, None)
-            named.has[name] = held
+            held = named.has.pop(name, 0)
+            named.has[name] = held | spans(ranges)
         while len(named.has) > limits.PEER_UPDATE_ENCODINGS_MAX:
             del named.has[next(iter(named.has))]
         named.head = max(named.head, updates.head)
@@ -207,3 +209,10 @@ class Neighbours:
             return None
         above = parents(directory.me, directory.records, directory.run_digest, self._rules)
         return frozenset(above).intersection(self.linked) or None
+
+
+def _work_ms(updates: PeerUpdate) -> int:
+    """Return how many milliseconds of a link's time a notification uses."""
+    num_runs = sum(map(len, updates.pieces.values()))
+    num_pieces = sum(ranges[-1][1] for ranges in updates.pieces.values() if ranges)
+    return max(LINE_MS, num_runs // RUNS_PER_MS, num_pieces // PIECES_PER_MS)

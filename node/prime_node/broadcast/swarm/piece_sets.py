@@ -7,7 +7,8 @@ Adding a whole bitfield, or finding the rarest pieces of a set, takes a few oper
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 PieceSet = int
 
@@ -28,6 +29,26 @@ def span(start: int, end: int) -> PieceSet:
     return (1 << end) - (1 << start) if end > start else 0
 
 
+def spans(ranges: Iterable[Sequence[int]]) -> PieceSet:
+    """Return the union of [start, end) ranges that ascend and do not overlap. The work is linear in ranges and bits.
+
+    Example: spans([(0, 1), (2, 4)]) is 0b1101.
+    """
+    ranges = list(ranges)
+    num_bytes = ranges[-1][1] // 8 + 1 if ranges else 0
+    starts, ends = bytearray(num_bytes), bytearray(num_bytes)
+    for start, end in ranges:
+        starts[start >> 3] |= 1 << (start & 7)
+        ends[end >> 3] |= 1 << (end & 7)
+    # A range is 2^end - 2^start, so the union is one difference.
+    return int.from_bytes(ends, "little") - int.from_bytes(starts, "little")
+
+
+def num_runs(of: PieceSet) -> int:
+    """Return the number of ranges that `runs` returns."""
+    return (of & ~(of << 1)).bit_count()
+
+
 def members(of: PieceSet) -> Iterator[int]:
     """Yield the numbers in a set, ascending."""
     while of:
@@ -37,19 +58,11 @@ def members(of: PieceSet) -> Iterator[int]:
 
 
 def runs(of: PieceSet) -> list[tuple[int, int]]:
-    """Return the set as [start, end) ranges, ascending.
+    """Return the set as [start, end) ranges, ascending. The work is linear in ranges and bits.
 
     Example: runs(0b1101) is [(0, 1), (2, 4)].
     """
-    found, at = [], 0
-    while of:
-        skipped = (of & -of).bit_length() - 1
-        of >>= skipped
-        length = (~of & (of + 1)).bit_length() - 1
-        found.append((at + skipped, at + skipped + length))
-        of >>= length
-        at += skipped + length
-    return found
+    return [found.span() for found in re.finditer("1+", f"{of:b}"[::-1])]
 
 
 def any_of(of: PieceSet, rng: random.Random) -> int:

@@ -289,7 +289,11 @@ class PeerService:
             async with asyncio.timeout(KEEP_ALIVE_S):
                 while not self._is_closing:
                     updates, has = self.have_set.updates(cursor), self.heard_of(member)
-                    if updates.head != head or any(held & ~has.get(name, 0) for name, held in updates.pieces.items()):
+                    if (
+                        updates.has_more
+                        or updates.head != head
+                        or any(held & ~has.get(name, 0) for name, held in updates.pieces.items())
+                    ):
                         return updates
                     await self.have_set.changed(updates)
         return self.have_set.updates(cursor)
