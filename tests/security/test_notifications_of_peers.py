@@ -28,6 +28,7 @@ from prime_protocol.envelope import parse_json
 from prime_protocol.errors import RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry
+from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import PeerUpdate
 
 NAMES = [f"{number:064x}" for number in range(limits.PEER_UPDATE_ENCODINGS_MAX)]
@@ -105,14 +106,27 @@ async def test_a_peer_that_sends_without_pause_is_read_ten_times_in_a_second_and
     directory = Directory(RUN, ANNA, Finder(peers=(where(BEN),)), clock=clock, rng=rng)
     pool = SourcePool([], clock=clock, rng=rng)
     neighbours = Neighbours(
-        directory, pool, lambda _: None, Uplink(clock=clock), SwarmTasks(clock), clock=clock, rng=rng
+        directory,
+        pool,
+        lambda _: link,  # type: ignore[arg-type, return-value]
+        Uplink(clock=clock),
+        SwarmTasks(clock),
+        clock=clock,
+        rng=rng,
     )
-    listening = asyncio.create_task(neighbours._listen(BEN.key_id, link))  # type: ignore[arg-type]
+    listening = asyncio.create_task(neighbours.run(PeersRequest))
+    await until(lambda: link.num_lines)
     end_s = clock.seconds + 10.0
     await until(lambda: clock.seconds >= end_s)
     listening.cancel()
     await asyncio.gather(listening, return_exceptions=True)
     assert 2 <= link.num_lines <= lines_max + 5
+
+
+class Impatient(HttpPeer):
+    def __init__(self, url: str) -> None:
+        super().__init__(url, run=RUN.digest, clock=SystemClock(), bounds=Limits(), authorization=lambda: None)
+        self._stall_s = 0.05
 
 
 async def test_a_peer_that_takes_the_question_and_answers_nothing_is_unreachable() -> None:
@@ -127,10 +141,7 @@ async def test_a_peer_that_takes_the_question_and_answers_nothing_is_unreachable
 
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        peer = HttpPeer(
-            f"http://127.0.0.1:{port}", run=RUN.digest, clock=SystemClock(), bounds=Limits(), authorization=lambda: None
-        )
-        peer._stall_s = 0.05
+        peer = Impatient(f"http://127.0.0.1:{port}")
         with pytest.raises(Unreachable, match="stopped sending"):
             async with asyncio.timeout(10):
                 await anext(peer.updates())
