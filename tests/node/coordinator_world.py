@@ -178,6 +178,8 @@ class World:
     """Digest of the last batch."""
     epoch: str = ""
     """Epoch of the coordinator, for requests that a test signs itself."""
+    clock_ahead_ms: int = 0
+    """Lead of the coordinator's clock over the one of `parts`."""
 
     def client(self, key: SigningKey) -> HttpClient:
         if key.key_id not in self.clients:
@@ -277,7 +279,7 @@ class World:
 
     async def status(self) -> dict[str, Any]:
         """Return a status that was made after this call. Under load, the coordinator answers from its cache for a while."""
-        asked_ms, found = self.parts.clock.now_ms(), dict[str, Any]()
+        asked_ms, found = self.parts.clock.now_ms() + self.clock_ahead_ms, dict[str, Any]()
 
         async def is_new() -> bool:
             found.update(json.loads((await self.get("/v1/status"))[1]))

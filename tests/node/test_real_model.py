@@ -71,6 +71,7 @@ def test_prompts_are_tokenized_as_by_transformers(smollm2: Path) -> None:
 def test_new_makes_a_run_of_it(smollm2: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(f"""[run]
+calibration = "none"
 model = {{ kind = "pretrained", name_or_path = "{smollm2}" }}
 environments = [{{ name = "sums", id = "reasoning_gym", options = {{ task = "chain_sum" }} }}]
 

@@ -49,6 +49,7 @@ from prime_protocol.messages import (
     CheckRequest,
     CheckResultRequest,
     ErrorBody,
+    HoldingRequest,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
@@ -73,6 +74,7 @@ EVERY_REQUEST: tuple[tuple[Request, SigningKey], ...] = (
     (ReceiptsRequest(), ANNA),
     (PeersRequest(), ANNA),
     (CheckRequest(policy_versions=()), VALIDATOR),
+    (HoldingRequest(session="0" * 32, bundles=()), VALIDATOR),
     (CheckResultRequest(bundle="0" * 64, verdict=Verdict.accept(), rewards=(1.0,)), VALIDATOR),
     (BundleRequest(bundle="0" * 64), VALIDATOR),
     (BatchRequest(step=0, durable_step=0), TRAINER),
@@ -102,6 +104,7 @@ class Site:
         """Kill with SIGKILL, then start another process from the same folder, or from another one."""
         await self.kill()
         self.process, self.port = await start(folder or self.folder, self.port, clock_ahead_s=clock_ahead_s)
+        self.world.clock_ahead_ms = round(1_000 * clock_ahead_s)
 
     async def ask(self, request: Request, key: SigningKey, /, **changes: object) -> tuple[int, bytes, str]:
         """Sign in the present epoch and send; return the status, the bytes, and the path."""
