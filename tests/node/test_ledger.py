@@ -31,6 +31,7 @@ from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_fi
 from prime_node.cli.new import new
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path
+from prime_node.folder_lock import FolderLock
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.assigned import Assigned
 from prime_protocol.envelope import PayloadType, parse_json, seal
@@ -165,6 +166,23 @@ async def test_it_is_read_from_a_url_while_the_coordinator_runs_and_from_its_fol
     by_folder = await asyncio.to_thread(command, "verify", str(place.path), "--known", str(tmp_path / "x"), "--json")
     report = json.loads(by_folder.stdout)
     assert (by_folder.exit_code, report["ok"], report["pinned"], report["num_entries"]) == (0, True, False, 2)
+
+
+async def test_the_folder_of_a_running_coordinator_is_read_through_it(tmp_path: Path) -> None:
+    """A head that the command signs itself lacks what was settled meanwhile: evidence against the key."""
+    place = RunDir(tmp_path / "run")
+    async with running(await folder_parts(make_run(), place.coordinator)) as world:
+        await world.publish()
+        await work(world)
+        write_key(place.key("coordinator"), COORDINATOR)
+        place.run_spec.write_bytes(world.run.envelope.to_bytes())
+        place.join_link_file.write_text(f"{world.url}/#{world.run.digest}", encoding="utf-8")
+        lock = FolderLock(place.coordinator)
+        result = await asyncio.to_thread(command, "export", str(place.path), "--out", str(tmp_path / "x"))
+        lock.release()
+    assert result.exit_code == 0
+    with open_ledger_file(tmp_path / "x", pinned=world.run.digest) as file:
+        assert (await audit_ledger(file, file.run)).num_entries == 2
 
 
 async def test_an_export_by_another_key_than_the_first_leaves_no_wrong_secret_behind(tmp_path: Path) -> None:

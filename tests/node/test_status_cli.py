@@ -84,13 +84,17 @@ async def test_another_run_at_the_address_of_a_link_is_reported_and_not_shown() 
 
 
 @contextmanager
-def server_that_answers(body: bytes, *, is_http: bool = True, code: int = 200, date: str = "") -> Iterator[str]:
+def server_that_answers(
+    body: bytes, *, is_http: bool = True, code: int = 200, date: str = "", location: str = ""
+) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if is_http:
                 self.send_response_only(code)
                 self.send_header("Date", date or self.date_time_string())
                 self.send_header("Content-Length", str(len(body)))
+                if location:
+                    self.send_header("Location", location)
                 self.end_headers()
             self.wfile.write(body)
 
@@ -146,6 +150,23 @@ def test_a_server_that_is_no_coordinator_is_named_by_its_answer() -> None:
         server_that_answers(b"<html>") as url,
         pytest.raises(LocalError, match="not valid: is it the address of a"),
     ):
+        shown(url)
+
+
+def test_a_redirect_is_not_followed() -> None:
+    """It could lead to the router or the metadata service of the machine that asks."""
+    genuine = json.dumps({"run": "0" * 64, "step": 0, "head": 0, "max_steps": 1}).encode()
+    with (
+        server_that_answers(genuine) as other,
+        server_that_answers(b"", code=302, location=f"{other}/v1/status") as url,
+        pytest.raises(LocalError, match="HTTP 302"),
+    ):
+        shown(url)
+
+
+def test_an_answer_that_arrives_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_status, "BODY_S_MAX", -1.0)
+    with server_that_answers(b"{}") as url, pytest.raises(LocalError, match="took longer than"):
         shown(url)
 
 

@@ -208,6 +208,15 @@ def test_the_screen_of_a_run_shows_nothing_of_it() -> None:
     assert is_clean(shown)
 
 
+def test_markup_in_a_reason_is_shown_as_text() -> None:
+    """It was parsed: a link, hidden text, and a traceback for a closing tag without an opening one."""
+    refused = {"[/x]": 1, "[link=https://evil.example]here[/link]": 2, "[conceal]hidden[/conceal]": 3}
+    status = hostile_status() | {"rollouts": {"accepted": 1, "refused": refused}}
+    shown = drawn(status_view.of_run(RunStatus.model_validate(status)))
+    assert all(reason in shown for reason in refused)
+    assert is_clean(shown)
+
+
 def test_the_screen_of_a_worker_shows_nothing_of_it() -> None:
     status = Status(
         at_ms=0, worker=HOSTILE, state=WorkerState.IDLE, policy_version=1, head=1, step=1, tokens_per_s=1.0,

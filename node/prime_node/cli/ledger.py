@@ -17,6 +17,7 @@ from rich.table import Table
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_node.cli.target import is_url, named_in
+from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import LedgerSource, Unreachable
 from prime_protocol.envelope import Envelope, open_envelope
@@ -143,8 +144,17 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
             own, key = run_dir.load_run(), load_key(run_dir.key("coordinator"))
             if run not in (None, own.digest):
                 raise LocalError(f"{target} holds run {own.digest[:12]}, not {run}")
-            async with wire_coordinator.stored_ledger(own, run_dir.coordinator, key) as stored:
-                yield _Opened(stored, own, pinned=run is not None)
+            try:
+                lock = FolderLock(run_dir.coordinator)
+            except LocalError:  # it runs: a second signed head would be evidence against its key
+                async with wire.public_source(str(run_dir.join_link())) as source:
+                    yield _Opened(source, own, pinned=run is not None)
+                return
+            try:
+                async with wire_coordinator.stored_ledger(own, run_dir.coordinator, key) as stored:
+                    yield _Opened(stored, own, pinned=run is not None)
+            finally:
+                lock.release()
         else:
             with open_ledger_file(Path(target), pinned=run) as file:
                 yield _Opened(file, file.run, pinned=run is not None)

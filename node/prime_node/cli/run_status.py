@@ -11,7 +11,7 @@ import ssl
 import time
 import urllib.request
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
@@ -27,6 +27,19 @@ from prime_protocol.visible import printable
 STATUS_BYTES_MAX = 16 * 2**20
 """Size limit of a status: ten times what a thousand workers take."""
 ANSWER_S_MAX = 5.0
+"""Seconds without a byte after which an answer is given up."""
+BODY_S_MAX = 30.0
+"""Seconds for a whole body."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: they could lead a newcomer's machine to its own router or metadata service."""
+
+    def redirect_request(self, *args: object) -> None:
+        """Return no further request: the answer then counts as an error."""
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class UntrustedRow(BaseModel):
@@ -183,14 +196,24 @@ def keys_that_end(target: str, ending: str) -> list[str]:
 def _get(url: str, path: str) -> dict[str, Any]:
     """Request an answer from the coordinator at `url`. Raises LocalError with the cause if it fails."""
     try:
-        with urllib.request.urlopen(f"{url}{path}", timeout=ANSWER_S_MAX) as answer:
-            body = answer.read(STATUS_BYTES_MAX + 1)
+        with _OPENER.open(f"{url}{path}", timeout=ANSWER_S_MAX) as answer:
+            body = _body(answer)
             value = json.loads(body) if len(body) <= STATUS_BYTES_MAX else None
     except (OSError, HTTPException, ValueError, RecursionError) as error:
         raise LocalError(f"cannot read a status from {url}: {_why(error)}") from None
     if not isinstance(value, dict):
         raise LocalError(f"cannot read a status from {url}: is it the address of a coordinator?")
     return value
+
+
+def _body(answer: HTTPResponse) -> bytes:
+    """Read a body, up to a byte more than STATUS_BYTES_MAX. Raises TimeoutError after BODY_S_MAX."""
+    body, end_s = bytearray(), time.monotonic() + BODY_S_MAX
+    while len(body) <= STATUS_BYTES_MAX and (piece := answer.read1(STATUS_BYTES_MAX + 1 - len(body))):
+        body += piece
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the answer took longer than {BODY_S_MAX:g} s")
+    return bytes(body)
 
 
 def _why(error: Exception) -> str:
@@ -210,7 +233,7 @@ def _why(error: Exception) -> str:
 def clock_ahead_s(target: str) -> float | None:
     """Return how far this machine's clock is ahead of the server's, accurate to a second; None if no answer contains a date."""
     try:
-        with urllib.request.urlopen(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
+        with _OPENER.open(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
             date = parsedate_to_datetime(answer.headers["Date"] or "")
             return time.time() - date.timestamp()
     except (OSError, HTTPException, ValueError, OverflowError):  # a number in a date may have any size

@@ -141,11 +141,11 @@ def _note(worker: WorkerLine) -> str:
     return "; ".join(notes)
 
 
-def _counted(accepted: int, refused: Mapping[str, int]) -> str:
+def _counted(accepted: int, refused: Mapping[str, int]) -> Text:
     text = f"{accepted:,} accepted, {sum(refused.values()):,} rejected"
     if refused:
         text += " (" + ", ".join(f"{printable(reason)} {count:,}" for reason, count in sorted(refused.items())) + ")"
-    return text
+    return Text(text)
 
 
 def _ago(seconds: float) -> str:
