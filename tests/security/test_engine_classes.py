@@ -130,7 +130,8 @@ async def test_no_bundle_of_a_made_up_class_is_accepted_unaudited_however_truste
     await bench.task()
     await bench.honest(100)
     assert audits.audit_share(bench.coordinator.decisions.state.rules, bench.anna) < 0.5
-    assert sum(not one.audited and one.num_tokens > 0 for one in bench.anna.escrow) > 3
+    while sum(not one.audited and one.num_tokens > 0 for one in bench.anna.escrow) < 3:  # the draws are random
+        await bench.honest()
     before = sum(one.num_tokens for one in bench.anna.escrow if not one.audited)
     accepted = bench.anna.accepted
     await bench.upload(MADE_UP)
