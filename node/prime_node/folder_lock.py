@@ -13,11 +13,18 @@ from prime_node.inside import open_regular, refuse_links
 from prime_protocol.errors import LocalError
 
 
+class FolderInUse(LocalError):
+    """Another process holds the lock of a folder."""
+
+
 class FolderLock:
     """A lock held until `release`, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
-        """Lock the folder. Raises LocalError if another process holds it, or a link in it could lead elsewhere."""
+        """Lock the folder.
+
+        Raises FolderInUse if another process holds it, LocalError if it cannot be locked or a link in it could lead elsewhere.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
             refuse_links(folder)
@@ -29,7 +36,7 @@ class FolderLock:
         except OSError:
             holder = os.pread(self._descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._descriptor)
-            raise LocalError(
+            raise FolderInUse(
                 f"folder {folder}: process {holder} already uses it; stop that process, or choose another folder"
             ) from None
         os.ftruncate(self._descriptor, 0)

@@ -35,7 +35,7 @@ from prime_node.cli import wire
 from prime_node.cli.shipped import config_path, read_calibration
 from prime_node.ports.engine import Engine, Scorer
 from prime_node.validator.alternatives import Alternative, evidence_of_lives, sample_alternative, tokens_until_ban
-from prime_node.validator.calibrating import Errors, measure_pair
+from prime_node.validator.calibrating import Errors, local_lease, measure_pair
 from prime_node.worker.cheats import INT4_GROUP, mapped, quantised
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.calibration import Calibration, PairMoments, evidence_of
@@ -117,21 +117,8 @@ def leases_of(model: Path, num_prompts: int, seed: int) -> list[Lease]:
         seeds = tuple(rng.integers(0, SEED_MAX, GROUP, endpoint=True).tolist())
         problem = Problem(environment="chat", index=number)
         group = GroupAssignment(slot=0, problem=problem, prompt_token_ids=tuple(prompt), seeds=seeds)
-        stop = (tokenizer.eos_token_id,)
-        found.append(
-            Lease.model_construct(
-                run="",
-                lease_id="",
-                worker="",
-                step=0,
-                policy_version=0,
-                policy_digest="",
-                groups=(group,),
-                sampling=Sampling(completion_tokens_max=LENGTH, stop_token_ids=stop),
-                issued_at_ms=0,
-                expires_at_ms=0,
-            )
-        )
+        sampling = Sampling(completion_tokens_max=LENGTH, stop_token_ids=(tokenizer.eos_token_id,))
+        found.append(local_lease((group,), sampling))
     return found
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_node.cli.target import is_url, named_in
-from prime_node.folder_lock import FolderLock
+from prime_node.folder_lock import FolderInUse, FolderLock
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import LedgerSource, Unreachable
 from prime_protocol.envelope import Envelope, open_envelope
@@ -146,7 +146,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                 raise LocalError(f"{target} holds run {own.digest[:12]}, not {run}")
             try:
                 lock = FolderLock(run_dir.coordinator)
-            except LocalError:  # it runs: a second signed head would be evidence against its key
+            except FolderInUse:  # it runs: a second signed head would be evidence against its key
                 async with wire.public_source(str(run_dir.join_link())) as source:
                     yield _Opened(source, own, pinned=run is not None)
                 return

@@ -106,22 +106,25 @@ def make_leases(
     while num_tokens > 0:
         num_groups = GROUPS[len(leases) % len(GROUPS)]
         groups = tuple(_group(rng, slot, vocab_size, prompt_tokens_max) for slot in range(num_groups))
-        leases.append(
-            Lease.model_construct(
-                run="",
-                lease_id="",
-                worker="",
-                step=0,
-                policy_version=0,
-                policy_digest="",
-                groups=groups,
-                sampling=sampling,
-                issued_at_ms=0,
-                expires_at_ms=0,
-            )
-        )
+        leases.append(local_lease(groups, sampling))
         num_tokens -= num_groups * GROUP * completion_tokens_max
     return leases
+
+
+def local_lease(groups: tuple[GroupAssignment, ...], sampling: Sampling) -> Lease:
+    """Return a lease of no run, for engines that are measured on this machine."""
+    return Lease.model_construct(
+        run="",
+        lease_id="",
+        worker="",
+        step=0,
+        policy_version=0,
+        policy_digest="",
+        groups=groups,
+        sampling=sampling,
+        issued_at_ms=0,
+        expires_at_ms=0,
+    )
 
 
 def _group(rng: np.random.Generator, slot: int, vocab_size: int, prompt_tokens_max: int) -> GroupAssignment:
