@@ -113,6 +113,75 @@ async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
     assert isinstance(repeated.exception, LocalError)
 
 
+BY_BYTES = ("malformed", "wrong_assignment", "token_out_of_range", "wrong_policy")
+
+
+@pytest.mark.parametrize("reason", BY_BYTES)
+async def test_a_ban_for_malformed_bytes_does_not_hold_where_the_bundle_is_well_formed(
+    tmp_path: Path, reason: str
+) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            await judged(world, reason=RejectReason(reason))
+        file, digest = await case_in(world, tmp_path), world.run.digest
+    code, report = check(file, "--run", digest)
+    assert (code, report["ok"]) == (1, False)
+    assert report["fault"] == f"the bundle is well-formed, but was rejected as {reason}"
+
+
+async def test_a_ban_for_malformed_bytes_holds_where_they_are_malformed(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            lease = await world.lease(ANNA, rollouts_max=2)
+            await world.client(ANNA).upload(make_parcel(lease, ANNA, body=b"garbage"))
+            await judge(world, reason=RejectReason.MALFORMED)
+        file = await case_in(world, tmp_path)
+    code, report = check(file)
+    assert (code, report["fault"], report["bundle"]) == (0, "", "malformed by its own bytes")
+
+
+async def test_a_worker_that_equivocates_with_malformed_bytes_leaves_no_fault_in_its_dossier(tmp_path: Path) -> None:
+    """The second header decides, before a validator reads the first bundle's bytes."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            lease = await world.lease(ANNA, rollouts_max=2)
+            await world.client(ANNA).upload(make_parcel(lease, ANNA, body=b"garbage"))
+            await world.client(ANNA).upload(make_parcel(lease, ANNA, created_at_ms=1))
+        file = await case_in(world, tmp_path)
+    code, report = check(file)
+    assert (code, report["fault"]) == (0, "")
+    assert report["bundle"] == "equivocation, which the bundle alone does not show"
+
+
+async def test_a_dossier_without_its_lease_fails_and_one_without_its_bundle_says_so(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            other = await judged(world, reason=RejectReason.SEED_MISMATCH)
+        file = await case_in(world, tmp_path)
+    parcel = next(file.parent.glob("*.parcel"))
+    parcel.unlink()
+    code, report = check(file)
+    assert (code, report["bundle"]) == (0, f"not checked, because {parcel.name} is not in the dossier's folder")
+    lines = file.read_bytes().splitlines()
+    kinds = [open_envelope(line).payload_type for line in lines]
+    place = kinds.index(PayloadType.LEASE)
+    file.write_bytes(b"\n".join([*lines[:place], *lines[place + 1 :]]))
+    code, report = check(file)
+    assert (code, report["fault"]) == (1, "ban dossier: the lease of the deciding bundle is missing")
+    moved = seal(other.model_copy(update={"policy_version": 1}), PayloadType.LEASE, COORDINATOR).to_bytes()
+    file.write_bytes(b"\n".join([*lines[:place], moved, *lines[place + 1 :]]))
+    code, report = check(file)
+    assert (code, report["fault"]) == (1, "the lease does not belong to the deciding bundle")
+
+
 def test_a_forward_pass_confirms_only_what_it_can_compute() -> None:
     """A copy passes it, and its evidence is in its worker's favour."""
     bad = Verdict.refuse(RejectReason.SEED_MISMATCH)

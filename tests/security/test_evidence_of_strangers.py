@@ -48,9 +48,9 @@ def refused(run: PinnedRun, bundle: str, *, at_ms: int = 5) -> Receipt:
     )
 
 
-def bomb_in(folder: Path, run: PinnedRun, *, size: int) -> Path:
-    """A case whose deciding bundle, of a few kilobytes, has `size` bytes after decompression."""
-    lease = Lease(
+def lease_of(run: PinnedRun) -> Lease:
+    """Lease that the receipts above name."""
+    return Lease(
         run=run.digest,
         lease_id="a" * 64,
         worker=ANNA.key_id,
@@ -66,6 +66,11 @@ def bomb_in(folder: Path, run: PinnedRun, *, size: int) -> Path:
         issued_at_ms=0,
         expires_at_ms=10,
     )
+
+
+def bomb_in(folder: Path, run: PinnedRun, *, size: int) -> Path:
+    """A case whose deciding bundle, of a few kilobytes, has `size` bytes after decompression."""
+    lease = lease_of(run)
     body = zstandard.ZstdCompressor(level=1).compress(bytes(2**20))
     parcel = pack_parcel(
         build_header(lease, body, size, worker=ANNA.key_id, engine=ENGINE), body, PayloadType.ROLLOUT, ANNA
@@ -179,7 +184,9 @@ def test_a_ban_by_a_former_key_is_named_and_fails_where_it_is_dated_after_the_ri
         num_receipts=2,
     )
     file = tmp_path / "case.jsonl"
-    signed = [seal(ban, PayloadType.BAN, ban_key), *(seal(one, PayloadType.RECEIPT, COORDINATOR) for one in receipts)]
+    lease = seal(lease_of(run), PayloadType.LEASE, COORDINATOR)
+    signed = [seal(one, PayloadType.RECEIPT, COORDINATOR) for one in receipts]
+    signed = [seal(ban, PayloadType.BAN, ban_key), lease, *signed]
     file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (run.envelope, ring_of(run), *signed)))
     code, report = check(file, "--run", run.digest)
     assert (code, report["ok"]) == (0 if holds else 1, holds)

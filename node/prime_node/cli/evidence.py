@@ -45,6 +45,15 @@ BY_FORWARD_PASS = frozenset(
     }
 )
 """Reasons that a forward pass finds in a well-formed bundle. Other checks find copies, equivocation and bad contexts."""
+BY_BYTES = frozenset(
+    {
+        RejectReason.MALFORMED,
+        RejectReason.WRONG_ASSIGNMENT,
+        RejectReason.TOKEN_OUT_OF_RANGE,
+        RejectReason.WRONG_POLICY,
+    }
+)
+"""Reasons that the lease and the bundle's own bytes alone decide, so that a well-formed bundle disproves them."""
 
 evidence = typer.Typer(
     help="Check the evidence for a ban.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
@@ -232,34 +241,58 @@ def _too_large(what: str, bytes_max: int) -> RemoteError:
 
 
 def _about_the_bundle(dossier: _Dossier, folder: Path, model: Path | None) -> str:
-    """Check the bundle itself and return the result.
+    """Check the lease and the bundle itself, and return the result.
 
-    Raises RemoteError if it contradicts the ban, LocalError for --model without a bundle.
+    Raises RemoteError if one of them contradicts the ban or the lease is missing, LocalError for --model without a bundle.
     """
-    from prime_node.validator.judge import OpenedBundle, open_bundle
-
-    bundle, lease = dossier.statement.bundle, dossier.lease
+    bundle = dossier.statement.bundle
+    if bundle is None:
+        if model is not None:
+            raise LocalError(
+                "the ban is a decision of the operator, so --model has nothing to check; leave --model out"
+            )
+        return ""
+    lease, decided = _deciding_lease(dossier), dossier.receipts[-1]
     file = place(folder, f"{bundle}.parcel")
-    if bundle is None or lease is None or not file.is_file():
+    if not file.is_file():
         if model is not None:
             raise LocalError(f"{file}: no such bundle, so --model has nothing to check; leave --model out")
-        return ""
-    bounds = dossier.run.spec.limits
-    bytes_max = bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
+        return f"not checked, because {file.name} is not in the dossier's folder"
+    bytes_max = dossier.run.spec.limits.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
     if not dossier.is_pinned:
         bytes_max = min(bytes_max, limits.UNPINNED_DOSSIER_BYTES_MAX)
-    parcel, decided = _read_file(file, bytes_max), dossier.receipts[-1]
-    if digest_of(parcel) != bundle or (lease.lease_id, lease.worker) != (decided.lease_id, decided.worker):
-        raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"{file.name} or the lease does not belong to the deciding bundle")
+    parcel = _read_file(file, bytes_max)
+    if digest_of(parcel) != bundle:
+        raise RemoteError(ErrorCode.DIGEST_MISMATCH, f"{file.name} does not belong to the deciding bundle")
     if not dossier.is_pinned:
         _require_small(parcel, limits.UNPINNED_DOSSIER_BYTES_MAX)
-    found = open_bundle(parcel, lease, dossier.run, newest_policy=limits.STEP_MAX)
-    if not isinstance(found, OpenedBundle):
-        if found.verdict.reason is not decided.reason:
-            raise RemoteError(
-                ErrorCode.MALFORMED, f"the bundle is {found.verdict.reason}, but was rejected as {decided.reason}"
-            )
-        return f"{found.verdict.reason} by its own bytes"
+    return _about_the_parcel(parcel, lease, dossier, decided, model)
+
+
+def _deciding_lease(dossier: _Dossier) -> Lease:
+    """Return the lease of the deciding bundle. Raises RemoteError if there is none or if its receipt names another one."""
+    lease, decided = dossier.lease, dossier.receipts[-1]
+    if lease is None:
+        raise RemoteError(ErrorCode.MALFORMED, "ban dossier: the lease of the deciding bundle is missing")
+    stated = (lease.run, lease.worker, lease.lease_id, lease.step, lease.policy_version)
+    if stated != (decided.run, decided.worker, decided.lease_id, decided.step, decided.policy_version):
+        raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the lease does not belong to the deciding bundle")
+    return lease
+
+
+def _about_the_parcel(parcel: bytes, lease: Lease, dossier: _Dossier, decided: Receipt, model: Path | None) -> str:
+    """Compare the bundle's own bytes, and with `model` a forward pass, with the reason in its receipt."""
+    from prime_node.validator.judge import OpenedBundle, open_bundle
+
+    reason, spans = decided.reason, dossier.run.spec.schedule.swap.spans_policies
+    opened = open_bundle(parcel, lease, dossier.run, newest_policy=limits.STEP_MAX)
+    found = None if isinstance(opened, OpenedBundle) else opened.verdict.reason
+    if found is not None and found is reason:
+        return f"{reason} by its own bytes"
+    if reason is RejectReason.EQUIVOCATION or (reason is RejectReason.WRONG_POLICY and spans):
+        return f"{reason}, which the bundle alone does not show"
+    if not isinstance(opened, OpenedBundle) or reason in BY_BYTES:
+        raise RemoteError(ErrorCode.MALFORMED, f"the bundle is {found or 'well-formed'}, but was rejected as {reason}")
     if model is None:
         return "well-formed; --model repeats the forward pass"
     judge_class = decided.evidence.validator if decided.evidence else "transformers/fp32/cpu"
@@ -268,7 +301,7 @@ def _about_the_bundle(dossier: _Dossier, folder: Path, model: Path | None) -> st
             f"a validator of class {judge_class} judged the deciding bundle, but --model can repeat the forward pass of "
             "transformers only; leave --model out to check everything else"
         )
-    return asyncio.run(_judged_again(found, dossier, model, judge_class))
+    return asyncio.run(_judged_again(opened, dossier, model, judge_class))
 
 
 async def _about_the_seeds(dossier: _Dossier, ledger: str) -> str:
