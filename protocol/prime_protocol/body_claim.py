@@ -17,7 +17,7 @@ from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import Epoch, Nonce
+from prime_protocol.requests import Epoch, Nonce
 
 REQUEST_HEADER = "Prime-Request"
 """Header that holds a whole signed request: its envelope, as JSON text."""

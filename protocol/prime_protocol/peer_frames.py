@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from prime_protocol import limits
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.messages import ErrorBody
+from prime_protocol.replies import ErrorBody
 
 _REQUEST = struct.Struct(">II")
 _REPLY = struct.Struct(">IBI")

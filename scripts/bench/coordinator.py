@@ -55,7 +55,7 @@ from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import WAIT_S_MAX, Limits
-from prime_protocol.messages import JoinRequest, LeaseRequest, Request, ReturnLeaseRequest, Stamped
+from prime_protocol.requests import JoinRequest, LeaseRequest, Request, ReturnLeaseRequest, Stamped
 
 CONNECTIONS = 8
 ROUNDS = 3

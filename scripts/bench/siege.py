@@ -58,7 +58,7 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import JoinRequest
+from prime_protocol.requests import JoinRequest
 from prime_protocol.run_spec import PinnedRun
 
 BEATING = [SigningKey(bytes([100 + number]) * 32) for number in range(4)]

@@ -49,8 +49,9 @@ from prime_protocol.digest import digest_of  # noqa: E402
 from prime_protocol.envelope import PayloadType, parse_json, seal  # noqa: E402
 from prime_protocol.errors import HTTP_STATUS, LocalError, RemoteError  # noqa: E402
 from prime_protocol.identity import SigningKey  # noqa: E402
-from prime_protocol.messages import BlobHeader, ErrorBody  # noqa: E402
 from prime_protocol.parcel import pack_parcel  # noqa: E402
+from prime_protocol.replies import ErrorBody  # noqa: E402
+from prime_protocol.requests import BlobHeader  # noqa: E402
 
 FINDINGS = HERE / "findings"
 STRANGER = SigningKey(bytes([99]) * 32)

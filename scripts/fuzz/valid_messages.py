@@ -14,7 +14,19 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 import prime_protocol
-from prime_protocol import dossier, invite, ledger, manifest, messages, peers, rollout, run_spec, timestamp, verdict
+from prime_protocol import (
+    dossier,
+    invite,
+    ledger,
+    manifest,
+    peers,
+    replies,
+    requests,
+    rollout,
+    run_spec,
+    timestamp,
+    verdict,
+)
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, WireModel, open_envelope, parse_json
 from prime_protocol.errors import RemoteError
@@ -26,12 +38,12 @@ VECTORS = Path(__file__).parents[2] / "tests" / "vectors"
 MODEL_OF: dict[str, type[BaseModel]] = {
     PayloadType.RUN_SPEC: run_spec.RunSpec,
     PayloadType.MANIFEST: manifest.Manifest,
-    PayloadType.REQUEST: messages.Stamped,
+    PayloadType.REQUEST: requests.Stamped,
     PayloadType.LEASE: Lease,
     PayloadType.ROLLOUT: rollout.RolloutHeader,
-    PayloadType.BLOB: messages.BlobHeader,
+    PayloadType.BLOB: requests.BlobHeader,
     PayloadType.RECEIPT: verdict.Receipt,
-    PayloadType.BATCH: messages.TrainBatch,
+    PayloadType.BATCH: replies.TrainBatch,
     PayloadType.KEY_RING: KeyRing,
     PayloadType.TIMESTAMP: timestamp.Timestamp,
     PayloadType.INVITE: invite.Invite,

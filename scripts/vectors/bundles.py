@@ -11,8 +11,8 @@ from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType
 from prime_protocol.errors import ErrorCode
-from prime_protocol.messages import BlobHeader
 from prime_protocol.parcel import pack_parcel
+from prime_protocol.requests import BlobHeader
 from prime_protocol.rollout import Completion, FinishReason, RolloutHeader, pack_body, rollouts_for
 from prime_protocol.tensor_file import pack_tensors
 from prime_protocol.verdict import RejectReason

@@ -11,15 +11,8 @@ from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, seal
 from prime_protocol.evidence import BundleEvidence, Sums, Weighed
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
-    BatchGroup,
-    BatchRequest,
-    CheckResultRequest,
-    JoinRequest,
-    LeaseRequest,
-    Stamped,
-    TrainBatch,
-)
+from prime_protocol.replies import BatchGroup, TrainBatch
+from prime_protocol.requests import BatchRequest, CheckResultRequest, JoinRequest, LeaseRequest, Stamped
 from prime_protocol.telemetry import Speed
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 from vectors.folder import COORDINATOR, NOW_MS, TRAINER, VALIDATOR, WORKER, Case, Folder, fields

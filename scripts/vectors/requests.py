@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prime_protocol.digest import digest_of
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
+from prime_protocol.requests import (
     AdminRequest,
     BatchRequest,
     BundleRequest,

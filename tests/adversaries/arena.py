@@ -42,10 +42,8 @@ from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
-    BatchRequest,
-    TrainBatch,
-)
+from prime_protocol.replies import TrainBatch
+from prime_protocol.requests import BatchRequest
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import CheckPolicy, ModelFile, PinnedRun
 from prime_protocol.verdict import Receipt

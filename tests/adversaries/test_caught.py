@@ -10,7 +10,7 @@ from tests.adversaries.conditions import SOFT, conditions_for
 from tests.adversaries.watching import Outcome, Part
 
 from prime_lab.adversaries.table import ADVERSARIES
-from prime_protocol.messages import TrainBatch
+from prime_protocol.replies import TrainBatch
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.verdict import BanKind, BundleStatus, RejectReason
 

@@ -16,16 +16,8 @@ from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
-    BundleRequest,
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    LeaseRequest,
-    NotYet,
-    TrainBatch,
-    UploadReply,
-)
+from prime_protocol.replies import CheckTask, NotYet, TrainBatch, UploadReply
+from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, LeaseRequest
 from prime_protocol.verdict import Receipt, Verdict
 
 

@@ -27,8 +27,9 @@ from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, open_manifest
-from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet, TrainBatch
 from prime_protocol.parcel import pack_parcel
+from prime_protocol.replies import BatchGroup, NotYet, TrainBatch
+from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.rollout import Completion, FinishReason, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
 from prime_protocol.schedule import Schedule

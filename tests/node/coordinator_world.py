@@ -36,19 +36,18 @@ from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, sign_manifest
-from prime_protocol.messages import (
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.replies import CheckTask, TrainBatch
+from prime_protocol.requests import (
     BatchRequest,
     CheckRequest,
     CheckResultRequest,
-    CheckTask,
     HeartbeatRequest,
     JoinRequest,
     LeaseRequest,
     Request,
-    TrainBatch,
     WorkerState,
 )
-from prime_protocol.parcel import pack_parcel
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict

@@ -17,11 +17,8 @@ from prime_node.cli.main import app
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.evidence import BundleEvidence, Moments, Sums
-from prime_protocol.messages import (
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-)
+from prime_protocol.replies import CheckTask
+from prime_protocol.requests import CheckRequest, CheckResultRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 

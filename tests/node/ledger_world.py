@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from prime_node.cli.main import app
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.ledger import LedgerChain
-from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun
 
 

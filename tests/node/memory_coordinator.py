@@ -24,20 +24,16 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import SignedManifest
-from prime_protocol.messages import (
-    HeartbeatReply,
+from prime_protocol.parcel import open_parcel
+from prime_protocol.replies import HeartbeatReply, JoinReply, NotYet, ReceiptList, UploadReply
+from prime_protocol.requests import (
     HeartbeatRequest,
-    JoinReply,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
-    NotYet,
-    ReceiptList,
     ReceiptsRequest,
     ReturnLeaseRequest,
-    UploadReply,
 )
-from prime_protocol.parcel import open_parcel
 from prime_protocol.rollout import RolloutHeader, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed

@@ -10,8 +10,9 @@ from prime_lab.memory_network import memory_address
 from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 
 RUN = make_run()
 

@@ -6,7 +6,7 @@ from tests.node.coordinator_world import (
     ENGINE,
 )
 
-from prime_protocol.messages import JoinRequest
+from prime_protocol.requests import JoinRequest
 
 
 def request(**changes: object) -> JoinRequest:

@@ -8,8 +8,9 @@ from tests.node.worker_world import TRAINER, WORKER, MemorySource, make_run
 
 from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.envelope import PayloadType, parse_json
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, CheckTask
 from prime_protocol.parcel import open_parcel
+from prime_protocol.replies import CheckTask
+from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest
 from prime_protocol.rollout import RolloutHeader, parse_body
 from prime_protocol.verify import check_assignment, judge, measure_logprobs
 

@@ -20,7 +20,8 @@ from prime_node.coordinator.state.records import LeaseRecord, WorkerRecord
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
-from prime_protocol.messages import AdminRequest, LeaseRequest, LeaveRequest, NotYet, ReceiptsRequest
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import AdminRequest, LeaseRequest, LeaveRequest, ReceiptsRequest
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 

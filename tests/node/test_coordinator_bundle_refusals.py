@@ -29,15 +29,9 @@ from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import (
-    BlobHeader,
-    BundleRequest,
-    CheckResultRequest,
-    LeaseRequest,
-    NotYet,
-    ReturnLeaseRequest,
-)
 from prime_protocol.parcel import open_parcel, pack_parcel
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import BlobHeader, BundleRequest, CheckResultRequest, LeaseRequest, ReturnLeaseRequest
 from prime_protocol.rollout import RolloutHeader, body_bytes_max, parse_body
 from prime_protocol.verdict import RejectReason, Verdict
 

@@ -30,7 +30,8 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BatchRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
+from prime_protocol.replies import CheckTask, TrainBatch
+from prime_protocol.requests import BatchRequest, CheckRequest, CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict
 
 T = TypeVar("T")

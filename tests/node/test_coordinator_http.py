@@ -30,17 +30,16 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import (
+from prime_protocol.replies import NotYet, UploadReply
+from prime_protocol.requests import (
     AdminRequest,
     BatchRequest,
     BundleRequest,
     CheckRequest,
     LeaseRequest,
     LeaveRequest,
-    NotYet,
     ReceiptsRequest,
     ReturnLeaseRequest,
-    UploadReply,
 )
 from prime_protocol.rollout import RolloutHeader
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict

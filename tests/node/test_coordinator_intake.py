@@ -42,7 +42,7 @@ from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_node.ports.web import parse_range
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
-from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.verdict import Verdict
 

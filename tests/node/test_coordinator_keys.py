@@ -39,7 +39,7 @@ from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, Role
 from prime_protocol.manifest import sign_manifest
-from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
 

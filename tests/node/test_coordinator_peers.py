@@ -12,8 +12,9 @@ from tests.time_world import turns
 from prime_node.adapters.web.http_peer import HttpDialBack
 from prime_node.coordinator.listed_peers import OFFER_S_MAX, TRIED_AGAIN_S, Peers
 from prime_protocol.identity import KeyId, SigningKey
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerRecord, authorization, check_authorization, open_peer_list
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 
 RUN = make_run()
 HOME = "192.0.2.1"

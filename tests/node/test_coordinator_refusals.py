@@ -32,7 +32,8 @@ from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode
-from prime_protocol.messages import (
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.requests import (
     AdminRequest,
     BatchRequest,
     BlobHeader,
@@ -42,7 +43,6 @@ from prime_protocol.messages import (
     JoinRequest,
     LeaseRequest,
 )
-from prime_protocol.parcel import pack_parcel
 from prime_protocol.verdict import RejectReason, Verdict
 
 

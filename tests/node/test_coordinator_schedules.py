@@ -24,7 +24,8 @@ from tests.node.coordinator_world import (
 
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import BatchRequest, LeaseRequest, NotYet, TrainBatch
+from prime_protocol.replies import NotYet, TrainBatch
+from prime_protocol.requests import BatchRequest, LeaseRequest
 from prime_protocol.verdict import RejectReason
 
 STREAM = {"preset": "verl_stream", "trigger_parameter_sync_step": 2}

@@ -28,7 +28,8 @@ from prime_node.coordinator.state.curriculum import EXAMPLES_MAX, Curriculum, Po
 from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, parse_json
 from prime_protocol.errors import LocalError
-from prime_protocol.messages import BatchRequest, CheckRequest, CheckResultRequest, CheckTask, TrainBatch
+from prime_protocol.replies import CheckTask, TrainBatch
+from prime_protocol.requests import BatchRequest, CheckRequest, CheckResultRequest
 from prime_protocol.verdict import Verdict
 
 QUESTIONS = 6

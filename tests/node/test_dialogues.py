@@ -34,7 +34,7 @@ from prime_node.worker.generating import Generated, bundle_for, generate
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.replies import BatchGroup, TrainBatch
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, Rollouts
 from prime_protocol.run_spec import EnvironmentSpec, Option, PinnedRun
 from prime_protocol.schedule import SwapPolicy

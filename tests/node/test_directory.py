@@ -15,8 +15,9 @@ from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 
 RUN = make_run()
 

@@ -24,7 +24,7 @@ from prime_node.ports.store import StoredReceipt
 from prime_protocol.envelope import PayloadType, open_envelope, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
-from prime_protocol.messages import AdminRequest
+from prime_protocol.requests import AdminRequest
 from prime_protocol.verdict import RejectReason, Verdict
 
 

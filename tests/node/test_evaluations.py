@@ -31,7 +31,7 @@ from prime_node.coordinator.state.slot_records import Results
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import HELD_OUT_START, Lease
 from prime_protocol.errors import LocalError
-from prime_protocol.messages import CheckResultRequest
+from prime_protocol.requests import CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict
 
 RUN = make_run(async_level=2)

@@ -20,7 +20,8 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.tick import tick
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import LeaseRequest, ReturnLeaseRequest
 from prime_protocol.verdict import RejectReason
 
 

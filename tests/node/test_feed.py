@@ -33,7 +33,8 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import BatchGroup, BatchRequest, NotYet, TrainBatch
+from prime_protocol.replies import BatchGroup, NotYet, TrainBatch
+from prime_protocol.requests import BatchRequest
 from prime_protocol.weights import WeightTensor
 
 

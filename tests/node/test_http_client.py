@@ -19,21 +19,19 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import (
+from prime_protocol.parcel import open_parcel
+from prime_protocol.replies import HeartbeatReply, NotYet, UploadReply
+from prime_protocol.requests import (
     AdminRequest,
     BatchRequest,
     BlobHeader,
     BundleRequest,
-    HeartbeatReply,
     HeartbeatRequest,
     LeaseRequest,
     LeaveRequest,
-    NotYet,
     Stamped,
-    UploadReply,
     WorkerState,
 )
-from prime_protocol.parcel import open_parcel
 
 RUN = make_run()
 HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)

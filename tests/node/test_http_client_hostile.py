@@ -21,8 +21,9 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
-from prime_protocol.messages import HeartbeatRequest, LeaseRequest, NotYet, ReceiptsRequest, WorkerState
 from prime_protocol.peers import PeerUpdate
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import HeartbeatRequest, LeaseRequest, ReceiptsRequest, WorkerState
 
 RUN = make_run()
 HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)

@@ -38,7 +38,7 @@ from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.limits import ENVELOPE_BYTES_MAX, LEASE_ROLLOUTS_MAX, LEDGER_PAGE_BYTES_MAX
-from prime_protocol.messages import ReceiptsRequest
+from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 

@@ -35,7 +35,7 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
-from prime_protocol.messages import AdminRequest, LeaveRequest
+from prime_protocol.requests import AdminRequest, LeaveRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.telemetry import Hardware
 from prime_protocol.verdict import RejectReason

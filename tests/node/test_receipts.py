@@ -11,7 +11,8 @@ from prime_node.worker.receipts import ReceiptBook, Tally
 from prime_node.worker.status import Status
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.messages import ReceiptList, WorkerState
+from prime_protocol.replies import ReceiptList
+from prime_protocol.requests import WorkerState
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 RUN = make_run()

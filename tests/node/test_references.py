@@ -25,7 +25,7 @@ from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.limits import COMPARED_REWARDS_MAX
-from prime_protocol.messages import CheckResultRequest
+from prime_protocol.requests import CheckResultRequest
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
 from prime_protocol.run_spec import PinnedRun, RunSpec
 from prime_protocol.verdict import RejectReason

@@ -23,15 +23,8 @@ from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.references import ReferencePace, choose_groups, sample_references
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.digest import digest_of
-from prime_protocol.messages import (
-    BundleRequest,
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    HoldingReply,
-    HoldingRequest,
-    NotYet,
-)
+from prime_protocol.replies import CheckTask, HoldingReply, NotYet
+from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.verify import Prefill
 

@@ -38,7 +38,7 @@ from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
-from prime_protocol.messages import ReceiptList
+from prime_protocol.replies import ReceiptList
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret, committed, opened_secrets
 from prime_protocol.verdict import Receipt, RejectReason

@@ -22,7 +22,7 @@ from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.validator.loop import run_validator as run_validator
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.messages import CheckResultRequest
+from prime_protocol.requests import CheckResultRequest
 from prime_protocol.verdict import Verdict
 
 SECOND = SigningKey(bytes([99]) * 32)

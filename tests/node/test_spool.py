@@ -19,7 +19,7 @@ from prime_node.ports.transport import Unreachable
 from prime_node.worker.spool import REFUSED_LINES_MAX, Spool
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
-from prime_protocol.messages import UploadReply
+from prime_protocol.replies import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
 
 LEASE = digest_of(b"lease")

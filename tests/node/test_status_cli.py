@@ -22,7 +22,7 @@ from prime_node.cli import status as status_file
 from prime_node.cli.main import app
 from prime_node.worker.status import Status, write_status
 from prime_protocol.errors import LocalError
-from prime_protocol.messages import WorkerState
+from prime_protocol.requests import WorkerState
 
 
 def shown(*arguments: object) -> Result:

@@ -19,14 +19,8 @@ from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
-from prime_protocol.messages import (
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    HeartbeatRequest,
-    ReceiptsRequest,
-    WorkerState,
-)
+from prime_protocol.replies import CheckTask
+from prime_protocol.requests import CheckRequest, CheckResultRequest, HeartbeatRequest, ReceiptsRequest, WorkerState
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 
 WEIGHING = dataclasses.replace(RULES, statistics=("logprob", "margin"), max_steps=50)

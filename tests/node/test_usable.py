@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.node.coordinator_world import ANNA, BEN, make_run, memory_parts, running
 
 from prime_node.coordinator.availability import POLICIES_MAX, TimesToAvailable
-from prime_protocol.messages import HeartbeatRequest, WorkerState
+from prime_protocol.requests import HeartbeatRequest, WorkerState
 
 
 def test_the_spread_is_that_of_the_workers_first_words() -> None:

@@ -19,7 +19,7 @@ from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import HeartbeatRequest
+from prime_protocol.requests import HeartbeatRequest
 from prime_protocol.rollout import Completion
 
 

@@ -19,7 +19,7 @@ from prime_node.worker.rehearsal import rehearse
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.messages import LeaseRequest
+from prime_protocol.requests import LeaseRequest
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed

@@ -24,7 +24,7 @@ from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain
-from prime_protocol.messages import LeaseRequest, WorkerState
+from prime_protocol.requests import LeaseRequest, WorkerState
 from prime_protocol.rollout import Completion
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verdict import Receipt, RejectReason

@@ -22,7 +22,8 @@ from prime_node.worker.config import WorkerConfig
 from prime_node.worker.loop import run_worker
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.envelope import Envelope, parse_json
-from prime_protocol.messages import BatchRequest, TrainBatch
+from prime_protocol.replies import TrainBatch
+from prime_protocol.requests import BatchRequest
 
 
 async def train(world: World, source: MemorySource) -> list[TrainBatch]:

@@ -22,17 +22,10 @@ from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
-    BundleRequest,
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    HoldingReply,
-    HoldingRequest,
-    NotYet,
-)
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
+from prime_protocol.replies import CheckTask, HoldingReply, NotYet
+from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.rollout import Rollouts, pack_body, rollouts_for
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights

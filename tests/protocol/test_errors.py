@@ -3,7 +3,7 @@ from __future__ import annotations
 from prime_protocol import errors, limits
 from prime_protocol.codec import CodecError
 from prime_protocol.errors import HTTP_STATUS, ErrorCode, LimitExceeded, LocalError, PrimeError, RemoteError
-from prime_protocol.messages import ErrorBody
+from prime_protocol.replies import ErrorBody
 from prime_protocol.visible import printable
 
 

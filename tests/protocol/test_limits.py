@@ -15,9 +15,10 @@ from prime_protocol import (
     assignment,
     limits,
     manifest,
-    messages,
     parcel,
     peers,
+    replies,
+    requests,
     rollout,
     run_spec,
     seed_chain,
@@ -26,7 +27,7 @@ from prime_protocol import (
 from prime_protocol.envelope import WireModel
 from prime_protocol.limits import Limits
 
-MODULES = (assigned, seed_chain, assignment, manifest, messages, parcel, peers, rollout, run_spec, verdict)
+MODULES = (assigned, seed_chain, assignment, manifest, parcel, peers, replies, requests, rollout, run_spec, verdict)
 
 
 def wire_models() -> dict[str, type[BaseModel]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from prime_protocol import assignment, limits, messages, verdict
+from prime_protocol import assignment, limits, requests, verdict
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -41,9 +41,9 @@ def request(action: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("action", sorted(VALID))
 def test_a_request_is_identified_by_its_action_and_closed(action: str, raises: Raises) -> None:
-    assert parse_json(stamped(request(action)), messages.Stamped).request.action == action
-    raises(ErrorCode.UNKNOWN_FIELD, parse_json, stamped(request(action) | {"extra": 1}), messages.Stamped)
-    raises(ErrorCode.UNKNOWN_FIELD, parse_json, stamped(request(action), extra=1), messages.Stamped)
+    assert parse_json(stamped(request(action)), requests.Stamped).request.action == action
+    raises(ErrorCode.UNKNOWN_FIELD, parse_json, stamped(request(action) | {"extra": 1}), requests.Stamped)
+    raises(ErrorCode.UNKNOWN_FIELD, parse_json, stamped(request(action), extra=1), requests.Stamped)
 
 
 @pytest.mark.parametrize(("action", "field"), [(action, field) for action in VALID for field in VALID[action]])
@@ -53,10 +53,10 @@ def test_a_field_of_the_wrong_kind_is_refused(action: str, field: str, value: ob
     body = request(action) | {field: value}
     if (field, value) not in [("policy_versions", []), ("measured", {"x": 1})]:
         with pytest.raises(RemoteError) as caught:
-            parse_json(stamped(body), messages.Stamped)
+            parse_json(stamped(body), requests.Stamped)
         assert caught.value.code in (ErrorCode.WRONG_TYPE, ErrorCode.UNKNOWN_FIELD)
         return
-    message = parse_json(stamped(body), messages.Stamped)
+    message = parse_json(stamped(body), requests.Stamped)
     assert json.loads(message.request.model_dump_json())[field] == value
 
 
@@ -86,18 +86,18 @@ def test_a_field_of_the_wrong_kind_is_refused(action: str, field: str, value: ob
 def test_a_stamped_request_outside_its_bounds_is_refused(
     fields: dict[str, Any], code: ErrorCode, raises: Raises
 ) -> None:
-    raises(code, parse_json, stamped(request("leave"), **fields), messages.Stamped)
+    raises(code, parse_json, stamped(request("leave"), **fields), requests.Stamped)
 
 
 def test_the_largest_verdict_fits_into_a_request(sample: Any) -> None:
     rewards = tuple(-0.1234567890123456789 * 10.0**-i for i in range(300)) * 13
-    result = messages.CheckResultRequest(
+    result = requests.CheckResultRequest(
         bundle=digest_of(b""),
         verdict=verdict.Verdict.accept(),
         rewards=(rewards + rewards)[: limits.LEASE_ROLLOUTS_MAX],
         measured={f"{i:0200}": 0.1234567890123456789 for i in range(64)},
     )
-    message = messages.Stamped(run=digest_of(b""), nonce="0" * 32, issued_at_ms=1, request=result)
+    message = requests.Stamped(run=digest_of(b""), nonce="0" * 32, issued_at_ms=1, request=result)
     assert len(result.rewards) > 3_800
     assert len(seal(message, PayloadType.REQUEST, sample.validator).to_bytes()) < limits.REQUEST_BYTES_MAX
 

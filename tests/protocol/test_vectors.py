@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from tests.protocol.vector_kinds import CASES, KINDS, LISTS, ROOT, VECTORS, Case
 
-from prime_protocol import messages
+from prime_protocol import requests
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 
@@ -78,7 +78,7 @@ def test_every_field_of_every_request_has_a_value_of_its_own_in_some_vector() ->
         for path, case in CASES
         if path.stem == "message" and "request" in case.get("expect", ())
     ]
-    for kind in get_args(get_args(messages.Request)[0]):
+    for kind in get_args(get_args(requests.Request)[0]):
         mine = [request for request in signed if request["action"] in get_args(kind.model_fields["action"].annotation)]
         assert mine, kind
         for name, field in kind.model_fields.items():

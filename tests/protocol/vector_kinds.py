@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_protocol import messages, verdict
+from prime_protocol import replies, requests, verdict
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assigned import SeedRule
 from prime_protocol.assignment import Lease, Sampling
@@ -38,13 +38,13 @@ from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.ledger import LedgerChain, open_ledger_head
 from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
-from prime_protocol.messages import BlobHeader
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.proof import build_proofs
+from prime_protocol.requests import BlobHeader
 from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS, rank_sums
 from prime_protocol.rollout import (
     BODY_LAYOUT,
@@ -181,7 +181,7 @@ def join_link(case: Case, folder: Path) -> Any:
 
 def message(case: Case, folder: Path) -> Any:
     others = {"BanStatement": BanStatement, "Lease": Lease, "Receipt": verdict.Receipt}
-    model = others.get(case["model"]) or getattr(messages, case["model"])
+    model = others.get(case["model"]) or getattr(requests, case["model"], None) or getattr(replies, case["model"])
     opened = open_envelope(data_of(case, folder))
     parsed = parse_json(opened.verify(PayloadType(case["payload_type"]), trusted=case["trusted"]), model)
     assert opened.digest == case["digest"]

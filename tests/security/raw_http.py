@@ -16,7 +16,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.errors import HTTP_STATUS
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import ErrorBody
+from prime_protocol.replies import ErrorBody
 
 
 @dataclass

@@ -18,8 +18,9 @@ from prime_node.ports.web import Request
 from prime_protocol.addresses import GLOBAL, LOOPBACK, endpoint_of, may_be_named, place_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 
 RUN = make_run()
 NOWHERE = (

@@ -27,7 +27,7 @@ from prime_protocol import limits
 from prime_protocol.body_claim import BodyClaim
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
+from prime_protocol.requests import (
     HeartbeatRequest,
     JoinRequest,
     LeaseRequest,

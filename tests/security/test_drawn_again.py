@@ -23,7 +23,8 @@ from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.validator.judge import OpenedBundle, open_bundle
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.messages import BundleRequest, CheckRequest, CheckResultRequest, NotYet
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import Verdict
 

@@ -30,7 +30,8 @@ from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, LeaseRequest, NotYet
+from prime_protocol.replies import CheckTask, NotYet
+from prime_protocol.requests import CheckRequest, CheckResultRequest, LeaseRequest
 from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict

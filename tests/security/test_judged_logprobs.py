@@ -31,8 +31,9 @@ from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import open_logprobs, pack_logprobs
-from prime_protocol.messages import CheckResultRequest, CheckTask
 from prime_protocol.parcel import pack_parcel
+from prime_protocol.replies import CheckTask
+from prime_protocol.requests import CheckResultRequest
 from prime_protocol.rollout import Completion, FinishReason, pack_body, rollouts_for
 from prime_protocol.run_spec import AuditPolicy, CheckPolicy, PinnedRun
 from prime_protocol.verdict import Verdict

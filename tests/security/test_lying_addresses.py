@@ -29,8 +29,8 @@ from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import PeerRecord, open_peer_list
+from prime_protocol.requests import PeersRequest
 from prime_protocol.weights import root_of
 
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)

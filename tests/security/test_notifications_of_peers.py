@@ -28,8 +28,8 @@ from prime_protocol.envelope import parse_json
 from prime_protocol.errors import RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry
-from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import PeerUpdate
+from prime_protocol.requests import PeersRequest
 
 NAMES = [f"{number:064x}" for number in range(limits.PEER_UPDATE_ENCODINGS_MAX)]
 LAST = limits.CHUNKS_MAX

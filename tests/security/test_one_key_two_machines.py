@@ -44,13 +44,7 @@ from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import (
-    JoinRequest,
-    LeaseRequest,
-    LeaveRequest,
-    ReceiptsRequest,
-    ReturnLeaseRequest,
-)
+from prime_protocol.requests import JoinRequest, LeaseRequest, LeaveRequest, ReceiptsRequest, ReturnLeaseRequest
 from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:

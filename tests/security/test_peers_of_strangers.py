@@ -41,8 +41,9 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerRecord, PeerTicket, authorization, open_peer_list
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 from prime_protocol.run_spec import JoinLink
 
 RUN, CLOCK = make_run(), SystemClock()

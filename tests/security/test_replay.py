@@ -41,14 +41,15 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
+from prime_protocol.parcel import pack_parcel
+from prime_protocol.replies import ErrorBody
+from prime_protocol.requests import (
     AdminRequest,
     BatchRequest,
     BlobHeader,
     BundleRequest,
     CheckRequest,
     CheckResultRequest,
-    ErrorBody,
     HoldingRequest,
     JoinRequest,
     LeaseRequest,
@@ -58,7 +59,6 @@ from prime_protocol.messages import (
     Request,
     ReturnLeaseRequest,
 )
-from prime_protocol.parcel import pack_parcel
 from prime_protocol.verdict import Verdict
 
 HOUR_S = 3_600.0

@@ -20,7 +20,7 @@ from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.limits import COUNT_MAX, REQUEST_AGE_S_MAX
-from prime_protocol.messages import ReceiptList
+from prime_protocol.replies import ReceiptList
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 

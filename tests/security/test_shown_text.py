@@ -23,7 +23,8 @@ from pydantic.fields import FieldInfo
 from rich.console import Console
 
 import prime_node
-import prime_protocol.messages as _messages  # noqa: F401 - its models are walked
+import prime_protocol.replies as _replies  # noqa: F401 - its models are walked
+import prime_protocol.requests as _requests  # noqa: F401
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import outcome, screen, status_view
 from prime_node.cli.plot import Curve, save_curves_png
@@ -35,7 +36,7 @@ from prime_node.worker.status import Status
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import KeyId
-from prime_protocol.messages import JoinRequest, WorkerState
+from prime_protocol.requests import JoinRequest, WorkerState
 from prime_protocol.visible import INVISIBLE, VISIBLE, printable
 
 RUN = "ab" * 32

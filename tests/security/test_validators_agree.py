@@ -28,7 +28,8 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet, ReceiptsRequest
+from prime_protocol.replies import CheckTask, NotYet
+from prime_protocol.requests import CheckRequest, CheckResultRequest, ReceiptsRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import Receipt, RejectReason, Verdict
 

@@ -28,7 +28,8 @@ from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.messages import CheckRequest, CheckResultRequest, CheckTask, NotYet
+from prime_protocol.replies import CheckTask, NotYet
+from prime_protocol.requests import CheckRequest, CheckResultRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 

@@ -20,9 +20,10 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
-from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, UploadReply
 from prime_protocol.parcel import open_parcel, pack_parcel
 from prime_protocol.proof import num_proofs
+from prime_protocol.replies import NotYet, UploadReply
+from prime_protocol.requests import LeaseRequest, ReturnLeaseRequest
 from prime_protocol.rollout import RolloutHeader, Rollouts, pack_body, parse_body
 from prime_protocol.tensor_file import pack_tensors
 

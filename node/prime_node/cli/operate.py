@@ -20,7 +20,7 @@ from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite, invite_text
-from prime_protocol.messages import AdminRequest
+from prime_protocol.requests import AdminRequest
 
 operate = typer.Typer(
     help="Ban, unban and invite workers, and drain a run, with the run directory's root or coordinator key.",

@@ -97,7 +97,7 @@ async def require_admission(client: PeerFinder, key: SigningKey) -> None:
     """
     from prime_node.ports.transport import Unreachable
     from prime_protocol.errors import RemoteError
-    from prime_protocol.messages import PeersRequest
+    from prime_protocol.requests import PeersRequest
 
     try:
         reply = await client.find_peers(PeersRequest())

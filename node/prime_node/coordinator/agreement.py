@@ -33,7 +33,7 @@ from typing import Any
 
 from prime_node.coordinator.state import copies, suspicion
 from prime_node.coordinator.state.records import PendingBundle, State
-from prime_protocol.messages import CheckResultRequest
+from prime_protocol.requests import CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict
 
 log = logging.getLogger(__name__)

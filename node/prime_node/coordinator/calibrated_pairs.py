@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.state.records import PendingBundle
 from prime_protocol.calibration import is_calibrated
-from prime_protocol.messages import CheckResultRequest
+from prime_protocol.requests import CheckResultRequest
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason
 

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from prime_node.coordinator.state.records import State
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import HeartbeatRequest, WorkerState
+from prime_protocol.requests import HeartbeatRequest, WorkerState
 
 HEARTBEATS_MISSED_MAX = 4
 """Missed heartbeats after which a worker is lost."""

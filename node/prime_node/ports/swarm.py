@@ -7,8 +7,9 @@ from typing import Protocol
 
 from prime_node.ports.transport import CheckpointSource, TimestampSource
 from prime_protocol.identity import KeyId
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerUpdate
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 
 
 class PeerLink(CheckpointSource, TimestampSource, Protocol):

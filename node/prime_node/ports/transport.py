@@ -12,25 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.envelope import Envelope
-from prime_protocol.messages import (
+from prime_protocol.replies import CheckTask, HeartbeatReply, HoldingReply, JoinReply, NotYet, ReceiptList, UploadReply
+from prime_protocol.requests import (
     BatchRequest,
     BundleRequest,
     CheckRequest,
     CheckResultRequest,
-    CheckTask,
-    HeartbeatReply,
     HeartbeatRequest,
-    HoldingReply,
     HoldingRequest,
-    JoinReply,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
-    NotYet,
-    ReceiptList,
     ReceiptsRequest,
     ReturnLeaseRequest,
-    UploadReply,
 )
 
 

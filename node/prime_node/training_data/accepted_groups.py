@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from prime_protocol.limits import REWARD_MAX
-from prime_protocol.messages import BatchGroup
+from prime_protocol.replies import BatchGroup
 from prime_protocol.rollout import Rollouts
 from prime_protocol.run_spec import RunSpec
 from prime_protocol.turns import Turn, turns_fault

@@ -30,8 +30,8 @@ from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.key_ring import Role
-from prime_protocol.messages import BatchGroup, TrainBatch
 from prime_protocol.parcel import open_parcel
+from prime_protocol.replies import BatchGroup, TrainBatch
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import Selection

@@ -20,7 +20,8 @@ from prime_node.ports.transport import TrainerPort
 from prime_node.training_data.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import BatchGroup, BatchRequest, BundleRequest, NotYet
+from prime_protocol.replies import BatchGroup, NotYet
+from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)

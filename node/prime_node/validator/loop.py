@@ -37,14 +37,8 @@ from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.validator.spans import policies_of
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, RemoteError
-from prime_protocol.messages import (
-    BundleRequest,
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    HoldingRequest,
-    NotYet,
-)
+from prime_protocol.replies import CheckTask, NotYet
+from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.rollout import Completion
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict

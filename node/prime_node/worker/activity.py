@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prime_node.worker.pace import GenerationPace
-from prime_protocol.messages import WorkerState
+from prime_protocol.requests import WorkerState
 from prime_protocol.telemetry import Speed
 
 

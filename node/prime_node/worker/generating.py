@@ -21,8 +21,8 @@ from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
-from prime_protocol.messages import LeaseRequest
 from prime_protocol.parcel import pack_parcel
+from prime_protocol.requests import LeaseRequest
 from prime_protocol.rollout import Completion, EngineInfo, RolloutHeader, Rollouts, pack_body, rollouts_for
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import SwapPolicy

@@ -27,7 +27,8 @@ from prime_node.worker.status import write_status
 from prime_node.worker.work import fulfil, hand_back, lease_ahead, load_first
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
-from prime_protocol.messages import UploadReply, WorkerState
+from prime_protocol.replies import UploadReply
+from prime_protocol.requests import WorkerState
 
 log = logging.getLogger(__name__)
 

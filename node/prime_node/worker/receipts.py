@@ -27,7 +27,7 @@ from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.key_ring import Role
-from prime_protocol.messages import ReceiptList
+from prime_protocol.replies import ReceiptList
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 

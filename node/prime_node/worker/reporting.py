@@ -13,7 +13,8 @@ from prime_node.worker.status import Status, write_status
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol import limits
 from prime_protocol.errors import RemoteError
-from prime_protocol.messages import HeartbeatRequest, ReceiptList, ReceiptsRequest
+from prime_protocol.replies import ReceiptList
+from prime_protocol.requests import HeartbeatRequest, ReceiptsRequest
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from prime_node.patience import Backoff, Switch
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import HeartbeatRequest, JoinRequest, LeaveRequest
+from prime_protocol.requests import HeartbeatRequest, JoinRequest, LeaveRequest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)

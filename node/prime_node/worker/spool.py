@@ -27,7 +27,7 @@ from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError, RemoteError
-from prime_protocol.messages import UploadReply
+from prime_protocol.replies import UploadReply
 
 log = logging.getLogger(__name__)
 

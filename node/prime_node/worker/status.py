@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from prime_node.files import replace
 from prime_node.inside import read_regular
 from prime_protocol.errors import LocalError
-from prime_protocol.messages import WorkerState
+from prime_protocol.requests import WorkerState
 
 log = logging.getLogger(__name__)
 

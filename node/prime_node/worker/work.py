@@ -23,7 +23,8 @@ from prime_node.worker.rehearsal import rehearse
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.errors import LocalError, RemoteError
-from prime_protocol.messages import LeaseRequest, NotYet, ReturnLeaseRequest, WorkerState
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import LeaseRequest, ReturnLeaseRequest, WorkerState
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights
 

@@ -29,7 +29,7 @@ from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
 from prime_protocol.assignment import Lease
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import JoinRequest
+from prime_protocol.requests import JoinRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Hardware
 

@@ -18,7 +18,7 @@ from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, WireModel, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.messages import ErrorBody
+from prime_protocol.replies import ErrorBody
 
 CONNECT_S_MAX = 10.0
 """Seconds to open a connection."""

@@ -44,33 +44,35 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.limits import Limits
-from prime_protocol.messages import (
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
+from prime_protocol.replies import (
+    CheckTask,
+    HeartbeatReply,
+    HoldingReply,
+    JoinReply,
+    NotYet,
+    PeersReply,
+    ReceiptList,
+    UploadReply,
+)
+from prime_protocol.requests import (
     AdminRequest,
     BatchRequest,
     BlobHeader,
     BundleRequest,
     CheckRequest,
     CheckResultRequest,
-    CheckTask,
-    HeartbeatReply,
     HeartbeatRequest,
-    HoldingReply,
     HoldingRequest,
-    JoinReply,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
-    NotYet,
-    PeersReply,
     PeersRequest,
-    ReceiptList,
     ReceiptsRequest,
     Request,
     ReturnLeaseRequest,
     Stamped,
-    UploadReply,
 )
-from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
 
 CONNECTIONS_MAX = 100
 """Connections to one server; further requests wait for one."""

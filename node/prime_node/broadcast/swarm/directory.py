@@ -24,8 +24,8 @@ from prime_protocol import limits
 from prime_protocol.addresses import endpoint_of, may_be_named
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId, SigningKey
-from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import TOKEN_AGE_S_MAX, PeerList, PeerRecord, authorization, open_peer_list
+from prime_protocol.requests import PeersRequest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.errors import RemoteError
 from prime_protocol.identity import KeyId
-from prime_protocol.messages import PeersRequest
 from prime_protocol.peers import PeerRecord, PeerUpdate
+from prime_protocol.requests import PeersRequest
 
 log = logging.getLogger(__name__)
 

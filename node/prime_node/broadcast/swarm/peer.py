@@ -26,7 +26,7 @@ from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import CallerBounds, WebServer
 from prime_protocol.addresses import network_of
 from prime_protocol.errors import LocalError
-from prime_protocol.messages import PeersRequest
+from prime_protocol.requests import PeersRequest
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.invite import open_invite
-from prime_protocol.messages import JoinReply, JoinRequest
+from prime_protocol.replies import JoinReply
+from prime_protocol.requests import JoinRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Hardware
 

@@ -14,8 +14,8 @@ from prime_node.ports.clock import Clock
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import open_logprobs
-from prime_protocol.messages import BundleRequest, CheckResultRequest
 from prime_protocol.parcel import open_parcel
+from prime_protocol.requests import BundleRequest, CheckResultRequest
 from prime_protocol.run_spec import PinnedRun
 
 

@@ -43,8 +43,8 @@ from prime_node.ports.store import Store
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.messages import UploadReply
 from prime_protocol.parcel import Parcel, open_parcel
+from prime_protocol.replies import UploadReply
 from prime_protocol.rollout import RolloutHeader, body_bytes_max
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict

@@ -26,14 +26,8 @@ from prime_node.ports.metrics import Metrics
 from prime_protocol.calibration import require_possible
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.limits import REWARD_MAX
-from prime_protocol.messages import (
-    CheckRequest,
-    CheckResultRequest,
-    CheckTask,
-    HoldingReply,
-    HoldingRequest,
-    NotYet,
-)
+from prime_protocol.replies import CheckTask, HoldingReply, NotYet
+from prime_protocol.requests import CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
 

@@ -22,14 +22,8 @@ from prime_node.ports.clock import Clock
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import (
-    HeartbeatReply,
-    HeartbeatRequest,
-    LeaseRequest,
-    LeaveRequest,
-    NotYet,
-    ReturnLeaseRequest,
-)
+from prime_protocol.replies import HeartbeatReply, NotYet
+from prime_protocol.requests import HeartbeatRequest, LeaseRequest, LeaveRequest, ReturnLeaseRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed
 from prime_protocol.visible import printable

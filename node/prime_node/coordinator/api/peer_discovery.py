@@ -21,8 +21,9 @@ from prime_protocol.addresses import parse_ip
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import PeersReply, PeersRequest
 from prime_protocol.peers import PeerList, PeerRecord, PeerTicket
+from prime_protocol.replies import PeersReply
+from prime_protocol.requests import PeersRequest
 from prime_protocol.run_spec import PinnedRun
 
 TICKET_S = 24 * 3_600.0

@@ -32,8 +32,8 @@ from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
-from prime_protocol.messages import BlobHeader
 from prime_protocol.parcel import open_parcel
+from prime_protocol.requests import BlobHeader
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
-from prime_protocol.messages import ReceiptList, ReceiptsRequest
+from prime_protocol.replies import ReceiptList
+from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, Verdict
 

@@ -53,8 +53,8 @@ from prime_protocol.body_claim import CLAIM_HEADER, open_claim, read_claim
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import Role
-from prime_protocol.messages import Request, Stamped
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
+from prime_protocol.requests import Request, Stamped
 from prime_protocol.run_spec import PinnedRun
 
 NETWORKS_PER_CLASS = 4

@@ -33,13 +33,13 @@ from prime_node.coordinator.decisions import Decisions
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Request, Response, Route
-from prime_protocol import limits, messages
+from prime_protocol import limits, requests
 from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
-from prime_protocol.messages import NotYet
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
+from prime_protocol.replies import NotYet
 
 log = logging.getLogger(__name__)
 Answer = BaseModel | Envelope | bytes | dict[str, Any] | Response | None
@@ -115,13 +115,13 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         "/v1/join",
         lambda on, call: on.admission.admit_worker(call.signer, call.message, address=call.http.remote),
         Caller.ANYONE,
-        messages.JoinRequest,
+        requests.JoinRequest,
     ),
-    _signed("heartbeat", Caller.WORKER, messages.HeartbeatRequest, lambda on: on.leasing.take_heartbeat),
-    _signed("lease", Caller.WORKER, messages.LeaseRequest, lambda on: on.leasing.lease),
-    _signed("return_lease", Caller.WORKER, messages.ReturnLeaseRequest, lambda on: on.leasing.return_lease),
-    _signed("leave", Caller.WORKER, messages.LeaveRequest, lambda on: on.leasing.take_leave),
-    _signed("receipts", Caller.KNOWN, messages.ReceiptsRequest, lambda on: on.receipts.receipts),
+    _signed("heartbeat", Caller.WORKER, requests.HeartbeatRequest, lambda on: on.leasing.take_heartbeat),
+    _signed("lease", Caller.WORKER, requests.LeaseRequest, lambda on: on.leasing.lease),
+    _signed("return_lease", Caller.WORKER, requests.ReturnLeaseRequest, lambda on: on.leasing.return_lease),
+    _signed("leave", Caller.WORKER, requests.LeaveRequest, lambda on: on.leasing.take_leave),
+    _signed("receipts", Caller.KNOWN, requests.ReceiptsRequest, lambda on: on.receipts.receipts),
     ApiEndpoint(
         "/v1/rollouts",
         lambda on, call: on.intake.upload(
@@ -131,10 +131,10 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         body_bytes_max=_rollout_parcel,
     ),
     # validators, and the trainer that reads the same bundles
-    _signed("check", Caller.VALIDATOR, messages.CheckRequest, lambda on: on.check_tasks.next_check_task),
-    _signed("holding", Caller.VALIDATOR, messages.HoldingRequest, lambda on: on.check_tasks.take_holding),
-    _signed("check_result", Caller.VALIDATOR, messages.CheckResultRequest, lambda on: on.judging.check_result),
-    _signed("bundle", Caller.JUDGES, messages.BundleRequest, lambda on: on.bundles.read),
+    _signed("check", Caller.VALIDATOR, requests.CheckRequest, lambda on: on.check_tasks.next_check_task),
+    _signed("holding", Caller.VALIDATOR, requests.HoldingRequest, lambda on: on.check_tasks.take_holding),
+    _signed("check_result", Caller.VALIDATOR, requests.CheckResultRequest, lambda on: on.judging.check_result),
+    _signed("bundle", Caller.JUDGES, requests.BundleRequest, lambda on: on.bundles.read),
     ApiEndpoint(
         "/v1/logprobs",
         lambda on, call: on.bundles.put_logprobs(call.http.body, address=call.http.remote),
@@ -142,7 +142,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         body_bytes_max=_rollout_parcel,
     ),
     # the trainer
-    _signed("batch", Caller.TRAINER, messages.BatchRequest, lambda on: on.batches.batch),
+    _signed("batch", Caller.TRAINER, requests.BatchRequest, lambda on: on.batches.batch),
     ApiEndpoint(
         "/v1/blobs",
         lambda on, call: on.blobs_in.put_blob(call.http.body, address=call.http.remote),
@@ -162,12 +162,12 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         Caller.ANYONE,
         body_bytes_max=lambda bounds: 2 * limits.KEY_RING_BYTES_MAX,
     ),
-    _signed("admin", Caller.OPERATOR, messages.AdminRequest, lambda on: on.operator.admin),
+    _signed("admin", Caller.OPERATOR, requests.AdminRequest, lambda on: on.operator.admin),
     ApiEndpoint(
         "/v1/peers",
         lambda on, call: on.discovery.find_peers(call.signer, call.message, call.http),
         Caller.ANYONE,
-        messages.PeersRequest,
+        requests.PeersRequest,
     ),
     # anyone
     ApiEndpoint("/v1/run", lambda on, call: on.documents.run_spec()),

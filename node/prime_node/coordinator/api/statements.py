@@ -27,7 +27,7 @@ from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing, Role
 from prime_protocol.ledger import LedgerHead
-from prime_protocol.messages import BatchGroup, TrainBatch
+from prime_protocol.replies import BatchGroup, TrainBatch
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp
 

@@ -16,7 +16,8 @@ from prime_node.coordinator.waiting import Notifications
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.messages import BatchRequest, NotYet
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import BatchRequest
 from prime_protocol.visible import printable
 
 log = logging.getLogger(__name__)
