@@ -86,6 +86,7 @@ class SeedRule:
         """Set up the rule. `run` is the RunSpec's digest."""
         self._run = run
         self._spec = spec
+        self._admission = spec.admission
         self._shares = list(accumulate(environment.weight for environment in spec.environments))
 
     def problem(self, secret: bytes, slot: int, draw: int) -> Problem:
@@ -127,23 +128,34 @@ class SeedRule:
         """
         return slot < self._spec.max_steps * self._spec.groups_per_step
 
-    def check_receipt(
-        self, assigned: Assigned, secret: bytes, *, step: int, policy_version: int, num_rollouts: int
-    ) -> None:
-        """Check that a receipt's assignment follows from its step's secret. Raises RemoteError.
+    def check_slots(self, assigned: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
+        """Check a receipt's slots and draws, before its step's secret is open too. Raises RemoteError.
 
-        (1) there are as many slots as the bundle has groups, all of the step; (2) no draw is beyond what is ever
-        needed: with unlimited draws a coordinator could pick seeds; (3) problems and seeds follow from the secret.
+        (1) The bundle is no larger than a lease, and has as many groups as there are slots, all of the step; (2) the
+        policy may serve these slots: each policy has other seeds, so with any policy a coordinator could pick seeds;
+        (3) no draw is beyond what is ever needed, for the same reason.
         """
-        places = assigned.places()
-        num_slots, num_seeds = self._spec.groups_per_step, self._spec.rollouts_per_group
-        if len(places) * num_seeds != num_rollouts or any(slot // num_slots != step for slot, _ in places):  # (1)
+        places, admission = assigned.places(), self._admission
+        if not self._has_groups(len(places), num_rollouts) or any(
+            self._spec.step_of(slot) != step for slot, _ in places
+        ):  # (1)
             raise RemoteError(ErrorCode.MALFORMED, f"the slots do not belong to step {step}, or their number is wrong")
-        if any(draw >= limits.LEASE_DRAWS_MAX for draw in assigned.draws):  # (2)
+        last_slot = max(slot for slot, _ in places)
+        if not admission.admits_slot(last_slot, policy_version) or not admission.admits_step(
+            step, policy_version
+        ):  # (2)
+            raise RemoteError(ErrorCode.MALFORMED, f"policy {policy_version} may not serve the slots of step {step}")
+        if any(draw >= limits.LEASE_DRAWS_MAX for draw in assigned.draws):  # (3)
             raise RemoteError(ErrorCode.MALFORMED, f"a draw is not below {limits.LEASE_DRAWS_MAX}")
-        drawn = [(slot, self.problem(secret, slot, draw)) for slot, draw in places]
+
+    def check_seeds(self, assigned: Assigned, secret: bytes, *, policy_version: int) -> None:
+        """Check that a receipt's problems and seeds follow from its step's secret. Raises RemoteError.
+
+        Call `check_slots` first: it bounds the number of seeds.
+        """
+        drawn = [(slot, self.problem(secret, slot, draw)) for slot, draw in assigned.places()]
         groups = [(slot, problem, self.seeds(secret, policy_version, problem, slot)) for slot, problem in drawn]
-        if digest_of_groups(groups) != assigned.seeds:  # (3)
+        if digest_of_groups(groups) != assigned.seeds:
             raise RemoteError(ErrorCode.MALFORMED, "problems or seeds differ from those that the step's secret gives")
 
     def check_evaluation(self, assigned: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
@@ -154,16 +166,15 @@ class SeedRule:
         """
         places = assigned.places()
         is_trained = any(self.is_trained(slot) for slot, _ in places)
-        if (
-            is_trained
-            or assigned.draws
-            or len(places) * self._spec.rollouts_per_group != num_rollouts
-            or step != policy_version
-        ):
+        if is_trained or assigned.draws or not self._has_groups(len(places), num_rollouts) or step != policy_version:
             raise RemoteError(
                 ErrorCode.MALFORMED,
                 f"not the slots of an evaluation of policy {policy_version}, or their number is wrong",
             )
+
+    def _has_groups(self, num_groups: int, num_rollouts: int) -> bool:
+        """Return whether a bundle has this number of groups and is no larger than a lease."""
+        return num_groups * self._spec.rollouts_per_group == num_rollouts <= limits.LEASE_ROLLOUTS_MAX
 
     def check_lease(self, lease: Lease, secret: bytes) -> None:
         """Check that a lease follows from its step's secret. Raises RemoteError.

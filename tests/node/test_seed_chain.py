@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from tests.node.coordinator_world import (
     ANNA,
     BEN,
     COORDINATOR,
-    World,
     folder_parts,
     make_parcel,
     make_run,
@@ -22,61 +19,23 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.dossiers_world import case_in, check, judged
-from tests.node.ledger_world import Shown, command, payloads, receipts_of, rewritten
+from tests.node.ledger_world import command, receipts_of
 from tests.node.operator_world import write_key
+from tests.node.seed_chain_world import Favours, audited, chained, said_in, shown_by, two_steps_over
 
-from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
+from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
 from prime_node.cli.run_dir import RunDir
-from prime_node.coordinator.assembly import Parts
-from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
-from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.coordinator.assignments import chain_of, secret_of
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol import limits
 from prime_protocol.assigned import SeedRule, digest_of_groups
-from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.replies import ReceiptList
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret, committed, opened_secrets
 from prime_protocol.verdict import Receipt, RejectReason
-
-
-def chained(**changes: object) -> PinnedRun:
-    """Make a run as `prime-node new` does: it binds the coordinator to the secrets of its steps."""
-    return make_run(seed_chain=committed(chain_of(secret_of(COORDINATOR), 20)), **changes)
-
-
-@asynccontextmanager
-async def two_steps_over(parts: Parts) -> AsyncIterator[World]:
-    """Train steps 0 and 1 on Anna's bundles; accept one of step 2."""
-    async with running(parts) as world:
-        await world.join(ANNA)
-        await world.publish()
-        for step in (0, 1):
-            await world.fill(step)
-            await world.publish()
-        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
-        await world.judge()
-        yield world
-
-
-async def shown_by(world: World) -> Shown:
-    client = world.client(ANNA)
-    return Shown(await client.ledger(0), await client.ledger_head())
-
-
-def said_in(line: bytes) -> Receipt:
-    return parse_json(payloads([line])[0], Receipt)
-
-
-async def audited(world: World, receipts: list[Receipt], secret: OpenSecret | None) -> LedgerReport:
-    """Return the findings for a coordinator that signs these receipts and publishes that secret."""
-    other = rewritten(world.run, [receipt.model_dump_json().encode() for receipt in receipts])
-    head = parse_json(other.head.payload, LedgerHead).model_copy(update={"secret": secret})
-    return await audit_ledger(Shown(other.lines, seal(head, PayloadType.LEDGER_HEAD, COORDINATOR)), world.run)
 
 
 async def test_anybody_can_work_out_again_what_was_assigned_once_a_step_is_over(tmp_path: Path) -> None:
@@ -107,14 +66,6 @@ async def test_no_secret_is_opened_before_the_first_step_is_over_or_without_a_ch
             assert parse_json(shown.head.payload, LedgerHead).secret is None
             assert (said_in(shown.lines[0]).assigned is None) is (run.spec.seed_chain is None)
             assert (await audit_ledger(shown, run)).faults == []
-
-
-class Favours(Assigner):
-    """A coordinator that gives Anna the seeds of its choice, and is honest in all that it signs."""
-
-    def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
-        found = super().seeds(problem, slot, record)
-        return (found[0] ^ 1, *found[1:]) if slot == 5 else found
 
 
 async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,7 @@ async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> 
     await until(lambda: worker.receipts.tally().accepted >= 3 * 8)
     world.stop.set()
     await task
+    assert names_in(tmp_path, "contradiction-*") == [], "an honest receipt agrees with its lease"
     tally = worker.receipts.tally()
     assert tally.refused == {}
     lines = (tmp_path / "receipts.jsonl").read_bytes().splitlines()

@@ -4,8 +4,8 @@ receipts.jsonl holds the envelopes as received, one a line, so that contributors
 computed from them. The cursor is written after the receipts that it covers, so a crash fetches some twice and loses
 none; the last receipt of a bundle counts.
 
-If a receipt contradicts its lease about the assignment, both are kept in contradiction-LEASE.jsonl: the coordinator
-signed both, so one of them is false (SPEC.md, section 9).
+If a receipt contradicts the lease of its bundle, both are kept in contradiction-LEASE.jsonl: the coordinator signed
+both, so one of them is false (SPEC.md, section 9).
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class ReceiptBook:
         self._totals: Counter[str] = Counter()
         """Rollouts by outcome, and the tokens credited."""
         self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
+        self._bundles: OrderedDict[str, str] = OrderedDict()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             data = read_regular(self._file) if self._file.exists() else b""
@@ -100,6 +101,12 @@ class ReceiptBook:
         self._leases[lease.lease_id] = (lease, envelope)
         if len(self._leases) > LEASES_KEPT:
             self._leases.popitem(last=False)
+
+    def note_bundle(self, bundle: str, lease_id: str) -> None:
+        """Remember the lease of a bundle, so that its receipt is compared with that lease whatever lease it names."""
+        self._bundles[bundle] = lease_id
+        if len(self._bundles) > LEASES_KEPT:
+            self._bundles.popitem(last=False)
 
     def add(self, answer: ReceiptList, *, now_ms: int) -> None:
         """Verify and store receipts. `now_ms` is this machine's Unix time in milliseconds.
@@ -148,17 +155,14 @@ class ReceiptBook:
         return held
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
-        known, assigned = self._leases.get(receipt.lease_id), receipt.assigned
-        if known is None or assigned is None:
+        known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
+        if known is None or _agrees(receipt, known[0]):
             return
-        groups = known[0].groups  # the receipt may claim more or fewer
-        if len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws) == assigned:
-            return
-        file = place(self._file.parent, f"contradiction-{receipt.lease_id[:16]}.jsonl")
+        file = place(self._file.parent, f"contradiction-{known[0].lease_id[:16]}.jsonl")
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
         log.error(
-            "the coordinator leased other problems or seeds than its receipt and the ledger say; both are kept in %s: "
-            "show them to other participants",
+            "the coordinator leased something else than its receipt and the ledger say; both are kept in %s: show them "
+            "to other participants",
             file,
         )
 
@@ -193,3 +197,15 @@ class ReceiptBook:
                 file.write(line + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _agrees(receipt: Receipt, lease: Lease) -> bool:
+    """Return whether a receipt says of its bundle what the lease asked for."""
+    said = (receipt.lease_id, receipt.step, receipt.policy_version, receipt.num_rollouts)
+    if said != (lease.lease_id, lease.step, lease.policy_version, lease.num_rollouts):
+        return False
+    assigned, groups = receipt.assigned, lease.groups
+    if assigned is None:
+        return True
+    # The receipt may claim more groups or fewer.
+    return len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws) == assigned

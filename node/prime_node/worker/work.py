@@ -22,6 +22,7 @@ from prime_node.worker.generating import Play, bundle_for, generate, open_lease
 from prime_node.worker.rehearsal import rehearse
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import LeaseRequest, ReturnLeaseRequest, WorkerState
@@ -159,6 +160,7 @@ async def fulfil(worker: Worker, lease: Lease) -> None:
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
     )
+    worker.receipts.note_bundle(await asyncio.to_thread(digest_of, parcel), lease.lease_id)
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
     worker.activity.in_hand.discard(lease.lease_id)
 

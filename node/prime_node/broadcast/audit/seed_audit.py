@@ -1,7 +1,8 @@
 """Check that a ledger's bundles got the problems and seeds that the run's seed chain requires: step (5) of ledger_audit.py.
 
 The check covers what the receipts say: each accepted bundle was assigned what its step's secret gives. A receipt that differs
-from its lease is detected by its worker (worker/receipts.py) and by any holder of the bundle.
+from its lease is detected by its worker (worker/receipts.py) and by any holder of the bundle. SPEC.md, section 9, lists what
+no ledger shows.
 """
 
 from __future__ import annotations
@@ -53,29 +54,22 @@ class SeedAudit:
         if chain is None:
             return
         self._newest_policy = max(self._newest_policy, receipt.policy_version)
-        number = chain.number(receipt.step)
+        number, policy_version = chain.number(receipt.step), receipt.policy_version
+        sizes = {"step": receipt.step, "policy_version": policy_version, "num_rollouts": receipt.num_rollouts}
         try:
             if assigned is None:
                 if is_first:
                     self._wrong(receipt, "its receipt lacks the assignment")
-            elif not any(self._rule.is_trained(slot) for slot, _ in assigned.slots):
-                self._rule.check_evaluation(
-                    assigned,
-                    step=receipt.step,
-                    policy_version=receipt.policy_version,
-                    num_rollouts=receipt.num_rollouts,
-                )
+                return
+            if not any(self._rule.is_trained(slot) for slot, _ in assigned.slots):
+                self._rule.check_evaluation(assigned, **sizes)
                 self._report.num_evaluations += 1
-            elif number >= len(self._secrets):
+                return
+            self._rule.check_slots(assigned, **sizes)  # a false step would choose a secret that is never opened
+            if number >= len(self._secrets):
                 self._report.num_waiting += 1
             else:
-                self._rule.check_receipt(
-                    assigned,
-                    self._secrets[number],
-                    step=receipt.step,
-                    policy_version=receipt.policy_version,
-                    num_rollouts=receipt.num_rollouts,
-                )
+                self._rule.check_seeds(assigned, self._secrets[number], policy_version=policy_version)
                 self._report.num_checked += 1
                 self._report.num_passed_over += sum(assigned.draws)
         except RemoteError as error:

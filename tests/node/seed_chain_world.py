@@ -1,0 +1,63 @@
+"""Shared parts of the tests of seed chains: a run with one, two trained steps, and receipts that a coordinator chooses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.node.coordinator_world import ANNA, COORDINATOR, World, make_parcel, make_run, running
+from tests.node.ledger_world import Shown, payloads, rewritten
+
+from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
+from prime_node.coordinator.assembly import Parts
+from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
+from prime_node.coordinator.state.records import LeaseRecord
+from prime_protocol.assignment import Problem
+from prime_protocol.envelope import PayloadType, parse_json, seal
+from prime_protocol.ledger import LedgerHead
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.seed_chain import OpenSecret, committed
+from prime_protocol.verdict import Receipt
+
+
+def chained(**changes: object) -> PinnedRun:
+    """Make a run as `prime-node new` does: it binds the coordinator to the secrets of its steps."""
+    return make_run(seed_chain=committed(chain_of(secret_of(COORDINATOR), 20)), **changes)
+
+
+@asynccontextmanager
+async def two_steps_over(parts: Parts) -> AsyncIterator[World]:
+    """Train steps 0 and 1 on Anna's bundles; accept one of step 2."""
+    async with running(parts) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for step in (0, 1):
+            await world.fill(step)
+            await world.publish()
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+        yield world
+
+
+async def shown_by(world: World) -> Shown:
+    client = world.client(ANNA)
+    return Shown(await client.ledger(0), await client.ledger_head())
+
+
+def said_in(line: bytes) -> Receipt:
+    return parse_json(payloads([line])[0], Receipt)
+
+
+async def audited(world: World, receipts: list[Receipt], secret: OpenSecret | None) -> LedgerReport:
+    """Return the findings for a coordinator that signs these receipts and publishes that secret."""
+    other = rewritten(world.run, [receipt.model_dump_json().encode() for receipt in receipts])
+    head = parse_json(other.head.payload, LedgerHead).model_copy(update={"secret": secret})
+    return await audit_ledger(Shown(other.lines, seal(head, PayloadType.LEDGER_HEAD, COORDINATOR)), world.run)
+
+
+class Favours(Assigner):
+    """A coordinator that gives Anna the seeds of its choice, and is honest in all that it signs."""
+
+    def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
+        found = super().seeds(problem, slot, record)
+        return (found[0] ^ 1, *found[1:]) if slot == 5 else found
