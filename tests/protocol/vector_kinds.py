@@ -160,7 +160,8 @@ def assigned(case: Case, folder: Path) -> Any:
     rule, shown = SeedRule(run.digest, run.spec), receipt.assigned
     assert shown is not None
     claims = {"policy_version": receipt.policy_version, "step": receipt.step, "num_rollouts": receipt.num_rollouts}
-    rule.check_receipt(shown, secret, **claims)
+    rule.check_slots(shown, **claims)
+    rule.check_seeds(shown, secret, policy_version=receipt.policy_version)
     problems = [(slot, rule.problem(secret, slot, draw)) for slot, draw in shown.places()]
     return [
         [slot, one.environment, one.index, list(rule.seeds(secret, receipt.policy_version, one, slot))]
