@@ -91,6 +91,7 @@ PICKS_ADAPTERS = {
         "wire_new",
         "wire_rows",
         "wire_sandbox",
+        "wire_scorers",
         "wire_swarm",
         "wire_training",
         "wire_restrictions",

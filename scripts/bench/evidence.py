@@ -39,7 +39,7 @@ from evidence_cheats import CALIBRATION, LENGTH, Pair, Part, World, cheats, esca
 
 from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.adapters.models.tiny_model import initial_weights
-from prime_node.cli import wire
+from prime_node.cli import wire, wire_scorers
 from prime_node.cli.calibrate import random_model
 from prime_node.validator.calibrating import make_leases, sample_honestly
 from prime_protocol.calibration import evidence_of
@@ -142,7 +142,7 @@ async def fill(arguments: argparse.Namespace, out: Path, size: Size) -> None:
         weights = folder_weights(folder) if arguments.model else initial_weights(folder, 5)
         pieces = cheats(weights, older_of(arguments))
         liar, judge_engine = (
-            wire.plain_scorer(each, folder, threads=1) for each in ("transformers/fp32", arguments.judge)
+            wire_scorers.plain_scorer(each, folder, threads=1) for each in ("transformers/fp32", arguments.judge)
         )
         context = PROMPT_TOKENS + LENGTH
         engine = wire.plain_engine(arguments.sampler, folder, threads=1, context_tokens_max=context)

@@ -2,8 +2,10 @@
 
     .venv/bin/python scripts/bench/real_model.py --out DIR [--model FOLDER] [--json]    resumes where it stopped
     .venv/bin/python scripts/bench/real_model.py --out DIR --quick [--json]             a few dozen completions
+    .venv/bin/python scripts/bench/real_model.py --out DIR --judge vllm [--quick]       another judge
 
-vLLM samples in bf16 on the CPU with one thread, and transformers judges in fp32. The prompts are short chats. Honest work is
+vLLM samples in bf16 on the CPU with one thread. With `--judge transformers` it is judged in fp32, with `--judge vllm` by the
+same build in bf16; claims of other weights must then show within two completions. The prompts are short chats. Honest work is
 some 12,000 tokens: half of it makes a calibration, the other half is judged by it, resampled to bundles of 8 completions and to
 lives. With --quick the calibration is configs/calibration-smollm2.json. A cheat by sampling claims the right logprobs, and so do
 rescored int8 weights. Only statistics that the calibration has count, without proofs of hidden states.
@@ -31,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import numpy as np
 from checks import Check, Output, at_most
 
-from prime_node.cli import wire
+from prime_node.cli import wire, wire_scorers
 from prime_node.cli.shipped import config_path, read_calibration
 from prime_node.ports.engine import Engine, Scorer
 from prime_node.validator.alternatives import Alternative, evidence_of_lives, sample_alternative, tokens_until_ban
@@ -44,12 +46,17 @@ from prime_protocol.noise import SEED_MAX
 from prime_protocol.rollout import Rollouts
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.verify import summary, verdict_on
-from prime_protocol.weights import Weights
+from prime_protocol.weights import Weights, WeightTensor
 
 GROUP, LENGTH = 8, 48
 """Completions of a bundle, and their maximum length in tokens."""
-PAIR = ("vllm/bf16/cpu", "transformers/fp32/cpu")
-"""Classes of the engines that sample and that judge."""
+SAMPLER = "vllm/bf16"
+JUDGES = {"transformers": "transformers/fp32", "vllm": "vllm/bf16"}
+DEVICE = "cpu"
+COMPLETIONS_MAX = 2
+"""Completions within which a judge of the same build must see a claim of other weights."""
+STEP_SHARE = 0.005
+"""Share of the weights whose last bit a training step changes at a learning rate of about 1e-6."""
 BUNDLES_MIN = 1.3
 """No bar is below this many bundles: evidence is looked at after whole bundles."""
 TOPICS = ("rain", "a bridge", "the sea", "bread", "a clock", "winter", "the moon", "a garden", "iron", "a river")
@@ -91,6 +98,16 @@ def rounded(levels: int, group: int | None = None) -> Callable[[Weights], Weight
     )
 
 
+def stepped_back(weights: Weights) -> Weights:
+    """Return weights like those of one training step before: in some places the last bit of bf16 differs."""
+    rng, found = np.random.default_rng(7), {}
+    for name, tensor in weights.items():
+        values = tensor.data.copy()
+        values.reshape(-1)[rng.integers(0, values.size, int(STEP_SHARE * values.size))] ^= 1
+        found[name] = WeightTensor(tensor.dtype, tensor.shape, values)
+    return found
+
+
 CHEATS = (
     Cheat(Alternative("temperature 0.95", {"temperature": 0.95}), 1_500),
     Cheat(Alternative("temperature 0.9", {"temperature": 0.9}), 300),
@@ -100,7 +117,37 @@ CHEATS = (
     Cheat(Alternative("int8 weights", change=rounded(127)), 300, is_rescored=False),
     Cheat(Alternative("int4 weights", change=rounded(7, INT4_GROUP)), 100, is_rescored=False),
 )
+SAME_BUILD_CHEATS = (
+    *CHEATS,
+    Cheat(Alternative("one step older", change=stepped_back), math.inf, is_rescored=False),
+)
+"""Cheats that a judge of the workers' build is tried on too."""
 HONEST = Alternative("honest")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, and where it is kept."""
+
+    out: Path
+    judge: str
+    size: Size
+
+    @property
+    def is_same_build(self) -> bool:
+        return self.judge == SAMPLER
+
+    @property
+    def cheats(self) -> Sequence[Cheat]:
+        return SAME_BUILD_CHEATS if self.is_same_build else CHEATS
+
+    @property
+    def classes(self) -> tuple[str, str]:
+        """Classes of the engines that sample and that judge."""
+        return f"{SAMPLER}/{DEVICE}", f"{self.judge}/{DEVICE}"
+
+    def path_of(self, one: Alternative) -> Path:
+        return self.out / f"{one.name.replace(' ', '-')}.npz"
 
 
 def leases_of(model: Path, num_prompts: int, seed: int) -> list[Lease]:
@@ -122,25 +169,25 @@ def leases_of(model: Path, num_prompts: int, seed: int) -> list[Lease]:
     return found
 
 
-async def fill(out: Path, model: Path, size: Size) -> None:
+async def fill(bench: Bench, model: Path) -> None:
     """Sample and judge every piece that DIR does not have yet."""
-    pieces = [HONEST, *(cheat.alternative for cheat in CHEATS)]
-    missing = [one for one in pieces if not path_of(out, one).exists()]
+    pieces = [HONEST, *(cheat.alternative for cheat in bench.cheats)]
+    missing = [one for one in pieces if not bench.path_of(one).exists()]
     if not missing:
         return
     weights = wire.plain_weights(model, random_seed=None)
-    engine = wire.plain_engine("vllm/bf16", model, threads=1, context_tokens_max=128)
+    engine = wire.plain_engine(SAMPLER, model, threads=1, context_tokens_max=128)
     await engine.load(weights, policy_version=0)
     sampled = []
     for one in missing:
-        num, seed = (size.honest_prompts, 1) if one is HONEST else (size.prompts, 2)
+        num, seed = (bench.size.honest_prompts, 1) if one is HONEST else (bench.size.prompts, 2)
         leases = leases_of(model, num, seed)
         sampled.append((one, leases, await _sampled(engine, weights, leases, one)))
     await engine.close()
-    judge = wire.plain_scorer("transformers/fp32", model, threads=1)
+    judge = wire_scorers.plain_scorer(bench.judge, model, threads=1, context_tokens_max=128)
     await judge.load(weights, policy_version=0)
     for one, leases, rollouts in sampled:
-        await _judge(judge, leases, rollouts, path_of(out, one))
+        await _judge(judge, leases, rollouts, bench.path_of(one))
     await judge.close()
 
 
@@ -155,10 +202,6 @@ async def _judge(judge: Scorer, leases: Sequence[Lease], rollouts: Sequence[Roll
     print(f"{path.stem}: {errors.summary()}", flush=True)
     arrays: dict[str, Any] = {name: np.concatenate(values) for name, values in errors.values.items()}
     np.savez(path, lengths=np.concatenate(errors.lengths), **arrays)
-
-
-def path_of(out: Path, one: Alternative) -> Path:
-    return out / f"{one.name.replace(' ', '-')}.npz"
 
 
 def errors_in(path: Path) -> Errors:
@@ -180,7 +223,7 @@ def halves(errors: Errors) -> tuple[Errors, Errors]:
     return found
 
 
-def rejected(errors: Errors, policy: CheckPolicy, num: int) -> int:
+def rejected(errors: Errors, policy: CheckPolicy, classes: tuple[str, str], num: int) -> int:
     """Return how many of `num` resampled bundles a validator rejects."""
     lengths_C = np.concatenate(errors.lengths)
     split = {
@@ -192,7 +235,7 @@ def rejected(errors: Errors, policy: CheckPolicy, num: int) -> int:
     for _ in range(num):
         drawn = rng.integers(0, len(lengths_C), GROUP)
         bundle = {name: np.concatenate([parts[index] for index in drawn]) for name, parts in split.items()}
-        evidence = evidence_of(bundle, policy.calibration, worker=PAIR[0], validator=PAIR[1])
+        evidence = evidence_of(bundle, policy.calibration, worker=classes[0], validator=classes[1])
         found += not verdict_on(summary(bundle), evidence, policy).accepted
     return found
 
@@ -205,27 +248,33 @@ def banned(errors: Errors, moments: Mapping[str, Moments], size: Size) -> int:
     return int(is_banned.sum())
 
 
-def report(out: Path, size: Size, *, is_quick: bool) -> list[Check]:
+def report(bench: Bench, *, is_quick: bool) -> list[Check]:
     """Return the checks of what is in DIR."""
-    honest = errors_in(path_of(out, HONEST))
+    size, (worker, validator) = bench.size, bench.classes
+    honest = errors_in(bench.path_of(HONEST))
     if is_quick:
         calibration = read_calibration(config_path("calibration-smollm2.json"))
-        moments = calibration.moments_of(worker=PAIR[0], validator=PAIR[1])
+        moments = calibration.moments_of(worker=worker, validator=validator)
     else:
         known, honest = halves(honest)
         moments = known.moments()
-        calibration = Calibration(pairs=(PairMoments(worker=PAIR[0], validator=PAIR[1], moments=moments),))
+        calibration = Calibration(pairs=(PairMoments(worker=worker, validator=validator, moments=moments),))
     print(f"honest: {honest.summary()}")
     policy = CheckPolicy(calibration=calibration)
     checks = [
-        at_most("honest bundles of 8 rejected, of 500", rejected(honest, policy, 500), 0),
+        at_most("honest bundles of 8 rejected, of 500", rejected(honest, policy, bench.classes, 500), 0),
         at_most(f"honest lives banned, of {size.lives} x {size.bundles:,} bundles", banned(honest, moments, size), 0),
     ]
-    for cheat in CHEATS:
-        errors = errors_in(path_of(out, cheat.alternative))
+    for cheat in bench.cheats:
+        errors = errors_in(bench.path_of(cheat.alternative))
+        length = float(np.concatenate(errors.lengths).mean())
+        name = f"{cheat.alternative.name}, tokens until a ban, median"
+        if bench.is_same_build and not cheat.is_rescored:
+            needed = tokens_until_ban(errors, moments, is_rescored=False, group=1)
+            checks.append(at_most(f"{name}, of single completions", needed, round(COMPLETIONS_MAX * length)))
+            continue
         needed = tokens_until_ban(errors, moments, is_rescored=cheat.is_rescored)
-        bar = max(cheat.tokens_max, BUNDLES_MIN * GROUP * float(np.concatenate(errors.lengths).mean()))
-        checks.append(at_most(f"{cheat.alternative.name}, tokens until a ban, median", needed, round(bar)))
+        checks.append(at_most(name, needed, round(max(cheat.tokens_max, BUNDLES_MIN * GROUP * length))))
     return checks
 
 
@@ -239,11 +288,13 @@ def main() -> int:
         "--quick", action="store_true", help="a few dozen completions, with the calibration in configs/"
     )
     parser.add_argument("--json", action="store_true", help="print the checks as JSON and nothing else")
+    parser.add_argument("--judge", choices=JUDGES, default="transformers", help="the engine that judges")
     options = parser.parse_args()
-    output, size = Output(as_json=options.json), QUICK if options.quick else FULL
-    options.out.mkdir(parents=True, exist_ok=True)
-    asyncio.run(fill(options.out, options.model or built_model(), size))
-    return output.finish(report(options.out, size, is_quick=options.quick))
+    output, judge = Output(as_json=options.json), JUDGES[options.judge]
+    bench = Bench(options.out / options.judge, judge, QUICK if options.quick else FULL)
+    bench.out.mkdir(parents=True, exist_ok=True)
+    asyncio.run(fill(bench, options.model or built_model()))
+    return output.finish(report(bench, is_quick=options.quick))
 
 
 def built_model() -> Path:

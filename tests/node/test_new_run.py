@@ -222,7 +222,7 @@ def test_no_run_is_made_with_a_calibration_that_lacks_the_validator_arithmetic(t
     file = tmp_path / "calibration.json"
     file.write_text(shipped_calibration().model_copy(update={"pairs": tuple(kept)}).model_dump_json())
     options = Options(DEMO, [f"run.calibration={file}", "validator.dtype=bf16"])
-    with pytest.raises(LocalError, match="no validator that computes in bf16"):
+    with pytest.raises(LocalError, match="no validator transformers/bf16"):
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
 
 

@@ -43,9 +43,11 @@ def calibrate(
     ] = None,
     sampler: Annotated[
         list[str],
-        typer.Option(help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16."),
+        typer.Option(
+            help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16, vllm/bf16-fp32head."
+        ),
     ] = ["transformers/fp32", "transformers/bf16"],  # noqa: B006 - typer reads it, nothing changes it
-    judge: Annotated[list[str], typer.Option(help="An engine that judges: transformers/fp32, transformers/bf16.")] = [  # noqa: B006
+    judge: Annotated[list[str], typer.Option(help="An engine that judges; the same names.")] = [  # noqa: B006
         "transformers/fp32",
         "transformers/bf16",
     ],
@@ -167,7 +169,7 @@ async def _measure(
     prompt_tokens_max: int,
 ) -> list[PairMoments]:
     """Return the moments of the error for each pair of a sampler and a judge. Raises LocalError."""
-    from prime_node.cli import wire
+    from prime_node.cli import wire, wire_scorers
     from prime_node.validator.alternatives import sample_alternative
     from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample_honestly
 
@@ -191,7 +193,7 @@ async def _measure(
         cheats = [(one, await sample_alternative(engine, weights, others, one)) for one in alternatives]
         await engine.close()
         for judge in judges:
-            scorer = wire.plain_scorer(judge, folder, threads=threads)
+            scorer = wire_scorers.plain_scorer(judge, folder, threads=threads, context_tokens_max=context)
             await scorer.load(weights, policy_version=0)
             errors = await measure_pair(scorer, leases, sampled)
             moments = errors.moments()

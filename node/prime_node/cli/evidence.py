@@ -323,7 +323,7 @@ async def _about_the_seeds(dossier: _Dossier, ledger: str) -> str:
 
 async def _judged_again(bundle: OpenedBundle, dossier: _Dossier, model: Path, judge_class: str) -> str:
     """Repeat the forward pass. Raises RemoteError if it does not confirm the rejection."""
-    from prime_node.cli import wire
+    from prime_node.cli import wire, wire_scorers
     from prime_node.validator.judge import evidence_in, weigh_bundle
     from prime_node.validator.spans import policies_of
     from prime_protocol.verify import summary, verdict_on
@@ -331,13 +331,16 @@ async def _judged_again(bundle: OpenedBundle, dossier: _Dossier, model: Path, ju
     decided = dossier.receipts[-1]
     if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:
         return "well-formed; several policies sampled it, so --model cannot repeat it"
-    scorer = wire.plain_scorer("/".join(judge_class.split("/")[:2]), model, threads=1)
+    spec = dossier.run.spec
+    context = max(map(spec.context_tokens_max, spec.environments))
+    kind = judge_class.rpartition("/")[0]  # on any device that this machine has
+    scorer = wire_scorers.plain_scorer(kind, model, threads=1, context_tokens_max=context)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
         found, *_ = await weigh_bundle(bundle, scorer, run=dossier.run)
     finally:
         await scorer.close()
-    weighed = evidence_in(bundle, found, dossier.run, judged_by=judge_class)  # on any device that this machine has
+    weighed = evidence_in(bundle, found, dossier.run, judged_by=judge_class)
     if dossier.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
         return compared(decided.evidence, weighed)
     return confirmed(decided.reason, verdict_on(summary(found), weighed, dossier.run.spec.checks))

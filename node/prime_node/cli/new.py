@@ -89,7 +89,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
         adapters=wire_adapters.adapter_spec(settings),
-        calibration=_calibration(settings, model.files[CONFIG_FILE], judge=options.load(ValidatorConfig).dtype),
+        calibration=_calibration(settings, model.files[CONFIG_FILE], judge=options.load(ValidatorConfig).kind),
     )
     # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
@@ -121,8 +121,8 @@ def _calibration(settings: RunConfig, config_json: bytes, *, judge: str) -> Cali
             f"calibration {choice} was measured at temperature {found.temperature_min:g}, above the run's "
             f"{settings.temperature:g}: measure it with --temperature {settings.temperature:g}"
         )
-    if not any(pair.validator.split("/")[1] == judge for pair in found.pairs):
-        raise LocalError(f"calibration {choice} has no validator that computes in {judge} (validator.dtype); {advice}")
+    if not any(pair.validator.rpartition("/")[0] == judge for pair in found.pairs):
+        raise LocalError(f"calibration {choice} has no validator {judge} (validator.engine, validator.dtype); {advice}")
     return found
 
 

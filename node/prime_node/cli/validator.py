@@ -68,7 +68,7 @@ async def _validate(
     launcher: Launcher | None,
     stop: asyncio.Event,
 ) -> int:
-    from prime_node.cli import wire, wire_swarm
+    from prime_node.cli import wire, wire_scorers, wire_swarm
     from prime_node.patience import unless
     from prime_node.validator.loop import Validator
     from prime_node.validator.loop import run_validator as run_validator
@@ -84,7 +84,7 @@ async def _validate(
             )
             # The environment process starts while this process imports the scorer's modules: each takes seconds.
             scorer, _ = await asyncio.gather(
-                asyncio.to_thread(wire.scorer, settings, model, run), scoring_workers.open()
+                asyncio.to_thread(wire_scorers.scorer, settings, model, run), scoring_workers.open()
             )
             return run, scorer, scoring_workers
 

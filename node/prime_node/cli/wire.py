@@ -30,14 +30,13 @@ if TYPE_CHECKING:
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import Recorder
-    from prime_node.ports.engine import Engine, SamplingScorer
+    from prime_node.ports.engine import Engine
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.ports.transport import PublicSource, PublishPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.trainer import Trainer
-    from prime_node.validator.config import ValidatorConfig
     from prime_node.validator.scoring_workers import ScoringWorkers
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.telemetry import Hardware
@@ -221,7 +220,7 @@ def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[S
     return cosigners
 
 
-def _check_size(model: Path, run: PinnedRun) -> None:
+def check_size(model: Path, run: PinnedRun) -> None:
     """Check, before anything is built, that the run's limits allow a policy of its model. Raises LocalError."""
     from prime_node.adapters.models.model_config import require_within
 
@@ -230,12 +229,16 @@ def _check_size(model: Path, run: PinnedRun) -> None:
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
 
 
-def _transformers(model: Path, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
+def transformers_engine(model: Path, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
+    """Return the transformers engine. Raises LocalError."""
     try:
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
     except ImportError as error:
         raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
-    return TransformersEngine(model, dtype="fp32" if dtype == "auto" else dtype, threads=threads, device=device)
+    dtype = "fp32" if dtype == "auto" else dtype
+    if dtype not in ("fp32", "bf16"):
+        raise LocalError(f"the transformers engine computes in fp32 or bf16, not in {dtype}: vLLM does")
+    return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
 
 
 def _vllm() -> type[VllmEngine]:
@@ -251,20 +254,20 @@ def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: in
 
     Example: plain_engine("vllm/bf16", folder, ...).
     """
-    name, _, dtype = kind.partition("/")
-    if name not in ("transformers", "vllm") or dtype not in ("fp32", "bf16"):
-        raise LocalError(f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16")
+    name, dtype = parts_of_kind(kind)
     if name == "transformers":
-        return plain_scorer(kind, model, threads=threads)
+        return transformers_engine(model, dtype=dtype, threads=threads)
     return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max)
 
 
-def plain_scorer(kind: str, model: Path, *, threads: int) -> TransformersEngine:
-    """Return a scorer outside of any run. Raises LocalError."""
+def parts_of_kind(kind: str) -> tuple[str, str]:
+    """Return name and arithmetic of an engine. Raises LocalError for unknown ones."""
     name, _, dtype = kind.partition("/")
-    if name != "transformers" or dtype not in ("fp32", "bf16"):
-        raise LocalError(f"engine {kind}: transformers/fp32 and transformers/bf16 can judge")
-    return _transformers(model, dtype=dtype, threads=threads)
+    if name not in ("transformers", "vllm") or dtype not in ("fp32", "bf16", "bf16-fp32head"):
+        raise LocalError(
+            f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16, and vllm/bf16-fp32head"
+        )
+    return name, dtype
 
 
 def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
@@ -276,13 +279,6 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
     from prime_node.adapters.models.pretrained_model import pretrained_weights
 
     return pretrained_weights(str(model))
-
-
-def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingScorer:
-    """Return a validator's scorer. Raises LocalError."""
-    _check_size(model, run)
-    made = _transformers(model, dtype=settings.dtype, threads=settings.threads)
-    return wire_adapters.merging_scorer(made, run, settings.base_model)
 
 
 def describe_hardware() -> Hardware:
@@ -299,15 +295,15 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
     made: Engine
     if settings.engine == "vllm" or (settings.engine == "auto" and has_gpu()):
         vllm = _vllm()
-        _check_size(model, run)
+        check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
         chosen = settings.model_dump(include={"dtype", "cpu_cache_gib", "seeded"})
         made = vllm(model, context_tokens_max=bounds, checks=run.spec.checks, **chosen)
     else:
         if not settings.seeded:
             raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always uses the seeds")
-        _check_size(model, run)
-        made = _transformers(model, dtype=settings.dtype, threads=settings.threads)
+        check_size(model, run)
+        made = transformers_engine(model, dtype=settings.dtype, threads=settings.threads)
     made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:
         return made
@@ -340,8 +336,8 @@ def trainer_parts(
     from prime_node.training_data.feed import Feed
 
     spec, read = run.spec, tokenizer(model)
-    _check_size(model, run)
-    made = _transformers(model, dtype="fp32", threads=settings.threads, device=settings.device)
+    check_size(model, run)
+    made = transformers_engine(model, dtype="fp32", threads=settings.threads, device=settings.device)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return Trainer(
         run=run,

@@ -140,7 +140,8 @@ def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings, launcher: 
 def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
     """Return the access that a validator needs besides its folder."""
     keys = _hands_on_keys(grants, launcher)
-    return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys)
+    vllm = settings.engine == "vllm"
+    return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys, vllm=vllm)
 
 
 def _hands_on_keys(grants: EnvironmentSettings, launcher: Launcher | None) -> bool:

@@ -61,12 +61,14 @@ async def sample_alternative(
     return sampled
 
 
-def tokens_until_ban(errors: Errors, moments: Mapping[str, Moments], *, is_rescored: bool, seed: int = 0) -> float:
+def tokens_until_ban(
+    errors: Errors, moments: Mapping[str, Moments], *, is_rescored: bool, group: int = GROUP, seed: int = 0
+) -> float:
     """Return the median number of tokens until evidence bans a worker of such completions; infinite above TOKENS_MAX.
 
-    Bundles are resampled from the completions of `errors`. With `is_rescored` the claims are right, whatever was claimed.
+    Bundles of `group` completions are resampled from `errors`. With `is_rescored` the claims are right, whatever was claimed.
     """
-    lives = evidence_of_lives(errors, moments, workers=WORKERS, is_rescored=is_rescored, seed=seed)
+    lives = evidence_of_lives(errors, moments, workers=WORKERS, is_rescored=is_rescored, group=group, seed=seed)
     needed_W = np.full(WORKERS, math.inf)
     for tokens_W, evidence_W in lives:
         is_new = (evidence_W >= math.log(EVIDENCE_MAX)) & np.isinf(needed_W)
@@ -77,7 +79,13 @@ def tokens_until_ban(errors: Errors, moments: Mapping[str, Moments], *, is_resco
 
 
 def evidence_of_lives(
-    errors: Errors, moments: Mapping[str, Moments], *, workers: int, is_rescored: bool = False, seed: int = 0
+    errors: Errors,
+    moments: Mapping[str, Moments],
+    *,
+    workers: int,
+    is_rescored: bool = False,
+    group: int = GROUP,
+    seed: int = 0,
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield the tokens [W] and the nats of evidence [W] after each bundle of endless lives of such completions."""
     lengths_C = np.concatenate(errors.lengths)
@@ -90,7 +98,7 @@ def evidence_of_lives(
     tokens_W = np.zeros(workers)
     silent = math.log(len(moments) / len(seen))
     for bundle in count(1):
-        drawn = rng.integers(0, len(lengths_C), (workers, GROUP))
+        drawn = rng.integers(0, len(lengths_C), (workers, group))
         tokens_W = tokens_W + lengths_C[drawn].sum(axis=1)
         wealth_WK = np.logaddexp(wealth_WK, -math.log(bundle) - math.log(bundle + 1)) + log_e_CK[drawn].sum(axis=1)
         each = np.split(wealth_WK, np.cumsum(widths)[:-1], axis=1)

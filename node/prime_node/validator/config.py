@@ -16,8 +16,14 @@ class ValidatorConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_VALIDATOR_")
     section: ClassVar[str] = "validator"
 
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward pass. Published weights are bf16 either way; fp32 arithmetic is closest to any engine."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """Engine of the forward pass. vllm of the workers' build and dtype runs the same kernels as they do: honest logprobs come
+    out almost bit for bit, and other weights show within a bundle. It needs a calibration with such a validator."""
+    dtype: Literal["fp32", "bf16", "bf16-fp32head"] = "fp32"
+    """Arithmetic of the forward pass. With transformers fp32 is closest to any engine; with vllm it should be the workers'.
+    bf16-fp32head, for vllm only, computes the output head in fp32. Published weights are bf16 either way."""
+    cpu_cache_gib: int = Field(default=1, ge=1)
+    """Memory for vLLM's key-value cache on a CPU, in GiB."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the forward pass. All processes on a machine together should not have more threads than cores."""
     base_model: str | None = None
@@ -47,3 +53,8 @@ class ValidatorConfig(Settings):
     unsafe_skip_proofs: bool = False
     """Accept rollouts without a forward pass. Logprobs and tokens are then unverified, so anyone who joins decides what
     is learned. For experiments that show what the checks are for."""
+
+    @property
+    def kind(self) -> str:
+        """Engine and arithmetic of the forward pass. Example: "transformers/fp32"."""
+        return f"{self.engine}/{self.dtype}"

@@ -27,9 +27,9 @@ class WorkerConfig(Settings):
     seeded: bool = True
     """Choose tokens by the assigned randomness. false: vLLM's own sampler chooses, without a logits processor. Few runs
     accept that (checks.unseeded), and every bundle is then audited."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "bf16-fp32head"] = "auto"
     """Arithmetic of the engine. auto: bf16 on a GPU, fp32 on a CPU. bf16 needs half the memory, and a run whose checks allow
-    for its noise: `prime-node calibrate`."""
+    for its noise: `prime-node calibrate`. bf16-fp32head, for vllm only, computes the output head in fp32."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. All processes on a machine together should not have more threads than cores."""
     cpu_cache_gib: int = Field(default=1, ge=1)

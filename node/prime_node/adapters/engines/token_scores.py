@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -118,8 +118,18 @@ class Judged(NamedTuple):
         return [Judged(*parts) for parts in zip(*columns, strict=True)]
 
 
+class OutputHead(Protocol):
+    """The part of a model that computes logits."""
+
+    vocab_size: int
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Return the logits [N, V] of hidden states, as float32."""
+        ...
+
+
 def judge_tokens(
-    model: CausalModel,
+    model: OutputHead,
     hidden_TD: Tensor,
     tokens_T: Tensor,
     seeds: Sequence[int | None],

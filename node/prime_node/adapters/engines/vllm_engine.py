@@ -18,10 +18,10 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import vllm
 from vllm import SamplingParams
@@ -31,6 +31,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from prime_node.adapters.engines.shared_weights import share_weights
 from prime_node.adapters.engines.vllm_probe import (
     PROBE_TOKENS_SAMPLING,
     errors_of_probe,
@@ -43,7 +44,6 @@ from prime_node.adapters.engines.vllm_worker_extension import (
     OFFSET_ARGUMENT,
     PROOFS_ARGUMENT,
     SEED_ARGUMENT,
-    TensorPlace,
     WorkerExtension,
 )
 from prime_node.adapters.models.causal_model import CausalModel
@@ -54,11 +54,13 @@ from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.schedule import SwapPolicy
-from prime_protocol.weights import Weights, num_bytes, root_of
+from prime_protocol.weights import Weights, root_of
 
 log = logging.getLogger(__name__)
 
-VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16-fp32head": "bfloat16"}
+FP32_HEAD = "bf16-fp32head"
+"""Arithmetic whose output head alone computes in fp32."""
 
 CLOSE_SECONDS = 1.0
 """Time after which the engine's processes are killed. They hold nothing that has to be kept."""
@@ -143,6 +145,11 @@ class _Draft:
 
 class VllmEngine:
     """Implementation of ports.engine.SwappingEngine."""
+
+    extension: ClassVar[type[WorkerExtension]] = WorkerExtension
+    """Mixin of vLLM's workers."""
+    block_tokens: ClassVar[int | None] = None
+    """Tokens of a block of the prefix cache; None: vLLM's default."""
 
     def __init__(
         self,
@@ -268,12 +275,14 @@ class VllmEngine:
             max_model_len=self._context_tokens_max,
             max_num_seqs=self._sequences_max,
             # On a CPU the head is a packed copy, and reloading a tied one leaves it on the old weights. So untie it.
-            hf_overrides={"tie_word_embeddings": False} if self._unties else {},
+            hf_overrides=({"tie_word_embeddings": False} if self._unties else {})
+            | ({"head_dtype": "float32"} if self._dtype == FP32_HEAD else {}),
+            block_size=self.block_tokens,
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
             async_scheduling=False,  # the sampler counts a request's tokens, so they must be available
             logits_processors=[SeededSampler] if self._seeded else None,
-            worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}",
+            worker_extension_cls=f"{self.extension.__module__}.{self.extension.__qualname__}",
             additional_config={OWNER_SETTING: os.getpid()},
             disable_log_stats=True,
         )
@@ -310,7 +319,7 @@ class VllmEngine:
             raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")
 
     async def _put(self, weights: Weights) -> None:
-        memory, places = _share(weights, aliases=self._reference.tied if self._unties else {})
+        memory, places = share_weights(weights, aliases=self._reference.tied if self._unties else {})
         try:
             path = f"/proc/{os.getpid()}/fd/{memory}"
             await self._llm.collective_rpc("prime_load", args=(path, places))
@@ -374,18 +383,3 @@ class VllmEngine:
             await self._resumed.wait()
             if not self._loaded:
                 raise EngineMismatch("the policy that continues this completion could not be loaded")
-
-
-def _share(weights: Weights, *, aliases: Mapping[str, str]) -> tuple[int, list[TensorPlace]]:
-    """Return a descriptor of shared memory with the weights, and the places of tensors and of `aliases` (name -> tensor)."""
-    memory = os.memfd_create("prime-node weights")
-    os.ftruncate(memory, num_bytes(weights))
-    places: list[TensorPlace] = []
-    offset = 0
-    with open(memory, "wb", closefd=False) as file:
-        for name, tensor in weights.items():
-            tensor.data.tofile(file)
-            places.append((name, tensor.dtype, list(tensor.shape), offset))
-            offset += tensor.data.nbytes
-    place_of = {place[0]: place for place in places}
-    return memory, [*places, *((alias, *place_of[name][1:]) for alias, name in aliases.items())]
