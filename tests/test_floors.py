@@ -66,6 +66,7 @@ ALSO_ALLOWED = {
     "prime_node.cli.plot": {"matplotlib", "plotext"},
     "prime_node.cli.plot_timeline": {"matplotlib"},
     "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
+    "prime_lab.noise_on_device": {"torch", "triton"},  # compares a kernel of an adapter
 }
 # A library that comes with another one is no second system, and torch's tensors are the language of several.
 COMES_WITH = {

@@ -37,8 +37,12 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
 
     Example: gumbel_noise([7], [0], 264) is the noise of the first token of the completion with seed 7.
     """
-    prefixes = hash_prefixes(seeds, positions)
-    return _to_gumbel(_finish(prefixes[:, None] ^ _token_words(vocab_size)[None, :]))
+    return gumbel_of_hashes(token_hashes(seeds, positions, vocab_size))
+
+
+def token_hashes(seeds: Sequence[int], positions: Sequence[int], vocab_size: int) -> npt.NDArray[np.uint32]:
+    """Return the hashes [B, V] of B (seed, position) pairs and every token."""
+    return _finish(hash_prefixes(seeds, positions)[:, None] ^ _token_words(vocab_size)[None, :])
 
 
 def hash_prefixes(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.uint32]:
@@ -77,7 +81,8 @@ def _finish(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     return state
 
 
-def _to_gumbel(state: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
-    uniform = (state.astype(np.float64) + 0.5) * 2.0**-32
+def gumbel_of_hashes(hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
+    """Return the noise of each hash."""
+    uniform = (hashes.astype(np.float64) + 0.5) * 2.0**-32
     gumbel: npt.NDArray[np.float64] = -np.log(-np.log1p(-uniform))
     return gumbel.astype(np.float32)

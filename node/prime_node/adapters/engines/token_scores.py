@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prime_node.adapters.engines.hidden_rows import bf16_bits
-from prime_node.adapters.engines.torch_noise import torch_gumbel_noise
+from prime_node.adapters.engines.torch_noise import add_gumbel_noise
 from prime_node.adapters.engines.torch_nucleus import torch_slack_of
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
@@ -183,7 +183,8 @@ def score_tokens(
     scaled_NV = logits_NV / sampling.temperature
     noisy_NV, known = scaled_NV, [seed for seed in seeds if seed is not None]
     if known:
-        noisy_NV = scaled_NV + torch_gumbel_noise(known, positions, logits_NV.shape[1], logits_NV.device)
+        noisy_NV = scaled_NV.clone()
+        add_gumbel_noise(noisy_NV, range(len(known)), known, positions)
     return TokenScores(
         scaled_NV, noisy_NV, None if sampling.filters is None else torch_slack_of(scaled_NV, *sampling.filters)
     )

@@ -1,24 +1,57 @@
-"""prime_protocol.noise on any device: numpy's version if the logits are in the CPU's memory, else the same in torch.
+"""prime_protocol.noise on any device: numpy's version in the CPU's memory, one Triton kernel on a GPU, or the same in torch.
 
-On a CPU numpy is faster (16 rows of 151,936 tokens: 15 ms instead of 48). The torch version keeps the hash's 32-bit words in
-int32: multiplication wraps modulo 2**32 as for unsigned words, and right shifts are masked to be logical. Logarithms are
-float64 and are rounded to float32 once, as in noise.py; a test compares the two versions over many seeds.
+On a CPU numpy is faster (16 rows of 151,936 tokens: 15 ms instead of 48). The torch version serves devices for which Triton
+cannot compile, and is what the kernel (triton_noise.py) is compared with. It keeps the hash's 32-bit words in int32:
+multiplication wraps modulo 2**32 as for unsigned words, and right shifts are masked to be logical. Logarithms are float64 and
+are rounded to float32 once, as in noise.py; a test compares the two versions over many seeds.
 
 Letters: B rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
+from types import ModuleType
 
 import numpy as np
 import torch
 
 from prime_protocol import noise
 
+log = logging.getLogger(__name__)
+
 BLOCK_BYTES = 2**21
 """Approximate size of numpy's float64 intermediates, so that they stay in the cache."""
+
+
+def add_gumbel_noise(
+    logits_BV: torch.Tensor, rows: Sequence[int], seeds: Sequence[int], positions: Sequence[int]
+) -> None:
+    """Add the noise of seeds[n] and positions[n] to row rows[n], in place. Rows that are not named stay as they are."""
+    fused = _kernel_for(logits_BV.device) if logits_BV.is_cuda and logits_BV.dtype == torch.float32 else None
+    if fused is not None and logits_BV.stride(1) == 1:
+        fused.add_noise_of_rows(logits_BV, rows, seeds, positions)
+        return
+    noise_NV = torch_gumbel_noise(seeds, positions, logits_BV.shape[1], logits_BV.device)
+    if len(rows) == len(logits_BV) and list(rows) == list(range(len(rows))):
+        logits_BV += noise_NV
+    else:
+        logits_BV[torch.tensor(rows, device=logits_BV.device)] += noise_NV
+
+
+@lru_cache
+def _kernel_for(device: torch.device) -> ModuleType | None:
+    """Return the module with the kernel, or None where Triton is missing or cannot compile. It needs a C compiler."""
+    try:
+        from prime_node.adapters.engines import triton_noise
+
+        triton_noise.add_noise_of_rows(torch.zeros((1, 8), device=device), [0], [0], [0])
+    except Exception as error:  # noqa: BLE001 (whatever its compiler, linker or driver raises)
+        log.warning("Triton cannot add the noise on %s (%s); torch does it in 29 kernels", device, error)
+        return None
+    return triton_noise
 
 
 def torch_gumbel_noise(

@@ -71,6 +71,7 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and may have used the GPU: neither survives a fork
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 does not support logits processors
 }
 """Settings that vLLM reads only from the environment. Variables set by the user take precedence."""

@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from prime_node.adapters.engines.torch_noise import torch_gumbel_noise
+from prime_node.adapters.engines.torch_noise import add_gumbel_noise
 from prime_node.adapters.engines.torch_nucleus import torch_slack_of
 from prime_node.adapters.engines.vllm_worker_extension import FILTERS_ARGUMENT, OFFSET_ARGUMENT, SEED_ARGUMENT, die_with
 
@@ -82,12 +82,11 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
         rows = sorted(self._rows)
         seeds = [self._rows[row].seed for row in rows]
         positions = [self._rows[row].offset + len(self._rows[row].output_token_ids) for row in rows]
-        noise = torch_gumbel_noise(seeds, positions, logits.shape[1], logits.device)
         for filters in {self._rows[row].filters for row in rows}:
             if filters is None:
                 continue
             alike = torch.tensor([row for row in rows if self._rows[row].filters == filters], device=logits.device)
             scores = logits[alike]
             logits[alike] = scores.masked_fill_(torch_slack_of(scores, *filters) < 0, float("-inf"))
-        logits[torch.tensor(rows, device=logits.device)] += noise
+        add_gumbel_noise(logits, rows, seeds, positions)
         return logits

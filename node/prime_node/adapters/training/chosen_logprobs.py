@@ -19,8 +19,9 @@ from torch import Tensor
 
 WHOLE_LOGITS = 2**24
 """Number of logits that are still computed at once, 64 MiB in float32; more are computed in blocks."""
-BLOCK_LOGITS = 2**21
-"""Logits of one block. Smaller blocks stay in the caches between operations."""
+BLOCK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
+"""Logits of one block, by type of device. On a CPU small blocks stay in the caches between operations; on a GPU each block costs
+a wait for the device, and 2**28 logits are 1 GiB."""
 
 
 def chosen_logprobs(
@@ -29,6 +30,13 @@ def chosen_logprobs(
     """Return float32 [N] log-softmax of `hidden_SH @ head_VH.T / temperature` at (row, target); [S] entropies, no gradient."""
     if hidden_SH.shape[0] * head_VH.shape[0] <= WHOLE_LOGITS:
         return of_logits(torch.nn.functional.linear(hidden_SH, head_VH, bias_V).float() / temperature, row_N, target_N)
+    return in_blocks(hidden_SH, head_VH, bias_V, row_N, target_N, temperature)
+
+
+def in_blocks(
+    hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, row_N: Tensor, target_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return the same, computed in blocks whatever the number of logits."""
     apply: Any = _ChosenLogprobs.apply
     chosen_N, entropy_S = apply(hidden_SH, head_VH, bias_V, row_N, target_N, temperature)
     return chosen_N, entropy_S
@@ -112,7 +120,7 @@ def _logits(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, columns: 
 
 def _blocks(num_rows: int, vocab_size: int, target_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the columns of each block, and the indices of the predictions with a target in it."""
-    size = max(1, BLOCK_LOGITS // num_rows)
+    size = max(1, BLOCK_LOGITS.get(target_N.device.type, 2**21) // num_rows)
     for start in range(0, vocab_size, size):
         columns = slice(start, min(start + size, vocab_size))
         yield columns, ((target_N >= columns.start) & (target_N < columns.stop)).nonzero()[:, 0]
