@@ -16,7 +16,7 @@ def test_blocks_change_nothing_but_rounding(
     monkeypatch: pytest.MonkeyPatch, block: int, with_bias: bool, temperature: float
 ) -> None:
     """Compare with float64. Several predictions may be read from one row, and none from some rows."""
-    monkeypatch.setattr(chosen_logprobs, "BLOCK_LOGITS", block)
+    monkeypatch.setitem(chosen_logprobs.BLOCK_LOGITS, "cpu", block)
     monkeypatch.setattr(chosen_logprobs, "WHOLE_LOGITS", block)
     torch.manual_seed(1)
     hidden, head, bias = torch.randn(9, 16), torch.randn(50, 16) * 0.3, torch.randn(50)

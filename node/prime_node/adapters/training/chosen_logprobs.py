@@ -120,7 +120,7 @@ def _logits(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, columns: 
 
 def _blocks(num_rows: int, vocab_size: int, target_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the columns of each block, and the indices of the predictions with a target in it."""
-    size = max(1, BLOCK_LOGITS.get(target_N.device.type, 2**21) // num_rows)
+    size = max(1, BLOCK_LOGITS[target_N.device.type] // num_rows)
     for start in range(0, vocab_size, size):
         columns = slice(start, min(start + size, vocab_size))
         yield columns, ((target_N >= columns.start) & (target_N < columns.stop)).nonzero()[:, 0]
