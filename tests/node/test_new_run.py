@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import stat
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path, shipped_calibration
 from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.new_run import RunConfig, fit_positions
 from prime_node.trainer.config import TrainerConfig
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -239,3 +241,10 @@ def test_the_error_about_a_missing_config_names_an_example(tmp_path: Path) -> No
         new(tmp_path / "run")
     assert str(DEMO) in str(refused.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("field", "room"), [("max_position_embeddings", 964), ("n_positions", 964), ("other", 8_192)])
+def test_prompts_fit_whatever_a_model_calls_its_positions(field: str, room: int) -> None:
+    config = RunConfig(completion_tokens_max=60)
+    assert fit_positions(config, json.dumps({field: 1_024}).encode()).prompt_tokens_max == room
+    assert fit_positions(config, json.dumps({"text_config": {field: 1_024}}).encode()).prompt_tokens_max == room

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -83,7 +83,7 @@ async def test_another_run_at_the_address_of_a_link_is_reported_and_not_shown() 
             await text_of(f"{world.url}/#{'0' * 64}")
 
 
-@contextmanager
+@contextlib.contextmanager
 def server_that_answers(
     body: bytes, *, is_http: bool = True, code: int = 200, date: str = "", location: str = ""
 ) -> Iterator[str]:
@@ -144,7 +144,10 @@ def test_a_fault_of_a_status_is_reported_without_control_characters(changes: dic
 
 
 def test_a_server_that_is_no_coordinator_is_named_by_its_answer() -> None:
-    with server_that_answers(b"", code=404) as url, pytest.raises(LocalError, match="HTTP 404: is it the address of a"):
+    with (
+        server_that_answers(b"", code=404) as url,
+        pytest.raises(LocalError, match=r"HTTP 404 .*: is it the address of a"),
+    ):
         shown(url)
     with (
         server_that_answers(b"<html>") as url,
@@ -159,15 +162,49 @@ def test_a_redirect_is_not_followed() -> None:
     with (
         server_that_answers(genuine) as other,
         server_that_answers(b"", code=302, location=f"{other}/v1/status") as url,
-        pytest.raises(LocalError, match="HTTP 302"),
+        pytest.raises(LocalError, match="redirects"),
     ):
         shown(url)
 
 
 def test_an_answer_that_arrives_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_status, "BODY_S_MAX", -1.0)
+    monkeypatch.setattr(run_status, "WHOLE_S_MAX", -1.0)
     with server_that_answers(b"{}") as url, pytest.raises(LocalError, match="took longer than"):
         shown(url)
+
+
+@contextlib.contextmanager
+def server_whose_header_never_ends() -> Iterator[str]:
+    """Return the URL of a server that sends one byte of a header line at a time."""
+    ended = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nServer: ")
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.02):
+                    self.wfile.write(b"a")
+
+        def log_message(self, *args: object) -> None:
+            """Log nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            ended.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_a_header_that_drips_for_ever_holds_neither_status_nor_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_status, "ANSWER_S_MAX", 0.2)
+    with server_whose_header_never_ends() as url:
+        with pytest.raises(LocalError, match="no answer, or an answer without progress"):
+            shown(url)
+        assert run_status.clock_ahead_s(url) is None
 
 
 def test_a_server_without_http_is_reported_as_no_status() -> None:

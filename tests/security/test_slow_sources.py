@@ -207,6 +207,36 @@ async def test_peers_that_withhold_a_small_blob_do_not_add_up(monkeypatch: pytes
     assert await pool.fetch_blob(entry) == blob
 
 
+class Spoiling(Stalled):
+    """A source whose first range of a blob is wrong, and that never sends the second."""
+
+    async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        assert end is not None
+        if start:
+            await self._take("blob")
+        return bytes(end - start)
+
+
+@pytest.mark.parametrize("kind", [SourceKind.ORIGIN, SourceKind.PEER])
+async def test_a_source_that_breaks_off_spoils_no_bytes_of_another(
+    monkeypatch: pytest.MonkeyPatch, kind: SourceKind
+) -> None:
+    monkeypatch.setattr(sources, "BLOB_S_MAX", 0.1)
+    monkeypatch.setattr(sources, "RANGE_BYTES", 64)
+    monkeypatch.setattr(sources, "ROUNDS_MAX", 1)
+    blob = random.Random(1).randbytes(200)
+    entry = PartEntry(digest=digest_of(blob), size=len(blob))
+    honest = publishing(1)
+    honest.blobs[entry.digest] = blob
+    pool = SourcePool([("first", Spoiling()), ("second", honest)], clock=SystemClock(), rng=random.Random(0))
+    if kind is SourceKind.PEER:
+        pool = SourcePool([("origin", honest)], clock=SystemClock(), rng=random.Random(0))
+        pool.add(NamedSource("liar", Spoiling(), SourceKind.PEER, has={entry.digest: 1}))
+    assert await pool.fetch_blob(entry) == blob
+    assert [named.failures for named in pool.all if isinstance(named.source, Spoiling)] == [1]
+    assert [named.failures for named in pool.all if named.source is honest] == [0]
+
+
 async def test_a_mirror_that_withholds_a_small_blob_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "BLOB_S_MAX", 0.01)
     blob = MODEL_FILES["config.json"]

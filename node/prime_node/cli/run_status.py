@@ -5,41 +5,30 @@ It is not signed, so nothing in it is proven. The size read is bounded, and it i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
-import ssl
 import time
-import urllib.request
+from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import expected_run, is_url
-from prime_protocol.errors import LocalError
+from prime_node.ports.transport import Unreachable
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.visible import printable
 
 STATUS_BYTES_MAX = 16 * 2**20
 """Size limit of a status: ten times what a thousand workers take."""
 ANSWER_S_MAX = 5.0
-"""Seconds without a byte after which an answer is given up."""
-BODY_S_MAX = 30.0
-"""Seconds for a whole body."""
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: they could lead a newcomer's machine to its own router or metadata service."""
-
-    def redirect_request(self, *args: object) -> None:
-        """Return no further request: the answer then counts as an error."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
+"""Seconds until the header of an answer is whole, and without a byte of its body, after which it is given up."""
+WHOLE_S_MAX = 30.0
+"""Seconds for a whole answer."""
 
 
 class UntrustedRow(BaseModel):
@@ -176,10 +165,10 @@ class RunStatus(UntrustedRow):
     workers: tuple[WorkerLine, ...] = ()
 
 
-def get_status(url: str) -> dict[str, Any] | None:
+async def get_status(url: str) -> dict[str, Any] | None:
     """Return the status that the coordinator at `url` gives of its run; None without a valid answer."""
     try:
-        return _get(url, "/v1/status")
+        return await _read(url, "/v1/status")
     except LocalError:
         return None
 
@@ -189,54 +178,47 @@ def keys_that_end(target: str, ending: str) -> list[str]:
 
     Raises LocalError.
     """
-    found = _get(_url_of(target), f"/v1/workers/{quote(ending, safe='')}").get("workers")
+    found = asyncio.run(_read(_url_of(target), f"/v1/workers/{quote(ending, safe='')}")).get("workers")
     return [str(key) for key in found] if isinstance(found, list) else []
 
 
-def _get(url: str, path: str) -> dict[str, Any]:
-    """Request an answer from the coordinator at `url`. Raises LocalError with the cause if it fails."""
+async def _read(url: str, path: str) -> dict[str, Any]:
+    """Request a JSON object from the coordinator at `url`. Raises LocalError with the cause if it fails."""
     try:
-        with _OPENER.open(f"{url}{path}", timeout=ANSWER_S_MAX) as answer:
-            body = _body(answer)
-            value = json.loads(body) if len(body) <= STATUS_BYTES_MAX else None
-    except (OSError, HTTPException, ValueError, RecursionError) as error:
-        raise LocalError(f"cannot read a status from {url}: {_why(error)}") from None
+        value = json.loads((await _fetch(url, path))[0])
+    except Unreachable as error:
+        advice = "is the coordinator running, and are the address and this machine's clock right?"
+        raise LocalError(f"cannot read a status from {printable(str(error), 300)}: {advice}") from None
+    except RemoteError as error:
+        raise _no_status(url, error.detail) from None
+    except (ValueError, RecursionError):
+        raise _no_status(url, "the answer is not valid") from None
     if not isinstance(value, dict):
-        raise LocalError(f"cannot read a status from {url}: is it the address of a coordinator?")
+        raise _no_status(url, "the answer is not valid")
     return value
 
 
-def _body(answer: HTTPResponse) -> bytes:
-    """Read a body, up to a byte more than STATUS_BYTES_MAX. Raises TimeoutError after BODY_S_MAX."""
-    body, end_s = bytearray(), time.monotonic() + BODY_S_MAX
-    while len(body) <= STATUS_BYTES_MAX and (piece := answer.read1(STATUS_BYTES_MAX + 1 - len(body))):
-        body += piece
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the answer took longer than {BODY_S_MAX:g} s")
-    return bytes(body)
+def _no_status(url: str, why: str) -> LocalError:
+    return LocalError(f"cannot read a status from {url}: {printable(why, 200)}: is it the address of a coordinator?")
 
 
-def _why(error: Exception) -> str:
-    """Return the cause of an error and advice on it."""
-    if isinstance(error, HTTPError):
-        return f"HTTP {error.code}: is it the address of a coordinator?"
-    if isinstance(error, ValueError | RecursionError | HTTPException):
-        return "the answer is not valid: is it the address of a coordinator?"
-    cause = error.reason if isinstance(error, URLError) else error
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return f"its certificate is not valid here ({cause.verify_message}); check this machine's clock, or ask the operator"
-    if isinstance(cause, ConnectionRefusedError):
-        return "connection refused: is the coordinator running, and is the address right?"
-    return f"{printable(str(cause), 200)}: is the coordinator running, and is the address right?"
+async def _fetch(url: str, path: str) -> tuple[bytes, Mapping[str, str]]:
+    """Return the body and the headers of an answer. Raises RemoteError, Unreachable, or ValueError for an invalid URL."""
+    from prime_node.cli import wire
+
+    try:
+        async with asyncio.timeout(WHOLE_S_MAX), wire.public_source(url, stall_s=ANSWER_S_MAX) as client:
+            return await client.unsigned(path, bytes_max=STATUS_BYTES_MAX)
+    except TimeoutError:
+        raise Unreachable(f"{url}: the answer took longer than {WHOLE_S_MAX:g} s") from None
 
 
 def clock_ahead_s(target: str) -> float | None:
     """Return how far this machine's clock is ahead of the server's, accurate to a second; None if no answer contains a date."""
     try:
-        with _OPENER.open(f"{_url_of(target)}/healthz", timeout=ANSWER_S_MAX) as answer:
-            date = parsedate_to_datetime(answer.headers["Date"] or "")
-            return time.time() - date.timestamp()
-    except (OSError, HTTPException, ValueError, OverflowError):  # a number in a date may have any size
+        _, headers = asyncio.run(_fetch(_url_of(target), "/healthz"))
+        return time.time() - parsedate_to_datetime(headers.get("Date", "")).timestamp()
+    except (RemoteError, Unreachable, ValueError, OverflowError):  # a number in a date may have any size
         return None
 
 
@@ -244,7 +226,7 @@ def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
     """Return the status of a run directory, a join link or a URL: parsed, and as received. Raises LocalError."""
     url = _url_of(target)
     try:
-        raw = _get(url, "/v1/status")
+        raw = asyncio.run(_read(url, "/v1/status"))
     except LocalError as error:
         if is_url(target):
             raise

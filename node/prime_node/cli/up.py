@@ -285,7 +285,7 @@ class UpSession:
 
     async def _get_status(self) -> dict[str, Any] | None:
         """Return the status of this machine's coordinator; None if it does not answer."""
-        return await asyncio.to_thread(get_status, self._link.url)
+        return await get_status(self._link.url)
 
 
 async def compile_for_children() -> None:

@@ -61,13 +61,14 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 
 @contextlib.asynccontextmanager
-async def public_source(url: str) -> AsyncIterator[HttpClient]:
+async def public_source(url: str, *, stall_s: float | None = None) -> AsyncIterator[HttpClient]:
     """Open the public half of a coordinator or of a mirror. Callers that read much from it wrap it in paced()."""
+    from prime_node.adapters.web.http_answers import STALL_S
     from prime_node.adapters.web.http_client import HttpClient
 
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    async with HttpClient(base, run=parts.fragment, clock=clock()) as client:
+    async with HttpClient(base, run=parts.fragment, clock=clock(), stall_s=stall_s or STALL_S) as client:
         yield client
 
 

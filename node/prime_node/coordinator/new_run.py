@@ -39,6 +39,8 @@ from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 ROLES = ("root", "coordinator", "trainer", "validator")
 """Roles of the keys that are made for a new run, one each."""
+POSITIONS_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Names of a model's number of positions in config.json: the usual one, GPT-2's and MPT's."""
 REFERENCE_SHARE = 0.25
 """Reference share of a new run that takes unseeded engines."""
 
@@ -163,9 +165,11 @@ def fit_positions(config: RunConfig, config_json: bytes) -> Limits:
     A longer sequence would end the trainer. Raises LocalError where the settings ask for one.
     """
     model = json.loads(config_json)
-    positions = model.get("text_config", model).get("max_position_embeddings")
-    if not isinstance(positions, int):
+    model = model.get("text_config", model)
+    field = next((name for name in POSITIONS_FIELDS if isinstance(model.get(name), int)), None)
+    if field is None:
         return config.limits
+    positions = model[field]
     room = positions - config.completion_tokens_max
     asked = {f"environment {one.name}: context_tokens_max": one.context_tokens_max or 0 for one in config.environments}
     asked["completion_tokens_max"] = config.completion_tokens_max + 1
@@ -175,7 +179,7 @@ def fit_positions(config: RunConfig, config_json: bytes) -> Limits:
         if tokens > positions:
             raise LocalError(
                 f"[run] {name}: sequences of {tokens:,} tokens do not fit into the model's {positions:,} positions "
-                "(max_position_embeddings); lower it"
+                f"({field} in config.json); lower it"
             )
     return config.limits.model_copy(update={"prompt_tokens_max": min(config.limits.prompt_tokens_max, room)})
 

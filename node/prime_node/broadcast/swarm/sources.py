@@ -209,9 +209,10 @@ class SourcePool:
         """Return a small blob's bytes with the right digest, from any source; peers that announce it come first.
 
         Raises RemoteError(NOT_FOUND) if every permanent source answers that it lacks the blob and no peer announces it
-        meanwhile. Raises Unreachable after ROUNDS_MAX rounds.
+        meanwhile. Raises Unreachable after ROUNDS_MAX rounds. A download that broke off continues only at the permanent source
+        that it came from: only the whole blob has a digest, so bytes of two sources would not show which of them is wrong.
         """
-        partial = bytearray()
+        partials: dict[str, bytearray] = {}
         for round_number in range(ROUNDS_MAX):
             absent = set()
             for named in self.having(entry.digest):
@@ -219,6 +220,7 @@ class SourcePool:
                 asked_s = self.clock.monotonic_s()
                 is_peer = named.kind is SourceKind.PEER
                 seconds = BLOB_S_MAX * 2**round_number * (1.0 if is_peer else LASTING_S_FACTOR)
+                partial = bytearray() if is_peer else partials.setdefault(named.name, bytearray())
                 try:
                     async with asyncio.timeout(seconds):
                         await _download(named.source, entry, partial)

@@ -1,0 +1,245 @@
+"""Signed requests to one server and its bounded answers, over HTTP. http_client.py has the endpoints.
+
+Nothing that a server sends is trusted. Every answer has a bound of its own; redirects, compression and cookies are refused.
+An invalid answer becomes a RemoteError, and silence becomes Unreachable.
+
+A request has no total time limit: a 16 MB part over a poor line may take long and still be fine. It ends when nothing moved
+for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow retrieval, in TUF's terms).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from prime_node.adapters.web.http_answers import (
+    STALL_S,
+    ExplainedRefusal,
+    Patience,
+    error_of,
+    new_session,
+    nonsense,
+    pieces_of_body,
+    read_bounded,
+    reason_of,
+    sensible,
+    sensible_envelope,
+)
+from prime_node.adapters.web.noted_resolver import NotedResolver
+from prime_node.ports.clock import Clock
+from prime_node.ports.transport import Unreachable
+from prime_protocol import limits
+from prime_protocol.addresses import parse_ip
+from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
+from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
+from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
+from prime_protocol.replies import (
+    NotYet,
+)
+from prime_protocol.requests import (
+    AdminRequest,
+    Request,
+    Stamped,
+)
+
+CONNECTIONS_MAX = 100
+"""Connections to one server; further requests wait for one."""
+UNKNOWN_EPOCH = "0" * 32
+"""Epoch sent until the coordinator has named its own; it is never a real one."""
+ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
+"""Bound of any answer except a blob or a bundle."""
+
+Reply = TypeVar("Reply", bound=WireModel)
+
+
+class HttpExchange:
+    """Sender of requests to the server at `url`. Without a key it can only read.
+
+    `bounds` may be set to the run's limits once the RunSpec is verified.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        run: str,
+        clock: Clock,
+        key: SigningKey | None = None,
+        bounds: Limits | None = None,
+        stall_s: float = STALL_S,
+        connections_max: int = CONNECTIONS_MAX,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.bounds = bounds or Limits()
+        self._run = run
+        self._clock = clock
+        self._key = key
+        self._stall_s = stall_s
+        self._connections_max = connections_max
+        self._session: aiohttp.ClientSession | None = None
+        self._resolver = NotedResolver()
+        self._head: tuple[str, Envelope] | None = None
+        self.epoch = UNKNOWN_EPOCH
+        """Epoch that the coordinator named last."""
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        """IP address in the URL, or the addresses that its name has resolved to so far."""
+        host = parse_ip(urlsplit(self.url).hostname or "")
+        return self._resolver.hosts if host is None else frozenset([str(host)])
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the session. Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _statement(self, path: str, payload_bytes_max: int) -> Envelope:
+        """Fetch an envelope of a bounded payload, in base64 and with its signatures."""
+        bytes_max = payload_bytes_max * 3 // 2 + 4_096
+        _, body, _ = await self._exchange("GET", path, bytes_max=bytes_max)
+        return open_envelope(body, bytes_max=bytes_max)
+
+    async def _ask_for(self, reply: type[Reply], request: Request) -> Reply:
+        _, body = await self._ask(request)
+        return sensible(body, reply)
+
+    async def _ask_for_envelope(self, request: Request, *, wait_s: float) -> Envelope | NotYet:
+        status, body = await self._ask(request, wait_s=wait_s)
+        return sensible(body, NotYet) if status == 202 else sensible_envelope(body)
+
+    async def _ask(
+        self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX
+    ) -> tuple[int, bytes]:
+        action = "admin" if isinstance(request, AdminRequest) else request.action
+
+        def signed() -> bytes:
+            stamped = Stamped(
+                run=self._run,
+                nonce=secrets.token_hex(16),
+                issued_at_ms=self._clock.now_ms(),
+                epoch=self.epoch,
+                request=request,
+            )
+            return seal(stamped, PayloadType.REQUEST, self._signing_key()).to_bytes()
+
+        return await self._post(action, signed, is_request=True, wait_s=wait_s, bytes_max=bytes_max)
+
+    async def _post(
+        self,
+        action: str,
+        body_of: Callable[[], bytes],
+        *,
+        is_request: bool = False,
+        wait_s: float = 0.0,
+        bytes_max: int = ANSWER_BYTES_MAX,
+    ) -> tuple[int, bytes]:
+        """Sign and send; retry once if the coordinator names another epoch: it has restarted, or is new to us.
+
+        Raises ExplainedRefusal if the coordinator itself refuses; any other failure is transient.
+        """
+        try:
+            return await self._send(action, body_of(), is_request, wait_s, bytes_max)
+        except ExplainedRefusal as error:
+            if error.code is not ErrorCode.WRONG_EPOCH or not error.epoch:
+                raise
+            self.epoch = error.epoch
+            return await self._send(action, body_of(), is_request, wait_s, bytes_max)
+
+    async def _send(
+        self, action: str, body: bytes, is_request: bool, wait_s: float, bytes_max: int
+    ) -> tuple[int, bytes]:
+        """Send a request in a header if it fits, else announce its body in one: so the server knows the sender first."""
+        headers: dict[str, str] = {}
+        if is_request and len(body) <= limits.HEADER_ENVELOPE_BYTES_MAX:
+            headers, body = {REQUEST_HEADER: body.decode()}, b""
+        elif self._key is not None:
+            nonce, now_ms = secrets.token_hex(16), self._clock.now_ms()
+            headers[CLAIM_HEADER] = claim_of(
+                body, self._key, run=self._run, action=action, nonce=nonce, now_ms=now_ms, epoch=self.epoch
+            )
+        try:
+            status, answer, _ = await self._exchange(
+                "POST", f"/v1/{action}", body=body, headers=headers, wait_s=wait_s, bytes_max=bytes_max
+            )
+        except ExplainedRefusal:
+            raise
+        except RemoteError as error:
+            raise nonsense(error) from None
+        return status, answer
+
+    def _signing_key(self) -> SigningKey:
+        assert self._key is not None, "this client has no key, so it can only read"
+        return self._key
+
+    async def _exchange(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        wait_s: float = 0.0,
+        bytes_max: int = ANSWER_BYTES_MAX,
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """Make one request and return its whole answer: status below 400, body, headers. Raises RemoteError or Unreachable."""
+        session = self._connected()
+        try:
+            async with Patience(self._stall_s, wait_s=wait_s) as patience:
+                sent = {**self._standing_headers(), **(headers or {})}
+                if body is not None:
+                    sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
+                async with session.request(
+                    method,
+                    self.url + path,
+                    data=pieces_of_body(body, patience) if body else body,
+                    headers=sent,
+                    allow_redirects=False,
+                ) as answer:
+                    patience.answered()
+                    if "Content-Encoding" in answer.headers:
+                        raise RemoteError(
+                            ErrorCode.MALFORMED, f"{self.url} sends a compressed answer, which was not requested"
+                        )
+                    if answer.status >= 400:
+                        raise await error_of(answer, patience, self._clock)
+                    if 300 <= answer.status < 400 and answer.status != 304:
+                        raise RemoteError(
+                            ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to"
+                        )
+                    return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
+        except TimeoutError:
+            raise Unreachable(f"{self.url}: no answer, or an answer without progress") from None
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+            raise Unreachable(f"{self.url}: {reason_of(error)}") from None
+        except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
+            raise RemoteError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+        except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests in progress
+            if not session.closed:
+                raise
+            raise Unreachable(f"{self.url}: the connection was closed") from None
+
+    def _standing_headers(self) -> Mapping[str, str]:
+        """Headers of every request."""
+        return {}
+
+    def _connected(self) -> aiohttp.ClientSession:
+        """Return the session, made on first use because it belongs to the running loop."""
+        if self._session is None:
+            self._session = new_session(aiohttp.TCPConnector(limit=self._connections_max, resolver=self._resolver))
+        return self._session
