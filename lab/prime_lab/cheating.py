@@ -17,6 +17,7 @@ its receipts may show what was audited, never what will be.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -95,20 +96,14 @@ def play(
     seed: int = 0,
 ) -> Outcome:
     """Simulate many lives of one strategy, each compared with an honest worker under the same audits."""
-    rng = random.Random(seed)
-    odds = _Odds(cost, detection, unjudged, work, delay)
-    lives = []
-    for _ in range(num_lives):
-        life_seed = rng.getrandbits(64)
-        cheat = _live(strategy, checks, odds, num_bundles, random.Random(life_seed))
-        honest = _live(at_rate(0.0), checks, odds, num_bundles, random.Random(life_seed))
-        lives.append((cheat, cheat.earned - honest.earned))
-    gains = [gain / num_bundles for _, gain in lives]
+    lives = _lives(strategy, checks, _Odds(detection, unjudged, work, delay), num_bundles, num_lives, seed)
+    honest = _lives(_honestly, checks, _Odds(delay=delay), num_bundles, num_lives, seed)
+    gains = [(life.earned(cost) - other.earned(cost)) / num_bundles for life, other in zip(lives, honest, strict=True)]
     mean = math.fsum(gains) / num_lives
     variance = math.fsum((gain - mean) ** 2 for gain in gains) / (num_lives - 1)
 
-    def share(number: Callable[[_Life], float]) -> float:
-        return math.fsum(number(life) for life, _ in lives) / num_lives / num_bundles
+    def share(number: Callable[[_Course], float]) -> float:
+        return math.fsum(map(number, lives)) / num_lives / num_bundles
 
     return Outcome(
         gain=mean,
@@ -120,13 +115,17 @@ def play(
     )
 
 
+def _honestly(seen: CheatView, rng: random.Random) -> bool:
+    """Never cheat. It draws as `at_rate` does, so that both see the same audits."""
+    return rng.random() < 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Odds:
-    cost: float
-    detection: float
-    unjudged: float
-    work: float
-    delay: int
+    detection: float = 1.0
+    unjudged: float = 0.0
+    work: float = 0.0
+    delay: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +139,22 @@ class _Audit:
     is_finished: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """Results of one life."""
+
+    credited: float
+    worked: float
+    """Honest bundles, and the share `work` of the cheated ones."""
+    cheated: int
+    poisoned: int
+    bans: int
+    audited: int
+
+    def earned(self, cost: float) -> float:
+        return self.credited - cost * self.worked
+
+
 @dataclass(slots=True)
 class _Life:
     state: State
@@ -148,26 +163,23 @@ class _Life:
     audits: list[_Audit] = field(default_factory=list)
     standing: set[str] = field(default_factory=set)
     """Cheated bundles that were accepted."""
-    earned: float = 0.0
+    credited: float = 0.0
+    worked: float = 0.0
     cheated: int = 0
     bans: int = 0
     audited: int = 0
 
-    @property
-    def poisoned(self) -> int:
-        return len(self.standing)
-
     def accept(self, pending: PendingBundle, *, cheats: bool) -> None:
         if cheats:
             self.standing.add(pending.bundle)
-        self.earned += audits.credit(self.state, self.worker, pending, 1)[0]
+        self.credited += audits.credit(self.state, self.worker, pending, 1)[0]
         self.worker.accepted += 1
         self.state.accepted += 1
 
     def finish(self, audit: _Audit) -> None:
         pending, worker = audit.pending, self.worker
         del self.state.bundles[pending.bundle]
-        worker.pending = tuple(one for one in worker.pending if one != pending.bundle)
+        worker.pending = worker.pending[1:]  # audits end in the order in which they began
         if not audit.is_finished:
             audits.unjudged(self.state, worker)
         elif audit.cheats and audit.notices:
@@ -183,7 +195,16 @@ class _Life:
             self.accept(pending, cheats=audit.cheats)
 
 
-def _live(strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int, rng: random.Random) -> _Life:
+@functools.lru_cache(maxsize=64)
+def _lives(
+    strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int, num_lives: int, seed: int
+) -> list[_Course]:
+    """Simulate lives that differ in their seeds. Their course does not depend on the cost of work, so it is computed once."""
+    seeds = random.Random(seed)
+    return [_live(strategy, checks, odds, num_bundles, random.Random(seeds.getrandbits(64))) for _ in range(num_lives)]
+
+
+def _live(strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int, rng: random.Random) -> _Course:
     life, since_audit = _Life(_state(checks), checks.strikes_max), 0
     for number in range(num_bundles):
         draw, notices = rng.random(), rng.random() < odds.detection  # the same for every strategy
@@ -193,7 +214,7 @@ def _live(strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int
         since_audit = 0 if audited else since_audit + 1
         life.cheated += cheats
         life.audited += audited
-        life.earned -= odds.work * odds.cost if cheats else odds.cost
+        life.worked += odds.work if cheats else 1.0
         pending = PendingBundle(str(number), _lease(number), 1, 1, number, audited)
         if audited:
             is_finished = not (cheats and odds.unjudged and rng.random() < odds.unjudged)
@@ -206,8 +227,8 @@ def _live(strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int
             life.finish(life.audits.pop(0))
     while life.audits:
         life.finish(life.audits.pop(0))
-    life.earned += sum(one.num_tokens for one in life.worker.escrow)
-    return life
+    life.credited += sum(one.num_tokens for one in life.worker.escrow)
+    return _Course(life.credited, life.worked, life.cheated, len(life.standing), life.bans, life.audited)
 
 
 def _state(checks: CheckPolicy) -> State:
