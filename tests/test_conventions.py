@@ -36,8 +36,10 @@ def nodes_of_files() -> dict[str, list[ast.AST]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """Return a dotted name as it is written; empty for another expression."""
-    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Attribute)) else ""
+    """Return a dotted name as it is written; an expression that is no name is left empty."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def is_shared(name: str) -> bool:
