@@ -7,8 +7,8 @@
 vLLM samples in bf16 on the CPU with one thread. With `--judge transformers` it is judged in fp32, with `--judge vllm` by the
 same build in bf16; claims of other weights must then show within two completions. The prompts are short chats. Honest work is
 some 12,000 tokens: half of it makes a calibration, the other half is judged by it, resampled to bundles of 8 completions and to
-lives. With --quick the calibration is configs/calibration-smollm2.json. A cheat by sampling claims the right logprobs, and so do
-rescored int8 weights. Only statistics that the calibration has count, without proofs of hidden states.
+lives. With --quick and transformers the calibration is configs/calibration-smollm2.json. A cheat by sampling claims the right
+logprobs. Only statistics that the calibration has count, without proofs of hidden states.
 
 Letters: C completions, K lambdas of all statistics, W workers, T tokens.
 """
@@ -252,7 +252,7 @@ def report(bench: Bench, *, is_quick: bool) -> list[Check]:
     """Return the checks of what is in DIR."""
     size, (worker, validator) = bench.size, bench.classes
     honest = errors_in(bench.path_of(HONEST))
-    if is_quick:
+    if is_quick and not bench.is_same_build:
         calibration = read_calibration(config_path("calibration-smollm2.json"))
         moments = calibration.moments_of(worker=worker, validator=validator)
     else:
