@@ -90,7 +90,7 @@ BLOB_S_PER_MIB_MAX = 64.0
 CLOCK_BACK_S_MAX = 1.0
 """A server begins a new epoch if its wall clock falls behind its monotonic clock by more than this, in seconds."""
 UNPINNED_DOSSIER_BYTES_MAX = 256 * 2**20
-"""File of a dossier whose run the reader did not name, its bundle's file, and that bundle after decompression."""
+"""A dossier, its bundle (also decompressed) or a ledger, of a run that the reader did not name."""
 KEY_RINGS_MAX = 1_024
 """Key rings of one run over its lifetime."""
 KEY_RING_BYTES_MAX = 64 * 2**10

@@ -11,6 +11,7 @@ from tests.node.coordinator_world import (
 )
 from typer.testing import CliRunner, Result
 
+from prime_node.adapters.system_clock import SystemClock
 from prime_node.cli.main import app
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.ledger import LedgerChain
@@ -26,6 +27,15 @@ async def receipts_of(world: World) -> list[Envelope]:
 def command(*arguments: str) -> Result:
     """Run `prime-node ledger` in a separate thread."""
     return CliRunner().invoke(app, ["ledger", *arguments], catch_exceptions=False)
+
+
+class StoppedClock(SystemClock):
+    """A wall clock that does not advance until a test sets it."""
+
+    ms = 1_800_000_000_000
+
+    def now_ms(self) -> int:
+        return self.ms
 
 
 class Shown:

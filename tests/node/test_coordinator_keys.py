@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.node.coordinator_world import (
     refused,
     running,
 )
+from tests.node.ledger_world import StoppedClock
 from tests.node.worker_world import next_ring
 
 from prime_node.adapters.storage.folder_source import FolderSource
@@ -41,7 +43,7 @@ from prime_protocol.key_ring import ChainPoint, KeyChain, Role
 from prime_protocol.manifest import sign_manifest
 from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
-from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
+from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp
 
 NEW = SigningKey(b"\x50" * 32)
 
@@ -79,6 +81,35 @@ async def test_the_timestamp_names_the_head_and_the_ring_and_is_renewed(tmp_path
             return (await stamp_of(world)).issued_at_ms > second.issued_at_ms
 
         await world.until(renewed)
+
+
+async def test_timestamps_after_a_clock_was_set_back_contradict_none_before(tmp_path: Path) -> None:
+    run, clock = make_run(), StoppedClock()
+    stamps: list[Timestamp] = []
+    async with running(replace(await folder_parts(run, tmp_path), clock=clock)) as world:
+        stamps.append(await stamp_of(world))
+        clock.ms -= 60_000
+        head = await world.publish()
+        stamps.append(await stamp_of(world))
+        assert await stamp_of(world) == stamps[-1], "its time does not run ahead with each request"
+    clock.ms -= 30_000
+    async with running(replace(await folder_parts(run, tmp_path), clock=clock)) as world:
+        world.head = head
+        await world.client(ANNA).add_key_ring(ring(world))
+        stamps.append(await stamp_of(world))
+    assert [(one.policy_version, one.key_ring) for one in stamps] == [(-1, 0), (0, 0), (0, 1)]
+    for earlier, later in pairwise(stamps):
+        assert check_follows(later, earlier)
+        check_fresh(later, clock.ms)
+
+
+async def test_a_timestamp_that_no_client_has_accepted_does_not_date_the_next_ones() -> None:
+    """A machine may start with a clock that is an hour ahead."""
+    clock = StoppedClock()
+    async with running(replace(memory_parts(make_run()), clock=clock)) as world:
+        await stamp_of(world)
+        clock.ms -= 3_600_000
+        check_fresh(await stamp_of(world), clock.ms)
 
 
 async def test_a_ring_is_served_to_everyone_and_a_number_beyond_is_not_found(tmp_path: Path) -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_parcel, make_run, memory_parts, running
-from tests.node.ledger_world import Shown, command, payloads, receipts_of, rewritten
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
+from tests.node.ledger_world import Shown, StoppedClock, command, payloads, receipts_of, rewritten
+from tests.node.operator_world import write_key
 
-from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
-from prime_node.broadcast.audit.ledger_file import export_ledger
+from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
+from prime_node.cli.run_dir import RunDir
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
@@ -81,13 +93,6 @@ async def test_a_shorter_head_that_is_not_older_convicts(honest: Honest, later_m
     assert (await verify(honest, shown, "--known", str(honest.file)))[0] == is_fault
 
 
-class StoppedClock(SystemClock):
-    """A wall clock that does not advance."""
-
-    def now_ms(self) -> int:
-        return 1_000_000
-
-
 async def test_a_head_dated_before_its_own_entries_convicts(honest: Honest) -> None:
     """Back-dating hides no omission: a receipt that is missing would count as newer than the head."""
     left_out = rewritten(honest.run, honest.receipts[1:], at_ms=1)
@@ -107,6 +112,60 @@ async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> 
         receipts = await receipts_of(world)
     for one, other in (shown, shown[::-1]):
         assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
+
+
+@pytest.mark.parametrize("later_ms", [-60_000, 0, 60_000])
+async def test_a_head_of_an_older_copy_of_the_folder_convicts_no_honest_coordinator(
+    tmp_path: Path, later_ms: int
+) -> None:
+    """With the present date it would convict: receipts settled since the copy are dated before it, and not in it."""
+    run, clock = make_run(), StoppedClock()
+    shown: list[Shown] = []
+    place, copy = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy")
+
+    async def settle(world: World) -> None:
+        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+        await world.judge()
+
+    async with running(replace(await folder_parts(run, place.coordinator), clock=clock)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await settle(world)
+        shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
+        await settle(world)  # no head names it
+        head = world.head
+    await asyncio.to_thread(shutil.copytree, place.coordinator, copy.coordinator)
+    (copy.coordinator / "state.db").rename(copy.coordinator / "state.sqlite")
+    (copy.coordinator / "private").rename(copy.coordinator / "evidence")
+    write_key(copy.key("coordinator"), COORDINATOR)
+    copy.run_spec.write_bytes(run.envelope.to_bytes())
+    clock.ms += later_ms
+    async with running(replace(await folder_parts(run, place.coordinator), clock=clock)) as world:
+        world.head = head
+        await settle(world)
+        shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
+        receipts = await receipts_of(world)
+    out = tmp_path / "ledger.jsonl"
+    assert (await asyncio.to_thread(command, "export", str(copy.path), "--out", str(out))).exit_code == 0
+    with open_ledger_file(out, pinned=run.digest) as file:
+        shown.append(Shown(await file.ledger(0), await file.ledger_head()))
+    assert [len(one.lines) for one in shown] == [1, 3, 2]
+    for one in shown:
+        known = [other.head for other in shown if other is not one]
+        assert (await audit_ledger(one, run, known=known, receipts=receipts)).faults == []
+
+
+async def test_a_strangers_ledger_is_read_up_to_a_number_of_bytes(
+    honest: Honest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(len(line) + 1 for line in honest.file.read_bytes().splitlines() if line.startswith(b'{"index"'))
+    monkeypatch.setattr("prime_protocol.limits.UNPINNED_DOSSIER_BYTES_MAX", size)
+    assert (await asyncio.to_thread(command, "verify", str(honest.file))).exit_code == 0
+    monkeypatch.setattr("prime_protocol.limits.UNPINNED_DOSSIER_BYTES_MAX", size - 1)
+    with pytest.raises(LocalError, match="--run with the run's digest"):
+        await asyncio.to_thread(command, "verify", str(honest.file))
+    pinned = await asyncio.to_thread(command, "verify", str(honest.file), "--run", honest.run.digest)
+    assert pinned.exit_code == 0
 
 
 async def test_a_kept_file_that_is_damaged_accuses_no_key(honest: Honest, tmp_path: Path) -> None:

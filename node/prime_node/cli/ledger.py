@@ -128,7 +128,7 @@ def ledger_verify(
 @contextlib.asynccontextmanager
 async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
     """Open a ledger from an exported file, a join link, a URL or a run directory. Raises LocalError and RemoteError."""
-    from prime_node.broadcast.audit.ledger_file import open_ledger_file
+    from prime_node.broadcast.audit.ledger_file import UnpinnedLedger, open_ledger_file
     from prime_node.cli import wire, wire_coordinator
     from prime_node.cli.key_request import known_of
 
@@ -138,7 +138,8 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
             if run not in (None, known.digest):
                 raise LocalError(f"{target} is run {known.digest[:12]}, not {run}")
             async with wire.public_source(target) as source:
-                yield _Opened(source, known, pinned=(run or named_in(target)) is not None)
+                pinned = (run or named_in(target)) is not None
+                yield _Opened(source if pinned else UnpinnedLedger(source), known, pinned=pinned)
         elif RunDir(Path(target)).exists:
             run_dir = RunDir(Path(target))
             own, key = run_dir.load_run(), load_key(run_dir.key("coordinator"))
@@ -157,7 +158,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                 lock.release()
         else:
             with open_ledger_file(Path(target), pinned=run) as file:
-                yield _Opened(file, file.run, pinned=run is not None)
+                yield _Opened(UnpinnedLedger(file) if run is None else file, file.run, pinned=run is not None)
     except Unreachable as error:
         raise LocalError(f"{target} does not answer: {error}") from None
 

@@ -80,11 +80,13 @@ async def coordinator_parts(
 
 @contextlib.asynccontextmanager
 async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncIterator[StoredLedger]:
-    """Open the ledger in a coordinator's folder, whether or not the coordinator runs. Raises LocalError."""
+    """Open the ledger in the folder of a coordinator that does not run. Raises LocalError."""
     try:
+        from prime_node.adapters.storage.folder_blobs import FolderDocuments
         from prime_node.adapters.storage.sqlite_store import open_sqlite
     except ImportError as error:
         raise missing_extra("coordinator", "a coordinator's store", error) from None
+    from prime_node.coordinator.api.statements import stored_head
     from prime_node.coordinator.assignments import newest_open, secrets_of
     from prime_node.coordinator.journal import restore_state
     from prime_node.coordinator.ledger import StoredLedger
@@ -103,7 +105,7 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
         return newest_open(run, secrets, state.steps_over)
 
     try:
-        yield StoredLedger(store, run.digest, key, wire.clock().now_ms, newest)
+        yield StoredLedger(store, run.digest, key, await stored_head(FolderDocuments(folder / "evidence")), newest)
     finally:
         await store.close()
 

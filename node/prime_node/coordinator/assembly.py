@@ -29,8 +29,8 @@ from prime_node.coordinator.api.statements import (
     KeyRings,
     LedgerSigner,
     TimestampSigner,
-    ledger_head_ms,
     restore_keys,
+    stored_head,
 )
 from prime_node.coordinator.api.status import StatusPages, StatusReport
 from prime_node.coordinator.api.training import TrainerBatches
@@ -194,17 +194,19 @@ async def open_coordinator(parts: Parts) -> Coordinator:
         tokenizer=parts.tokenizer,
         draws=restored[1].curriculum.draws,
     )
+    shown = await stored_head(parts.private)
     journal = await open_journal(
         parts.store,
         restored,
         clock=parts.clock,
         sign_receipt=receipt_signer(run, parts.key, assigner),
         snapshot_events=config.snapshot_events,
-        shown_ms=await ledger_head_ms(parts.private),
+        shown_ms=0 if shown is None else shown.at_ms,
     )
     coordinator = Coordinator(parts, journal, assigner)
     await parts.published.write("run.json", run.envelope.to_bytes())
     await coordinator.manifests.restore_head()
+    await coordinator.handlers.timestamps.restore_time()
     if (head := coordinator.manifests.head) is not None:
         coordinator.report.observer.made(head.manifest.policy_version, head.manifest.created_at_ms)
     for pending in journal.state.bundles.values():

@@ -52,7 +52,7 @@ class Journal:
         said_ms: int,
         snapshot_events: int,
     ) -> None:
-        """Continue after `said_ms`, the time of the ledger's last line or of its last head."""
+        """Date no statement before `said_ms`: the time of the ledger's last line, or later than its last head."""
         self.state = state
         self.ledger = ledger
         """The ledger. Read only. It is durable once `synced` returns."""
@@ -134,9 +134,13 @@ class Journal:
         return self._said_ms
 
     def next_ms(self) -> int:
-        """Return the time for a ledger head: later than every statement before, so no two heads share a millisecond."""
-        self._said_ms = max(self._said_ms + 1, self._clock.now_ms())
-        return self._said_ms
+        """Return the time for a ledger head: later than every statement before it, and earlier than every one after it.
+
+        So no two heads share a millisecond, and a head of a copy (StoredLedger) can have the date of its last line.
+        """
+        at_ms = max(self._said_ms + 1, self._clock.now_ms())
+        self._said_ms = at_ms + 1
+        return at_ms
 
     def close(self) -> None:
         """Refuse further events and let the writer finish."""
@@ -208,7 +212,7 @@ async def open_journal(
         clock=clock,
         sign_receipt=sign_receipt,
         ledger=chain,
-        said_ms=max(shown_ms, await settled_last_ms(store)),
+        said_ms=max(shown_ms + 1, await settled_last_ms(store)),
         snapshot_events=snapshot_events,
     )
 

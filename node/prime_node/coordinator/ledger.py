@@ -10,7 +10,7 @@ from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.identity import SigningKey
-from prime_protocol.ledger import LedgerChain, LedgerEntry
+from prime_protocol.ledger import LedgerChain, LedgerEntry, LedgerHead
 from prime_protocol.seed_chain import OpenSecret
 
 
@@ -34,19 +34,26 @@ async def _last(store: Store) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredLedger:
-    """A ports.transport.LedgerSource for a run whose coordinator need not be active."""
+    """A ports.transport.LedgerSource for a run whose coordinator is not active.
+
+    Its heads bear no present date: the folder may be an older copy, and the coordinator may have settled receipts since.
+    A head dated as its last line contradicts none of these, nor any head that the coordinator showed before or shows later.
+    """
 
     store: Store
     run: str
     key: SigningKey
-    now_ms: Callable[[], int]
+    shown: LedgerHead | None
+    """Last head that the coordinator stored, and may have shown."""
     secret: Callable[[], Awaitable[OpenSecret | None]]
     """Newest open secret of the seed chain. Called after the chain was read, so that no line is newer than it."""
 
     async def ledger_head(self) -> Envelope:
         """Return the signed head of the stored ledger."""
         chain = await load_chain(self.store, self.run)
-        at_ms = max(self.now_ms(), await settled_last_ms(self.store))
+        at_ms = await settled_last_ms(self.store)
+        if self.shown is not None and self.shown.num_entries <= chain.num_entries:  # else the copy is older than it
+            at_ms = max(at_ms, self.shown.at_ms + (self.shown.num_entries < chain.num_entries))
         return seal(chain.head(at_ms, await self.secret()), PayloadType.LEDGER_HEAD, self.key)
 
     async def ledger(self, start: int) -> list[bytes]:

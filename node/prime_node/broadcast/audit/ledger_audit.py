@@ -123,7 +123,7 @@ class _Reader:
         self._seeds = SeedAudit(run, report.head, report.seeds)
         self._chain = LedgerChain(report.head.run)
         self._newest_ms = 0  # of all lines
-        self._accepted: dict[str, Receipt] = {}  # bundle -> its current acceptance
+        self._accepted: dict[bytes, tuple[int, int]] = {}  # accepted bundle -> its rollouts and tokens
 
     async def read(self, source: LedgerSource) -> None:
         """Read all lines. Raises RemoteError if a line does not follow."""
@@ -212,14 +212,15 @@ class _Reader:
 
     def _count(self, receipt: Receipt) -> None:
         account = self._report.accounts.setdefault(receipt.worker, Account())
-        before = self._accepted.pop(receipt.bundle, None)
+        bundle = bytes.fromhex(receipt.bundle)
+        before = self._accepted.pop(bundle, None)
         if receipt.status is BundleStatus.ACCEPTED:
             self._seeds.look(receipt, is_first=before is None)
         if before is not None:  # a later line of a bundle replaces the one before
-            account.rollouts -= before.num_rollouts
-            account.tokens -= before.num_tokens
+            account.rollouts -= before[0]
+            account.tokens -= before[1]
         if receipt.status is BundleStatus.ACCEPTED:
-            self._accepted[receipt.bundle] = receipt
+            self._accepted[bundle] = (receipt.num_rollouts, receipt.num_tokens)
             account.rollouts += receipt.num_rollouts
             account.tokens += receipt.num_tokens
         else:

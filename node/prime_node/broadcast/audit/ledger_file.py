@@ -2,7 +2,8 @@
 
 It holds the RunSpec's envelope, the key rings' envelopes in order, the ledger's lines, and the head's envelope.
 
-Nothing in it is trusted. Lines are read one after another, so a long ledger needs no memory.
+Nothing in it is trusted. Lines are read one after another, so a long ledger needs little memory: what the audit counts, about
+200 bytes for each accepted bundle. A ledger of a run that the user has not named is read up to UNPINNED_DOSSIER_BYTES_MAX.
 """
 
 from __future__ import annotations
@@ -111,6 +112,28 @@ class LedgerFile:
         if len(line) > _LINE_BYTES_MAX:
             raise LimitExceeded("a line of an exported ledger", len(line), _LINE_BYTES_MAX)
         return line.removesuffix(b"\n")
+
+
+class UnpinnedLedger:
+    """Implementation of ports.transport.LedgerSource for a ledger of a run that the user has not named."""
+
+    def __init__(self, source: LedgerSource) -> None:
+        self._source = source
+        self._left = limits.UNPINNED_DOSSIER_BYTES_MAX
+
+    async def ledger_head(self) -> Envelope:
+        """Return the signed head, unverified."""
+        return await self._source.ledger_head()
+
+    async def ledger(self, start: int) -> list[bytes]:
+        """Return lines as the source does. Raises LocalError if all of them together are too many bytes."""
+        lines = await self._source.ledger(start)
+        self._left -= sum(len(line) + 1 for line in lines)
+        if self._left < 0:
+            raise LocalError(
+                f"the ledger has more than {limits.UNPINNED_DOSSIER_BYTES_MAX:,} bytes; --run with the run's digest reads it"
+            )
+        return lines
 
 
 def _last_line(file: BinaryIO) -> bytes:

@@ -8,6 +8,7 @@ manifests, for mirrors. The content of a batch is the same each time, so it is s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 TIMESTAMP_NAME = "timestamp.json"
 LEDGER_HEAD_NAME = "ledger_head.json"
+_AHEAD_MS_MAX = round(limits.REQUEST_AGE_S_MAX * 1_000)
+"""Milliseconds by which a timestamp may be ahead of a client's clock."""
 
 
 async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) -> None:
@@ -140,6 +143,16 @@ class TimestampSigner:
     lifetime_s: float
     newest: tuple[Timestamp, Envelope] | None = None
     """Last signed timestamp."""
+    issued_ms: int = 0
+    """Time of the last timestamp that may have been shown, also before a restart."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Lock held while a timestamp is signed and stored."""
+
+    async def restore_time(self) -> None:
+        """Read after a restart when the last timestamp was issued."""
+        with contextlib.suppress(KeyError, RemoteError):  # there is none, or it is damaged
+            stored = open_envelope(await self.published.read(TIMESTAMP_NAME))
+            self.issued_ms = parse_json(stored.payload, Timestamp).issued_at_ms
 
     async def timestamp(self) -> Envelope:
         """Return a fresh timestamp."""
@@ -148,22 +161,31 @@ class TimestampSigner:
         return self.newest[1]
 
     async def renew_timestamp(self) -> None:
-        """Sign a new timestamp if the last one is old or outdated. Cheap otherwise."""
-        now_ms, head = self.clock.now_ms(), None if self.manifests.head is None else self.manifests.head.point
-        if self.newest is not None:
-            last = self.newest[0]
-            age_ms = now_ms - last.issued_at_ms
-            if (last.head, last.key_ring) == (head, self.run.keys.version) and (0 <= age_ms < self.interval_s * 1_000):
-                return
-        stamp = Timestamp(
-            run=self.run.digest,
-            head=head,
-            key_ring=self.run.keys.version,
-            issued_at_ms=now_ms,
-            expires_at_ms=now_ms + round(self.lifetime_s * 1_000),
-        )
-        self.newest = (stamp, seal(stamp, PayloadType.TIMESTAMP, self.key))
-        await self.published.write(TIMESTAMP_NAME, self.newest[1].to_bytes())
+        """Sign a new timestamp if the last one is old or outdated. Cheap otherwise.
+
+        It is dated after the last one even if the clock was set back: of two that differ, clients take the later one for the
+        newer state. It is stored before it is shown, for a restart. A last one that is further ahead than clients tolerate
+        does not count: none of them has accepted it, and none would accept one after it.
+        """
+        async with self.turn:
+            now_ms, head = self.clock.now_ms(), None if self.manifests.head is None else self.manifests.head.point
+            last_ms = self.issued_ms if self.issued_ms <= now_ms + _AHEAD_MS_MAX else 0
+            if self.newest is not None:
+                last = self.newest[0]
+                is_new = last_ms > 0 and now_ms - last_ms < self.interval_s * 1_000
+                if is_new and (last.head, last.key_ring) == (head, self.run.keys.version):
+                    return
+            issued_ms = max(now_ms, last_ms + 1)
+            stamp = Timestamp(
+                run=self.run.digest,
+                head=head,
+                key_ring=self.run.keys.version,
+                issued_at_ms=issued_ms,
+                expires_at_ms=issued_ms + round(self.lifetime_s * 1_000),
+            )
+            signed = seal(stamp, PayloadType.TIMESTAMP, self.key)
+            await self.published.write(TIMESTAMP_NAME, signed.to_bytes())
+            self.newest, self.issued_ms = (stamp, signed), issued_ms
 
 
 @dataclass(slots=True)
@@ -208,12 +230,12 @@ class LedgerSigner:
         return "".join(f"{line}\n" for line in lines).encode()
 
 
-async def ledger_head_ms(private: Documents) -> int:
-    """Return the time of the last ledger head that may have been shown before a restart; 0 if there is none."""
+async def stored_head(private: Documents) -> LedgerHead | None:
+    """Return the last ledger head that may have been shown before a restart, if there is one."""
     try:
-        return parse_json(open_envelope(await private.read(LEDGER_HEAD_NAME)).payload, LedgerHead).at_ms
+        return parse_json(open_envelope(await private.read(LEDGER_HEAD_NAME)).payload, LedgerHead)
     except KeyError:
-        return 0
+        return None
 
 
 def key_ring_name(version: int) -> str:
