@@ -20,8 +20,8 @@ from torch import Tensor
 WHOLE_LOGITS = 2**24
 """Number of logits that are still computed at once, 64 MiB in float32; more are computed in blocks."""
 BLOCK_LOGITS = {"cpu": 2**21, "cuda": 2**28}
-"""Logits of one block, by type of device. On a CPU small blocks stay in the caches between operations; on a GPU each block costs
-a wait for the device, and 2**28 logits are 1 GiB."""
+"""Logits of one block, by type of device; further types get the CPU's. On a CPU small blocks stay in the caches between
+operations. On a GPU each block costs a wait for the device, and 2**28 logits are 1 GiB."""
 
 
 def chosen_logprobs(
@@ -120,7 +120,7 @@ def _logits(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, columns: 
 
 def _blocks(num_rows: int, vocab_size: int, target_N: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield the columns of each block, and the indices of the predictions with a target in it."""
-    size = max(1, BLOCK_LOGITS[target_N.device.type] // num_rows)
+    size = max(1, BLOCK_LOGITS.get(target_N.device.type, BLOCK_LOGITS["cpu"]) // num_rows)
     for start in range(0, vocab_size, size):
         columns = slice(start, min(start + size, vocab_size))
         yield columns, ((target_N >= columns.start) & (target_N < columns.stop)).nonzero()[:, 0]
