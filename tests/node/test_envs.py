@@ -124,6 +124,40 @@ def test_half_of_the_reward_is_for_being_exactly_right() -> None:
     assert whole.score(0, answer, finished=True) == 1.0
 
 
+def test_a_task_may_be_asked_in_other_words_and_graded_by_the_last_number() -> None:
+    digits = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
+    words = {"question_field": "expression", "prefix": "What is ", "suffix": "?", "compare": "number"}
+    environment, plain = gym(task="chain_sum", **digits, **words), gym(task="chain_sum", **digits)
+    for problem, index in ((environment.held_out(3)[2].prompt, HELD_OUT_START + 2), (environment.prompt(0), 0)):
+        first, sign, second = problem.removeprefix("What is ").removesuffix("?").split()
+        value = int(first) + int(second) if sign == "+" else int(first) - int(second)
+        assert environment.score(index, f"{first} {sign} {second} = {value}.", finished=True) == 1.0
+        assert environment.score(index, f"{value} or {value + 1}", finished=True) == 0.0
+    answer = plain.answer(0)
+    assert 0.0 < plain.score(0, f"It is {answer}", finished=True) < 1.0, "the task's own scorer gives partial credit"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"compare": "nothing"}, "compare must be one of"),
+        ({"question_field": "nothing"}, "no field 'nothing' among .*expression"),
+        ({"score_cut_off": "yes"}, "score_cut_off must be true or false"),
+    ],
+)
+def test_an_option_of_questions_and_scores_that_cannot_hold_is_refused(wrong: dict[str, Option], why: str) -> None:
+    with pytest.raises(LocalError, match=why):
+        gym(task="chain_sum", **wrong)
+
+
+def test_a_completion_that_was_cut_off_is_scored_only_where_the_run_says_so() -> None:
+    strict, lenient = gym(task="chain_sum"), gym(task="chain_sum", score_cut_off=True)
+    answer = strict.answer(0)
+    assert strict.score(0, answer, finished=False) == 0.0
+    assert lenient.score(0, answer, finished=False) == lenient.score(0, answer, finished=True) == 1.0
+    assert lenient.held_out(1)[0].is_correct(lenient.held_out(1)[0].answer, finished=False)
+
+
 def test_an_evaluation_problem_is_correct_only_when_it_is_finished_and_exact() -> None:
     problem = gym(**SPELLING).held_out(1)[0]
     answer = problem.prompt.split()[-1][::-1]

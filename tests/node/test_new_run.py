@@ -14,7 +14,7 @@ from prime_node.cli.coordinator import listening_port, unreachable
 from prime_node.cli.new import make_run, new, write_join_link
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.shipped import config_path, shipped_calibration
+from prime_node.cli.shipped import config_path, read_calibration, shipped_calibration
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.new_run import RunConfig, fit_positions
 from prime_node.trainer.config import TrainerConfig
@@ -208,6 +208,18 @@ def test_no_run_is_made_with_a_calibration_of_a_smaller_model(
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
     allowed = Options(DEMO, ["run.calibration=none", larger, *light])
     assert make_run(RunDir(tmp_path / "run"), allowed, config_file=DEMO).spec.checks.calibration is None
+
+
+def test_a_shipped_calibration_may_be_named_without_its_folder(
+    tmp_path: Path, light: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = Options(DEMO, ["run.calibration=calibration-smollm2.json", *light])
+    made = make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
+    expected = read_calibration(config_path("calibration-smollm2.json")).without(LIKELIHOOD_RATIOS)
+    assert made.spec.checks.calibration == expected
+    with pytest.raises(LocalError, match=r"prime-node calibrate missing\.json"):
+        make_run(RunDir(tmp_path / "other"), Options(DEMO, ["run.calibration=missing.json"]), config_file=DEMO)
 
 
 def test_no_run_is_made_below_the_temperature_of_its_calibration(tmp_path: Path) -> None:

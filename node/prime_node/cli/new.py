@@ -14,7 +14,7 @@ from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
-from prime_node.cli.shipped import config_path, read_calibration, shipped_calibration
+from prime_node.cli.shipped import chosen_calibration, config_path
 from prime_node.files import write_durably
 from prime_node.keyfile import create_key, keep_secret
 from prime_protocol.calibration import Calibration
@@ -109,7 +109,7 @@ def _calibration(settings: RunConfig, config_json: bytes, *, judge: str) -> Cali
     if choice == "none":
         say("no calibration: cheats by precision or weights are not banned in this run, so take workers that you trust")
         return None
-    found = shipped_calibration() if choice == "shipped" else read_calibration(Path(choice).expanduser())
+    found = chosen_calibration(choice)
     advice = (
         "measure it with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file; "
         "--set run.calibration=none makes a run for workers that you trust"

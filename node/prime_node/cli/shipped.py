@@ -12,13 +12,17 @@ from prime_protocol.errors import LocalError, RemoteError
 
 def config_path(name: str) -> Path:
     """Return the path of a shipped config. Raises LocalError with the known names."""
-    package = Path(prime_node.__file__).parent
-    folders = [package / "_configs", package.parents[1] / "configs"]
+    folders = _folders()
     for folder in folders:
         if (folder / name).is_file():
             return folder / name
     known = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
     raise LocalError(f"no shipped config {name}; known are {', '.join(known) or 'none'}")
+
+
+def _folders() -> list[Path]:
+    package = Path(prime_node.__file__).parent
+    return [package / "_configs", package.parents[1] / "configs"]
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -34,3 +38,12 @@ def read_calibration(path: Path) -> Calibration:
 def shipped_calibration() -> Calibration:
     """Return the default calibration; its note says how it was measured."""
     return read_calibration(config_path("calibration.json"))
+
+
+def chosen_calibration(choice: str) -> Calibration:
+    """Return the calibration that a setting names: `shipped`, a file, or the name of a shipped file. Raises LocalError."""
+    if choice == "shipped":
+        return shipped_calibration()
+    path = Path(choice).expanduser()
+    is_shipped = path.name == choice and not path.exists() and any((folder / choice).is_file() for folder in _folders())
+    return read_calibration(config_path(choice) if is_shipped else path)

@@ -26,7 +26,7 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
         return None
     if not isinstance(model, PretrainedModel):
         raise LocalError('[run.adapters] need a base that others can download: model = { kind = "pretrained", ... }')
-    place = Path(model.name_or_path)
+    place = Path(model.name_or_path).expanduser()
     return AdapterSpec(
         base=place.resolve().name if place.is_dir() else model.name_or_path,
         base_root=_root(_pretrained(model.name_or_path)),

@@ -134,7 +134,7 @@ class RunConfig(Settings):
     """Checks by validators. By default, new runs require hidden-state proofs and audit a share of the bundles."""
     calibration: str = "shipped"
     """Calibration of honest tokens, which lets evidence against a worker add up: `shipped`; a file from `prime-node calibrate`;
-    or `none`, for a run of trusted workers. It must cover the model."""
+    the name of another shipped file; or `none`, for a run of trusted workers. It must cover the model."""
     schedule: Schedule = Schedule()
     """Asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""

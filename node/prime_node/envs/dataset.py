@@ -34,6 +34,15 @@ def is_same_number(answer: str, reference: str) -> bool:
 COMPARISONS: dict[str, Callable[[str, str], bool]] = {"text": is_same_text, "number": is_same_number}
 
 
+def comparison(
+    name: str, comparisons: Mapping[str, Callable[[str, str], bool]] = COMPARISONS
+) -> Callable[[str, str], bool]:
+    """Return the comparison of this name. Raises ValueError with the known names."""
+    if name not in comparisons:
+        raise ValueError(f"compare must be one of {', '.join(comparisons)}, got {name!r}")
+    return comparisons[name]
+
+
 def rows_of_json_lines(data: bytes) -> Iterator[Row]:
     """Iterate over the rows: one JSON object a line. Raises ValueError."""
     for number, line in enumerate(data.decode("utf-8").splitlines(), start=1):
@@ -73,9 +82,7 @@ class DatasetSource:
         data = Path(path).read_bytes()
         if digest_of(data) != digest:
             raise ValueError(f"{path} has digest {digest_of(data)}, the run wants {digest}")
-        if compare not in comparisons:
-            raise ValueError(f"compare must be one of {', '.join(comparisons)}, got {compare!r}")
-        self._is_same = comparisons[compare]
+        self._is_same = comparison(compare, comparisons)
         self._problems: list[SourceProblem] = []
         try:
             for where, fields in read(data):

@@ -37,8 +37,8 @@ def build_environment(spec: EnvironmentSpec, factories: Mapping[str, Environment
 def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Renderer]) -> EnvironmentFactory:
     """Return a factory of environments over a source.
 
-    It removes the options of split and frame; `make` gets the others. exact_share, prefix, suffix, answer_tag: see
-    envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py).
+    It removes the options of split and frame; `make` gets the others. exact_share, score_cut_off, prefix, suffix, answer_tag:
+    see envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py).
     """
 
     def build(spec: EnvironmentSpec) -> Environment:
@@ -46,7 +46,10 @@ def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Re
         frame = {field.name: str(options.pop(field.name)) for field in fields(Frame) if field.name in options}
         exact_share = float(options.pop("exact_share", 0.5))
         partner, renders = str(options.pop("partner", "")), str(options.pop("renderer", "template"))
-        judge = Judge(make(**_known(make, options)), Frame(**frame), exact_share)
+        score_cut_off = options.pop("score_cut_off", False)
+        if not isinstance(score_cut_off, bool):
+            raise ValueError(f"score_cut_off must be true or false, got {score_cut_off!r}")
+        judge = Judge(make(**_known(make, options)), Frame(**frame), exact_share, score_cut_off)
         if (spec.turns_max > 1) != bool(partner):
             raise ValueError(f"turns_max above 1 and options.partner ({', '.join(PARTNERS)}) need each other")
         if not partner:

@@ -5,7 +5,7 @@ often a generator repeats itself and with any seed. Training problem `index` is 
 (seed, index, attempt) until one is not held out; evaluation problems by counting through numbers of their own. Problem
 HELD_OUT_START + n is evaluation problem n, so that leases can request it like any other.
 
-    reward = exact_share * (credit == 1) + (1 - exact_share) * credit        0 if the completion was cut off
+    reward = exact_share * (credit == 1) + (1 - exact_share) * credit        0 if cut off, unless score_cut_off is set
 """
 
 from __future__ import annotations
@@ -75,13 +75,16 @@ class Judge:
     exact_share: float = 0.5
     """Share of the reward that only an exactly right answer gets; the rest is the source's partial credit."""
 
+    score_cut_off: bool = False
+    """Whether a completion that reached the length limit is scored like any other. Otherwise its reward is 0."""
+
     def __post_init__(self) -> None:
         if not 0.0 <= self.exact_share <= 1.0:
             raise ValueError(f"exact_share must be between 0 and 1, got {self.exact_share}")
 
     def credit(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
-        """Return the source's credit for a completion; 0 if it was cut off or holds no answer."""
-        answer = self.frame.read(completion) if finished else None
+        """Return the source's credit for a completion; 0 if it holds no answer, or was cut off and such are not scored."""
+        answer = self.frame.read(completion) if finished or self.score_cut_off else None
         return 0.0 if answer is None else self.source.grade(problem, answer)
 
     def reward(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:

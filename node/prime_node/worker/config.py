@@ -32,7 +32,7 @@ class WorkerConfig(Settings):
     for its noise: `prime-node calibrate`. bf16-fp32head, for vllm only, computes the output head in fp32."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. All processes on a machine together should not have more threads than cores."""
-    cpu_cache_gib: int = Field(default=1, ge=1)
+    cpu_cache_gib: float = Field(default=1.0, gt=0.0)
     """Memory for vLLM's key-value cache on a CPU, in GiB. On a GPU it uses the remaining memory."""
     base_model: str | None = None
     """Local base model of a run whose policies are adapters: a folder, or a hub's model name. None: the name that the

@@ -159,7 +159,7 @@ class VllmEngine:
         dtype: str = "auto",
         context_tokens_max: int | None = None,
         sequences_max: int = 256,
-        cpu_cache_gib: int = 1,
+        cpu_cache_gib: float = 1.0,
         seeded: bool = True,
         checks: CheckPolicy | None = None,
     ) -> None:
@@ -264,8 +264,6 @@ class VllmEngine:
             os.environ.setdefault(name, value)
         # Folder for vLLM's sockets, which a killed vLLM leaves behind; the sandbox may hide an inherited one.
         os.environ["VLLM_RPC_BASE_PATH"] = str(process_folder("vllm"))
-        if current_platform.is_cpu():
-            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(self._cpu_cache_gib))
         arguments = AsyncEngineArgs(
             model=str(self._folder),
             trust_remote_code=False,
@@ -275,6 +273,7 @@ class VllmEngine:
             dtype=VLLM_DTYPES[self._dtype],
             max_model_len=self._context_tokens_max,
             max_num_seqs=self._sequences_max,
+            kv_cache_memory_bytes=int(self._cpu_cache_gib * 2**30) if current_platform.is_cpu() else None,
             # On a CPU the head is a packed copy, and reloading a tied one leaves it on the old weights. So untie it.
             hf_overrides=({"tie_word_embeddings": False} if self._unties else {})
             | ({"head_dtype": "float32"} if self._dtype == FP32_HEAD else {}),

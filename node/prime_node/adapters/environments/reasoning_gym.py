@@ -10,6 +10,7 @@ from typing import Any
 
 import reasoning_gym
 
+from prime_node.envs.dataset import comparison
 from prime_node.envs.source import SourceProblem
 
 ALMOST = 0.99
@@ -19,21 +20,34 @@ ALMOST = 0.99
 class ReasoningGymSource:
     """Source of one task's problems. Example: ReasoningGymSource(task="spell_backward", min_word_len=3, max_word_len=6)."""
 
-    def __init__(self, *, task: str, **options: str | float) -> None:
-        """Create the task with its own `options`. Raises ValueError if the task does not exist or rejects them."""
+    def __init__(self, *, task: str, compare: str = "", question_field: str = "", **options: str | float) -> None:
+        """Create the task with its own `options`.
+
+        `compare` replaces the task's scorer by a comparison with its answer. `question_field` replaces its question by an entry
+        of its metadata, such as the `expression` of chain_sum, without the task's own wording. Raises ValueError if the task or
+        the comparison does not exist, the task rejects its options, or its first problem has no such field.
+        """
+        self._is_same = comparison(compare) if compare else None
+        self._question_field = question_field
         try:
             # The numbers provide the randomness: the seed and the size of a dataset would only shift and name them.
             self._dataset = reasoning_gym.create_dataset(task, seed=0, size=2**62, **options)
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"task {task!r}: {error}") from error
+        metadata = self._dataset[0]["metadata"] if question_field else {}
+        if question_field and question_field not in metadata:
+            raise ValueError(f"task {task!r} has no field {question_field!r} among {', '.join(metadata)}")
 
     def draw(self, number: int) -> SourceProblem:
         """Return problem `number`."""
         entry: dict[str, Any] = self._dataset[number]
-        return SourceProblem(entry["question"], entry["answer"], entry)
+        question = str(entry["metadata"][self._question_field]) if self._question_field else entry["question"]
+        return SourceProblem(question, entry["answer"], entry)
 
     def grade(self, problem: SourceProblem, answer: str) -> float:
-        """Return the scorer's credit for an answer, in [0, 1]."""
+        """Return the credit for an answer, in [0, 1]: the scorer's, or 1 if the comparison accepts it, else 0."""
+        if self._is_same is not None:
+            return float(self._is_same(answer, problem.answer))
         credit = float(self._dataset.score_answer(answer, problem.entry))
         # Some scorers sum shares of the answer, and nine times 1/9 is slightly above 1: "drow" + "s" is not "drow".
         if credit > 1.0 and answer != problem.answer:

@@ -1,6 +1,7 @@
 """A published model in Hugging Face format, from a folder or from a hub: its small files, and its weights.
 
-`name_or_path` is a folder if it exists, else the name of a model on the hub (huggingface_hub caches its downloads).
+`name_or_path` is a folder if it exists (`~` is the user's home), else the name of a model on the hub (huggingface_hub caches its
+downloads).
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def folder_weights(folder: Path) -> Weights:
 
 
 def _folder(name_or_path: str, *, patterns: tuple[str, ...]) -> Path:
-    return Path(name_or_path) if Path(name_or_path).is_dir() else _download(name_or_path, patterns=patterns)
+    folder = Path(name_or_path).expanduser()
+    return folder if folder.is_dir() else _download(name_or_path, patterns=patterns)
 
 
 def _download(name: str, *, patterns: tuple[str, ...]) -> Path:
