@@ -65,6 +65,10 @@ FP32_HEAD = "bf16-fp32head"
 CLOSE_SECONDS = 1.0
 """Time after which the engine's processes are killed. They hold nothing that has to be kept."""
 
+CPU_BLOCK_TOKENS = 32
+"""Tokens of a block of keys and values on a CPU: the fewest that vLLM's attention takes. Only whole blocks are shared between the
+completions of a prompt; with vLLM's own 128, a short prompt is computed again for each of them."""
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a run's model files are complete
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other roles share the cores
@@ -280,6 +284,7 @@ class VllmEngine:
             block_size=self.block_tokens,
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
+            block_size=CPU_BLOCK_TOKENS if current_platform.is_cpu() else None,
             async_scheduling=False,  # the sampler counts a request's tokens, so they must be available
             logits_processors=[SeededSampler] if self._seeded else None,
             worker_extension_cls=f"{self.extension.__module__}.{self.extension.__qualname__}",
