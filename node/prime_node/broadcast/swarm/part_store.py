@@ -122,8 +122,10 @@ class PartStore:
         try:
             descriptor = open_regular(self._partial(digest), os.O_WRONLY)
         except FileNotFoundError:
-            if digest in self._sizes:
-                return  # a second copy of the last piece, or a part that occurs twice
+            # A second copy of the last piece, or a part that occurs twice. `finish` renames the file in another thread, before it
+            # records the part, so look for the file.
+            if self._whole(digest).exists():
+                return
             raise
         try:
             os.pwrite(descriptor, data, start)
