@@ -65,10 +65,6 @@ FP32_HEAD = "bf16-fp32head"
 CLOSE_SECONDS = 1.0
 """Time after which the engine's processes are killed. They hold nothing that has to be kept."""
 
-CPU_BLOCK_TOKENS = 32
-"""Tokens of a block of keys and values on a CPU: the fewest that vLLM's attention takes. Only whole blocks are shared between the
-completions of a prompt; with vLLM's own 128, a short prompt is computed again for each of them."""
-
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # a run's model files are complete
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # other roles share the cores
@@ -153,8 +149,9 @@ class VllmEngine:
 
     extension: ClassVar[type[WorkerExtension]] = WorkerExtension
     """Mixin of vLLM's workers."""
-    block_tokens: ClassVar[int | None] = None
-    """Tokens of a block of the prefix cache; None: vLLM's default."""
+    block_tokens: ClassVar[int | None] = 32 if current_platform.is_cpu() else None
+    """Tokens of a block of the prefix cache; None: vLLM's default. Completions share whole blocks of their prompt. vLLM's own 128 on
+    CPUs share nothing of a short prompt, and 32 is the fewest that its attention takes."""
 
     def __init__(
         self,
@@ -284,7 +281,6 @@ class VllmEngine:
             block_size=self.block_tokens,
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
-            block_size=CPU_BLOCK_TOKENS if current_platform.is_cpu() else None,
             async_scheduling=False,  # the sampler counts a request's tokens, so they must be available
             logits_processors=[SeededSampler] if self._seeded else None,
             worker_extension_cls=f"{self.extension.__module__}.{self.extension.__qualname__}",

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from prime_node.adapters.engines.strings import String, strung
@@ -46,8 +45,6 @@ class VllmScorer(VllmEngine):
     """Implementation of ports.engine.SamplingScorer."""
 
     extension: ClassVar[type[WorkerExtension]] = JudgingExtension
-    block_tokens: ClassVar[int | None] = 32 if current_platform.is_cpu() else None
-    """The default on a CPU, 128, is longer than many prompts, so that nothing would be shared."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         """Configure the scorer. The settings are those of VllmEngine."""
