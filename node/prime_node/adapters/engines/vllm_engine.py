@@ -150,8 +150,8 @@ class VllmEngine:
     extension: ClassVar[type[WorkerExtension]] = WorkerExtension
     """Mixin of vLLM's workers."""
     block_tokens: ClassVar[int | None] = 32 if current_platform.is_cpu() else None
-    """Tokens of a block of the prefix cache; None: vLLM's default. Completions share whole blocks of their prompt. vLLM's own 128 on
-    CPUs share nothing of a short prompt, and 32 is the fewest that its attention takes."""
+    """Tokens of a block of the prefix cache; None: vLLM's default. Completions share whole blocks of their prompt. vLLM's own
+    128 on CPUs share nothing of a short prompt, and 32 is the fewest that its attention takes."""
 
     def __init__(
         self,
