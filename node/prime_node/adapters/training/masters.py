@@ -60,7 +60,7 @@ class Masters:
         for name, master in self.tensors.items():
             rows, first = local_rows(master)
             parameters, _ = local_rows(self._parameters[name])
-            start = first * rows[:1].numel()
+            start = first * rows[:1].numel() if first else 0
             pieces = zip(
                 rows.reshape(-1).split(SPREAD_ELEMENTS), parameters.reshape(-1).split(SPREAD_ELEMENTS), strict=True
             )
