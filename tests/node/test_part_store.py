@@ -15,7 +15,7 @@ ENTRY = PartEntry(digest=digest_of(DATA), size=len(DATA))
 
 
 def test_a_second_copy_of_the_last_piece_may_come_while_the_part_is_finished(tmp_path: Path) -> None:
-    """`finish` runs in another thread: between its rename and its record the partial file is gone and the part not yet known."""
+    """`finish` runs in another thread: between its rename and its record there is no partial file, and the part is not known."""
     store = PartStore(tmp_path, bytes_max=2**20)
     assert store.begin(ENTRY)
     store.put(ENTRY.digest, 0, DATA)
