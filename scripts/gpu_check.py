@@ -319,9 +319,9 @@ def validator(step: Step) -> None:
 
 
 def vllm(step: Step) -> None:
-    """Sample with proofs, and compare tokens and logprobs with a forward pass."""
+    """Sample with both model runners, with proofs, and compare tokens and logprobs with a forward pass."""
     if step.dry:
-        raise Skipped("needs a GPU; the tests marked vllm run it on a CPU")
+        raise Skipped("needs a GPU; tests/conformance/test_vllm_v2.py runs both model runners on a CPU")
     need("transformers", "prime_node.adapters.engines.vllm_engine")
     import asyncio
 
@@ -336,17 +336,17 @@ def vllm(step: Step) -> None:
     asked = [GenerateRequest(tuple(range(n, n + 20)), seed=n, proofs=True) for n in range(256)]
     sampling = Sampling(temperature=1.0, completion_tokens_max=128, stop_token_ids=(0,))
 
-    async def compare() -> None:
+    async def compare(runner: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = _model_folder(step, Path(folder))
             weights = initial_weights(model, 0)
-            engine = VllmEngine(model, context_tokens_max=256)
+            engine = VllmEngine(model, context_tokens_max=256, model_runner=runner)
             await engine.load(weights, policy_version=0)
             await engine.generate(asked, sampling)
             started = time.perf_counter()
             completions = await engine.generate(asked, sampling)
             tokens = sum(len(one.token_ids) for one in completions)
-            step.values["tokens_per_second"] = tokens / (time.perf_counter() - started)
+            step.values[f"{runner}_tokens_per_second"] = tokens / (time.perf_counter() - started)
             await engine.close()
             scorer = TransformersEngine(model, dtype="bf16", device="cuda")
             await scorer.load(weights, policy_version=0)
@@ -354,11 +354,12 @@ def vllm(step: Step) -> None:
             to_score = [ScoreRequest(a.prompt_token_ids, one.token_ids, a.seed, hidden=True) for a, one in done]
             found = await scorer.prefill(to_score, sampling)
             claimed = np.array([nats for one in completions for nats in one.logprobs])
-            step.at_most("logprob_error_mean", float(np.abs(found.logprobs_T - claimed).mean()), 0.02)
-            step.at_most("flips", float((found.margins_T > 0).mean()), 0.02)
+            step.at_most(f"{runner}_logprob_error_mean", float(np.abs(found.logprobs_T - claimed).mean()), 0.02)
+            step.at_most(f"{runner}_flips", float((found.margins_T > 0).mean()), 0.02)
             await scorer.close()
 
-    asyncio.run(compare())
+    for runner in ("v1", "v2"):
+        asyncio.run(compare(runner))
 
 
 STEPS = {step.__name__: step for step in (imports, noise, attention, trainer, validator, vllm)}

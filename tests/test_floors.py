@@ -110,6 +110,7 @@ PASSES_ENVIRONMENT = {
     "prime_node.adapters.environments.variables",  # and this one, without possible secrets
     "prime_node.adapters.environments.verifiers_v1",  # verifiers reads keys of endpoints there, and its own is made on the spot
     "prime_node.adapters.engines.vllm_engine",  # vLLM can be set up through the environment alone
+    "prime_node.adapters.engines.vllm_runner",  # the same
 }
 
 

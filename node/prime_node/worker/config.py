@@ -30,6 +30,9 @@ class WorkerConfig(Settings):
     dtype: Literal["auto", "fp32", "bf16", "bf16-fp32head"] = "auto"
     """Arithmetic of the engine. auto: bf16 on a GPU, fp32 on a CPU. bf16 needs half the memory, and a run whose checks allow
     for its noise: `prime-node calibrate`. bf16-fp32head, for vllm only, computes the output head in fp32."""
+    model_runner: Literal["v1", "v2"] = "v1"
+    """vLLM's model runner. v2 schedules steps ahead and adds the noise in one kernel. It needs Triton, so a GPU, on which it has
+    never run yet."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. All processes on a machine together should not have more threads than cores."""
     cpu_cache_gib: float = Field(default=1.0, gt=0.0)

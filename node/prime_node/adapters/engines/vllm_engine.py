@@ -38,10 +38,11 @@ from prime_node.adapters.engines.vllm_probe import (
     is_honest_noise,
     prompts_of_probe,
 )
-from prime_node.adapters.engines.vllm_seeded_sampler import OWNER_SETTING, SeededSampler
+from prime_node.adapters.engines.vllm_runner import runner_arguments
 from prime_node.adapters.engines.vllm_worker_extension import (
     FILTERS_ARGUMENT,
     OFFSET_ARGUMENT,
+    OWNER_SETTING,
     PROOFS_ARGUMENT,
     SEED_ARGUMENT,
     WorkerExtension,
@@ -62,6 +63,8 @@ VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16-fp32head": "bfloat16
 FP32_HEAD = "bf16-fp32head"
 """Arithmetic whose output head alone computes in fp32."""
 
+PROOFS_POLL_SECONDS = 0.005
+"""Time between requests for proofs that vLLM's worker still computes."""
 CLOSE_SECONDS = 1.0
 """Time after which the engine's processes are killed. They hold nothing that has to be kept."""
 
@@ -72,7 +75,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads and may have used the GPU: neither survives a fork
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # V2 does not support logits processors
 }
 """Settings that vLLM reads only from the environment. Variables set by the user take precedence."""
 
@@ -162,14 +164,16 @@ class VllmEngine:
         sequences_max: int = 256,
         cpu_cache_gib: float = 1.0,
         seeded: bool = True,
+        model_runner: str = "v1",
         checks: CheckPolicy | None = None,
     ) -> None:
         """Configure the engine.
 
         `dtype` auto is fp32 on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt plus completion. With `seeded` False
-        vLLM's own sampler chooses, without any logits processor. `checks` are the run's: the probe's error must be honest by
-        their calibration.
+        vLLM's own sampler chooses. `model_runner` v2 schedules steps ahead and needs Triton. `checks` are the run's: the
+        probe's error must be honest by their calibration.
         """
+        self._model_runner = model_runner
         self._checks = checks
         self._seeded = seeded
         self._folder = folder
@@ -281,8 +285,7 @@ class VllmEngine:
             block_size=self.block_tokens,
             enforce_eager=current_platform.is_cpu(),
             enable_prefix_caching=True,
-            async_scheduling=False,  # the sampler counts a request's tokens, so they must be available
-            logits_processors=[SeededSampler] if self._seeded else None,
+            **runner_arguments(self._model_runner, seeded=self._seeded),
             worker_extension_cls=f"{self.extension.__module__}.{self.extension.__qualname__}",
             additional_config={OWNER_SETTING: os.getpid()},
             disable_log_stats=True,
@@ -305,7 +308,7 @@ class VllmEngine:
         Requests that have not begun are aborted instead: they would use prompt keys and values that the old policy computed.
         """
         await self._llm.pause_generation(mode="keep", clear_cache=False)
-        (lengths,) = await self._llm.collective_rpc("prime_lengths")
+        lengths, *_ = await self._llm.collective_rpc("prime_lengths")  # the ranks agree
         begun = {name[: len(uuid.UUID(int=0).hex)]: length for name, length in lengths.items()}
         for name, draft in self._drafts.items():
             if begun.get(name):
@@ -363,8 +366,13 @@ class VllmEngine:
         if not lengths:
             return completions
         forgotten, self._forgotten = self._forgotten, []
-        (taken,) = await self._llm.collective_rpc("prime_take_proofs", args=(lengths, forgotten))
-        proofs = dict(zip((name for name, _ in lengths), taken, strict=True))
+        proofs: dict[str, bytes] = {}
+        while missing := [(name, length) for name, length in lengths if name not in proofs]:
+            taken, *_ = await self._llm.collective_rpc("prime_take_proofs", args=(missing, forgotten))
+            proofs |= {name: proof for (name, _), proof in zip(missing, taken, strict=True) if proof is not None}
+            forgotten = []
+            if len(proofs) < len(lengths):
+                await asyncio.sleep(PROOFS_POLL_SECONDS)
         return [replace(c, proofs=proofs.get(draft.name, b"")) for draft, c in zip(drafts, completions, strict=True)]
 
     async def _complete(self, draft: _Draft) -> Completion:

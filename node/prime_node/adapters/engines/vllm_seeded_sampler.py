@@ -1,4 +1,4 @@
-"""Logits processor inside vLLM that chooses each token by the assigned seed.
+"""Logits processor for vLLM's V1 model runner that chooses each token by the assigned seed.
 
 Requests use greedy sampling (temperature 0; vLLM then ignores its own top-p and top-k). This processor masks the tokens that
 top-p, top-k and min-p exclude, then adds the noise of prime_protocol.noise; the largest noisy logit is the token. vLLM takes
@@ -19,10 +19,14 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from prime_node.adapters.engines.torch_noise import add_gumbel_noise
 from prime_node.adapters.engines.torch_nucleus import torch_slack_of
-from prime_node.adapters.engines.vllm_worker_extension import FILTERS_ARGUMENT, OFFSET_ARGUMENT, SEED_ARGUMENT, die_with
-
-OWNER_SETTING = "prime_owner_pid"
-"""Key of vLLM's additional_config: the process that started the engine."""
+from prime_node.adapters.engines.vllm_worker_extension import (
+    FILTERS_ARGUMENT,
+    OFFSET_ARGUMENT,
+    OWNER_SETTING,
+    SEED_ARGUMENT,
+    die_with,
+    require_greedy,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,7 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Check that a request with a seed uses temperature 0. Raises ValueError if not."""
-        if SEED_ARGUMENT in (sampling_params.extra_args or {}) and sampling_params.temperature != 0.0:
-            raise ValueError(f"{SEED_ARGUMENT} needs temperature=0: the noise is in the logits already")
+        require_greedy(sampling_params)
 
     def is_argmax_invariant(self) -> bool:
         """Return False: the noise changes the largest logit."""

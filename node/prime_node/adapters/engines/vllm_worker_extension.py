@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
-from prime_node.adapters.engines.hidden_rows import HiddenRows
+from prime_node.adapters.engines.queued_rows import QueuedRows
 
+OWNER_SETTING = "prime_owner_pid"
+"""Key of vLLM's additional_config: the process that started the engine."""
 SEED_ARGUMENT = "prime_seed"
 """Key of SamplingParams.extra_args for the seed. Requests without it get plain greedy decoding."""
 OFFSET_ARGUMENT = "prime_offset"
@@ -31,12 +33,19 @@ TensorPlace = tuple[str, str, list[int], int]
 
 
 class WorkerExtension:
-    """Mixin for vLLM's worker class (`worker_extension_cls`); its methods are called with `collective_rpc`."""
+    """Mixin for vLLM's worker class (`worker_extension_cls`); its methods are called with `collective_rpc`.
 
+    vLLM does not call the constructor of this mixin: attributes are created on first use.
+    """
+
+    rank: int
+    """Rank of this worker. All ranks of tensor parallelism have the same hidden states; the first makes the proofs."""
     model_runner: Any
-    """Model runner of vLLM."""
-    prime_rows: HiddenRows | None = None
-    """Rows, created on first use: vLLM does not call the constructor of this mixin."""
+    """Model runner of vLLM, of version 1 or 2."""
+    prime_rows: QueuedRows | None = None
+    """Rows for proofs."""
+    prime_batch: Any = None
+    """Batch that a runner of version 2 samples for at present. It hands it on and keeps none."""
 
     def prime_die_with(self, owner: int) -> None:
         """Call die_with, for engines without the processor that would call it."""
@@ -55,7 +64,11 @@ class WorkerExtension:
 
     def prime_lengths(self) -> dict[str, int]:
         """Return the number of tokens sampled so far for each running request, by vLLM's names for the requests."""
-        return {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}
+        if not _is_v2(self.model_runner):
+            return {name: len(request.output_token_ids) for name, request in self.model_runner.requests.items()}
+        states = self.model_runner.req_states
+        totals_S = states.total_len.gpu.tolist()
+        return {name: totals_S[slot] - int(states.prompt_len.np[slot]) for name, slot in states.req_id_to_index.items()}
 
     def prime_set_temperature(self, temperature: float) -> None:
         """Divide all further logits, before vLLM takes logprobs of them and before the noise is added.
@@ -65,33 +78,82 @@ class WorkerExtension:
         """
         model = self.model_runner.get_model()
         compute = type(model).compute_logits
-        rows = self.prime_rows = self.prime_rows or HiddenRows()
+        rows = self.prime_rows = self.prime_rows or QueuedRows()
+        if _is_v2(self.model_runner):
+            self._note_batches()
 
         def compute_scaled(hidden_BD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-            self._keep(rows, hidden_BD)
+            names, positions = self._completions() if self.rank == 0 else ([], [])
+            if any(names):  # vLLM's warm-up and prompts' logprobs compute logits without requests
+                rows.add(names, positions, hidden_BD)
             logits: torch.Tensor | None = compute(model, hidden_BD, *args, **kwargs)
             return None if logits is None else logits.float() / temperature
 
         # Always take the method of the class, so that a second call replaces the first instead of wrapping it.
         model.compute_logits = compute_scaled
 
-    def prime_take_proofs(self, lengths: list[tuple[str, int]], forgotten: list[str]) -> list[bytes]:
-        """Return the proofs of completions by name and number of tokens. `forgotten`: names whose proofs are no longer needed."""
-        rows = self.prime_rows = self.prime_rows or HiddenRows()
-        rows.drop(forgotten)
-        taken = rows.take(dict(lengths))
-        return [taken[name] for name, _ in lengths]
+    def prime_take_proofs(self, lengths: list[tuple[str, int]], forgotten: list[str]) -> list[bytes | None]:
+        """Return the proofs of completions by name and number of tokens, None for those that need more time. Never waits.
 
-    def _keep(self, rows: HiddenRows, hidden_BD: torch.Tensor) -> None:
+        `forgotten`: names whose proofs are no longer needed. Ask again, with the same lengths, for what is missing.
+        """
+        if self.rank != 0:
+            return [None] * len(lengths)
+        rows = self.prime_rows = self.prime_rows or QueuedRows()
+        rows.drop(forgotten)
+        return rows.take(lengths)
+
+    def _note_batches(self) -> None:
+        sample = type(self.model_runner).sample
+
+        def sample_noted(hidden: torch.Tensor, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self.prime_batch = batch
+            try:
+                return sample(self.model_runner, hidden, batch, *args, **kwargs)
+            finally:
+                self.prime_batch = None
+
+        self.model_runner.sample = sample_noted
+
+    def _completions(self) -> tuple[list[str | None], list[int]]:
+        """Return, for each row of the batch, the name of its completion if it commits to its states, and the token's position."""
         names: list[str | None] = []
         positions = []
-        for request_id in self.model_runner.input_batch.req_ids:
-            request = self.model_runner.requests[request_id]
-            asked = request.sampling_params.extra_args or {}
-            names.append(asked.get(PROOFS_ARGUMENT))
-            positions.append(asked.get(OFFSET_ARGUMENT, 0) + len(request.output_token_ids))
-        if any(names):  # vLLM's warm-up computes logits without requests
-            rows.add(names, positions, hidden_BD)
+        if not _is_v2(self.model_runner):
+            for request_id in self.model_runner.input_batch.req_ids:
+                request = self.model_runner.requests[request_id]
+                asked = request.sampling_params.extra_args or {}
+                names.append(asked.get(PROOFS_ARGUMENT))
+                positions.append(asked.get(OFFSET_ARGUMENT, 0) + len(request.output_token_ids))
+        elif self.prime_batch is not None:
+            batch, proofs = self.prime_batch, _slot_proofs(self.model_runner.sampler)
+            prompts = self.model_runner.req_states.prompt_len.np
+            # Row n is of request n, and chooses the token after its first seq_len tokens.
+            for slot, seq_len in zip(
+                batch.idx_mapping_np.tolist(), batch.seq_lens_cpu_upper_bound.tolist(), strict=False
+            ):
+                name, offset = proofs[slot]
+                position = seq_len - int(prompts[slot])
+                names.append(name if position >= 0 else None)  # below 0 a part of the prompt is missing
+                positions.append(offset + position)
+        return names, positions
+
+
+def _is_v2(runner: Any) -> bool:
+    return hasattr(runner, "req_states")
+
+
+def _slot_proofs(sampler: Any) -> dict[int, tuple[str | None, int]]:
+    """Return `proofs` of the SlotSampler, which is found by that attribute: its module imports this one."""
+    (found,) = (one.proofs for one in sampler.logits_processors if hasattr(one, "proofs"))
+    proofs: dict[int, tuple[str | None, int]] = found
+    return proofs
+
+
+def require_greedy(sampling_params: Any) -> None:
+    """Check that a request with a seed uses temperature 0. Raises ValueError if not."""
+    if SEED_ARGUMENT in (sampling_params.extra_args or {}) and sampling_params.temperature != 0.0:
+        raise ValueError(f"{SEED_ARGUMENT} needs temperature=0: the noise is in the logits already")
 
 
 def _unpack_experts(model: torch.nn.Module) -> None:
