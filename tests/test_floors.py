@@ -90,6 +90,8 @@ PICKS_ADAPTERS = {
         "wire_adapters",
         "wire_coordinator",
         "wire_environments",
+        "wire_classes",
+        "wire_measurement",
         "wire_new",
         "wire_rows",
         "wire_sandbox",

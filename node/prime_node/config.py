@@ -7,6 +7,7 @@ the same setting. Nested names are joined by `__` in the environment and by `.` 
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -19,7 +20,15 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from prime_protocol.errors import LocalError
 
-__all__ = ["SandboxSettings", "Settings", "SettingsConfigDict", "check_sections", "parse_overrides", "read_toml"]
+__all__ = [
+    "SandboxSettings",
+    "Settings",
+    "SettingsConfigDict",
+    "check_sections",
+    "parse_overrides",
+    "read_toml",
+    "user_cache",
+]
 
 
 class SandboxSettings(BaseModel):
@@ -67,6 +76,11 @@ class Settings(BaseSettings):
             return cls(**merged)
         except ValidationError as error:
             raise LocalError(_explain(error, cls)) from None
+
+
+def user_cache() -> Path:
+    """Return the folder of what this user's commands keep and can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prime-node"
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -40,8 +40,9 @@ from evidence_cheats import CALIBRATION, LENGTH, Pair, Part, World, cheats, esca
 from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.cli import wire, wire_scorers
-from prime_node.cli.calibrate import random_model
-from prime_node.validator.calibrating import make_leases, sample_honestly
+from prime_node.cli.wire_measurement import random_model
+from prime_node.validator.calibrating import LeaseSeries, random_prompts, sample_honestly
+from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import evidence_of
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
@@ -146,13 +147,9 @@ async def fill(arguments: argparse.Namespace, out: Path, size: Size) -> None:
         )
         context = PROMPT_TOKENS + LENGTH
         engine = wire.plain_engine(arguments.sampler, folder, threads=1, context_tokens_max=context)
-        leases = make_leases(
-            np.random.default_rng(11),
-            num_tokens=size.tokens,
-            vocab_size=264,
-            prompt_tokens_max=PROMPT_TOKENS,
-            completion_tokens_max=LENGTH,
-        )
+        prompts = random_prompts(256, vocab_size=264, tokens_max=PROMPT_TOKENS, seed=11)
+        sampling = Sampling(completion_tokens_max=LENGTH, stop_token_ids=())
+        leases = LeaseSeries(prompts, sampling, seed=11).first(size.tokens)
         world = World(engine, liar, judge_engine, weights, leases)
         for each in (engine, liar, judge_engine):
             await each.load(weights, policy_version=0)

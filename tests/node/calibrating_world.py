@@ -12,10 +12,10 @@ import pytest
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights
-from prime_node.cli.calibrate import random_model
 from prime_node.cli.shipped import shipped_calibration
-from prime_node.validator.calibrating import Errors, make_leases, measure_pair, sample_honestly
-from prime_protocol.assignment import Lease
+from prime_node.cli.wire_measurement import random_model
+from prime_node.validator.calibrating import Errors, LeaseSeries, measure_pair, random_prompts, sample_honestly
+from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.rollout import Rollouts
 from prime_protocol.verify import Statistics
 from prime_protocol.weights import Weights
@@ -43,6 +43,13 @@ class Judged:
         return sampled
 
 
+def leases_of(seed: int) -> list[Lease]:
+    """Leases of about 4,000 tokens over random prompts."""
+    prompts = random_prompts(64, vocab_size=264, tokens_max=24, seed=5)
+    sampling = Sampling(completion_tokens_max=LENGTH, stop_token_ids=())
+    return LeaseSeries(prompts, sampling, seed=seed).first(4_000)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_model(tmp_path_factory.mktemp("model"))
@@ -52,9 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def judged(folder: Path) -> AsyncIterator[Judged]:
     engine, weights = TransformersEngine(folder, threads=1), initial_weights(folder, 5)
     await engine.load(weights, policy_version=0)
-    rng = np.random.default_rng(5)
-    leases = make_leases(rng, num_tokens=4_000, vocab_size=264, prompt_tokens_max=24, completion_tokens_max=LENGTH)
-    yield Judged(engine, weights, leases)
+    yield Judged(engine, weights, leases_of(seed=5))
     await engine.close()
 
 

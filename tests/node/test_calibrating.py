@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.node import calibrating_world
-from tests.node.calibrating_world import CALIBRATION, LENGTH, Judged, bundle_of, completions_of, rescored
+from tests.node.calibrating_world import CALIBRATION, LENGTH, Judged, bundle_of, completions_of, leases_of, rescored
 from typer.testing import CliRunner
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -18,7 +18,7 @@ from prime_node.cli.main import app
 from prime_node.cli.shipped import read_calibration
 from prime_node.coordinator.new_run import covers
 from prime_node.validator.alternatives import in_words, tokens_until_ban
-from prime_node.validator.calibrating import Errors, make_leases, sample_honestly
+from prime_node.validator.calibrating import Errors, sample_honestly
 from prime_node.worker.cheats import mapped
 from prime_protocol.calibration import evidence_of
 from prime_protocol.errors import LocalError
@@ -27,6 +27,11 @@ from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.verify import Statistics
 
 folder, judged = calibrating_world.folder, calibrating_world.judged
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def log_evidence_of(bundles: list[Statistics], judge: str = "transformers/fp32/cpu") -> list[float]:
@@ -84,9 +89,7 @@ async def test_another_temperature_is_banned_though_its_logprobs_are_the_right_o
 
 
 async def test_forged_seeds_are_banned_at_once(judged: Judged) -> None:
-    forged = make_leases(
-        np.random.default_rng(6), num_tokens=4_000, vocab_size=264, prompt_tokens_max=24, completion_tokens_max=LENGTH
-    )
+    forged = leases_of(seed=6)
     forged = [
         lease.model_copy(
             update={

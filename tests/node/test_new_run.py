@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import stat
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ def light(tmp_path: Path) -> list[str]:
     """Assignments for a run with an environment that starts in a fraction of the time of the demo's."""
     data = tmp_path / "data" / "sums.jsonl"
     data.parent.mkdir()
-    data.write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    data.write_text("".join(f'{{"question": "2 + {n}?", "answer": "{2 + n}"}}\n' for n in range(20)))
     return [f"run.environments=[{LIGHT}]", f"environments.data_folder={data.parent}"]
 
 
@@ -226,18 +227,58 @@ def test_no_run_is_made_below_the_temperature_of_its_calibration(tmp_path: Path)
     file = tmp_path / "calibration.json"
     file.write_text(shipped_calibration().model_copy(update={"temperature_min": 1.0}).model_dump_json())
     colder = [f"run.calibration={file}", "run.temperature=0.7"]
-    with pytest.raises(LocalError, match=r"at temperature 1, above the run's 0.7: .* --temperature 0.7"):
+    with pytest.raises(LocalError, match=r"at temperature 1, above the run's 0.7; .*run\.calibration=auto"):
         make_run(RunDir(tmp_path / "run"), Options(DEMO, colder), config_file=DEMO)
     assert make_run(RunDir(tmp_path / "run"), Options(DEMO, colder[:1]), config_file=DEMO).spec.checks.calibration
 
 
-def test_no_run_is_made_with_a_calibration_that_lacks_the_validator_arithmetic(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_that_no_calibration_covers_measures_its_own_and_the_next_one_reuses_it(
+    tmp_path: Path, light: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The shipped calibration is of a model with two layers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    options = Options(DEMO, ["run.model.num_layers=3", "run.calibration_tokens=2000", *light])
+    first = make_run(RunDir(tmp_path / "first"), options, config_file=DEMO).spec.checks.calibration
+    shown = capfd.readouterr().out
+    assert "no calibration is known for transformers/fp32/cpu judged by transformers/fp32/cpu" in shown
+    assert re.search(r"[\d,]+ of 2,000 tokens, [\d.]+ minutes left", shown)
+    assert first is not None
+    assert [(pair.worker, pair.validator) for pair in first.pairs] == [("transformers/fp32/cpu",) * 2]
+    assert (first.num_layers_max, first.temperature_min) == (3, 1.0)
+    assert first.pairs[0].moments["norm"].num_tokens >= 2_000
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npz")}
+    again = make_run(RunDir(tmp_path / "again"), options, config_file=DEMO).spec.checks.calibration
+    assert again == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npz")} == kept
+
+
+@pytest.mark.slow
+def test_a_calibration_that_lacks_the_validator_arithmetic_is_extended(
+    tmp_path: Path, light: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kept = [pair for pair in shipped_calibration().pairs if "fp32" in pair.validator]
     file = tmp_path / "calibration.json"
     file.write_text(shipped_calibration().model_copy(update={"pairs": tuple(kept)}).model_dump_json())
-    options = Options(DEMO, [f"run.calibration={file}", "validator.dtype=bf16"])
-    with pytest.raises(LocalError, match="no validator transformers/bf16"):
+    given = [f"run.calibration={file}", "validator.dtype=bf16", "run.calibration_tokens=2000", *light]
+    found = make_run(RunDir(tmp_path / "run"), Options(DEMO, given), config_file=DEMO).spec.checks
+    assert found.validator_classes == {"transformers/fp32/cpu", "transformers/bf16/cpu"}
+    assert found.calibration is not None
+    assert len(found.calibration.pairs) == len(kept) + 1
+
+
+@pytest.mark.slow
+def test_no_run_is_made_if_its_calibration_cannot_be_measured(
+    tmp_path: Path, light: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bounds = ["run.calibration_tokens=100000", "run.calibration_minutes=0.0001"]
+    options = Options(DEMO, ["run.model.num_layers=3", *bounds, *light])
+    with pytest.raises(LocalError, match=r"could not be measured here.*run\.calibration=none"):
         make_run(RunDir(tmp_path / "run"), options, config_file=DEMO)
+    assert re.search(r"only [\d,]+ tokens .* needs 2,000: allow more minutes", " ".join(capfd.readouterr().err.split()))
+    assert not RunDir(tmp_path / "run").exists
 
 
 def test_a_new_run_says_how_it_is_started(tmp_path: Path, light: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from tests.node.calibrating_world import CALIBRATION, LENGTH, Judged, bundle_of,
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import ScoreRequest
-from prime_node.validator.calibrating import Errors, choice_moments, sample_honestly
+from prime_node.validator.calibrating import Errors, choice_moments, raised_choices, sample_honestly
 from prime_node.worker.cheats import mapped
 from prime_protocol.calibration import evidence_of
 from prime_protocol.evidence import folded, log_evidence
@@ -85,7 +85,8 @@ async def test_another_model_is_banned_though_the_right_one_gives_its_logprobs(j
 
 
 async def test_engines_that_agree_to_the_last_bits_may_differ_by_next_to_nothing(judged: Judged) -> None:
-    found = await choice_moments(judged.engine, judged.leases, await sample_honestly(judged.engine, judged.leases))
+    sampled = await sample_honestly(judged.engine, judged.leases)
+    found = choice_moments(await raised_choices(judged.engine, judged.leases, sampled))
     assert set(found) == set(LIKELIHOOD_RATIOS)
     for moments in found.values():
         assert moments.lambdas == (1.0,)

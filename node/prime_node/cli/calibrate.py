@@ -5,38 +5,48 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
-import numpy as np
 import typer
 from rich.console import Console
 
+from prime_node.cli.lifetime import INTERRUPTED, run_role
+from prime_node.cli.options import Options, Set, StopWithParent
 from prime_node.cli.say import say
 from prime_node.cli.shipped import read_calibration
 from prime_node.files import write_durably
-from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import CONFIG_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from prime_node.ports.engine import Scorer
+    from prime_node.cli.measuring import MeasurementPlan, MeasurementProgress
     from prime_node.validator.alternatives import Alternative
-    from prime_protocol.assignment import Lease
-    from prime_protocol.calibration import PairMoments
-    from prime_protocol.evidence import Moments
-    from prime_protocol.rollout import Rollouts
+    from prime_protocol.calibration import Calibration, PairMoments
     from prime_protocol.weights import Weights
 
-ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS = 20, 1_000
-"""Each alternative is measured on a twentieth of the honest tokens, but on at least this many."""
-RANDOM_MODEL_SPREAD = 0.15
-"""Standard deviation of a random model's weights: it spreads the logits as widely as a trained model's."""
+PROMPTS = 256
+"""Different random prompts."""
+TOKENS = 100_000
+"""Honest tokens per pair, without a config."""
+LINE_S = 10.0
+"""Interval between lines of progress without a terminal."""
+GRACE_S = 2.0
+"""Time for the engines to end after a request to stop."""
 
 
 def calibrate(
     output: Annotated[Path, typer.Argument(help="Calibration file to write.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            "-c",
+            help="Config of a run: its model, engines, sampling, prompts and [run] calibration_* replace the defaults below.",
+            show_default=False,
+        ),
+    ] = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     model: Annotated[
         Path | None,
         typer.Option(help="Folder with config.json, tokenizer and safetensors; default: a small random model."),
@@ -44,17 +54,19 @@ def calibrate(
     sampler: Annotated[
         list[str],
         typer.Option(
-            help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16, vllm/bf16-fp32head."
+            help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16, vllm/bf16-fp32head; "
+            "default: transformers'.",
+            show_default=False,
         ),
-    ] = ["transformers/fp32", "transformers/bf16"],  # noqa: B006 - typer reads it, nothing changes it
-    judge: Annotated[list[str], typer.Option(help="An engine that judges; the same names.")] = [  # noqa: B006
-        "transformers/fp32",
-        "transformers/bf16",
-    ],
+    ] = [],  # noqa: B006
+    judge: Annotated[
+        list[str],
+        typer.Option(help="An engine that judges; the same names; default: transformers'.", show_default=False),
+    ] = [],  # noqa: B006
     tokens: Annotated[
-        int,
-        typer.Option(min=10_000, help="Honest tokens per pair; fewer tokens give wider limits."),
-    ] = 100_000,
+        int | None,
+        typer.Option(min=2_000, help=f"Honest tokens per pair, by default {TOKENS:,}; fewer tokens give wider limits."),
+    ] = None,
     completion_tokens: Annotated[int, typer.Option(min=1, help="Length of each completion, in tokens.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Maximum length of a prompt, in tokens.")] = 32,
     temperature: Annotated[
@@ -69,36 +81,44 @@ def calibrate(
         ),
     ] = None,
     note: Annotated[str, typer.Option(help="Note in the file: where and how it was measured.")] = "",
+    cheats: Annotated[
+        bool, typer.Option("--cheats/--no-cheats", help="Also measure after how many tokens cheats would be banned.")
+    ] = True,
+    stop_with_parent: StopWithParent = False,
 ) -> None:
     """Measure honest error between engines, dtypes and sizes of batches, and write it as a calibration for [run] calibration.
 
-    Prints after how many tokens it would ban some kinds of dishonest work.
+    Prints after how many tokens it would ban some kinds of dishonest work. After Ctrl-C the same command continues.
     """
-    from prime_node.ports.engine import EngineMismatch
-    from prime_protocol.calibration import Calibration
+    from prime_node.cli.wire_measurement import measurement_of_run
 
     known = read_calibration(extend) if extend is not None else None
     with tempfile.TemporaryDirectory() as scratch:
-        folder = model or random_model(Path(scratch))
-        lengths = {"num_tokens": tokens, "completion_tokens_max": completion_tokens, "prompt_tokens_max": prompt_tokens}
-        is_random = model is None
-        measuring = _measure(
-            folder, sampler, judge, seed=seed, threads=threads, is_random=is_random, temperature=temperature, **lengths
-        )
-        try:
-            pairs = asyncio.run(measuring)
-        except EngineMismatch as error:
-            raise LocalError(str(error)) from None
-        size = json.loads((folder / CONFIG_FILE).read_bytes())
-    measured = {(pair.worker, pair.validator) for pair in pairs}
-    kept = [pair for pair in known.pairs if (pair.worker, pair.validator) not in measured] if known else []
-    hidden_size, num_layers = size.get("hidden_size", 0), size.get("num_hidden_layers", 0)
-    made = Calibration(
-        pairs=(*pairs, *kept),
-        hidden_size_max=min(hidden_size, known.hidden_size_max) if known else hidden_size,
-        num_layers_max=min(num_layers, known.num_layers_max) if known else num_layers,
-        temperature_min=max(temperature, known.temperature_min) if known else temperature,
-        note=note or (known.note if known else ""),
+        if config is not None or assignments:
+            measurement = measurement_of_run(Options(config, assignments), Path(scratch))
+            plans = measurement.plan(samplers=sampler, judges=judge)
+            temperature = measurement.run.temperature
+        else:
+            plans = _plans(
+                Path(scratch),
+                model,
+                sampler=sampler,
+                judge=judge,
+                completion_tokens=completion_tokens,
+                prompt_tokens=prompt_tokens,
+                temperature=temperature,
+                seed=seed,
+                threads=threads,
+            )
+        pairs = _measured(plans, tokens=tokens, cheats=cheats, stop_with_parent=stop_with_parent)
+        size = json.loads((plans[0].folder / CONFIG_FILE).read_bytes())
+    made = _extended(
+        pairs,
+        known,
+        hidden_size=size.get("hidden_size", 0),
+        num_layers=size.get("num_hidden_layers", 0),
+        temperature=temperature,
+        note=note,
     )
     write_durably(output, made.model_dump_json(indent=1).encode() + b"\n")
     say(
@@ -106,18 +126,141 @@ def calibrate(
     )
 
 
-def random_model(folder: Path) -> Path:
-    """Write the configuration and tokenizer of a small model whose random weights make logits like a trained one's."""
-    from prime_node.cli import wire_new
-    from prime_node.coordinator.new_run import TinyModel
+def _plans(
+    scratch: Path,
+    model: Path | None,
+    *,
+    sampler: list[str],
+    judge: list[str],
+    completion_tokens: int,
+    prompt_tokens: int,
+    temperature: float,
+    seed: int,
+    threads: int,
+) -> list[MeasurementPlan]:
+    """Return one plan for each sampler, over random prompts. Raises LocalError."""
+    from prime_node.cli import wire
+    from prime_node.cli.measuring import MeasurementPlan
+    from prime_node.cli.wire_measurement import random_model
+    from prime_node.validator.calibrating import LeaseSeries, random_prompts
+    from prime_protocol.assignment import Sampling
 
-    wire_new.make_model_files(TinyModel(), folder)
-    config = json.loads((folder / CONFIG_FILE).read_bytes()) | {"initializer_range": RANDOM_MODEL_SPREAD}
-    (folder / CONFIG_FILE).write_text(json.dumps(config))
-    return folder
+    folder = model or random_model(scratch)
+    weights = wire.plain_weights(folder, random_seed=None if model else seed)
+    vocab_size = wire.tokenizer(folder).vocab_size
+    prompts = random_prompts(PROMPTS, vocab_size=vocab_size, tokens_max=prompt_tokens, seed=seed)
+    sampling = Sampling(temperature=temperature, completion_tokens_max=completion_tokens, stop_token_ids=())
+    both = ["transformers/fp32", "transformers/bf16"]
+    return [
+        MeasurementPlan(
+            folder=folder,
+            weights=weights,
+            series=LeaseSeries(prompts, sampling, seed=seed),
+            sampler=one,
+            judges=judge or both,
+            tokens=TOKENS,
+            threads=threads,
+        )
+        for one in sampler or both
+    ]
 
 
-def _alternatives(temperature: float) -> list[Alternative]:
+def _measured(
+    plans: list[MeasurementPlan], *, tokens: int | None, cheats: bool, stop_with_parent: bool
+) -> list[PairMoments]:
+    """Measure all plans, with progress on the screen. Raises LocalError; ends the command if it is interrupted."""
+    from dataclasses import replace
+
+    from prime_node.cli.measured_pieces import calibrations_folder
+    from prime_node.cli.measuring import Measurement
+    from prime_node.patience import unless
+
+    pairs: list[PairMoments] = []
+
+    async def interrupted(stop: asyncio.Event, screen: _Screen) -> None:
+        await stop.wait()
+        screen.close()  # an engine that cannot be interrupted may end the process before the caller does
+        say("", f"interrupted: what was measured is kept in {calibrations_folder()}; the same command continues")
+
+    async def measure(stop: asyncio.Event) -> int:
+        for plan in plans:
+            sampling = plan.series.sampling
+            wanted = replace(
+                plan,
+                tokens=tokens or plan.tokens,
+                alternatives=_alternatives(sampling.temperature, sampling.top_p) if cheats else (),
+            )
+            with _Screen(f"{plan.sampler} judged by {', '.join(plan.judges)}") as screen:
+                measurement = Measurement(wanted, on_progress=screen.show)
+                found = await unless(interrupted(stop, screen), measurement.measure())
+            if found is None:
+                return INTERRUPTED
+            for pair, lines in found:
+                pairs.append(pair)
+                say(*lines.split("\n"))
+        return 0
+
+    if code := run_role(measure, stop_with_parent=stop_with_parent, grace_s=GRACE_S):
+        raise typer.Exit(code)
+    return pairs
+
+
+class _Screen:
+    """Progress of one measurement: a status line on a terminal, else a line now and then."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._console, self._said_s = what, Console(), 0.0
+        self._status = self._console.status(f"{what}: starting the engines") if self._console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back. Idempotent."""
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, progress: MeasurementProgress) -> None:
+        """Show the measured tokens and the time left."""
+        left_s = progress.seconds_left
+        left = "" if left_s is None else f", {left_s / 60:.1f} minutes left"
+        line = f"{self._what}: {progress.num_tokens:,} of {progress.tokens:,} tokens{left}"
+        if self._status is not None:
+            self._status.update(line)
+        elif time.monotonic() >= self._said_s + LINE_S or progress.num_tokens >= progress.tokens:
+            say(line)
+            self._said_s = time.monotonic()
+
+
+def _extended(
+    pairs: list[PairMoments],
+    known: Calibration | None,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    temperature: float,
+    note: str,
+) -> Calibration:
+    """Return a calibration of the measured pairs and of those known ones that were not measured."""
+    from prime_protocol.calibration import Calibration
+
+    measured = {(pair.worker, pair.validator) for pair in pairs}
+    kept = [pair for pair in known.pairs if (pair.worker, pair.validator) not in measured] if known else []
+    return Calibration(
+        pairs=(*pairs, *kept),
+        hidden_size_max=min(hidden_size, known.hidden_size_max) if known else hidden_size,
+        num_layers_max=min(num_layers, known.num_layers_max) if known else num_layers,
+        temperature_min=max(temperature, known.temperature_min) if known else temperature,
+        note=note or (known.note if known else ""),
+    )
+
+
+def _alternatives(temperature: float, top_p: float) -> list[Alternative]:
     """Return the dishonest work that each pair is tried on."""
     from prime_node.validator.alternatives import Alternative
     from prime_node.worker.cheats import mapped, quantised
@@ -128,78 +271,6 @@ def _alternatives(temperature: float) -> list[Alternative]:
     return [
         Alternative("temperature x 0.95", {"temperature": 0.95 * temperature}),
         Alternative("temperature x 0.9", {"temperature": 0.9 * temperature}),
-        Alternative("top-p 0.9", {"top_p": 0.9}),
+        Alternative("top-p 0.9" if top_p == 1.0 else "top-p x 0.9", {"top_p": 0.9 * top_p}),
         Alternative("int8 weights", change=int8),
     ]
-
-
-async def _needed(
-    scorer: Scorer,
-    leases: Sequence[Lease],
-    cheats: Sequence[tuple[Alternative, Sequence[Rollouts]]],
-    moments: Mapping[str, Moments],
-) -> str:
-    """Return in words after how many tokens each alternative would be banned by these moments."""
-    from prime_node.validator.alternatives import in_words, tokens_until_ban
-    from prime_node.validator.calibrating import measure_pair
-
-    needed = {}
-    for alternative, sampled in cheats:
-        errors = await measure_pair(scorer, leases, sampled)
-        by_choices = tokens_until_ban(errors, moments, is_rescored=True)
-        if alternative.change is None:
-            needed[alternative.name] = by_choices
-        else:
-            needed[alternative.name] = tokens_until_ban(errors, moments, is_rescored=False)
-            needed[f"{alternative.name} that claim the right logprobs"] = by_choices
-    return in_words(needed)
-
-
-async def _measure(
-    folder: Path,
-    samplers: list[str],
-    judges: list[str],
-    *,
-    seed: int,
-    threads: int,
-    is_random: bool,
-    temperature: float,
-    num_tokens: int,
-    completion_tokens_max: int,
-    prompt_tokens_max: int,
-) -> list[PairMoments]:
-    """Return the moments of the error for each pair of a sampler and a judge. Raises LocalError."""
-    from prime_node.cli import wire, wire_scorers
-    from prime_node.validator.alternatives import sample_alternative
-    from prime_node.validator.calibrating import choice_moments, make_leases, measure_pair, pair_of, sample_honestly
-
-    console, pairs = Console(), []
-    alternatives = _alternatives(temperature)
-    weights = wire.plain_weights(folder, random_seed=seed if is_random else None)
-    context = prompt_tokens_max + completion_tokens_max
-    leases = make_leases(
-        np.random.default_rng(seed),
-        num_tokens=num_tokens,
-        vocab_size=wire.tokenizer(folder).vocab_size,
-        prompt_tokens_max=prompt_tokens_max,
-        completion_tokens_max=completion_tokens_max,
-        temperature=temperature,
-    )
-    others = leases[: max(1, len(leases) * max(num_tokens // ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS) // num_tokens)]
-    for sampler in samplers:
-        engine = wire.plain_engine(sampler, folder, threads=threads, context_tokens_max=context)
-        await engine.load(weights, policy_version=0)
-        sampled = await sample_honestly(engine, leases)
-        cheats = [(one, await sample_alternative(engine, weights, others, one)) for one in alternatives]
-        await engine.close()
-        for judge in judges:
-            scorer = wire_scorers.plain_scorer(judge, folder, threads=threads, context_tokens_max=context)
-            await scorer.load(weights, policy_version=0)
-            errors = await measure_pair(scorer, leases, sampled)
-            moments = errors.moments()
-            choices = await choice_moments(scorer, leases, sampled)
-            needed = await _needed(scorer, others, cheats, moments)
-            await scorer.close()
-            pairs.append(pair_of(engine, scorer, moments | choices))
-            say(f"{sampler} judged by {judge}: {errors.summary()}", f"  banned: {needed}", console=console)
-    return pairs

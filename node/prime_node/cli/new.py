@@ -6,23 +6,20 @@ import shlex
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from prime_node.cli.config import check_settings
 from prime_node.cli.options import ConfigFile, Options, Set
+from prime_node.cli.run_calibration import calibration_for
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
-from prime_node.cli.shipped import chosen_calibration, config_path
+from prime_node.cli.shipped import config_path
 from prime_node.files import write_durably
 from prime_node.keyfile import create_key, keep_secret
-from prime_protocol.calibration import Calibration
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import CONFIG_FILE, JoinLink, PinnedRun
-
-if TYPE_CHECKING:
-    from prime_node.coordinator.new_run import RunConfig
 
 
 def new(
@@ -64,7 +61,6 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     from prime_node.coordinator.assignments import secret_of
     from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.validator.config import ValidatorConfig
 
     if run_dir.exists:
         raise LocalError(
@@ -76,11 +72,13 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     for leftover in (run_dir.path / "keys", run_dir.model):
         if leftover.exists():
             shutil.rmtree(leftover)
+    model = wire_new.make_model_files(settings.model, run_dir.model)
+    # Before the keys exist: a measurement runs environments, which may not see them.
+    calibration = calibration_for(options, settings, model.files[CONFIG_FILE], config_file=config_file)
     keys = {role: create_key(run_dir.key(role)) for role in ROLES}
     secret = run_dir.assignment_secret
     secret.unlink(missing_ok=True)
     keep_secret(secret, secret_of(keys["coordinator"]))
-    model = wire_new.make_model_files(settings.model, run_dir.model)
     run = build_run_spec(
         settings,
         keys=keys,
@@ -89,7 +87,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         stop_token_ids=model.stop_token_ids,
         now_ms=time.time_ns() // 1_000_000,
         adapters=wire_adapters.adapter_spec(settings),
-        calibration=_calibration(settings, model.files[CONFIG_FILE], judge=options.load(ValidatorConfig).kind),
+        calibration=calibration,
     )
     # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
@@ -98,32 +96,6 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
     write_durably(run_dir.run_spec, run.envelope.to_bytes())
     return run
-
-
-def _calibration(settings: RunConfig, config_json: bytes, *, judge: str) -> Calibration | None:
-    """Return the run's calibration. Raises LocalError if it does not cover model, temperature or the validator's arithmetic."""
-    from prime_node.coordinator.new_run import covers
-
-    choice = settings.calibration
-
-    if choice == "none":
-        say("no calibration: cheats by precision or weights are not banned in this run, so take workers that you trust")
-        return None
-    found = chosen_calibration(choice)
-    advice = (
-        "measure it with `prime-node calibrate FILE --model FOLDER` and set run.calibration to the file; "
-        "--set run.calibration=none makes a run for workers that you trust"
-    )
-    if not covers(found, config_json):
-        raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
-    if settings.temperature < found.temperature_min:
-        raise LocalError(
-            f"calibration {choice} was measured at temperature {found.temperature_min:g}, above the run's "
-            f"{settings.temperature:g}: measure it with --temperature {settings.temperature:g}"
-        )
-    if not any(pair.validator.rpartition("/")[0] == judge for pair in found.pairs):
-        raise LocalError(f"calibration {choice} has no validator {judge} (validator.engine, validator.dtype); {advice}")
-    return found
 
 
 def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:

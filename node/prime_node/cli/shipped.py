@@ -9,6 +9,9 @@ from prime_protocol.calibration import Calibration
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import LocalError, RemoteError
 
+SHIPPED = "calibration.json"
+"""Name of the default calibration."""
+
 
 def config_path(name: str) -> Path:
     """Return the path of a shipped config. Raises LocalError with the known names."""
@@ -37,13 +40,13 @@ def read_calibration(path: Path) -> Calibration:
 
 def shipped_calibration() -> Calibration:
     """Return the default calibration; its note says how it was measured."""
-    return read_calibration(config_path("calibration.json"))
+    return read_calibration(config_path(SHIPPED))
 
 
-def chosen_calibration(choice: str) -> Calibration:
-    """Return the calibration that a setting names: `shipped`, a file, or the name of a shipped file. Raises LocalError."""
+def calibration_file(choice: str) -> Path:
+    """Return the file that a setting names: `shipped`, a path, or the name of a shipped file. The file may be missing."""
     if choice == "shipped":
-        return shipped_calibration()
+        return config_path(SHIPPED)
     path = Path(choice).expanduser()
     is_shipped = path.name == choice and not path.exists() and any((folder / choice).is_file() for folder in _folders())
-    return read_calibration(config_path(choice) if is_shipped else path)
+    return config_path(choice) if is_shipped else path

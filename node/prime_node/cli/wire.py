@@ -250,7 +250,9 @@ def _vllm() -> type[VllmEngine]:
     return VllmEngine
 
 
-def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: int) -> Engine:
+def plain_engine(
+    kind: str, model: Path, *, threads: int, context_tokens_max: int, cpu_cache_gib: float = 1.0
+) -> Engine:
     """Return an engine outside of any run. Raises LocalError.
 
     Example: plain_engine("vllm/bf16", folder, ...).
@@ -258,7 +260,7 @@ def plain_engine(kind: str, model: Path, *, threads: int, context_tokens_max: in
     name, dtype = parts_of_kind(kind)
     if name == "transformers":
         return transformers_engine(model, dtype=dtype, threads=threads)
-    return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max)
+    return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max, cpu_cache_gib=cpu_cache_gib)
 
 
 def parts_of_kind(kind: str) -> tuple[str, str]:

@@ -132,9 +132,16 @@ class RunConfig(Settings):
         logprobs_judged=True,
     )
     """Checks by validators. By default, new runs require hidden-state proofs and audit a share of the bundles."""
-    calibration: str = "shipped"
-    """Calibration of honest tokens, which lets evidence against a worker add up: `shipped`; a file from `prime-node calibrate`;
-    the name of another shipped file; or `none`, for a run of trusted workers. It must cover the model."""
+    calibration: str = "auto"
+    """Calibration of honest tokens, which lets evidence against a worker add up. auto: the shipped one if it covers the model and
+    the engines of [worker] and [validator], else one that is measured on this machine and cached. Otherwise `shipped`, the name
+    of another shipped file, or a file from `prime-node calibrate`, which must cover the model; or `none`, for a run of trusted
+    workers."""
+    calibration_tokens: int = Field(default=50_000, ge=2_000)
+    """Honest tokens to measure for a calibration. Fewer give wider limits, so that cheats are banned later."""
+    calibration_minutes: float = Field(default=10.0, gt=0.0)
+    """Minutes after which the measurement ends with fewer tokens, but at least 2,000. The start of the engines and the end of the
+    lease in progress come on top."""
     schedule: Schedule = Schedule()
     """Asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""

@@ -1,20 +1,22 @@
 """Measure honest error: one engine samples, another verifies, both honestly. `calibrate_statistics` then allows their difference.
 
 Leases resemble those of a run: groups of completions that share a prompt, in small and in large batches, since kernels
-differ with the batch size. Completions run to their length limit, so that late positions are measured too.
+differ with the batch size. A series of leases is determined by its prompts and a seed, so a measurement can be resumed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
-from prime_protocol.calibration import PairMoments
+from prime_protocol.digest import digest_of
 from prime_protocol.evidence import Moments, calibrate_statistics
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.proof import num_proofs
@@ -25,6 +27,8 @@ GROUP = 8
 """Completions of one prompt."""
 GROUPS = (1, 8)
 """Groups of a small lease, and of a large one."""
+LONG_EVERY, LONG_AT = 4, 2
+"""Every fourth lease, a small one, has long completions, so that late positions are measured too."""
 POWERS = (0.25, 1.0, 3.0, 6.0)
 """Values of lambda * cap: nats that a token at the cap adds, before its moment is subtracted."""
 CAPS = {"margin": 0.5, "flip": 1.0, "proof": 16.0}
@@ -57,11 +61,20 @@ class Errors:
         """Return the number of measured tokens."""
         return int(sum(lengths.sum() for lengths in self.lengths))
 
-    def add(self, found: dict[str, npt.NDArray[np.float32]], lengths_C: npt.NDArray[np.int32]) -> None:
+    def add(self, found: Mapping[str, npt.NDArray[np.float32]], lengths_C: npt.NDArray[np.int32]) -> None:
         """Add the statistics of a lease's tokens, and the lengths [C] of its completions."""
         for name, values in found.items():
             self.values.setdefault(name, []).append(values)
         self.lengths.append(lengths_C)
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the statistics by name, and `lengths`: each one array."""
+        found: dict[str, npt.NDArray[Any]] = {name: np.concatenate(parts) for name, parts in self.values.items()}
+        return found | {"lengths": np.concatenate(self.lengths)}
+
+    def add_arrays(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Add what `arrays` returned for another measurement of the same pair."""
+        self.add({name: values for name, values in arrays.items() if name != "lengths"}, arrays["lengths"])
 
     def summary(self) -> str:
         """Return one line for a screen."""
@@ -91,24 +104,53 @@ class Errors:
         return found
 
 
-def make_leases(
-    rng: np.random.Generator,
-    *,
-    num_tokens: int,
-    vocab_size: int,
-    prompt_tokens_max: int,
-    completion_tokens_max: int,
-    temperature: float = 1.0,
-) -> list[Lease]:
-    """Make leases over random prompts, alternately small and large, with about `num_tokens` completion tokens in all."""
-    sampling = Sampling(temperature=temperature, completion_tokens_max=completion_tokens_max, stop_token_ids=())
-    leases: list[Lease] = []
-    while num_tokens > 0:
-        num_groups = GROUPS[len(leases) % len(GROUPS)]
-        groups = tuple(_group(rng, slot, vocab_size, prompt_tokens_max) for slot in range(num_groups))
-        leases.append(local_lease(groups, sampling))
-        num_tokens -= num_groups * GROUP * completion_tokens_max
-    return leases
+@dataclass(frozen=True, slots=True)
+class LeaseSeries:
+    """Endless series of leases over some prompts, alternately small and large. Equal fields give equal leases."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Prompts, which the leases use in turn."""
+    sampling: Sampling
+    long_tokens_max: int = 0
+    """Length limit of completions in every fourth lease; 0: the same as in the others."""
+    seed: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Digest of everything that determines the series."""
+        fields = (self.prompts, self.sampling.model_dump(mode="json"), self.long_tokens_max, self.seed)
+        return digest_of(json.dumps(fields).encode())
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Tokens of the longest prompt with the longest completion."""
+        return max(map(len, self.prompts)) + max(self.sampling.completion_tokens_max, self.long_tokens_max)
+
+    def lease(self, number: int) -> Lease:
+        """Return one lease, counted from 0."""
+        rng = np.random.default_rng([self.seed, number])
+        rounds, place = divmod(number, len(GROUPS))
+        first = rounds * sum(GROUPS) + sum(GROUPS[:place])
+        groups = tuple(
+            _group(rng, slot, self.prompts[(first + slot) % len(self.prompts)]) for slot in range(GROUPS[place])
+        )
+        if self.long_tokens_max and number % LONG_EVERY == LONG_AT:
+            return local_lease(groups, self.sampling.model_copy(update={"completion_tokens_max": self.long_tokens_max}))
+        return local_lease(groups, self.sampling)
+
+    def first(self, num_tokens: int) -> list[Lease]:
+        """Return the first leases, with at least `num_tokens` completion tokens if no completion stops early."""
+        leases: list[Lease] = []
+        while num_tokens > 0:
+            leases.append(self.lease(len(leases)))
+            num_tokens -= len(leases[-1].groups) * GROUP * leases[-1].sampling.completion_tokens_max
+        return leases
+
+
+def random_prompts(count: int, *, vocab_size: int, tokens_max: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return prompts of 1 to `tokens_max` random tokens."""
+    rng = np.random.default_rng(seed)
+    return tuple(tuple(rng.integers(0, vocab_size, rng.integers(1, tokens_max + 1)).tolist()) for _ in range(count))
 
 
 def local_lease(groups: tuple[GroupAssignment, ...], sampling: Sampling) -> Lease:
@@ -127,11 +169,10 @@ def local_lease(groups: tuple[GroupAssignment, ...], sampling: Sampling) -> Leas
     )
 
 
-def _group(rng: np.random.Generator, slot: int, vocab_size: int, prompt_tokens_max: int) -> GroupAssignment:
-    prompt = rng.integers(0, vocab_size, rng.integers(1, prompt_tokens_max + 1)).tolist()
-    seeds = rng.integers(0, SEED_MAX, GROUP, endpoint=True).tolist()
+def _group(rng: np.random.Generator, slot: int, prompt: tuple[int, ...]) -> GroupAssignment:
+    seeds = tuple(rng.integers(0, SEED_MAX, GROUP, endpoint=True).tolist())
     problem = Problem(environment="calibration", index=0)
-    return GroupAssignment(slot=slot, problem=problem, prompt_token_ids=tuple(prompt), seeds=tuple(seeds))
+    return GroupAssignment(slot=slot, problem=problem, prompt_token_ids=prompt, seeds=seeds)
 
 
 async def sample_honestly(engine: Engine, leases: Sequence[Lease]) -> list[Rollouts]:
@@ -145,8 +186,8 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
     for lease, rollouts in zip(leases, sampled, strict=True):
         requests = _score_requests(lease, rollouts)
         found = dict(statistics(rollouts, await scorer.prefill(requests, lease.sampling)))
-        # A stop margin is never above its token's margin, whose moments cover it. Without stop tokens it is 0
-        # everywhere here: as a bound of its own it would ban workers for the smallest stop margin.
+        # A stop margin is never above its token's margin, whose moments cover it. Stop tokens are rare, or there are none
+        # here: as a bound of its own it would ban workers for the smallest stop margin.
         found.pop("stop", None)
         for name in ("apart", "rise"):  # they need no moments
             found.pop(name)
@@ -154,38 +195,38 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
     return errors
 
 
-async def choice_moments(scorer: Scorer, leases: Sequence[Lease], sampled: Sequence[Rollouts]) -> dict[str, Moments]:
-    """Return the bounds on unseeded engines' token choices, measured on seeded ones, whose tokens have the same distribution.
+async def raised_choices(scorer: Scorer, leases: Sequence[Lease], sampled: Sequence[Rollouts]) -> Errors:
+    """Return how much the engines' difference can raise each likelihood ratio of a token's choice, in nats.
+
+    Unseeded engines are bounded by this. It is measured on seeded ones, whose tokens have the same distribution.
 
     Under the validator's own probabilities p, a likelihood ratio q / p has mean 1. An honest engine samples from a
     slightly different p'. The mean is then 1 + E[(1 - p / p') q / p], where the claimed logprob shows the token's p /
     p'. So E|(1 - p / p') q / p| bounds how much the engines' difference can raise it, whatever the policy and its
     randomness.
     """
-    found: dict[str, list[npt.NDArray[np.float64]]] = {name: [] for name in LIKELIHOOD_RATIOS}
+    raised = Errors()
     for lease, rollouts in zip(leases, sampled, strict=True):
         requests = [replace(request, seed=None, hidden=False) for request in _score_requests(lease, rollouts)]
         prefill = await scorer.prefill(requests, lease.sampling)
-        statistics_ = statistics(rollouts, prefill)
+        found = statistics(rollouts, prefill)
         apart_T = np.abs(np.expm1(prefill.logprobs_T.astype(np.float64) - rollouts.logprobs_T))
-        for name in LIKELIHOOD_RATIOS:
-            ratios_T = np.exp(np.minimum(statistics_[name].astype(np.float64), RATIO_CAP))
-            found[name].append(np.log1p(SPREAD * apart_T * ratios_T))
-    lengths_C = np.concatenate([rollouts.lengths_N for rollouts in sampled])
+        ratios = {name: np.exp(np.minimum(found[name].astype(np.float64), RATIO_CAP)) for name in LIKELIHOOD_RATIOS}
+        added = {name: np.log1p(SPREAD * apart_T * ratios_T) for name, ratios_T in ratios.items()}
+        raised.add({name: values.astype(np.float32) for name, values in added.items()}, rollouts.lengths_N)
+    return raised
+
+
+def choice_moments(raised: Errors) -> dict[str, Moments]:
+    """Return the moments of unseeded engines' token choices."""
     moments = {}
-    for name, parts in found.items():
+    for name, parts in raised.values.items():
         raised_T = np.concatenate(parts)
         cap = max(CAP_OVER_TAIL * float(np.quantile(raised_T, 0.999)), CAP_MIN)
+        lengths_C = np.concatenate(raised.lengths)
         slack = calibrate_statistics(raised_T, cap=cap, lambdas=[1.0], lengths=lengths_C, headroom=HEADROOM)
         moments[name] = slack.model_copy(update={"cap": RATIO_CAP})
     return moments
-
-
-def pair_of(engine: Engine, scorer: Scorer, moments: Mapping[str, Moments]) -> PairMoments:
-    """Return the moments of a pair of engines, as the run's calibration holds them."""
-    return PairMoments(
-        worker=engine.info.calibration_class, validator=scorer.info.calibration_class, moments=dict(moments)
-    )
 
 
 def _score_requests(lease: Lease, rollouts: Rollouts) -> list[ScoreRequest]:
