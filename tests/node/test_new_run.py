@@ -21,7 +21,7 @@ from prime_node.coordinator.new_run import RunConfig, fit_positions
 from prime_node.trainer.config import TrainerConfig
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
+from prime_protocol.run_spec import EnvironmentSpec, JoinLink, PinnedRun, open_run_spec
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 
 DEMO = config_path("demo.toml")
@@ -298,6 +298,6 @@ def test_the_error_about_a_missing_config_names_an_example(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("field", "room"), [("max_position_embeddings", 964), ("n_positions", 964), ("other", 8_192)])
 def test_prompts_fit_whatever_a_model_calls_its_positions(field: str, room: int) -> None:
-    config = RunConfig(completion_tokens_max=60)
+    config = RunConfig(completion_tokens_max=60, environments=(EnvironmentSpec(name="sums", id="jsonl"),))
     assert fit_positions(config, json.dumps({field: 1_024}).encode()).prompt_tokens_max == room
     assert fit_positions(config, json.dumps({"text_config": {field: 1_024}}).encode()).prompt_tokens_max == room
