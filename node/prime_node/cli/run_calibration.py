@@ -51,7 +51,10 @@ def calibration_for(
         is_any = choice != "auto" and worker.engine == "auto"
         if any(each.validator == pair[1] and (is_any or each.worker == pair[0]) for each in found.pairs):
             return found
-    say(f"no calibration is known for {pair[0]} judged by {pair[1]}, so the run's own is measured now")
+    say(
+        f"no calibration is known for {pair[0]} judged by {pair[1]}, so the run's own is measured now, except for what an "
+        "earlier measurement left"
+    )
     if validator.engine == "vllm":
         say("its limits fit workers of this machine's build of vLLM and kind of processor; others would be banned")
     # Pairs of the default calibration have other statistics than a new one, and each further statistic weakens the others.
