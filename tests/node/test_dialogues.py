@@ -31,6 +31,7 @@ from prime_node.training_data.bundles import groups_of, open_batch, open_trained
 from prime_node.validator import judge
 from prime_node.worker.episodes import NothingSampled, Sample, play_lease
 from prime_node.worker.generating import Generated, bundle_for, generate
+from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
@@ -102,7 +103,7 @@ async def made_by_a_worker(engine: TransformersEngine, run: PinnedRun, model: Pa
         engine,
         lease,
         SwapPolicy.DRAIN,
-        held=0,
+        loaded=LoadedPolicy(0),
         wait_newer=never,  # type: ignore[arg-type]
         play=lambda lease, sample: play_lease(lease, run.spec, worlds, sample),
     )
@@ -245,9 +246,9 @@ async def test_an_environment_that_asks_for_nothing_hands_the_lease_back(run: Pi
     async def newer(policy_version: int) -> tuple[int, Weights]:
         raise AssertionError("nobody swaps here")
 
-    assert await generate(TableEngine(), lease, SwapPolicy.DRAIN, held=0, wait_newer=newer, play=play) == Generated(
-        None, 0, failed=True
-    )
+    assert await generate(
+        TableEngine(), lease, SwapPolicy.DRAIN, loaded=LoadedPolicy(0), wait_newer=newer, play=play
+    ) == Generated(None, failed=True)
 
 
 async def test_an_episode_whose_process_ends_is_played_again_by_itself(run: PinnedRun, model: Path) -> None:

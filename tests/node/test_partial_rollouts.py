@@ -20,7 +20,8 @@ from prime_node.ports.environment import HeldOutProblem
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_node.validator.spans import policies_of, prefill_spans
 from prime_node.validator.spans import spans_of as spans_in
-from prime_node.worker.generating import Generated, bundle_for, generate
+from prime_node.worker.generating import bundle_for, generate
+from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.rollout import Completion, EngineInfo, Rollouts, rollouts_for
 from prime_protocol.run_spec import PinnedRun
@@ -201,15 +202,16 @@ def lease_of(run: PinnedRun, environment: str) -> Lease:
 
 async def generated(
     engine: TransformersEngine, lease: Lease, policies: dict[int, Weights], swap: SwapPolicy
-) -> Generated:
-    """Return the worker's bundle: policy 1 is available at once, policy 2 never arrives."""
+) -> tuple[Rollouts | None, int]:
+    """Return the rollouts and the policy held then: policy 1 is available at once, policy 2 never arrives."""
 
     async def newer(version: int) -> tuple[int, Weights]:
         if version >= 1:
             await asyncio.Event().wait()
         return 1, policies[1]
 
-    return await generate(engine, lease, swap, held=0, wait_newer=newer)
+    loaded = LoadedPolicy(0)
+    return (await generate(engine, lease, swap, loaded=loaded, wait_newer=newer)).rollouts, loaded.version
 
 
 async def nothing_newer(version: int) -> tuple[int, Weights]:
@@ -257,12 +259,12 @@ async def test_what_a_worker_swaps_under_way_a_validator_accepts(
 ) -> None:
     run = run_with(swap=swap)
     lease = lease_of(run, run.spec.environments[0].name)
-    made = await generated(engine, lease, policies, swap)
-    assert made.held == 1
-    assert made.rollouts is not None
-    assert any(len(spans) == 2 for spans in spans_in(made.rollouts))
+    rollouts, held = await generated(engine, lease, policies, swap)
+    assert held == 1
+    assert rollouts is not None
+    assert any(len(spans) == 2 for spans in spans_in(rollouts))
     two = {version: policies[version] for version in (0, 1)}
-    judgement = await verdict_on(engine, run, lease, with_spans(made.rollouts), two)
+    judgement = await verdict_on(engine, run, lease, with_spans(rollouts), two)
     assert judgement.verdict.accepted, judgement
     assert len(judgement.versions) == 3
     assert all(0 <= oldest <= end <= 1 for oldest, end in judgement.versions)
@@ -274,7 +276,7 @@ async def test_spans_are_refused_where_the_run_drains_and_where_they_go_back_or_
     resuming, draining = run_with(swap="abort_and_resume"), run_with()
     name = resuming.spec.environments[0].name
     lease = lease_of(resuming, name)
-    rollouts = (await generated(engine, lease, policies, SwapPolicy.ABORT_AND_RESUME)).rollouts
+    rollouts, _ = await generated(engine, lease, policies, SwapPolicy.ABORT_AND_RESUME)
     assert rollouts is not None
     made = with_spans(rollouts)
     long = next(index for index, completion in enumerate(made) if len(completion.token_ids) > 2)
@@ -295,7 +297,7 @@ async def test_a_lease_that_waited_its_turn_is_begun_on_the_policy_that_is_held(
     run = run_with(swap="abort_and_resume")
     lease = lease_of(run, run.spec.environments[0].name)
     await engine.load(policies[1], policy_version=1)
-    made = await generate(engine, lease, SwapPolicy.ABORT_AND_RESUME, held=1, wait_newer=nothing_newer)
+    made = await generate(engine, lease, SwapPolicy.ABORT_AND_RESUME, loaded=LoadedPolicy(1), wait_newer=nothing_newer)
     assert made.rollouts is not None
     assert (made.rollouts.spans_S3[:, 1] == 1).all()
     judgement = await verdict_on(engine, run, lease, with_spans(made.rollouts), policies)
@@ -305,8 +307,7 @@ async def test_a_lease_that_waited_its_turn_is_begun_on_the_policy_that_is_held(
 
 async def test_abort_and_requeue_hands_the_lease_back(engine: TransformersEngine, policies: dict[int, Weights]) -> None:
     lease = lease_of(run_with(), "any")
-    made = await generated(engine, lease, policies, SwapPolicy.ABORT_AND_REQUEUE)
-    assert (made.rollouts, made.held) == (None, 0)
+    assert await generated(engine, lease, policies, SwapPolicy.ABORT_AND_REQUEUE) == (None, 0)
     assert len(await engine.generate(REQUESTS, SAMPLING)) == len(REQUESTS), "and the engine goes on"
 
 

@@ -53,9 +53,11 @@ async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp
         async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
             if not world.coordinator.leases:  # the rehearsal
                 return await super().generate(requests, sampling)
+            await until(lambda: world.stop.is_set() or len(world.coordinator.leases) - len(ahead) > leases_ahead)
             for _ in range(10):
                 await asyncio.sleep(0)
-            ahead.append(len(world.coordinator.leases) - len(ahead) - 1)
+            if not world.stop.is_set():
+                ahead.append(len(world.coordinator.leases) - len(ahead) - 1)
             return await super().generate(requests, sampling)
 
     world.stop_when(lambda: world.coordinator.accepted >= 4)

@@ -300,7 +300,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         vllm = _vllm()
         check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
-        chosen = settings.model_dump(include={"dtype", "cpu_cache_gib", "seeded", "model_runner"})
+        chosen = settings.model_dump(include={"dtype", "cpu_cache_gib", "seeded", "sequences_max", "model_runner"})
         made = vllm(model, context_tokens_max=bounds, checks=run.spec.checks, **chosen)
     else:
         if not settings.seeded:

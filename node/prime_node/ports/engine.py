@@ -44,7 +44,10 @@ class ScoreRequest:
 
 
 class Engine(Protocol):
-    """Sampler of completions. It holds one policy at a time. `load` and `generate` are never called concurrently."""
+    """Sampler of completions. It holds one policy at a time.
+
+    `load` is never called concurrently with another method; `generate` only as BatchingEngine and SwappingEngine allow.
+    """
 
     @property
     def info(self) -> EngineInfo:
@@ -89,6 +92,20 @@ class SwappingEngine(Engine, Protocol):
         swap. Returns when the swap is done; with nothing in progress it is a `load`. Raises EngineMismatch, and so does
         the `generate` in progress.
         """
+        ...
+
+
+@runtime_checkable
+class BatchingEngine(Engine, Protocol):
+    """An engine that can compute several calls of `generate` side by side, each answered as soon as it is complete."""
+
+    @property
+    def batches(self) -> bool:
+        """Return whether it does. If not, `generate` must not be called while another call is in progress."""
+        ...
+
+    async def wait_for_room(self) -> None:
+        """Wait until it computes fewer completions than it can."""
         ...
 
 

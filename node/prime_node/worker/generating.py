@@ -1,7 +1,8 @@
 """From a lease to its bundle: validate the lease, generate for it while newer policies arrive, and sign what answers it.
 
-Concurrency: the engine generates. If the run's schedule swaps policies during generation, a second task waits for the
-follower's next policy and passes it to the engine. Whichever finishes first wakes `generate`; cancelling ends both.
+Concurrency: the engine generates, for several leases side by side if it can. If the run's schedule swaps policies during
+generation, a second task of each lease waits for the follower's next policy; the first one to have it passes it to the
+engine for all. Whichever task finishes first wakes `generate`; cancelling ends both.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest, SwappingEngine
 from prime_node.worker.episodes import NothingSampled, Sample
+from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
@@ -97,8 +99,6 @@ class Generated:
 
     rollouts: Rollouts | None
     """Rollouts; None if the lease is to be handed back."""
-    held: int
-    """Policy that the engine holds now; -1 if it must be loaded again."""
     failed: bool = False
     """Whether an environment asked the model for nothing."""
 
@@ -108,26 +108,27 @@ async def generate(
     lease: Lease,
     swap: SwapPolicy,
     *,
-    held: int,
+    loaded: LoadedPolicy,
     proofs: bool = False,
     wait_newer: Callable[[int], Coroutine[Any, Any, tuple[int, Weights]]],
     play: Play | None = None,
     timed: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
+    begun: Callable[[], None] = lambda: None,
 ) -> Generated:
-    """Generate the lease's rollouts.
+    """Generate the lease's rollouts with the policy that the engine holds. Leases that share an engine share `loaded`.
 
     `wait_newer` returns the next policy after a version, and its weights; `timed` wraps a swap to it. `proofs`: whether
     completions commit to their hidden states. `play`: makes the turns of each rollout from a function that samples a
-    batch, if the run has multi-turn environments. An engine that cannot swap as the run requires drains: a completion may
-    span policies, but need not.
+    batch, if the run has multi-turn environments. `begun` is called when the engine has the first requests. An engine that
+    cannot swap as the run requires drains: a completion may span policies, but need not.
     """
     swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
-    policy = _Held(engine, lease, held, proofs)
-    generating = asyncio.create_task(_rollouts(policy, lease, play))
+    sampler = _Sampler(engine, lease, loaded, proofs, begun)
+    generating = asyncio.create_task(_rollouts(sampler, lease, play))
     newer: asyncio.Task[tuple[int, Weights]] | None = None
     try:
         while swapping is not None or swap is SwapPolicy.ABORT_AND_REQUEUE:
-            newer = asyncio.create_task(wait_newer(policy.version))
+            newer = asyncio.create_task(wait_newer(loaded.version))
             both: set[asyncio.Future[Any]] = {generating, newer}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if generating.done():
@@ -135,16 +136,14 @@ async def generate(
             version, weights = newer.result()
             if swapping is None:
                 log.info("policy %d is published: handing the lease back", version)
-                return Generated(None, policy.version)
-            async with policy.border:
-                with timed(version):
-                    await swapping.update(weights, policy_version=version, swap=swap)
-                policy.version = version
+                return Generated(None)
+            await loaded.swap_to(version, weights, engine=swapping, swap=swap, timed=timed)
         rollouts = await generating
-        return Generated(rollouts, policy.version, failed=rollouts is None)
+        return Generated(rollouts, failed=rollouts is None)
     except EngineMismatch as error:
         log.error("loading a policy into the engine failed: %s; handing the lease back", error)
-        return Generated(None, -1)
+        loaded.version = -1
+        return Generated(None)
     finally:
         tasks = [task for task in (generating, newer) if task is not None]
         for task in tasks:
@@ -153,33 +152,35 @@ async def generate(
 
 
 @dataclass
-class _Held:
-    """The current policy, and batches sampled from it."""
+class _Sampler:
+    """Batches of one lease, sampled from the policy that the engine holds."""
 
     engine: Engine
     lease: Lease
-    version: int
+    loaded: LoadedPolicy
     proofs: bool
-    border: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock held by a swap, and while a batch starts, so that a batch knows its first policy."""
+    begun: Callable[[], None]
 
     async def sample(self, requests: list[GenerateRequest]) -> list[Completion]:
-        async with self.border:
-            begun_on = self.version
+        async with self.loaded.border:
+            begun_on = self.loaded.version
+            if begun_on < 0:
+                raise EngineMismatch("a swap to a newer policy has failed")
             asked = [replace(request, proofs=self.proofs) for request in requests]
             sampling = asyncio.ensure_future(self.engine.generate(asked, self.lease.sampling))
             await asyncio.sleep(0)
+        self.begun()
         completions = await sampling
         if begun_on == self.lease.policy_version:
             return completions
         return [each if each.spans else _spanning(each, begun_on) for each in completions]
 
 
-async def _rollouts(policy: _Held, lease: Lease, play: Play | None) -> Rollouts | None:
+async def _rollouts(sampler: _Sampler, lease: Lease, play: Play | None) -> Rollouts | None:
     if play is None:
-        return rollouts_for(lease, await policy.sample(requests_for(lease)))
+        return rollouts_for(lease, await sampler.sample(requests_for(lease)))
     try:
-        return rollouts_of_turns(lease, await play(lease, policy.sample))
+        return rollouts_of_turns(lease, await play(lease, sampler.sample))
     except NothingSampled:
         log.warning("an environment requested no completion; handing the lease back")
         return None

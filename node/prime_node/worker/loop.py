@@ -2,9 +2,10 @@
 
 Concurrency. `load_first` waits for a policy, and for the engine to hold it: nothing is leased before. `lease_ahead`
 waits for room (config.leases_ahead) and for the coordinator; it requests nothing while `trust` cannot establish the
-newest policy. `_generate` waits for leases and gives room back. The spool's `flush` waits for bundles and for the
-coordinator; the follower waits for new heads. No wait is endless: `quit` wakes everyone, and an unreachable coordinator
-is retried with growing pauses.
+newest policy. `_generate` waits for leases, starts a task for each as soon as the engine takes it, and gives room back.
+These tasks wait for the engine and for the spool, each until its own bundle is spooled. The spool's `flush` waits for
+bundles and for the coordinator; the follower waits for new heads. No wait is endless: `quit` wakes everyone, and an
+unreachable coordinator is retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from prime_node.worker.reporting import (
 )
 from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import write_status
-from prime_node.worker.work import fulfil, hand_back, lease_ahead, load_first
+from prime_node.worker.work import begin, fulfil, hand_back, lease_ahead, load_first, wait_for_room
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.replies import UploadReply
@@ -89,35 +90,39 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
             ]
             fetching = tasks.create_task(fetch_receipts(worker))
             await load_first(worker)
-            leases: asyncio.Queue[Lease] = asyncio.Queue()
-            leasing = tasks.create_task(lease_ahead(worker, leases))
-            await _generate(worker, leases)
-            leasing.cancel()
+            await _generate(worker)
             fetching.cancel()
-            await _finish(worker, leases)
+            await _finish(worker)
         for task in beside:
             task.cancel()
     return Ending.STOPPED if stop.is_set() else Ending.DRAINED
 
 
-async def _generate(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
-    """Process leases in turn until `quit`."""
-    while not worker.quit.is_set():
-        worker.activity.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
-        lease = await unless(worker.quit.wait(), leases.get())
-        if lease is not None:
-            await fulfil(worker, lease)
-            worker.room.release()
+async def _generate(worker: Worker) -> None:
+    """Begin leases in their order until `quit`, as many at once as the engine takes. Return when all of them have ended.
 
-
-async def _finish(worker: Worker, leases: asyncio.Queue[Lease]) -> None:
-    """Finish in order, within the grace period.
-
-    Hand back leases that were not started, upload what is done, fetch the last receipts and leave.
+    Leases that were not begun are handed back meanwhile.
     """
-    worker.activity.state = WorkerState.DRAINING
-    while not leases.empty():
-        await unless(worker.grace_over.wait(), hand_back(worker, leases.get_nowait()))
+    leases: asyncio.Queue[Lease] = asyncio.Queue()
+    async with asyncio.TaskGroup() as tasks:
+        leasing = tasks.create_task(lease_ahead(worker, leases))
+        if worker.loaded.unused.is_set():
+            worker.activity.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
+        while not worker.quit.is_set():
+            lease = await unless(worker.quit.wait(), leases.get())
+            if lease is not None and await begin(worker, lease):
+                begun = asyncio.Event()
+                tasks.create_task(fulfil(worker, lease, begun))
+                await unless(worker.quit.wait(), wait_for_room(worker, begun))
+            worker.room.release()
+        leasing.cancel()
+        worker.activity.state = WorkerState.DRAINING
+        while not leases.empty():
+            tasks.create_task(unless(worker.grace_over.wait(), hand_back(worker, leases.get_nowait())))
+
+
+async def _finish(worker: Worker) -> None:
+    """Finish in order, within the grace period: upload what is done, fetch the last receipts and leave."""
     if worker.spool.num_bundles:
         log.info("uploading %d bundles before the end", worker.spool.num_bundles)
     await unless(worker.grace_over.wait(), worker.spool.drained())

@@ -17,6 +17,8 @@ class GenerationPace:
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
+        self._tokens, self._engine_s = 0.0, 0.0
+        """Tokens and seconds of the last leases, older ones with less weight."""
         self._seconds_per_rollout: float | None = None
         self._is_rehearsed = False
 
@@ -35,16 +37,20 @@ class GenerationPace:
             download_bytes_per_s=min(round(download_bytes_per_s), limits.CLAIMED_BYTES_PER_S_MAX),
         )
 
-    def measured(self, *, rollouts: int, tokens: int, seconds: float) -> None:
-        """Record the duration of finished work."""
+    def measured(self, *, rollouts: int, tokens: int, seconds: float, engine_s: float | None = None) -> None:
+        """Record a finished lease: how long it took, among those generated side by side.
+
+        `engine_s`: the part of `seconds` since another lease was finished; None if it was alone.
+        """
         seconds = max(seconds, 1e-6)
+        engine_s = seconds if engine_s is None else engine_s
+        self._tokens, self._engine_s = 0.7 * self._tokens + tokens, 0.7 * self._engine_s + engine_s
+        self.tokens_per_s = self._tokens / max(self._engine_s, 1e-6)
         if self._seconds_per_rollout is None or self._is_rehearsed:
             self._is_rehearsed = False
             self._seconds_per_rollout = seconds / rollouts
-            self.tokens_per_s = tokens / seconds
         else:
             self._seconds_per_rollout += 0.3 * (seconds / rollouts - self._seconds_per_rollout)
-            self.tokens_per_s += 0.3 * (tokens / seconds - self.tokens_per_s)
 
     def fits(self, num_rollouts: int, *, seconds_left: float) -> bool:
         """Return whether the work can be finished in time. Before the first measurement: try it."""

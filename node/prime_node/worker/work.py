@@ -2,6 +2,10 @@
 
 A lease decides which policy the engine loads, so queued leases of an older policy are finished with that policy. The
 engine loads only weights that the follower has verified. If it then computes something else, it is not used.
+
+Leases side by side. If the engine batches calls, the next lease begins as soon as the engine has room, and each lease's
+bundle is spooled when that lease is finished. Leases of another policy begin once the others are finished, or at once if the
+run lets completions span policies.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import NoReturn
 
 from prime_node.broadcast.follow.follower import Policy
 from prime_node.patience import first_of, unless
-from prime_node.ports.engine import EngineMismatch
+from prime_node.ports.engine import BatchingEngine, EngineMismatch, SwappingEngine
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.episodes import play_lease
 from prime_node.worker.generating import Play, bundle_for, generate, open_lease
@@ -62,9 +66,10 @@ async def load_first(worker: Worker) -> None:
 
 
 async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
-    """Keep the queue filled: one lease in generation, `leases_ahead` behind it."""
+    """Keep `leases_ahead` leases queued behind those in generation, within the run's limit of open leases."""
     while True:
         await worker.room.acquire()
+        await worker.open_leases.acquire()
         leases.put_nowait(await _next_lease(worker))
 
 
@@ -109,60 +114,125 @@ def _holding(worker: Worker) -> tuple[str, ...] | None:
     return held if len(held) <= HOLDING_MAX else None
 
 
-async def fulfil(worker: Worker, lease: Lease) -> None:
-    """Fulfil one lease: load its policy, generate, sign and spool. Hand it back if it cannot be done in time."""
+async def begin(worker: Worker, lease: Lease) -> bool:
+    """Let the engine hold the lease's policy, and return True. Hand the lease back if it cannot be done in time."""
     too_late = first_of(worker.quit.wait(), worker.clock.sleep(worker.seconds_left(lease)))
     policy = await unless(too_late, worker.follower.policy(lease.policy_version))
     if policy is None:
         await hand_back(worker, lease)
-        return
+        return False
     if not worker.activity.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
         worker.activity.pace.doubt()
         await hand_back(worker, lease)
-        return
-    # An evaluation is of one policy, so its completions never span two.
-    swap = SwapPolicy.DRAIN if lease.is_evaluation else worker.run.spec.schedule.swap
-    if worker.loaded.version != policy.version and not (swap.spans_policies and worker.loaded.version > policy.version):
-        await _load(worker, policy)
+        return False
+    too_late = first_of(worker.quit.wait(), worker.clock.sleep(worker.seconds_left(lease)))
+    if not await unless(too_late, _enter(worker, lease, policy)):
+        await hand_back(worker, lease)
+        return False
+    return True
+
+
+def _swap_of(worker: Worker, lease: Lease) -> SwapPolicy:
+    """Return how a lease treats new policies. An evaluation is of one policy, so its completions never span two."""
+    return SwapPolicy.DRAIN if lease.is_evaluation else worker.run.spec.schedule.swap
+
+
+async def _enter(worker: Worker, lease: Lease, policy: Policy) -> bool:
+    """Let a lease use the engine once that holds its policy, or a newer one if completions may span policies. Return True.
+
+    Swap while other leases generate if the run and the engine allow that, else load once they are finished.
+    """
+    loaded, engine, of_run = worker.loaded, worker.engine, worker.run.spec.schedule.swap
+    spans = _swap_of(worker, lease).spans_policies
+    while True:
+        async with loaded.border:  # no swap is in progress
+            if loaded.version == policy.version or (spans and loaded.version > policy.version):
+                loaded.enter(lease.lease_id, to_the_end=lease.is_evaluation)
+                return True
+        can_swap = isinstance(engine, SwappingEngine) and of_run in engine.swaps
+        if loaded.unused.is_set():
+            await _load(worker, policy)
+        elif can_swap and 0 <= loaded.version < policy.version:
+            assert isinstance(engine, SwappingEngine)
+            timed = functools.partial(_swap_timed, worker)
+            with contextlib.suppress(EngineMismatch):  # the leases in generation are handed back; then it is loaded
+                await loaded.swap_to(policy.version, policy.weights, engine=engine, swap=of_run, timed=timed)
+        else:
+            await loaded.unused.wait()
+
+
+async def wait_for_room(worker: Worker, begun: asyncio.Event) -> None:
+    """Wait until the engine takes another lease: it has the last one's requests, and room for more."""
+    if isinstance(worker.engine, BatchingEngine) and worker.engine.batches:
+        await begun.wait()
+        await worker.engine.wait_for_room()
+    else:
+        await worker.loaded.unused.wait()
+
+
+async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
+    """Generate, sign and spool one lease, whose policy the engine holds. Hand it back if that fails or takes too long.
+
+    Sets `begun` when the engine has the first requests, or never will.
+    """
     worker.activity.state = WorkerState.GENERATING
     began_s = worker.clock.monotonic_s()
     work = generate(
         worker.engine,
         lease,
-        swap,
-        held=worker.loaded.version,
+        _swap_of(worker, lease),
+        loaded=worker.loaded,
         proofs=worker.run.spec.checks.proofs,
         wait_newer=functools.partial(_wait_newer, worker),
         play=_play(worker),
-        timed=lambda version: _swapping(worker, version, worker.follower.latest()),
+        timed=functools.partial(_swap_timed, worker),
+        begun=begun.set,
     )
     slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
-    with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
-        generated = await unless(worker.grace_over.wait(), work)
-    worker.loaded.version = -1 if generated is None else generated.held
+    try:
+        with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
+            generated = await unless(worker.grace_over.wait(), work)
+    finally:
+        worker.loaded.leave(lease.lease_id)
+        begun.set()
+        if worker.loaded.unused.is_set() and not worker.quit.is_set():
+            worker.activity.state = WorkerState.IDLE
     if generated is None or generated.rollouts is None:
         await hand_back(worker, lease, failed=generated is not None and generated.failed)
         return
-    rollouts = generated.rollouts
-    num_tokens = rollouts.num_tokens
-    worker.activity.pace.measured(
-        rollouts=lease.num_rollouts, tokens=num_tokens, seconds=worker.clock.monotonic_s() - began_s
-    )
-    worker.activity.rollouts_generated += lease.num_rollouts
+    _measure(worker, lease, generated.rollouts.num_tokens, began_s)
     if worker.seconds_left(lease) <= 0:
         await hand_back(worker, lease)
         return
     parcel = await asyncio.to_thread(
         bundle_for,
         lease,
-        rollouts,
+        generated.rollouts,
         key=worker.key,
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
     )
     worker.receipts.note_bundle(await asyncio.to_thread(digest_of, parcel), lease.lease_id)
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
+    _close(worker, lease)
+
+
+def _measure(worker: Worker, lease: Lease, num_tokens: int, began_s: float) -> None:
+    """Record the pace of a lease that has just been generated."""
+    activity, now_s = worker.activity, worker.clock.monotonic_s()
+    activity.pace.measured(
+        rollouts=lease.num_rollouts,
+        tokens=num_tokens,
+        seconds=now_s - began_s,
+        engine_s=now_s - max(began_s, activity.finished_s),
+    )
+    activity.finished_s = now_s
+    activity.rollouts_generated += lease.num_rollouts
+
+
+def _close(worker: Worker, lease: Lease) -> None:
     worker.activity.in_hand.discard(lease.lease_id)
+    worker.open_leases.release()
 
 
 def _play(worker: Worker) -> Play | None:
@@ -199,6 +269,10 @@ async def _load(worker: Worker, policy: Policy) -> bool:
     )
 
 
+def _swap_timed(worker: Worker, policy_version: int) -> contextlib.AbstractContextManager[None]:
+    return _swapping(worker, policy_version, worker.follower.latest())
+
+
 @contextlib.contextmanager
 def _swapping(worker: Worker, policy_version: int, policy: Policy | None) -> Iterator[None]:
     """Record a swap for the next heartbeat, except one to the first policy or to an older one."""
@@ -218,7 +292,7 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
     An expired lease needs no message: others have it already, as is normal after a laptop's sleep.
     """
     worker.activity.leases_dropped += 1
-    worker.activity.in_hand.discard(lease.lease_id)
+    _close(worker, lease)
     if worker.seconds_left(lease) <= 0:
         log.info("lease %s has expired; dropped", lease.lease_id[:12])
         return

@@ -22,8 +22,9 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.engine import Engine
 from prime_node.ports.environment import TurnEnvironment
 from prime_node.ports.transport import WorkerPort
-from prime_node.worker.activity import LeaseActivity, LoadedPolicy
+from prime_node.worker.activity import LeaseActivity
 from prime_node.worker.config import WorkerConfig
+from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
@@ -98,6 +99,7 @@ class Worker:
         # On-policy, all workers wait for the last group of a step: it must not wait in a busy worker's queue.
         ahead = self.config.leases_ahead if self.run.spec.admission.lag_leased else 0
         self.room = asyncio.Semaphore(ahead + 1)
+        self.open_leases = asyncio.Semaphore(self.run.spec.limits.leases_per_worker_max)
         self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=rng)
         self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
         request = JoinRequest(

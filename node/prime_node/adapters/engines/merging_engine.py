@@ -9,7 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from prime_node.ports.engine import Engine, GenerateRequest, SamplingScorer, ScoreRequest, Spans, SwappingEngine
+from prime_node.ports.engine import (
+    BatchingEngine,
+    Engine,
+    GenerateRequest,
+    SamplingScorer,
+    ScoreRequest,
+    Spans,
+    SwappingEngine,
+)
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assignment import Sampling
 from prime_protocol.rollout import Completion, EngineInfo
@@ -28,7 +36,7 @@ class _Merging:
 
 
 class MergingEngine(_Merging):
-    """Implementation of ports.engine.SwappingEngine around another engine. It can swap only if the inner engine can."""
+    """Implementation of ports.engine.SwappingEngine and BatchingEngine around another engine. It can what that one can."""
 
     def __init__(self, engine: Engine, base: Weights, spec: AdapterSpec) -> None:
         super().__init__(base, spec)
@@ -46,6 +54,16 @@ class MergingEngine(_Merging):
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         """Sample with the inner engine."""
         return await self._engine.generate(requests, sampling)
+
+    @property
+    def batches(self) -> bool:
+        """Return whether the inner engine does."""
+        return isinstance(self._engine, BatchingEngine) and self._engine.batches
+
+    async def wait_for_room(self) -> None:
+        """Wait for room in the inner engine."""
+        assert isinstance(self._engine, BatchingEngine)
+        await self._engine.wait_for_room()
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:

@@ -17,21 +17,18 @@ import asyncio
 import logging
 import os
 import uuid
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import vllm
-from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_node.adapters.engines.shared_weights import share_weights
+from prime_node.adapters.engines.vllm_draft import Draft
 from prime_node.adapters.engines.vllm_probe import (
     PROBE_TOKENS_SAMPLING,
     errors_of_probe,
@@ -39,20 +36,13 @@ from prime_node.adapters.engines.vllm_probe import (
     prompts_of_probe,
 )
 from prime_node.adapters.engines.vllm_runner import runner_arguments
-from prime_node.adapters.engines.vllm_worker_extension import (
-    FILTERS_ARGUMENT,
-    OFFSET_ARGUMENT,
-    OWNER_SETTING,
-    PROOFS_ARGUMENT,
-    SEED_ARGUMENT,
-    WorkerExtension,
-)
+from prime_node.adapters.engines.vllm_worker_extension import OWNER_SETTING, WorkerExtension
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
 from prime_node.scratch import process_folder
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
-from prime_protocol.rollout import Completion, EngineInfo, FinishReason
+from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights, root_of
@@ -79,75 +69,10 @@ ENVIRONMENT = {
 """Settings that vLLM reads only from the environment. Variables set by the user take precedence."""
 
 
-@dataclass
-class _Draft:
-    """Unfinished completion."""
-
-    request: GenerateRequest
-    sampling: Sampling
-    seeded: bool
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: Counter[int] = field(default_factory=Counter)
-    """Policy version -> tokens, in the order of the policies."""
-
-    cuts: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens of the current request, policy that sampled up to there) at each swap that did not interrupt it."""
-
-    def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
-        """Return the prompt and parameters of the remaining completion. Policies never share cached prefixes."""
-        arguments: dict[str, Any] = {OFFSET_ARGUMENT: len(self.token_ids)}
-        own: dict[str, Any] = {"temperature": 0.0}
-        if self.sampling.temperature and self.seeded:
-            arguments[SEED_ARGUMENT] = self.request.seed
-            if self.sampling.filters is not None:
-                arguments[FILTERS_ARGUMENT] = self.sampling.filters
-        elif self.sampling.temperature:  # the logits are already divided by the run's temperature
-            filters = {name: getattr(self.sampling, name) for name in ("top_p", "top_k", "min_p")}
-            own = {"temperature": 1.0, **filters}
-        if self.request.proofs:
-            arguments[PROOFS_ARGUMENT] = self.name
-        params = SamplingParams(
-            **own,
-            max_tokens=self.sampling.completion_tokens_max - len(self.token_ids),
-            stop_token_ids=list(self.sampling.stop_token_ids),
-            ignore_eos=True,  # only the run's stop tokens count
-            logprobs=0,  # of the sampled token
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=arguments,
-        )
-        prompt = [*self.request.prompt_token_ids, *self.token_ids]
-        return tokens_input(prompt, cache_salt=f"policy {policy_version}"), params
-
-    def cut(self, num_tokens: int, policy_version: int) -> None:
-        """Record that the first tokens of the current request are from this or older policies, and later ones from another."""
-        self.cuts.append((num_tokens, policy_version))
-
-    def take(self, output: Any, policy_version: int) -> None:
-        """Add the tokens that vLLM has sampled."""
-        self.token_ids += output.token_ids
-        self.logprobs += [
-            places[token].logprob for places, token in zip(output.logprobs, output.token_ids, strict=True)
-        ]
-        done = 0
-        for end, version in [*self.cuts, (len(output.token_ids), policy_version)]:
-            if end > done:
-                self.versions[version] += end - done
-                done = end
-        self.cuts.clear()
-
-    def completion(self, asked_of: int) -> Completion:
-        """Return the completion, with its spans unless the requested policy sampled all of it."""
-        stopped = self.token_ids[-1] in self.sampling.stop_token_ids
-        spans = () if set(self.versions) == {asked_of} else tuple(self.versions.items())
-        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
-        return Completion(tuple(self.token_ids), tuple(self.logprobs), finish, spans)
-
-
 class VllmEngine:
-    """Implementation of ports.engine.SwappingEngine."""
+    """Implementation of ports.engine.SwappingEngine and BatchingEngine."""
+
+    batches = True
 
     extension: ClassVar[type[WorkerExtension]] = WorkerExtension
     """Mixin of vLLM's workers."""
@@ -189,8 +114,11 @@ class VllmEngine:
         self._temperature: float | None = None
         self._last_probe: tuple[str, list[Completion]] | None = None
         self._loaded, self._version = False, -1
-        self._drafts: dict[str, _Draft] = {}
+        self._drafts: dict[str, Draft] = {}
         """Drafts by the names of their current requests."""
+        self._unfinished = 0
+        """Number of completions that `generate` has begun and not finished."""
+        self._one_finished = asyncio.Event()
         self._forgotten: list[str] = []
         """Names of completions that ended without a request for their proofs."""
         self._resumed = asyncio.Event()
@@ -220,6 +148,12 @@ class VllmEngine:
         """Sample one completion for each request."""
         assert self._loaded, "no weights have been loaded"
         return await self._sample(requests, sampling)
+
+    async def wait_for_room(self) -> None:
+        """Wait until fewer completions than `sequences_max` are unfinished. vLLM queues those that are too many."""
+        while self._unfinished >= self._sequences_max:
+            self._one_finished.clear()
+            await self._one_finished.wait()
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
@@ -348,20 +282,23 @@ class VllmEngine:
         self._last_probe = root, found
 
     async def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        temperature = sampling.temperature or 1.0
-        if temperature != self._temperature:
-            await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
-            self._temperature = temperature
-        drafts = [_Draft(request, sampling, self._seeded) for request in requests]
+        drafts = [Draft(request, sampling, self._seeded) for request in requests]
+        self._unfinished += len(drafts)
         try:
+            temperature = sampling.temperature or 1.0
+            if temperature != self._temperature:
+                await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
+                self._temperature = temperature
             # If this is cancelled, so is each request, which makes vLLM abort it.
             completions = await asyncio.gather(*(self._complete(draft) for draft in drafts))
         except BaseException:
             self._forgotten += [draft.name for draft in drafts if draft.request.proofs]
             raise
+        finally:
+            self._finished(sum(draft.is_open for draft in drafts))
         return await self._with_proofs(drafts, completions)
 
-    async def _with_proofs(self, drafts: list[_Draft], completions: list[Completion]) -> list[Completion]:
+    async def _with_proofs(self, drafts: list[Draft], completions: list[Completion]) -> list[Completion]:
         lengths = [(draft.name, len(draft.token_ids)) for draft in drafts if draft.request.proofs]
         if not lengths:
             return completions
@@ -375,7 +312,11 @@ class VllmEngine:
                 await asyncio.sleep(PROOFS_POLL_SECONDS)
         return [replace(c, proofs=proofs.get(draft.name, b"")) for draft, c in zip(drafts, completions, strict=True)]
 
-    async def _complete(self, draft: _Draft) -> Completion:
+    def _finished(self, number: int) -> None:
+        self._unfinished -= number
+        self._one_finished.set()
+
+    async def _complete(self, draft: Draft) -> Completion:
         """Complete a draft. After each swap that interrupts it, forward its tokens again and continue."""
         asked_of = self._version
         while True:
@@ -388,6 +329,8 @@ class VllmEngine:
             # A swap aborts all begun requests, so what ends here was sampled by the current policy.
             draft.take(final.outputs[0], self._version)
             if final.outputs[0].finish_reason != "abort":
+                draft.is_open = False
+                self._finished(1)
                 return draft.completion(asked_of)
             await self._resumed.wait()
             if not self._loaded:

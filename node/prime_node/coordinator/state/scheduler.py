@@ -234,14 +234,13 @@ def _claimed_ms(state: State, holder: WorkerRecord, lease: LeaseRecord) -> float
 
 
 def _time_taken(state: State, lease: LeaseRecord, now_ms: int) -> tuple[float, float]:
-    """Return how long a lease has been worked on, and how long that usually takes.
+    """Return how long a worker has been without a bundle while it held a lease, and how long all its leases usually take.
 
-    A worker processes its leases in turn: the time of each counts from the end of those before it.
+    A worker may generate its leases side by side: then each of them takes as long as all together.
     """
     worker = state.workers[lease.worker]
-    before = worker.leases[: worker.leases.index(lease.lease_id) + 1]
-    num_rollouts = sum(len(state.leases[each].slots) for each in before) * state.rules.rollouts_per_group
-    begun_ms = max(state.leases[before[0]].issued_at_ms, worker.arrived_at_ms)
+    num_rollouts = sum(len(state.leases[each].slots) for each in worker.leases) * state.rules.rollouts_per_group
+    begun_ms = max(lease.issued_at_ms, worker.arrived_at_ms)
     return now_ms - begun_ms, state.rollout_ms * num_rollouts
 
 
