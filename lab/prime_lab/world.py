@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 
+from prime_lab.batching_worker import BatchingWorker, SimulatedWorker
 from prime_lab.virtual_time import Bell, Process, VirtualTime, Within
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.measure.tracker import StepLog, Tracker
@@ -77,6 +78,10 @@ class Scenario:
     costs: Costs = field(default_factory=Costs)
     groups_per_lease: int = 1
     leases_ahead: int = 1
+    slots: int = 0
+    """Completions that a worker's engine generates side by side, from several leases; 0: one lease at a time."""
+    completion_seconds: Callable[[int, int], float] | None = None
+    """Function that returns a completion's seconds in its place of the engine, from its slot and its number in the group."""
 
     @property
     def rules(self) -> SchedulerRules:
@@ -111,8 +116,8 @@ def make_rules(
         lease_ms=10**12,
         strikes_max=2,
         workers_max=max(workers, 1),
-        leases_per_worker_max=4,
-        bundles_pending_per_worker_max=16,
+        leases_per_worker_max=16,
+        bundles_pending_per_worker_max=32,
         slots_ahead=slots_ahead(eta, groups_per_step),
         selection=schedule.selection,
         window_groups=schedule.window_steps * groups_per_step if is_window else 0,
@@ -125,17 +130,6 @@ def make_rules(
         slow_factor=schedule.slow_factor,
         requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
     )
-
-
-@dataclass(slots=True)
-class _Worker:
-    name: str
-    room: int
-    leases_came: Bell
-    policy_came: Bell
-    latest: int = -1
-    held: int = -1
-    line: deque[LeaseRecord] = field(default_factory=deque)
 
 
 class SimulatedRun:
@@ -154,10 +148,13 @@ class SimulatedRun:
         self.idle_seconds: list[float] = []
         """Seconds that the trainer waited in each step: for batches, and for the publisher."""
         self.num_events = 0
+        self.engines: list[BatchingWorker] = []
+        """The workers' engines, if they generate leases side by side."""
         self._bells = {topic: Bell(self.time) for topic in Topic}
         ahead = scenario.leases_ahead if self.state.rules.admission.lag_leased else 0
         self._workers = [
-            _Worker(f"w{number}", 1 + ahead, Bell(self.time), Bell(self.time)) for number in range(scenario.num_workers)
+            SimulatedWorker(f"w{number}", 1 + ahead, Bell(self.time), Bell(self.time))
+            for number in range(scenario.num_workers)
         ]
         self._validators_free_s = [0.0] * scenario.costs.validators
         heapify(self._validators_free_s)
@@ -171,7 +168,13 @@ class SimulatedRun:
         for worker in self._workers:
             self._decide(ev.WorkerJoined(worker.name, worker.name, "1", "engine", 64))
             self.time.start(self._lease_ahead(worker))
-            self.time.start(self._generate(worker))
+            if self.scenario.slots:
+                engine = BatchingWorker(self, worker)
+                self.engines.append(engine)
+                self.time.start(engine.begin())
+                self.time.start(engine.swap())
+            else:
+                self.time.start(self._generate(worker))
         self.time.start(self._publish())
         self.time.start(self._feed())
         self.time.start(self._train())
@@ -202,7 +205,9 @@ class SimulatedRun:
             if isinstance(effect, Woken):
                 self._bells[effect.topic].ring()
 
-    def _ask_lease(self, worker: _Worker, policy_version: int) -> Generator[Within, None, LeaseRecord | NothingToLease]:
+    def _ask_lease(
+        self, worker: SimulatedWorker, policy_version: int
+    ) -> Generator[Within, None, LeaseRecord | NothingToLease]:
         """Simulate `lease` of api/leasing.py, without the network."""
         deadline_s = self.time.now_s + self.scenario.costs.wait
         rollouts_max = self.scenario.groups_per_lease * self.state.rules.rollouts_per_group
@@ -243,7 +248,7 @@ class SimulatedRun:
 
     # Workers
 
-    def _lease_ahead(self, worker: _Worker) -> Process:
+    def _lease_ahead(self, worker: SimulatedWorker) -> Process:
         costs = self.scenario.costs
         while True:
             while worker.room == 0 or worker.latest < 0:
@@ -259,7 +264,7 @@ class SimulatedRun:
             worker.line.append(found)
             worker.leases_came.ring()
 
-    def _generate(self, worker: _Worker) -> Process:
+    def _generate(self, worker: SimulatedWorker) -> Process:
         scenario = self.scenario
         swap = scenario.schedule.swap
         while True:
@@ -272,14 +277,14 @@ class SimulatedRun:
             versions = [worker.held]
             finished = yield from self._sample(worker, lease, versions)
             if finished:
-                self.time.start(self._upload(lease, versions))
+                self.time.start(self.upload(lease, versions))
             else:
                 self._decide(ev.LeaseReturned(lease.lease_id))
             worker.room += 1
             worker.leases_came.ring()
 
     def _sample(
-        self, worker: _Worker, lease: LeaseRecord, versions: list[int]
+        self, worker: SimulatedWorker, lease: LeaseRecord, versions: list[int]
     ) -> Generator[float | Within, None, bool]:
         """Generate a lease, with swaps during generation if the schedule has them.
 
@@ -305,7 +310,8 @@ class SimulatedRun:
                 versions.append(worker.held)
         return True
 
-    def _upload(self, lease: LeaseRecord, versions: list[int]) -> Process:
+    def upload(self, lease: LeaseRecord, versions: list[int]) -> Process:
+        """Upload a bundle, and judge it as soon as a validator is free."""
         costs = self.scenario.costs
         yield costs.upload
         bundle = "b" + lease.lease_id

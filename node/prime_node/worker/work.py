@@ -125,8 +125,11 @@ async def begin(worker: Worker, lease: Lease) -> bool:
         worker.activity.pace.doubt()
         await hand_back(worker, lease)
         return False
-    too_late = first_of(worker.quit.wait(), worker.clock.sleep(worker.seconds_left(lease)))
-    if not await unless(too_late, _enter(worker, lease, policy)):
+    if not await unless(worker.quit.wait(), _enter(worker, lease, policy)):
+        await hand_back(worker, lease)
+        return False
+    if worker.seconds_left(lease) <= 0:
+        worker.loaded.leave(lease.lease_id)
         await hand_back(worker, lease)
         return False
     return True
