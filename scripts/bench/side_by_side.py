@@ -81,7 +81,7 @@ class Pass:
 
 def processor_seconds() -> float:
     """Return the processor time of this process and all its descendants."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     own = psutil.Process()
     total = 0.0
