@@ -64,7 +64,8 @@ async def measure(folder: Path) -> dict[str, Any]:
             "logprob_error": float(np.abs(prefill.logprobs_T - logprobs_of(completions)).max()),
             "proof_distance": float(distances(prefill, completions).max()),
         }
-    sampling = SAMPLING.model_copy(update={"stop_token_ids": (256,), "completion_tokens_max": 24})
+    own = {"temperature": 0.7, "stop_token_ids": (256,), "completion_tokens_max": 24}
+    sampling = SAMPLING.model_copy(update=own)
     under_way = asyncio.create_task(engine.generate(asked, sampling))
     await asyncio.sleep(1.0)
     await engine.update(policies[1], policy_version=1, swap=SwapPolicy.KEEP_KV)

@@ -16,6 +16,7 @@ from prime_node.adapters.engines.vllm_worker_extension import (
     OFFSET_ARGUMENT,
     PROOFS_ARGUMENT,
     SEED_ARGUMENT,
+    TEMPERATURE_ARGUMENT,
 )
 from prime_node.ports.engine import GenerateRequest
 from prime_protocol.assignment import Sampling
@@ -43,12 +44,13 @@ class Draft:
     def rest(self, policy_version: int) -> tuple[Any, SamplingParams]:
         """Return the prompt and parameters of the remaining completion. Policies never share cached prefixes."""
         arguments: dict[str, Any] = {OFFSET_ARGUMENT: len(self.token_ids)}
+        arguments[TEMPERATURE_ARGUMENT] = self.sampling.temperature or 1.0
         own: dict[str, Any] = {"temperature": 0.0}
         if self.sampling.temperature and self.seeded:
             arguments[SEED_ARGUMENT] = self.request.seed
             if self.sampling.filters is not None:
                 arguments[FILTERS_ARGUMENT] = self.sampling.filters
-        elif self.sampling.temperature:  # the logits are already divided by the run's temperature
+        elif self.sampling.temperature:  # the worker extension divides the logits by the temperature
             filters = {name: getattr(self.sampling, name) for name in ("top_p", "top_k", "min_p")}
             own = {"temperature": 1.0, **filters}
         if self.request.proofs:

@@ -8,7 +8,7 @@ upstream engines some updates had no effect and raised no error (verl #7495, NeM
 The probe verifies that the engine's logprobs are those of the new weights within its arithmetic's noise. It also verifies that
 different weights change at least one bit of the answer. At a very small learning rate a swap that reaches only some tensors may
 pass at first; it is detected when the difference has grown.
-Temperature: vLLM takes raw logprobs before temperature, so the worker extension divides the logits before that.
+Temperature: vLLM takes raw logprobs before temperature, so the worker extension divides each request's logits before that.
 """
 
 from __future__ import annotations
@@ -111,7 +111,6 @@ class VllmEngine:
         self._unties = current_platform.is_cpu() and bool(self._reference.tied)
         self._starting: asyncio.Task[Any] | None = None
         self._llm: Any = None
-        self._temperature: float | None = None
         self._last_probe: tuple[str, list[Completion]] | None = None
         self._loaded, self._version = False, -1
         self._drafts: dict[str, Draft] = {}
@@ -186,7 +185,7 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes, by force after CLOSE_SECONDS."""
         starting, self._starting = self._starting, None
-        self._llm, self._loaded, self._last_probe, self._temperature = None, False, None, None
+        self._llm, self._loaded, self._last_probe = None, False, None
         if starting is None:
             return
         try:
@@ -233,6 +232,7 @@ class VllmEngine:
             raise LocalError(
                 f"vLLM did not start ({error}); its own messages are above. --engine transformers does not need vLLM"
             ) from error
+        await self._llm.collective_rpc("prime_watch_logits")
         if not self._seeded:
             await self._llm.collective_rpc("prime_die_with", args=(os.getpid(),))
 
@@ -285,10 +285,6 @@ class VllmEngine:
         drafts = [Draft(request, sampling, self._seeded) for request in requests]
         self._unfinished += len(drafts)
         try:
-            temperature = sampling.temperature or 1.0
-            if temperature != self._temperature:
-                await self._llm.collective_rpc("prime_set_temperature", args=(temperature,))
-                self._temperature = temperature
             # If this is cancelled, so is each request, which makes vLLM abort it.
             completions = await asyncio.gather(*(self._complete(draft) for draft in drafts))
         except BaseException:

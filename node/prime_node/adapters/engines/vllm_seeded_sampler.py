@@ -2,7 +2,7 @@
 
 Requests use greedy sampling (temperature 0; vLLM then ignores its own top-p and top-k). This processor masks the tokens that
 top-p, top-k and min-p exclude, then adds the noise of prime_protocol.noise; the largest noisy logit is the token. vLLM takes
-the reported logprob before any processor runs, so it contains neither. The run's temperature has already been applied: see
+the reported logprob before any processor runs, so it contains neither. The request's temperature has already been applied: see
 vllm_worker_extension.
 
 vLLM creates one processor for each engine, early. So the engine also learns here which process it must not outlive.

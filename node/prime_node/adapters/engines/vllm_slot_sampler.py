@@ -4,7 +4,7 @@ As in vllm_seeded_sampler, requests use temperature 0, excluded tokens are maske
 logprob from logits without either. V2 keeps requests in slots, and passes the slot and the position in the sequence of each row
 of logits as tensors on the device. So seeds and first positions are tensors by slot, and the kernel of triton_noise reads both.
 
-The worker extension reads `proofs`, because V2 does not keep the parameters of its requests.
+The worker extension reads `asked`, because V2 does not keep the parameters of its requests.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from prime_node.adapters.engines.vllm_worker_extension import (
     OWNER_SETTING,
     PROOFS_ARGUMENT,
     SEED_ARGUMENT,
+    TEMPERATURE_ARGUMENT,
     die_with,
     require_greedy,
 )
@@ -40,8 +41,8 @@ class SlotSampler(LogitsProcessor):  # type: ignore[misc]
         self._seeds.gpu.fill_(UNSEEDED)
         self._seeded: set[int] = set()
         self._filters: dict[int, tuple[float, int, float]] = {}
-        self.proofs: dict[int, tuple[str | None, int]] = {}
-        """Slot -> (name of its completion if that commits to its hidden states, completion tokens in its prompt)."""
+        self.asked: dict[int, tuple[str | None, int, float]] = {}
+        """Slot -> (name of its completion if that commits to its hidden states, completion tokens in its prompt, temperature)."""
         owner = (vllm_config.additional_config or {}).get(OWNER_SETTING)
         if owner is not None:
             die_with(owner)
@@ -55,7 +56,7 @@ class SlotSampler(LogitsProcessor):  # type: ignore[misc]
         """Replace the slot's state. Return whether the request has a seed."""
         asked = sampling_params.extra_args or {}
         seed, offset = asked.get(SEED_ARGUMENT, UNSEEDED), asked.get(OFFSET_ARGUMENT, 0)
-        self.proofs[req_idx] = asked.get(PROOFS_ARGUMENT), offset
+        self.asked[req_idx] = asked.get(PROOFS_ARGUMENT), offset, asked.get(TEMPERATURE_ARGUMENT, 1.0)
         self._seeds.stage_write_elem(req_idx, seed)
         # The row of the prompt's last token chooses the first token after it.
         self._firsts.stage_write_elem(req_idx, int(self._prompt_len.np[req_idx]) - 1 - offset)

@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker: weights, temperature and proofs by remote call, and exit with the process that started it."""
+"""Extension of vLLM's worker: weights and proofs by remote call, temperatures by request, and exit with its owner."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ OFFSET_ARGUMENT = "prime_offset"
 """Key for the number of completion tokens in the prompt, if the request resumes a completion."""
 FILTERS_ARGUMENT = "prime_filters"
 """Key for (top_p, top_k, min_p), if they restrict the allowed tokens."""
+TEMPERATURE_ARGUMENT = "prime_temperature"
+"""Key for the divisor of the request's logits. Requests without it get 1."""
 PROOFS_ARGUMENT = "prime_proofs"
 """Key for the name of a completion that must commit to its hidden states. It stays the same when the completion is resumed."""
 
@@ -70,9 +72,10 @@ class WorkerExtension:
         totals_S = states.total_len.gpu.tolist()
         return {name: totals_S[slot] - int(states.prompt_len.np[slot]) for name, slot in states.req_id_to_index.items()}
 
-    def prime_set_temperature(self, temperature: float) -> None:
-        """Divide all further logits, before vLLM takes logprobs of them and before the noise is added.
+    def prime_watch_logits(self) -> None:
+        """Divide each request's logits by its temperature, before vLLM takes logprobs of them and before the noise is added.
 
+        The temperature is a request's own: a swap samples the probe while completions of the run are interrupted or wait.
         Their inputs are exactly the hidden states that tokens are chosen from, one row per request, outside of any captured
         graph: so this function also stores the rows for proofs.
         """
@@ -83,13 +86,12 @@ class WorkerExtension:
             self._note_batches()
 
         def compute_scaled(hidden_BD: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-            names, positions = self._completions() if self.rank == 0 else ([], [])
-            if any(names):  # vLLM's warm-up and prompts' logprobs compute logits without requests
+            names, positions, temperatures = self._completions()
+            if self.rank == 0 and any(names):  # vLLM's warm-up and prompts' logprobs compute logits without requests
                 rows.add(names, positions, hidden_BD)
             logits: torch.Tensor | None = compute(model, hidden_BD, *args, **kwargs)
-            return None if logits is None else logits.float() / temperature
+            return None if logits is None else _divided(logits, temperatures)
 
-        # Always take the method of the class, so that a second call replaces the first instead of wrapping it.
         model.compute_logits = compute_scaled
 
     def prime_take_proofs(self, lengths: list[tuple[str, int]], forgotten: list[str]) -> list[bytes | None]:
@@ -115,39 +117,52 @@ class WorkerExtension:
 
         self.model_runner.sample = sample_noted
 
-    def _completions(self) -> tuple[list[str | None], list[int]]:
-        """Return, for each row of the batch, the name of its completion if it commits to its states, and the token's position."""
+    def _completions(self) -> tuple[list[str | None], list[int], list[float]]:
+        """Return, for each row of the batch, its completion's name, the token's position, and the temperature.
+
+        The name is None unless the completion commits to its hidden states.
+        """
         names: list[str | None] = []
-        positions = []
+        positions, temperatures = [], []
         if not _is_v2(self.model_runner):
             for request_id in self.model_runner.input_batch.req_ids:
                 request = self.model_runner.requests[request_id]
                 asked = request.sampling_params.extra_args or {}
                 names.append(asked.get(PROOFS_ARGUMENT))
                 positions.append(asked.get(OFFSET_ARGUMENT, 0) + len(request.output_token_ids))
+                temperatures.append(asked.get(TEMPERATURE_ARGUMENT, 1.0))
         elif self.prime_batch is not None:
-            batch, proofs = self.prime_batch, _slot_proofs(self.model_runner.sampler)
+            batch, asked_of = self.prime_batch, _asked_of_slots(self.model_runner.sampler)
             prompts = self.model_runner.req_states.prompt_len.np
             # Row n is of request n, and chooses the token after its first seq_len tokens.
             for slot, seq_len in zip(
                 batch.idx_mapping_np.tolist(), batch.seq_lens_cpu_upper_bound.tolist(), strict=False
             ):
-                name, offset = proofs[slot]
+                name, offset, temperature = asked_of[slot]
                 position = seq_len - int(prompts[slot])
                 names.append(name if position >= 0 else None)  # below 0 a part of the prompt is missing
                 positions.append(offset + position)
-        return names, positions
+                temperatures.append(temperature)
+        return names, positions, temperatures
 
 
 def _is_v2(runner: Any) -> bool:
     return hasattr(runner, "req_states")
 
 
-def _slot_proofs(sampler: Any) -> dict[int, tuple[str | None, int]]:
-    """Return `proofs` of the SlotSampler, which is found by that attribute: its module imports this one."""
-    (found,) = (one.proofs for one in sampler.logits_processors if hasattr(one, "proofs"))
-    proofs: dict[int, tuple[str | None, int]] = found
-    return proofs
+def _asked_of_slots(sampler: Any) -> dict[int, tuple[str | None, int, float]]:
+    """Return `asked` of the SlotSampler, which is found by that attribute: its module imports this one."""
+    (found,) = (one.asked for one in sampler.logits_processors if hasattr(one, "asked"))
+    asked: dict[int, tuple[str | None, int, float]] = found
+    return asked
+
+
+def _divided(logits_BV: torch.Tensor, temperatures: list[float]) -> torch.Tensor:
+    """Return the logits over their rows' temperatures, 1 where there are no requests (vLLM's warm-up)."""
+    distinct = set(temperatures) or {1.0}
+    if len(distinct) == 1:
+        return logits_BV.float() / distinct.pop()
+    return logits_BV.float() / torch.tensor(temperatures, device=logits_BV.device)[:, None]
 
 
 def require_greedy(sampling_params: Any) -> None:
