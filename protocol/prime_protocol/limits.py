@@ -334,7 +334,7 @@ class Limits(BaseModel):
     """Tensors of one policy."""
     workers_max: int = Field(default=10_000, ge=1, le=1_000_000)
     """Workers that take part at one time."""
-    leases_per_worker_max: int = Field(default=16, ge=1, le=1_024)
+    leases_per_worker_max: int = Field(default=4, ge=1, le=1_024)
     """Open leases of one worker."""
-    bundles_pending_per_worker_max: int = Field(default=32, ge=1, le=1_024)
+    bundles_pending_per_worker_max: int = Field(default=8, ge=1, le=1_024)
     """Bundles of one worker without a verdict."""

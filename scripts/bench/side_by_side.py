@@ -60,7 +60,7 @@ class Size:
     steps: int
 
 
-FULL, QUICK = Size(leases=24, passes=4, steps=24), Size(leases=10, passes=2, steps=10)
+FULL, QUICK = Size(leases=24, passes=4, steps=24), Size(leases=8, passes=1, steps=10)
 
 
 # The engine
