@@ -209,6 +209,13 @@ def test_the_screen_of_a_run_shows_nothing_of_it() -> None:
     assert is_clean(shown)
 
 
+@pytest.mark.parametrize("field", ["bytes_published", "peers", "num_workers", "step"])
+def test_numbers_too_large_to_be_shown_are_refused(field: str) -> None:
+    status = json.loads(json.dumps(hostile_status())) | {field: 10**4000}
+    with pytest.raises(ValidationError, match=field):
+        RunStatus.model_validate(status)
+
+
 def test_markup_in_a_reason_is_shown_as_text() -> None:
     """It was parsed: a link, hidden text, and a traceback for a closing tag without an opening one."""
     refused = {"[/x]": 1, "[link=https://evil.example]here[/link]": 2, "[conceal]hidden[/conceal]": 3}

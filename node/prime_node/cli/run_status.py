@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,6 +21,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import expected_run, is_url
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.limits import COUNT_MAX
 from prime_protocol.visible import printable
 
 STATUS_BYTES_MAX = 16 * 2**20
@@ -29,6 +30,10 @@ ANSWER_S_MAX = 5.0
 """Seconds until the header of an answer is whole, and without a byte of its body, after which it is given up."""
 WHOLE_S_MAX = 30.0
 """Seconds for a whole answer."""
+
+
+_Whole = Annotated[int, Field(ge=-COUNT_MAX, le=COUNT_MAX)]
+"""Whole number of an untrusted answer. Larger ones could not be shown."""
 
 
 class UntrustedRow(BaseModel):
@@ -40,7 +45,7 @@ class UntrustedRow(BaseModel):
 class BanRow(UntrustedRow):
     """Ban of a worker."""
 
-    step: int
+    step: _Whole
     reason: str = ""
 
 
@@ -52,14 +57,14 @@ class WorkerLine(UntrustedRow):
     name: str = ""
     state: str = ""
     active: bool = False
-    policy_version: int = -1
+    policy_version: _Whole = -1
     silent_s: float | None = None
-    accepted: int = 0
-    refused: dict[str, int] = Field(default_factory=dict)
-    strikes: int = 0
+    accepted: _Whole = 0
+    refused: dict[str, _Whole] = Field(default_factory=dict)
+    strikes: _Whole = 0
     newcomer: bool = False
     audit_share: float = 1.0
-    open_leases: int = 0
+    open_leases: _Whole = 0
     banned: BanRow | None = None
     waiting_for: str = ""
 
@@ -67,26 +72,26 @@ class WorkerLine(UntrustedRow):
 class StepLine(UntrustedRow):
     """Groups of one step, counted by state."""
 
-    step: int
-    open: int = 0
-    leased: int = 0
-    pending: int = 0
-    accepted: int = 0
-    trained: int = 0
+    step: _Whole
+    open: _Whole = 0
+    leased: _Whole = 0
+    pending: _Whole = 0
+    accepted: _Whole = 0
+    trained: _Whole = 0
 
 
 class RolloutCounts(UntrustedRow):
     """Accepted rollouts, and rejected ones by reason."""
 
-    accepted: int = 0
-    refused: dict[str, int] = Field(default_factory=dict)
+    accepted: _Whole = 0
+    refused: dict[str, _Whole] = Field(default_factory=dict)
 
 
 class AvailabilityRow(UntrustedRow):
     """Time until workers could use a policy: half of them, and nine of ten."""
 
-    policy_version: int
-    workers: int
+    policy_version: _Whole
+    workers: _Whole
     median_s: float
     most_s: float
 
@@ -94,7 +99,7 @@ class AvailabilityRow(UntrustedRow):
 class Problems(UntrustedRow):
     """Problems whose environment failed for every worker that tried them."""
 
-    redrawn: int = 0
+    redrawn: _Whole = 0
 
 
 class ContradictionRow(UntrustedRow):
@@ -115,14 +120,14 @@ class Unanswered(UntrustedRow):
     """Validator that sent no verdict on bundles that it was asked to confirm."""
 
     validator: str = ""
-    total: int = 0
+    total: _Whole = 0
     waited_for: bool = True
 
 
 class Validators(UntrustedRow):
     """Disagreement among the validators."""
 
-    num_contradictions: int = 0
+    num_contradictions: _Whole = 0
     contradictions: tuple[ContradictionRow, ...] = ()
     differing: tuple[Differing, ...] = ()
     unanswered: tuple[Unanswered, ...] = ()
@@ -147,21 +152,21 @@ class RunStatus(UntrustedRow):
 
     run: str
     name: str = ""
-    step: int
-    head: int
-    max_steps: int
-    async_level: int = 0
+    step: _Whole
+    head: _Whole
+    max_steps: _Whole
+    async_level: _Whole = 0
     draining: bool = False
     complete: bool = False
     waiting_for: tuple[str, ...] = ()
     rollouts: RolloutCounts = RolloutCounts()
     problems: Problems = Problems()
     validators: Validators = Validators()
-    bytes_published: int = 0
-    peers: int = 0
+    bytes_published: _Whole = 0
+    peers: _Whole = 0
     usable: tuple[AvailabilityRow, ...] = ()
     steps: tuple[StepLine, ...] = ()
-    num_workers: int = 0
+    num_workers: _Whole = 0
     workers: tuple[WorkerLine, ...] = ()
 
 

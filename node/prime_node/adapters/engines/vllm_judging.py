@@ -71,7 +71,7 @@ class JudgingExtension(WorkerExtension):
         """Judge sequences and forget their hidden states. Return the bytes of each field of Judged, or None where it is None."""
         sampling = Sampling.model_validate_json(sampling_json)
         asked = [JudgedSequence(*fields) for fields in sequences]
-        hidden_TH = self._take_hidden(asked)
+        hidden_TH = taken_rows(asked, self.prime_hidden)
         judged = judge_tokens(
             _Head(self.model_runner),
             hidden_TH,
@@ -88,15 +88,6 @@ class JudgingExtension(WorkerExtension):
         for name in names:
             self.prime_hidden.pop(name, None)
 
-    def _take_hidden(self, asked: Sequence[JudgedSequence]) -> Tensor:
-        """Return the hidden states [T, H] that the tokens are chosen from. Raises RuntimeError if one is missing."""
-        found = [_Rows(one, self.prime_hidden.pop(one.name, {})) for one in asked]
-        for before, after in pairwise(found):
-            after.complete(before, end=after.asked.shared)
-        for before, after in pairwise(found):
-            before.complete(after, end=after.asked.shared)
-        return torch.cat([rows.chosen() for rows in found])
-
     def _keep_prompts(self, hidden_NH: Tensor, num_scheduled: Mapping[str, int]) -> None:
         runner = self.model_runner
         for request_id, count in num_scheduled.items():
@@ -110,6 +101,16 @@ class JudgingExtension(WorkerExtension):
             if skipped < count:  # cloned, since the next pass may reuse the memory
                 rows = hidden_NH[offset + skipped : offset + count].clone()
                 self.prime_hidden.setdefault(name, {})[start + skipped] = rows
+
+
+def taken_rows(asked: Sequence[JudgedSequence], kept: dict[str, dict[int, Tensor]]) -> Tensor:
+    """Remove kept hidden states; return those [T, H] that the tokens are chosen from. Raises RuntimeError if one is missing."""
+    found = [_Rows(one, kept.pop(one.name, {})) for one in asked]
+    for before, after in pairwise(found):
+        after.complete(before, end=after.asked.shared)
+    for before, after in reversed(list(pairwise(found))):
+        before.complete(after, end=after.asked.shared)
+    return torch.cat([rows.chosen() for rows in found])
 
 
 class _Rows:

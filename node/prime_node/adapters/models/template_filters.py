@@ -60,6 +60,8 @@ METHODS: tuple[tuple[type, frozenset[str]], ...] = (
     (list, frozenset({"copy", "count", "index"})),
     (tuple, frozenset({"count", "index"})),
 )
+_DIVIDING_TESTS = frozenset({"divisibleby", "even", "odd"})
+"""Tests that compute `value % number`, which would format a text."""
 _INDENT_MAX = 16
 _SEPARATOR_CHARS_MAX = 4
 
@@ -133,6 +135,8 @@ def _metered_test(name: str) -> Callable[..., bool]:
         meter_of(context).charge(1)
         for one in (value, *args) if args or name not in _FREE_TESTS else ():
             _compared(context, one)
+        if name in _DIVIDING_TESTS and not all(isinstance(one, int | float) for one in (value, *args)):
+            raise TemplateRefused(f"the chat template tests if a value that is no number is {name}")
         return bool(function(value, *args))
 
     return run
