@@ -207,7 +207,7 @@ def _lives(
 def _live(strategy: Strategy, checks: CheckPolicy, odds: _Odds, num_bundles: int, rng: random.Random) -> _Course:
     life, since_audit = _Life(_state(checks), checks.strikes_max), 0
     for number in range(num_bundles):
-        draw, notices = rng.random(), rng.random() < odds.detection  # the same for every strategy
+        draw, notices = rng.random(), rng.random() < odds.detection  # equal for strategies that draw equally often
         worker = life.worker
         cheats = strategy(CheatView(worker.audit_score, len(worker.escrow), since_audit), rng)
         audited = draw < audits.audit_share(life.state.rules, worker)

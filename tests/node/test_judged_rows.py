@@ -23,3 +23,8 @@ def test_any_sequence_may_have_the_shared_rows(whole: int) -> None:
     }
     asked = [sequence("a", shared=0), sequence("b", shared=SHARED), sequence("c", shared=SHARED)]
     assert taken_rows(asked, kept).shape == (6, WIDTH)
+
+
+def test_a_sequence_without_any_row_is_reported() -> None:
+    with pytest.raises(RuntimeError, match="0 of 8 positions"):
+        taken_rows([sequence("a", shared=0)], {})

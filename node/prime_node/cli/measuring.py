@@ -39,6 +39,8 @@ TOKENS_MIN = 2_000
 """Tokens of a pair below which nothing is calibrated."""
 ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS = 20, 1_000
 """Each alternative is measured on a twentieth of the honest tokens, but on at least this many."""
+PIECES_FORMAT = 1
+"""Part of a measurement's key. Increase it when a piece has other arrays, or they mean something else."""
 SECONDS = "seconds"
 CHOICES = "choices."
 """Names of arrays of a piece: the time that it took, and the prefix of what unseeded engines need."""
@@ -227,6 +229,7 @@ class Measurement:
     def _key(self, root: str, judge: str) -> dict[str, Any]:
         plan = self._plan
         return {
+            "format": PIECES_FORMAT,
             "model": root,
             "worker": class_of_kind(plan.sampler),
             "validator": class_of_kind(judge),

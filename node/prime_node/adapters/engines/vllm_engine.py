@@ -119,7 +119,7 @@ class VllmEngine:
         """Number of completions that `generate` has begun and not finished."""
         self._one_finished = asyncio.Event()
         self._forgotten: list[str] = []
-        """Names of completions that ended without a request for their proofs."""
+        """Names of completions that were interrupted: their proofs are no longer needed."""
         self._resumed = asyncio.Event()
         """Cleared while completions are interrupted by a swap."""
         self._resumed.set()
@@ -287,12 +287,12 @@ class VllmEngine:
         try:
             # If this is cancelled, so is each request, which makes vLLM abort it.
             completions = await asyncio.gather(*(self._complete(draft) for draft in drafts))
+            return await self._with_proofs(drafts, completions)
         except BaseException:
             self._forgotten += [draft.name for draft in drafts if draft.request.proofs]
             raise
         finally:
             self._finished(sum(draft.is_open for draft in drafts))
-        return await self._with_proofs(drafts, completions)
 
     async def _with_proofs(self, drafts: list[Draft], completions: list[Completion]) -> list[Completion]:
         lengths = [(draft.name, len(draft.token_ids)) for draft in drafts if draft.request.proofs]

@@ -118,6 +118,8 @@ class _Rows:
 
     def __init__(self, asked: JudgedSequence, chunks: Mapping[int, Tensor]) -> None:
         self.asked = asked
+        if not chunks:
+            raise RuntimeError(f"vLLM forwarded 0 of {asked.end - asked.first} positions of a sequence")
         (width,) = {chunk.shape[1] for chunk in chunks.values()}
         self._rows = next(iter(chunks.values())).new_empty(asked.end - asked.first, width)
         self._is_there = torch.zeros(len(self._rows), dtype=torch.bool)

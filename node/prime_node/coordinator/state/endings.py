@@ -22,7 +22,7 @@ from prime_node.coordinator.state.slot_records import StepSlots
 LEASES_REMEMBERED_MAX = 64
 """Ended leases kept per worker."""
 LEASES_REMEMBERED_MIN = 16
-"""Twice the default maximum of leases that a worker may hold: all that lapsed at once, and all that replaced them."""
+"""Ended leases kept of each worker however many workers there are: four times the default maximum of open leases."""
 LEASES_REMEMBERED_TOTAL = 2**14
 """Ended leases of all workers, if LEASES_REMEMBERED_MIN allows it.
 
