@@ -84,6 +84,19 @@ async def test_another_run_at_the_address_of_a_link_is_reported_and_not_shown() 
 
 
 @contextlib.contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve requests by this handler; yield the server's URL."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextlib.contextmanager
 def server_that_answers(
     body: bytes, *, is_http: bool = True, code: int = 200, date: str = "", location: str = ""
 ) -> Iterator[str]:
@@ -101,14 +114,8 @@ def server_that_answers(
         def log_message(self, *args: object) -> None:
             """Log nothing."""
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            server.shutdown()
-            thread.join()
+    with listening(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"<html>", b"[" * 100_000, b"\xff\xfe", b'{"run": 5}', b'{"workers": 3}'])
@@ -188,15 +195,11 @@ def server_whose_header_never_ends() -> Iterator[str]:
         def log_message(self, *args: object) -> None:
             """Log nothing."""
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with listening(Handler) as url:
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
+            yield url
         finally:
             ended.set()
-            server.shutdown()
-            thread.join()
 
 
 def test_a_header_that_drips_for_ever_holds_neither_status_nor_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
