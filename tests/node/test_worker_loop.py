@@ -288,8 +288,10 @@ async def test_a_worker_that_is_shown_a_frozen_run_takes_no_new_work_until_it_kn
     working = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: coordinator.accepted >= 2)
     coordinator.shown_timestamp = await coordinator.timestamp()
+    coordinator.leases_max = 0  # time moves only while the worker is idle
     await until(lambda: "has expired" in worker.trust.fault())
     await until(lambda: worker.spool.num_bundles == 0 and not worker.activity.in_hand)
+    coordinator.leases_max = 10**9
     asked = len(coordinator.leases)
     await until(lambda: "has expired" in worker.activity.waiting_for)
     await world.clock.sleep(30.0)
