@@ -71,6 +71,11 @@ class RejectReason(StrEnum):
         """Whether neither bad luck nor a slow connection explains the reason."""
         return self in _DISHONEST
 
+    @property
+    def is_for_validators(self) -> bool:
+        """Whether a validator may find the reason. The coordinator alone finds the others: time, leases, bans, all evidence."""
+        return self in _FOR_VALIDATORS
+
 
 _DISHONEST = frozenset(
     {
@@ -89,6 +94,10 @@ _DISHONEST = frozenset(
         RejectReason.MALFORMED,
     }
 )
+_FOR_VALIDATORS = _DISHONEST - {RejectReason.EQUIVOCATION, RejectReason.STATISTICAL} | {
+    RejectReason.INCOMPLETE,
+    RejectReason.UNVERIFIABLE,
+}
 
 
 class Verdict(WireModel):

@@ -63,6 +63,19 @@ def test_only_reasons_without_an_honest_cause_are_dishonest() -> None:
     }
 
 
+def test_reasons_of_time_leases_bans_and_all_evidence_are_the_coordinators_alone() -> None:
+    assert {reason for reason in RejectReason if not reason.is_for_validators} == {
+        RejectReason.STALE,
+        RejectReason.FUTURE,
+        RejectReason.UNPROVEN,
+        RejectReason.LEASE_EXPIRED,
+        RejectReason.DUPLICATE,
+        RejectReason.BANNED,
+        RejectReason.EQUIVOCATION,
+        RejectReason.STATISTICAL,
+    }
+
+
 def test_a_receipt_has_a_reason_exactly_where_it_refuses(sample: Any) -> None:
     Receipt(**receipt(sample))
     Receipt(**receipt(sample, status=BundleStatus.PENDING))

@@ -186,3 +186,21 @@ def test_what_the_only_validator_of_a_class_accepts_is_looked_at_by_one_of_anoth
     assert agreement.look_again(pending, first, 0.0)
     assert agreement.may_judge(pending.bundle, "second")
     assert not agreement.may_judge(pending.bundle, "first")
+
+
+async def test_a_validator_cannot_give_a_reason_that_only_the_coordinator_finds() -> None:
+    """Otherwise one validator would ban by `equivocation`, or drop honest bundles as `stale` without a second validator."""
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await uploaded(world)
+        task = await world.take_task(VALIDATOR)
+        for reason in RejectReason:
+            if reason.is_for_validators:
+                continue
+            with pytest.raises(RemoteError) as refusal:
+                await world.give_verdict(task, reason=reason)
+            assert refusal.value.code is ErrorCode.WRONG_TYPE
+        await world.give_verdict(task)
+        (worker,) = (await world.status())["workers"]
+        assert (worker["accepted"], worker["strikes"], worker["refused"]) == (2, 0, {})

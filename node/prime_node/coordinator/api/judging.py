@@ -181,6 +181,8 @@ class Judging:
 
         Idempotent: the first verdict is final, unless another validator has to confirm it (agreement.py).
         """
+        if (reason := request.verdict.reason) is not None and not reason.is_for_validators:
+            raise RemoteError(ErrorCode.WRONG_TYPE, f"a validator cannot find {reason}: only the coordinator can")
         pending = self.decisions.state.bundles.get(request.bundle)
         if pending is None and request.bundle not in self.agreement.looks:
             if not await self.receipts.is_known(request.bundle):
