@@ -166,7 +166,7 @@ class Receipt(WireModel):
     evidence: Weighed | None = Field(default=None, exclude_if=lambda value: value is None)
     """Bundle's contribution to the evidence against the worker; null if it was not weighed."""
     assigned: Assigned | None = Field(default=None, exclude_if=lambda value: value is None)
-    """Assignment of the bundle, in its first accepting receipt, if the run has a seed chain."""
+    """Assignment of the bundle, in each accepting receipt, if the run has a seed chain."""
 
     @model_validator(mode="after")
     def _reason_goes_with_refusal(self) -> Receipt:

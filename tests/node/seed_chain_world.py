@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from tests.node.coordinator_world import ANNA, COORDINATOR, World, make_parcel, make_run, running
@@ -13,7 +13,7 @@ from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol.assignment import Problem
-from prime_protocol.envelope import PayloadType, parse_json, seal
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret, committed
@@ -48,11 +48,14 @@ def said_in(line: bytes) -> Receipt:
     return parse_json(payloads([line])[0], Receipt)
 
 
-async def audited(world: World, receipts: list[Receipt], secret: OpenSecret | None) -> LedgerReport:
-    """Return the findings for a coordinator that signs these receipts and publishes that secret."""
+async def audited(
+    world: World, receipts: list[Receipt], secret: OpenSecret | None, *, own: Sequence[Envelope] = ()
+) -> LedgerReport:
+    """Return the findings for a coordinator that signs these receipts and publishes that secret. `own` are a worker's."""
     other = rewritten(world.run, [receipt.model_dump_json().encode() for receipt in receipts])
     head = parse_json(other.head.payload, LedgerHead).model_copy(update={"secret": secret})
-    return await audit_ledger(Shown(other.lines, seal(head, PayloadType.LEDGER_HEAD, COORDINATOR)), world.run)
+    shown = Shown(other.lines, seal(head, PayloadType.LEDGER_HEAD, COORDINATOR))
+    return await audit_ledger(shown, world.run, receipts=own)
 
 
 class Favours(Assigner):

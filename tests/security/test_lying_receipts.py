@@ -7,17 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, COORDINATOR, World, make_parcel, memory_parts, running
+from tests.node.coordinator_world import (
+    ANNA,
+    COORDINATOR,
+    ROOT,
+    Letters,
+    World,
+    make_parcel,
+    memory_parts,
+    running,
+)
 from tests.node.ledger_world import receipts_of
 from tests.node.seed_chain_world import Favours, audited, chained, said_in, shown_by, two_steps_over
 
+from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.assigned import Assigned, SeedRule, digest_of_groups
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.errors import RemoteError
 from prime_protocol.ledger import LedgerHead
-from prime_protocol.limits import LEASE_DRAWS_MAX, LEASE_ROLLOUTS_MAX
+from prime_protocol.limits import LEASE_DRAWS_MAX, LEASE_ROLLOUTS_MAX, Limits
 from prime_protocol.replies import ReceiptList
+from prime_protocol.requests import AdminRequest
+from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.seed_chain import OpenSecret, opened_secrets
 from prime_protocol.verdict import Receipt
 
@@ -147,3 +159,69 @@ async def test_a_worker_keeps_a_receipt_that_differs_from_the_lease_of_its_bundl
         book.add(ReceiptList(receipts=(shown.to_bytes().decode(),), next=1), now_ms=receipt.at_ms)
         kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
         assert kept == ([[signed.to_bytes(), lie.to_bytes()]] if is_kept else [])
+
+
+async def test_a_second_receipt_without_seeds_hides_no_swapped_ones(swapped: Said) -> None:
+    """The ledger states the chain's seeds in a receipt that the worker never gets; the worker gets one that states none."""
+    index, run = swapped.of_slot(5), swapped.world.run
+    honest, chain = swapped.receipts[index], run.spec.seed_chain
+    assert honest.assigned is not None
+    assert chain is not None
+    secret, rule = opened_secrets(chain, swapped.secret)[honest.step], SeedRule(run.digest, run.spec)
+    groups = []
+    for slot, draw in honest.assigned.places():
+        problem = rule.problem(secret, slot, draw)
+        groups.append((slot, problem, rule.seeds(secret, honest.policy_version, problem, slot)))
+    assigned = honest.assigned.model_copy(update={"seeds": digest_of_groups(groups)})
+    listed = honest.model_copy(update={"assigned": assigned})
+    silent = honest.model_copy(update={"assigned": None})
+    assert await swapped.faults(index, listed) == []
+
+    before, after = swapped.receipts[:index], swapped.receipts[index + 1 :]
+    report = await audited(swapped.world, [*before, listed, silent, *after], swapped.secret)
+    assert "its receipt lacks the assignment" in report.faults[0]
+    differs = f"bundle {honest.bundle[:12]} has accepting receipts of other leases"
+    assert differs in report.faults[1]
+    # A line contradicts the worker's own receipt, also if that receipt is newer than the ledger's head.
+    for mine in (silent, honest):
+        newer = seal(mine.model_copy(update={"at_ms": 2**50}), PayloadType.RECEIPT, COORDINATOR)
+        report = await audited(swapped.world, [*before, listed, *after], swapped.secret, own=[newer])
+        assert [differs in fault for fault in report.faults] == [True]
+        assert len(report.evidence) == 2
+        assert report.evidence[1] == newer
+
+
+async def test_a_receipt_that_releases_an_escrow_states_the_seeds_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the only receipt of that bundle that a worker may get, and it does not need the environment again."""
+    policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, escrow_bundles=4)
+    run = chained(checks=CheckPolicy(audits=policy), limits=Limits(prompt_tokens_max=21))
+    leases, parts = {}, memory_parts(run)
+    async with running(parts) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            lease = await world.lease(ANNA, rollouts_max=4)
+            leases[lease.lease_id] = lease
+            await world.client(ANNA).upload(make_parcel(lease, ANNA))
+            await world.judge()
+        await world.client(ROOT).admin(AdminRequest(action="drain"))
+        monkeypatch.setattr(Letters, "prompt", None)
+        mine = await receipts_of(world)
+        shown = await shown_by(world)
+        report = await audit_ledger(world.client(ANNA), run, receipts=mine)
+    said = [said_in(line) for line in shown.lines]
+    assert len(said) == 3, "the last bundle has a second line"
+    assert said[2].bundle == said[1].bundle
+    assert said[2].assigned == said[1].assigned is not None
+    assert any(receipt.assigned.draws for receipt in said if receipt.assigned), "a prompt was too long"
+    assert (report.faults, report.seeds.num_waiting) == ([], 2)
+
+    for number, changes in enumerate(({}, {"assigned": None})):
+        book = ReceiptBook(tmp_path / str(number), run=run, worker=ANNA.key_id)
+        for lease in leases.values():
+            book.note_lease(lease, seal(lease, PayloadType.LEASE, COORDINATOR))
+        sent = seal(said[2].model_copy(update=changes), PayloadType.RECEIPT, COORDINATOR)
+        book.add(ReceiptList(receipts=(sent.to_bytes().decode(),), next=1), now_ms=said[2].at_ms)
+        assert len(list((tmp_path / str(number)).glob("contradiction-*"))) == number

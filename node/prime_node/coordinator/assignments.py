@@ -16,7 +16,7 @@ A run without a chain uses that secret for problems and seeds too, with the mani
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from secrets import token_hex
 
@@ -106,6 +106,14 @@ class Assigner:
         """Return the draw that a slot uses: later than `draw` if the prompts from there on are too long."""
         return self._drawn(slot, draw)[2]
 
+    def asked_draws(self, slots: Sequence[int], draws: Sequence[int]) -> tuple[int, ...]:
+        """Return the draws that the slots of a new lease use; empty if all use their first. `draws` is empty likewise.
+
+        So no receipt of the lease needs its prompts again: by then an environment may fail.
+        """
+        asked = tuple(self.asked_draw(slot, draw) for slot, draw in zip(slots, draws or (0,) * len(slots), strict=True))
+        return asked if any(asked) else ()
+
     def example(self, slot: int, draw: int) -> str:
         """Return an id of the prompt: the same for indices that give the same prompt."""
         problem, prompt = self.problem(slot, draw)
@@ -145,15 +153,21 @@ class Assigner:
         return [(problem, prompt) for problem, prompt, _ in self._drawn_for(record)]
 
     def assigned(self, record: LeaseRecord) -> Assigned | None:
-        """Return what the receipt of a lease's bundle states as assigned; None if the run has no chain."""
+        """Return what each receipt that accepts a lease's bundle states; None if the run has no chain.
+
+        It reads no environment, so an escrow can be released long after the lease.
+        """
         if not self.secrets:
             return None
-        return assigned_in(self.lease(record).groups, [draw for _, _, draw in self._drawn_for(record)])
+        groups = []
+        for slot, draw in zip(record.slots, _draws_of(record), strict=True):
+            problem = self._problem(slot, draw)
+            seeds = self.seeds(problem, slot, record)
+            groups.append(GroupAssignment.model_construct(slot=slot, problem=problem, prompt_token_ids=(), seeds=seeds))
+        return assigned_in(groups, record.draws)
 
     def _drawn_for(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...], int]]:
-        # A record without draws had its slots' first ones. The slots may have drawn again since.
-        draws = record.draws or (0,) * len(record.slots)
-        return [self._drawn(slot, draw) for slot, draw in zip(record.slots, draws, strict=True)]
+        return [self._drawn(slot, draw) for slot, draw in zip(record.slots, _draws_of(record), strict=True)]
 
     def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
         """Return one seed for each completion of a group."""
@@ -193,9 +207,7 @@ class Assigner:
         longest = self._run.spec.limits.prompt_tokens_max
         is_held_out = slot >= self._slots_end
         for draw in range(first_draw, first_draw + (1 if is_held_out else DRAWS_MAX)):
-            problem = (
-                self.held_out_problem(slot) if is_held_out else self._rule.problem(self._secret_of(slot), slot, draw)
-            )
+            problem = self._problem(slot, draw)
             text = self._environments[problem.environment].prompt(problem.index)
             prompt = tuple(self._tokenizer.encode_prompt(text))
             if 1 <= len(prompt) <= longest:
@@ -205,5 +217,15 @@ class Assigner:
             "check the environments' options and prompt_tokens_max"
         )
 
+    def _problem(self, slot: int, draw: int) -> Problem:
+        if slot >= self._slots_end:
+            return self.held_out_problem(slot)
+        return self._rule.problem(self._secret_of(slot), slot, draw)
+
     def _hash(self, purpose: str, *fields: str | int, num_bytes: int = 32) -> bytes:
         return self._rule.hashed(self._secret, purpose, *fields, num_bytes=num_bytes)
+
+
+def _draws_of(record: LeaseRecord) -> tuple[int, ...]:
+    # A record without draws had its slots' first ones. The slots may have drawn again since.
+    return record.draws or (0,) * len(record.slots)

@@ -156,7 +156,7 @@ class ReceiptBook:
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
-        if known is None or _agrees(receipt, known[0]):
+        if known is None or _agrees(receipt, known[0], self._run):
             return
         file = place(self._file.parent, f"contradiction-{known[0].lease_id[:16]}.jsonl")
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
@@ -199,13 +199,13 @@ class ReceiptBook:
             os.fsync(file.fileno())
 
 
-def _agrees(receipt: Receipt, lease: Lease) -> bool:
+def _agrees(receipt: Receipt, lease: Lease, run: PinnedRun) -> bool:
     """Return whether a receipt says of its bundle what the lease asked for."""
     said = (receipt.lease_id, receipt.step, receipt.policy_version, receipt.num_rollouts)
     if said != (lease.lease_id, lease.step, lease.policy_version, lease.num_rollouts):
         return False
     assigned, groups = receipt.assigned, lease.groups
     if assigned is None:
-        return True
+        return run.spec.seed_chain is None or receipt.status is not BundleStatus.ACCEPTED
     # The receipt may claim more groups or fewer.
     return len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws) == assigned

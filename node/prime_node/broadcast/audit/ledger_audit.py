@@ -4,11 +4,12 @@
     (2) the head that a coordinator of the run signed names the last line, and no line is dated after the head
     (3) earlier heads name lines of this ledger, and this head names a line of every ledger that was kept
     (4) every settled receipt of the caller's own up to the head is a line
-    (5) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
+    (5) all receipts that accept one bundle, lines and the caller's own, state the same lease, step, policy, size and seeds
+    (6) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
         accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
 
-If (2) to (4) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
-statement by a former key that is dated after the key ring that replaced it is no evidence. If (5) fails, the
+If (2) to (5) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
+statement by a former key that is dated after the key ring that replaced it is no evidence. If (6) fails, the
 head alone convicts the coordinator, with the lines that it covers.
 """
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
 from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.key_ring import Role
@@ -56,7 +58,7 @@ class LedgerReport:
     faults: list[str] = field(default_factory=list)
     """Inconsistencies, as text for people; empty if there are none."""
     seeds: SeedReport = field(default_factory=SeedReport)
-    """Findings of check (5)."""
+    """Findings of check (6)."""
     evidence: list[Envelope] = field(default_factory=list)
     """Statements by the coordinator that cannot all be true."""
     notes: list[str] = field(default_factory=list)
@@ -120,10 +122,15 @@ class _Reader:
         self._report = report
         self._heads = heads
         self._missing = missing
+        self._mine = list(missing.values())
         self._seeds = SeedAudit(run, report.head, report.seeds)
         self._chain = LedgerChain(report.head.run)
         self._newest_ms = 0  # of all lines
         self._accepted: dict[bytes, tuple[int, int]] = {}  # accepted bundle -> its rollouts and tokens
+        self._stated: dict[bytes, bytes] = {}  # accepted bundle -> digest of what its receipts state
+        self._contradicted = ""  # the first bundle whose receipts state two things
+        for receipt, _ in self._mine:
+            self._compare_statements(receipt)
 
     async def read(self, source: LedgerSource) -> None:
         """Read all lines. Raises RemoteError if a line does not follow."""
@@ -167,7 +174,7 @@ class _Reader:
             self._accuse(fault, (head, signed), (known, envelope))
 
     def finish(self) -> None:
-        """Make the checks that need the end: kept heads longer than the ledger, missing receipts, and (5)."""
+        """Make the checks that need the end: kept heads longer than the ledger, missing receipts, (5) and (6)."""
         head, signed = self._heads[0]
         if self._report.faults:
             return
@@ -176,6 +183,10 @@ class _Reader:
         if faults := self._seeds.faults():
             self._report.faults += faults
             self._report.evidence.append(signed)
+        if self._contradicted:
+            fault = f"bundle {self._contradicted[:12]} has accepting receipts of other leases, steps, policies, sizes or seeds"
+            own = (one for one in self._mine if one[0].bundle == self._contradicted)
+            self._accuse(fault, (head, signed), *own)
         for known, envelope in self._heads[1:]:
             if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
                 fault = f"an earlier head counts {known.num_entries} entries, this one {head.num_entries}"
@@ -210,10 +221,18 @@ class _Reader:
                     fault = f"an earlier signed head names another entry {head.num_entries - 1} than the ledger has"
                     self._accuse(fault, first, (head, envelope))
 
+    def _compare_statements(self, receipt: Receipt) -> None:
+        if receipt.status is BundleStatus.ACCEPTED:
+            fields = {"lease_id", "step", "policy_version", "num_rollouts", "assigned"}
+            stated = bytes.fromhex(digest_of(receipt.model_dump_json(include=fields).encode()))
+            if self._stated.setdefault(bytes.fromhex(receipt.bundle), stated) != stated:
+                self._contradicted = self._contradicted or receipt.bundle
+
     def _count(self, receipt: Receipt) -> None:
         account = self._report.accounts.setdefault(receipt.worker, Account())
         bundle = bytes.fromhex(receipt.bundle)
         before = self._accepted.pop(bundle, None)
+        self._compare_statements(receipt)
         if receipt.status is BundleStatus.ACCEPTED:
             self._seeds.look(receipt, is_first=before is None)
         if before is not None:  # a later line of a bundle replaces the one before

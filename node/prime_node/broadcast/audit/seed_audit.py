@@ -1,4 +1,4 @@
-"""Check that a ledger's bundles got the problems and seeds that the run's seed chain requires: step (5) of ledger_audit.py.
+"""Check that a ledger's bundles got the problems and seeds that the run's seed chain requires: step (6) of ledger_audit.py.
 
 The check covers what the receipts say: each accepted bundle was assigned what its step's secret gives. A receipt that differs
 from its lease is detected by its worker (worker/receipts.py) and by any holder of the bundle. SPEC.md, section 9, lists what
@@ -49,7 +49,7 @@ class SeedAudit:
                 self._fault = error.detail
 
     def look(self, receipt: Receipt, *, is_first: bool) -> None:
-        """Check one line that accepts a bundle. `is_first`: no earlier line accepts it."""
+        """Check one line that accepts a bundle, and count the bundle if `is_first`: no earlier line accepts it."""
         chain, assigned = self._run.spec.seed_chain, receipt.assigned
         if chain is None:
             return
@@ -58,20 +58,19 @@ class SeedAudit:
         sizes = {"step": receipt.step, "policy_version": policy_version, "num_rollouts": receipt.num_rollouts}
         try:
             if assigned is None:
-                if is_first:
-                    self._wrong(receipt, "its receipt lacks the assignment")
+                self._wrong(receipt, "its receipt lacks the assignment")
                 return
             if not any(self._rule.is_trained(slot) for slot, _ in assigned.slots):
                 self._rule.check_evaluation(assigned, **sizes)
-                self._report.num_evaluations += 1
+                self._report.num_evaluations += is_first
                 return
             self._rule.check_slots(assigned, **sizes)  # a false step would choose a secret that is never opened
             if number >= len(self._secrets):
-                self._report.num_waiting += 1
+                self._report.num_waiting += is_first
             else:
                 self._rule.check_seeds(assigned, self._secrets[number], policy_version=policy_version)
-                self._report.num_checked += 1
-                self._report.num_passed_over += sum(assigned.draws)
+                self._report.num_checked += is_first
+                self._report.num_passed_over += sum(assigned.draws) if is_first else 0
         except RemoteError as error:
             self._wrong(receipt, error.detail)
 

@@ -164,6 +164,7 @@ class Leasing:
         draws = self.curation.draws_of(grant.slots)
         if fault := self._environment_fault(grant, draws):
             return NotYet(reason=fault, retry_after_s=ENVIRONMENT_RETRY_S)
+        draws = self.assigner.asked_draws(grant.slots, draws)
         lease_id = self.assigner.lease_id(signer, state.num_leases)
         self.decisions.decide(
             ev.LeaseGranted(

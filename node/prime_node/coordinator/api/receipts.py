@@ -109,7 +109,7 @@ def receipt_signer(run: PinnedRun, key: SigningKey, assigner: Assigner) -> Calla
             detail=settled.detail,
             at_ms=at_ms,
             evidence=settled.weighed,
-            assigned=assigner.assigned(lease) if settled.newly_accepted else None,
+            assigned=assigner.assigned(lease) if settled.status is BundleStatus.ACCEPTED else None,
         )
         return seal(receipt, PayloadType.RECEIPT, key)
 

@@ -56,8 +56,6 @@ class Settled:
     detail: str = ""
     weighed: Weighed | None = None
     """The evidence against the worker that this bundle added."""
-    newly_accepted: bool = False
-    """Whether the verdict is new, so that the problems of its slots are still those of its lease."""
 
 
 @carrier(frozen=True, slots=True)

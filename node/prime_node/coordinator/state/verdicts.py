@@ -113,7 +113,6 @@ def _accept(
         BundleStatus.ACCEPTED,
         detail=detail,
         weighed=weighed,
-        newly_accepted=True,
     )
     if not batches.may_be_ready(state, lease.step):
         return [settled, *effects, *slots.room(state)]
