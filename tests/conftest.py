@@ -20,6 +20,8 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
+PROCESSES_MAX = 8
+"""Processes that run tests. Each needs about 1 GB of memory."""
 HAS_GPU = shutil.which("nvidia-smi") is not None
 HAS_VLLM_BUILD = HAS_GPU or (platform.system(), platform.machine()) == ("Linux", "x86_64")
 
@@ -40,6 +42,11 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(title, text.encode("utf-8", "backslashreplace").decode()) for title, text in report.sections]
     return report
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the number of processes of `-n auto`: one a core, and one more without slow tests, which keep a core busy."""
+    return min(PROCESSES_MAX, os.cpu_count() or 2) + ("not slow" in config.option.markexpr)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -66,7 +66,6 @@ EXPECTED = {
 }
 """Reasons that a cheat's rejected bundles may have, in addition to those of ANY_CHEAT."""
 QUICK = (
-    "older-8",
     "int4",
     "smaller-rescored",
     "easy-problem-swap",
@@ -148,6 +147,7 @@ async def test_two_bundles_for_one_lease_are_never_both_taken(arena: Arena) -> N
     _nobody_else_is_hurt(outcome, cheat)
 
 
+@pytest.mark.slow
 async def test_a_bundle_that_was_kept_back_is_too_late_whatever_it_is_dated(arena: Arena) -> None:
     def is_over(parts: Sequence[Part], batches: Sequence[TrainBatch]) -> bool:
         return len(batches) >= 5 and _late(parts[0]) > 0

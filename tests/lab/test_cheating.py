@@ -21,6 +21,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize(("cost", "detection"), [(0.5, 1.0), (0.9, 1.0), (0.5, 0.5)])
 def test_no_way_of_cheating_gains(strategy: Strategy, cost: float, detection: float) -> None:
@@ -37,6 +38,7 @@ def test_the_best_of_four_in_one_bundle_of_twenty_pays_less_than_honest_work(det
         assert outcome.poisoned < outcome.cheated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize(("delay", "unjudged", "cost"), [(30, 0.0, 0.9), (0, 1.0, 0.5), (30, 1.0, 0.9)])
 def test_no_way_of_cheating_gains_by_audits_that_are_slow_or_never_finished(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -244,4 +245,4 @@ class AnyRun(RuleBasedStateMachine):
 AnyRun.TestCase.settings = settings(
     max_examples=150, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
 )
-test_no_slot_is_lost_whatever_happens = AnyRun.TestCase
+test_no_slot_is_lost_whatever_happens = pytest.mark.slow(AnyRun.TestCase)

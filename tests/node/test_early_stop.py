@@ -36,6 +36,7 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "exit_code"), ROLES)
 def test_ctrl_c_ends_a_role_whose_coordinator_is_dead(role: str, exit_code: int, tmp_path: Path) -> None:
     with socket.socket() as dead:

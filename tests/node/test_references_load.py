@@ -97,9 +97,9 @@ class QueuePort:
     ("bundle_s", "unseeded", "seeded", "check_s", "compared_min"),
     [
         (25.0, 4, 12, 30.0, 0),
-        (40.0, 15, 30, 30.0, 0),
-        (25.0, 4, 12, 120.0, 1),
-        (2.0, 5, 10, 30.0, 2),
+        pytest.param(40.0, 15, 30, 30.0, 0, marks=pytest.mark.slow),
+        pytest.param(25.0, 4, 12, 120.0, 1, marks=pytest.mark.slow),
+        pytest.param(2.0, 5, 10, 30.0, 2, marks=pytest.mark.slow),
         (0.1, 5, 10, 30.0, 5),
     ],
 )

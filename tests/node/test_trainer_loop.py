@@ -79,6 +79,7 @@ PLACES = [
 """Places between any two phases, and how often each is passed before the kill: in the supervised steps and in the others."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "at"), PLACES)
 async def test_killed_anywhere_it_continues_bit_exactly(
     tmp_path: Path, whole: BatchCoordinator, place: str, at: int

@@ -119,6 +119,7 @@ def wandb_history(folder: Path) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.slow
 async def test_rows_are_weights_and_biases_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real library, offline: its folder holds what `wandb sync` would send."""
     pytest.importorskip("wandb")

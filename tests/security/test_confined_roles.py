@@ -140,6 +140,7 @@ def joined(contributor: Contributor, link: str, *settings: str, left_out: str = 
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["none", "namespaces", "landlock"])
 def test_a_hostile_run_writes_and_reads_nothing_outside_even_if_one_wall_more_is_missing(
     contributor: Contributor, hostile_run: str, left_out: str

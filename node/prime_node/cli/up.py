@@ -304,10 +304,10 @@ def _environment(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
         "NUMBA_NUM_THREADS": str(threads),
-        # By default glibc returns large blocks to the kernel and faults them in again at each forward pass. Keeping them saves
-        # a fifth of the time of small models.
-        "MALLOC_MMAP_THRESHOLD_": str(2**28),
-        "MALLOC_TRIM_THRESHOLD_": str(2**30),
+        # By default glibc returns blocks of a megabyte to the kernel and faults them in again at each forward pass. Keeping those
+        # of a small model saves a fifth of its time. Larger ones are returned: kept, they cost a gigabyte a role of a real model.
+        "MALLOC_MMAP_THRESHOLD_": str(2**25),
+        "MALLOC_TRIM_THRESHOLD_": str(2**27),
     }
 
 
