@@ -1,8 +1,8 @@
 """Ban dossiers: everything that a ban rests on, as signed statements that anyone can check again. SPEC.md, section 22.
 
 A dossier is a file of envelopes, one per line: the RunSpec, the key rings, the coordinator's BanStatement, the
-lease of the deciding bundle, and the counted receipts, oldest first. The parcel of that bundle, signed by its worker,
-is a second file.
+lease of the deciding bundle, two headers for each counted rejection as `equivocation`, and the counted receipts, oldest
+first. The parcel of that bundle, signed by its worker, is a second file; that of a bundle that it copies is a third.
 
 It proves that the ban follows from the receipts by the run's own rules. Each receipt is a statement that the
 coordinator signed and the worker got too. For the correctness of a bundle's sums it relies on the validators, until
@@ -12,7 +12,9 @@ someone with the policy recomputes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from pydantic import Field
 
 from prime_protocol.assignment import Count, Step, Text
 from prime_protocol.calibration import NATS_ERROR_MAX, require_possible
@@ -21,8 +23,9 @@ from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import Wealth, folded, log_evidence
 from prime_protocol.identity import KeyId
+from prime_protocol.rollout import RolloutHeader
 from prime_protocol.run_spec import RunSpec
-from prime_protocol.verdict import BanKind, Receipt
+from prime_protocol.verdict import BanKind, Receipt, RejectReason
 
 
 class BanStatement(WireModel):
@@ -39,16 +42,29 @@ class BanStatement(WireModel):
     at_ms: Count
     num_receipts: Count
     """Number of receipts that the ban rests on."""
+    original: Digest | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Earlier bundle with text of the deciding one, if the coordinator rejected the latter as its copy."""
 
 
-def check_dossier(statement: BanStatement, receipts: Iterable[Receipt], *, run: str, spec: RunSpec) -> None:
+def check_dossier(
+    statement: BanStatement,
+    receipts: Iterable[Receipt],
+    *,
+    run: str,
+    spec: RunSpec,
+    headers: Mapping[str, RolloutHeader] | None = None,
+) -> None:
     """Check that receipts with verified signatures justify the ban. Raises RemoteError that says what does not hold.
+
+    `headers`: headers of bundles that the worker signed, by the digest of their payload.
 
     (1) statement and receipts are of this run and this worker, and no bundle occurs twice;
     (2) their number is the stated one, and the last one is of the deciding bundle;
-    (3) hard: at least `strikes_max` of them were rejected for a reason that is a strike;
+    (3) hard: at least `strikes_max` of them are strikes (`is_strike`), the last one among them; for each one rejected as
+        `equivocation` there are two different headers for its lease;
     (4) statistical: they are numbered from 1 without gaps; their sums fold to the evidence that each of them states, under the
-        RunSpec's own calibration, and finally reach its `evidence_max`.
+        RunSpec's own calibration, and finally reach its `evidence_max`;
+    (5) operator: there are no receipts, and so no bundle.
     """
     listed = list(receipts)
     bundles = {receipt.bundle for receipt in listed}
@@ -60,11 +76,34 @@ def check_dossier(statement: BanStatement, receipts: Iterable[Receipt], *, run: 
             f"{len(listed)} receipts instead of the statement's {statement.num_receipts}, or their order is wrong"
         )
     if statement.kind is BanKind.HARD:  # (3)
-        strikes = sum(receipt.reason is not None and receipt.reason.is_dishonest for receipt in listed)
-        if strikes < spec.checks.strikes_max:
-            raise _no_dossier(f"{strikes} strikes are below the run's limit of {spec.checks.strikes_max}")
+        strikes = [receipt for receipt in listed if is_strike(receipt)]
+        if len(strikes) < spec.checks.strikes_max:
+            raise _no_dossier(f"{len(strikes)} strikes are below the run's limit of {spec.checks.strikes_max}")
+        if strikes[-1] is not listed[-1]:
+            raise _no_dossier("the rejection of the deciding bundle is no strike")
+        for receipt in strikes:
+            if receipt.reason is RejectReason.EQUIVOCATION:
+                _check_equivocation(receipt, (headers or {}).values())
     if statement.kind is BanKind.STATISTICAL:  # (4)
         _check_evidence(listed, spec)
+    if statement.kind is BanKind.OPERATOR and listed:  # (5)
+        raise _no_dossier("a decision of the operator rests on no receipts and no bundle")
+    if statement.original is not None and (not listed or listed[-1].reason is not RejectReason.COPIED):
+        raise _no_dossier("it names an original, but the deciding bundle was not rejected as a copy")
+
+
+def is_strike(receipt: Receipt) -> bool:
+    """Return whether a hard ban counts a receipt. One for `statistical` rests on other bundles, and bans by itself."""
+    reason = receipt.reason
+    return reason is not None and reason.is_dishonest and reason is not RejectReason.STATISTICAL
+
+
+def _check_equivocation(receipt: Receipt, headers: Iterable[RolloutHeader]) -> None:
+    names = (receipt.run, receipt.worker, receipt.lease_id)
+    if sum((one.run, one.worker, one.lease_id) == names for one in headers) < 2:
+        raise _no_dossier(
+            f"bundle {receipt.bundle[:12]} was rejected as equivocation, but two different headers for its lease are missing"
+        )
 
 
 def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:

@@ -16,16 +16,18 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.dossiers_world import CALIBRATED, CLASS, case_in, check, judge, judged
+from tests.node.ledger_world import receipts_of
 from typer.testing import CliRunner
 
-from prime_node.cli.evidence import compared, confirmed
+from prime_node.cli.deciding_bundle import compared, confirmed
 from prime_node.cli.main import app
 from prime_node.ports.store import StoredReceipt
-from prime_protocol.envelope import PayloadType, open_envelope, seal
+from prime_protocol.dossier import BanStatement
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.requests import AdminRequest
-from prime_protocol.verdict import RejectReason, Verdict
+from prime_protocol.verdict import Receipt, RejectReason, Verdict
 
 
 async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) -> None:
@@ -43,7 +45,7 @@ async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) ->
     assert isinstance(repeated.exception, LocalError)
     assert f"a validator of class {CLASS} judged" in str(repeated.exception)
     shown = CliRunner().invoke(app, ["evidence", "verify", str(file)])
-    assert "ok   the ban follows from them" in shown.stdout
+    assert "ok   the ban follows from the evidence in these receipts" in shown.stdout
     assert "not pinned" in shown.stdout
 
 
@@ -156,7 +158,7 @@ async def test_a_worker_that_equivocates_with_malformed_bytes_leaves_no_fault_in
         file = await case_in(world, tmp_path)
     code, report = check(file)
     assert (code, report["fault"]) == (0, "")
-    assert report["bundle"] == "equivocation, which the bundle alone does not show"
+    assert report["bundle"] == "equivocation by two signed headers"
 
 
 async def test_a_dossier_without_its_lease_fails_and_one_without_its_bundle_says_so(tmp_path: Path) -> None:
@@ -183,10 +185,10 @@ async def test_a_dossier_without_its_lease_fails_and_one_without_its_bundle_says
 
 
 def test_a_forward_pass_confirms_only_what_it_can_compute() -> None:
-    """A copy passes it, and its evidence is in its worker's favour."""
+    """A wrong prompt of a turn passes it: the answers follow from the prompts that the bundle states."""
     bad = Verdict.refuse(RejectReason.SEED_MISMATCH)
     assert "by a forward pass" in confirmed(RejectReason.SEED_MISMATCH, bad)
-    assert "cannot check" in confirmed(RejectReason.COPIED, Verdict.accept())
+    assert "cannot check" in confirmed(RejectReason.WRONG_CONTEXT, Verdict.accept())
     with pytest.raises(RemoteError, match="gives accepted"):
         confirmed(RejectReason.SEED_MISMATCH, Verdict.accept())
 
@@ -242,3 +244,26 @@ async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_co
         file = await case_in(world, tmp_path)
     code, report = check(file)
     assert (code, report["kind"], report["num_receipts"], report["fault"]) == (0, "statistical", 2, "")
+
+
+async def test_an_operators_ban_carries_no_bundle_and_its_last_line_says_what_it_rests_on(tmp_path: Path) -> None:
+    """A receipt of an honest bundle beside it would look like a proof."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        lease = await judged(world)
+        (receipt,) = [one for one in await receipts_of(world) if one.payload_type == PayloadType.RECEIPT]
+        await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id, reason="by hand"))
+        file = await case_in(world, tmp_path)
+    shown = CliRunner().invoke(app, ["evidence", "verify", str(file)])
+    assert shown.stdout.splitlines()[-1] == "ok   the operator signed the ban; it rests on no receipt and no bundle"
+    before, sealed = file.read_bytes(), seal(lease, PayloadType.LEASE, COORDINATOR).to_bytes()
+    file.write_bytes(before + sealed)
+    assert check(file)[1]["fault"] == "ban dossier: a decision of the operator rests on no bundle"
+    bundle = parse_json(receipt.payload, Receipt).bundle
+    ban = parse_json(open_envelope(before.splitlines()[1]).payload, BanStatement)
+    named = seal(ban.model_copy(update={"bundle": bundle, "num_receipts": 1}), PayloadType.BAN, COORDINATOR)
+    lines = [before.splitlines()[0], named.to_bytes(), sealed, receipt.to_bytes()]
+    file.write_bytes(b"\n".join(lines))
+    code, report = check(file)
+    assert (code, report["fault"]) == (1, "ban dossier: a decision of the operator rests on no receipts and no bundle")

@@ -15,7 +15,7 @@ from tests.node.validator_world import (
 )
 from tests.node.worker_world import make_run
 
-from prime_node.cli.evidence import compared
+from prime_node.cli.deciding_bundle import compared
 from prime_node.ports.environment import EnvironmentGone
 from prime_node.validator.judge import with_ranks
 from prime_node.validator.loop import run_validator as run_validator

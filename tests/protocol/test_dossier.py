@@ -15,11 +15,13 @@ from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import Moments, Sums, Wealth, Weighed, folded, log_evidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
+from prime_protocol.rollout import EngineInfo, RolloutHeader
 from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, RunSpec
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason
 
 WORKER, OTHER = (SigningKey(bytes([n]) * 32).key_id for n in (1, 2))
 RUN, CLASS = digest_of(b"run"), "toy/fp32/cpu"
+ENGINE = EngineInfo(name="toy", version="1", dtype="fp32", device="cpu")
 MOMENTS = Moments(cap=1.0, lambdas=(1.0, 2.0), log_moments=(0.01, 0.02), num_tokens=1_000)
 CALIBRATION = Calibration(pairs=(PairMoments(worker=CLASS, validator=CLASS, moments={"margin": MOMENTS}),))
 
@@ -129,6 +131,57 @@ def test_4_evidence_that_does_not_add_up_is_no_case() -> None:
         check([PROOF[0], receipt(7)], BanKind.STATISTICAL)
     with pytest.raises(RemoteError, match="below the run's limit"):
         check(PROOF[:2], BanKind.STATISTICAL)
+
+
+def test_3_a_rejection_for_all_evidence_is_no_strike() -> None:
+    reasons = (RejectReason.SEED_MISMATCH, RejectReason.STATISTICAL)
+    with pytest.raises(RemoteError, match="1 strikes"):
+        check([receipt(n, reason=reason) for n, reason in enumerate(reasons)], BanKind.HARD)
+    with pytest.raises(RemoteError, match="is no strike"):
+        check([*STRIKES, receipt(3, reason=RejectReason.STATISTICAL)], BanKind.HARD)
+
+
+def header(**changes: object) -> RolloutHeader:
+    fields: dict[str, object] = {
+        "body_digest": RUN,
+        "body_bytes": 1,
+        "run": RUN,
+        "worker": WORKER,
+        "lease_id": STRIKES[0].lease_id,
+        "step": 0,
+        "policy_version": 0,
+        "policy_digest": RUN,
+        "num_rollouts": 1,
+        "decompressed_bytes": 1,
+        "engine": ENGINE,
+        "created_at_ms": 0,
+    }
+    return RolloutHeader.model_validate(fields | changes)
+
+
+@pytest.mark.parametrize("changes", [{"run": digest_of(b"other")}, {"worker": OTHER}, {"lease_id": RUN}])
+def test_3_an_equivocation_needs_two_headers_for_its_lease(changes: dict[str, object]) -> None:
+    receipts = [STRIKES[0], receipt(2, reason=RejectReason.EQUIVOCATION)]
+    ban = statement(receipts, BanKind.HARD)
+    check_dossier(ban, receipts, run=RUN, spec=spec(), headers={"1": header(), "2": header(created_at_ms=1)})
+    for headers in ({}, {"1": header()}, {"1": header(), "2": header(created_at_ms=1, **changes)}):
+        with pytest.raises(RemoteError, match="two different headers for its lease are missing"):
+            check_dossier(ban, receipts, run=RUN, spec=spec(), headers=headers)
+
+
+def test_a_ban_for_another_reason_names_no_original() -> None:
+    copied = [STRIKES[0], receipt(2, reason=RejectReason.COPIED)]
+    check(copied, BanKind.HARD, original=RUN)
+    with pytest.raises(RemoteError, match="names an original"):
+        check(STRIKES, BanKind.HARD, original=RUN)
+
+
+def test_5_a_decision_of_the_operator_rests_on_nothing() -> None:
+    accepted = receipt(1)
+    with pytest.raises(RemoteError, match="no receipts and no bundle"):
+        check([accepted], BanKind.OPERATOR)
+    with pytest.raises(RemoteError, match="order is wrong"):
+        check([], BanKind.OPERATOR, bundle=accepted.bundle)
 
 
 def altered(one: Receipt, **changes: object) -> Receipt:

@@ -18,11 +18,11 @@ from prime_node.ports.blobs import Blobs
 from prime_node.ports.documents import Documents
 from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
-from prime_protocol.dossier import BanStatement
+from prime_protocol.dossier import BanStatement, is_strike
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.verdict import BanKind, Receipt
+from prime_protocol.verdict import BanKind, Receipt, RejectReason
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class BanDossiers:
 
     async def _write(self, worker: WorkerRecord, ban: Ban) -> None:
         receipts = await self._receipts(worker, ban)
+        lease = next((one for one in worker.ended if one.bundle == ban.evidence), None)
         statement = BanStatement(
             run=self.run.digest,
             worker=worker.worker,
@@ -75,16 +76,19 @@ class BanDossiers:
             step=ban.step,
             at_ms=ban.at_ms,
             num_receipts=len(receipts),
+            original=(lease.original or None) if ban.evidence is not None and lease is not None else None,
         )
         lines = [
             self.run.envelope,
             *(ring for _, ring in self.run.keys.rings),
             seal(statement, PayloadType.BAN, self.key),
         ]
-        lease = next((one for one in worker.ended if one.bundle == ban.evidence), None)
         if ban.evidence is not None and lease is not None:
             lines.append(seal(self.assigner.lease(lease), PayloadType.LEASE, self.key))
-            await self._keep_parcel(ban.evidence)
+            for bundle in filter(None, (ban.evidence, lease.original)):
+                await self._keep_parcel(bundle)
+        if ban.kind is BanKind.HARD:
+            lines += await self._contradicting_headers(worker.worker, receipts)
         data = b"".join(envelope.to_bytes() + b"\n" for envelope in (*lines, *receipts))
         await self.private.write(dossier_name(worker.worker, ban), data)
         log.info("dossier on %s: %s, %d receipts", worker.worker, dossier_name(worker.worker, ban), len(receipts))
@@ -94,6 +98,19 @@ class BanDossiers:
             await self.private.write(f"{bundle}.parcel", await self.bundles.get(bundle))
         except KeyError:
             log.warning("bundle %s, the evidence of a ban, is already deleted", bundle[:12])
+
+    async def _contradicting_headers(self, worker: str, receipts: list[Envelope]) -> list[Envelope]:
+        """Return the headers that the intake kept for the receipts that reject a bundle as equivocation."""
+        found: list[Envelope] = []
+        for receipt in (parse_json(one.payload, Receipt) for one in receipts):
+            if receipt.reason is RejectReason.EQUIVOCATION:
+                try:
+                    lines = (await self.private.read(contradiction_name(worker, receipt.lease_id))).splitlines()
+                except KeyError:
+                    log.warning("the headers for lease %s, the evidence of a ban, are missing", receipt.lease_id[:12])
+                else:
+                    found += [open_envelope(line) for line in lines]
+        return found
 
     async def _receipts(self, worker: WorkerRecord, ban: Ban) -> list[Envelope]:
         """Return the receipts that count, oldest first: the weighed ones for a statistical ban, the strikes for a hard one.
@@ -111,7 +128,7 @@ class BanDossiers:
             stored, following = await self.store.receipts_of(worker.worker, after=cursor, limit=limits.RECEIPTS_MAX)
             for one in stored:
                 envelope, receipt = _opened(one)
-                if receipt.reason is not None and receipt.reason.is_dishonest:
+                if is_strike(receipt):
                     strikes.append(envelope)
                 if receipt.evidence is not None:
                     weighed[receipt.evidence.number] = envelope
@@ -126,6 +143,11 @@ class BanDossiers:
 def dossier_name(worker: str, ban: Ban) -> str:
     """Return the name of a ban dossier's file."""
     return f"ban-{worker}-{ban.at_ms}.jsonl"
+
+
+def contradiction_name(worker: str, lease_id: str) -> str:
+    """Return the name of the file with two headers that a worker signed for one lease."""
+    return f"equivocation-{worker}-{lease_id[:16]}.jsonl"
 
 
 def _opened(stored: StoredReceipt) -> tuple[Envelope, Receipt]:

@@ -29,6 +29,7 @@ from prime_node.coordinator.api.requests import Caller, RequestGate, require_rol
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.calibrated_pairs import CalibratedPairs
 from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.dossiers import contradiction_name
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
@@ -230,7 +231,7 @@ class BundleIntake:
         if first.envelope.payload == opened.envelope.payload:
             return verdict_of_lease(state, lease)
         headers = [first.envelope, opened.envelope]
-        name = f"equivocation-{lease.worker}-{lease.lease_id[:16]}.jsonl"
+        name = contradiction_name(lease.worker, lease.lease_id)
         await self.evidence.write(name, b"".join(header.to_bytes() + b"\n" for header in headers))
         receipt = await self.receipts.replaced(lease.bundle)
         worker = state.workers.get(contradicted.worker)

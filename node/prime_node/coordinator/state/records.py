@@ -58,6 +58,8 @@ class LeaseRecord:
     detail: str = ""
     draws: tuple[int, ...] = ()
     """Draw of each slot if any is not the first. Bundles and bans may refer to it after the curriculum has forgotten it."""
+    original: str = ""
+    """Earlier bundle that the rejected one is a copy of, if the coordinator found it."""
 
 
 @dataclass(slots=True)

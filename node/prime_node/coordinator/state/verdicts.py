@@ -38,6 +38,7 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
     marks = event.fingerprints
     if reason is None and marks and (original := copies.found_earlier(state, pending, marks)) is not None:
         reason, detail = RejectReason.COPIED, f"bundle {original.bundle[:12]} has the same completions and came before"
+        pending.lease.original = original.bundle
     if (reason is None or not reason.is_dishonest) and suspicion.is_proven(state.rules, weighed):
         reason, detail = RejectReason.STATISTICAL, suspicion.ALL_TOGETHER
     if reason is None:
@@ -46,7 +47,7 @@ def verdict_given(state: State, event: ev.VerdictGiven, at_ms: int) -> list[Effe
             copies.remember(state, pending, marks)
         effects = _accept(state, worker, pending, event, weighed)
         for one in later:
-            effects += _accepted_copy(state, one, event.replaced, at_ms)
+            effects += _accepted_copy(state, one, event, at_ms)
         return effects
     effects = refusals.refuse_judged(state, pending, reason, detail, weighed, at_ms)
     if event.logprobs:
@@ -75,13 +76,14 @@ def escrow_released(state: State, event: ev.EscrowReleased, at_ms: int) -> list[
     return [audits.release(state, state.workers[worker]) for worker in event.workers]
 
 
-def _accepted_copy(state: State, copy: Original, replaced: tuple[ev.Replaced, ...], at_ms: int) -> list[Effect]:
+def _accepted_copy(state: State, copy: Original, event: ev.VerdictGiven, at_ms: int) -> list[Effect]:
     """Reject a copy that was judged and accepted before the original was."""
     worker = state.workers.get(copy.worker)
     lease = None if worker is None else next((one for one in worker.ended if one.bundle == copy.bundle), None)
     if worker is None or lease is None:
         return []
-    return refusals.refuse_accepted(state, lease, RejectReason.COPIED, copies.SAID_BEFORE, replaced, at_ms)
+    lease.original = event.bundle
+    return refusals.refuse_accepted(state, lease, RejectReason.COPIED, copies.SAID_BEFORE, event.replaced, at_ms)
 
 
 def _accept(
