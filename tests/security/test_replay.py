@@ -8,8 +8,9 @@ import dataclasses
 import random
 import re
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import aiohttp
@@ -34,6 +35,7 @@ from tests.node.http_server import served
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.coordinator.api.clock_readings import ClockReading, read_clocks
 from prime_node.coordinator.api.nonces import MEMORY_S, Epochs, Nonces
 from prime_node.coordinator.api.routes import ENDPOINTS
 from prime_protocol import limits
@@ -325,13 +327,43 @@ async def test_a_clock_set_back_in_a_running_coordinator_begins_a_new_epoch() ->
 
 def test_an_epoch_ends_when_the_clock_falls_behind_and_not_when_it_goes_ahead() -> None:
     epochs, second = Epochs(), 1_000
-    first = epochs.present(now_ms=1_000_000 * second, now_s=0.0)
-    assert epochs.present(now_ms=1_000_010 * second, now_s=10.0) == first
-    assert epochs.present(now_ms=1_003_610 * second, now_s=10.0) == first  # an hour ahead: requests expire sooner
-    assert epochs.present(now_ms=1_003_619 * second + 500, now_s=20.0) == first  # half a second of drift
-    second_epoch = epochs.present(now_ms=1_000_020 * second, now_s=20.0)
+    first = epochs.present(ClockReading(1_000_000 * second, 0.0))
+    assert epochs.present(ClockReading(1_000_010 * second, 10.0)) == first
+    assert epochs.present(ClockReading(1_003_610 * second, 10.0)) == first  # an hour ahead: requests expire sooner
+    assert epochs.present(ClockReading(1_003_619 * second + 500, 20.0)) == first  # half a second of drift
+    second_epoch = epochs.present(ClockReading(1_000_020 * second, 20.0))
     assert second_epoch != first
-    assert epochs.present(now_ms=1_000_030 * second, now_s=30.0) == second_epoch
+    assert epochs.present(ClockReading(1_000_030 * second, 30.0)) == second_epoch
+
+
+class StallingClock(SystemClock):
+    """A machine that stands still after some readings. `ahead_s`: the lead of its wall clock."""
+
+    def __init__(self, stalls_s: Iterable[float]) -> None:
+        self._stalls_s, self._now_s, self.ahead_s = iter(stalls_s), 1.0, 1e6
+
+    def monotonic_s(self) -> float:
+        found = self._now_s
+        self._now_s += next(self._stalls_s)
+        return found
+
+    def now_ms(self) -> int:
+        return round(1_000 * (self.monotonic_s() + self.ahead_s))
+
+
+def test_both_clocks_are_read_again_after_a_stall_between_their_readings() -> None:
+    for stalls_s in ([6.0, 0.0, 0.0], [0.0, 6.0, 0.0]):
+        read = read_clocks(StallingClock([*stalls_s, 0.0, 0.0, 0.0]))
+        assert (read.unix_ms / 1_000 - read.monotonic_s, read.apart_s) == (1e6, 0.0)
+
+
+def test_no_stall_begins_an_epoch_and_a_clock_set_back_during_stalls_does() -> None:
+    """An honest coordinator on a busy machine began a new epoch, and its clients had to sign again."""
+    clock, epochs = StallingClock(cycle([0.0, 1.5, 0.0, 3.0, 2.0])), Epochs()
+    assert len({epochs.present(read_clocks(clock)) for _ in range(50)}) == 1
+    before = epochs.present(read_clocks(clock))
+    clock.ahead_s -= 60.0
+    assert epochs.present(read_clocks(clock)) != before
 
 
 def test_drift_that_begins_no_epoch_outlives_no_nonce() -> None:
@@ -347,5 +379,5 @@ def test_drift_that_begins_no_epoch_outlives_no_nonce() -> None:
 
 
 def test_no_two_epochs_have_one_name() -> None:
-    made: set[str] = {Epochs().present(now_ms=1, now_s=1.0) for _ in range(1_000)}
+    made: set[str] = {Epochs().present(ClockReading(1, 1.0)) for _ in range(1_000)}
     assert len(made) == 1_000

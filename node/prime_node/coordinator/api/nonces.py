@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prime_node.coordinator.api.clock_readings import ClockReading
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 
@@ -44,21 +45,25 @@ class Epochs:
         self._ahead_s: float | None = None
         """Maximum lead of the wall clock over the monotonic one in this epoch."""
 
-    def present(self, *, now_ms: int, now_s: float) -> str:
-        """Return the epoch's name. `now_ms` is Unix time, `now_s` monotonic."""
-        ahead_s = now_ms / 1_000 - now_s
-        if self._ahead_s is None or ahead_s > self._ahead_s:
-            self._ahead_s = ahead_s
-        elif ahead_s < self._ahead_s - limits.CLOCK_BACK_S_MAX:
-            self._present, self._ahead_s = secrets.token_hex(16), ahead_s
+    def present(self, now: ClockReading) -> str:
+        """Return the epoch's name.
+
+        The lead is known up to `now.apart_s`. So a process that stands still between two readings begins no epoch.
+        """
+        most_s = now.unix_ms / 1_000 - now.monotonic_s
+        least_s = most_s - now.apart_s
+        if self._ahead_s is None or least_s > self._ahead_s:
+            self._ahead_s = least_s
+        elif most_s < self._ahead_s - limits.CLOCK_BACK_S_MAX:
+            self._present, self._ahead_s = secrets.token_hex(16), least_s
         return self._present
 
-    def require(self, epoch: str, *, now_ms: int, now_s: float) -> None:
+    def require(self, epoch: str, now: ClockReading) -> None:
         """Check a request's epoch.
 
         Raise RemoteError: WRONG_EPOCH with the current epoch, VERSION_UNSUPPORTED for a request without one, from older clients.
         """
-        present = self.present(now_ms=now_ms, now_s=now_s)
+        present = self.present(now)
         if not epoch:
             raise RemoteError(
                 ErrorCode.VERSION_UNSUPPORTED,

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass
 
 from prime_node.broadcast.routes import routes_of, search
+from prime_node.coordinator.api.clock_readings import read_clocks
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
 from prime_node.coordinator.api.statements import BatchSeals
 from prime_node.coordinator.decisions import Decisions
@@ -64,8 +65,7 @@ class BlobIntake:
         self.gate.require_fresh(
             header.epoch,
             header.issued_at_ms,
-            now_ms=self.clock.now_ms(),
-            now_s=self.clock.monotonic_s(),
+            read_clocks(self.clock),
             on_its_way_s=header.body_bytes / 2**20 * limits.BLOB_S_PER_MIB_MAX,
         )
         return {"digest": await self.public.put(bytes(opened.check_body(header)), digest=header.body_digest)}

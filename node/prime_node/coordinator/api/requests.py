@@ -41,6 +41,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_node.coordinator.api.callers import Callers, prefix_of
+from prime_node.coordinator.api.clock_readings import ClockReading, read_clocks
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Epochs, Nonces, Room
 from prime_node.coordinator.decisions import Decisions
@@ -101,11 +102,11 @@ class RequestGate:
         caller: Caller,
         state: State,
         address: str,
-        now_ms: int,
-        now_s: float,
+        now: ClockReading,
         paid_by: str = "",
     ) -> tuple[str, Request]:
         """Return the verified signer and its request. `paid_by` is the key whose rate is charged already. Raise RemoteError."""
+        now_s = now.monotonic_s
         with self.blame(address, now_s):
             envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
             signer = envelope.sole_signer()  # (2)
@@ -120,7 +121,7 @@ class RequestGate:
             raise RemoteError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
         if stamped.run != self.run.digest:  # (6)
             raise wrong_run(stamped.run, self.run)
-        self.require_fresh(stamped.epoch, stamped.issued_at_ms, now_ms=now_ms, now_s=now_s)  # (7)
+        self.require_fresh(stamped.epoch, stamped.issued_at_ms, now)  # (7)
         self.nonces.require_new(signer, stamped.nonce)  # (8)
         if signer != paid_by and caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
             self.limiter.by_key.spend(signer, now_s)  # (9)
@@ -139,16 +140,14 @@ class RequestGate:
         """Charge an address for a RemoteError raised inside the context. Used for parcels too."""
         return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
 
-    def require_fresh(
-        self, epoch: str, issued_at_ms: int, *, now_ms: int, now_s: float, on_its_way_s: float = 0.0
-    ) -> None:
+    def require_fresh(self, epoch: str, issued_at_ms: int, now: ClockReading, *, on_its_way_s: float = 0.0) -> None:
         """Check that a statement is of this epoch and recent.
 
         Raise RemoteError: WRONG_EPOCH for another epoch, EXPIRED outside the window around its time stamp. `on_its_way_s` is the
         time in seconds that its bytes may take to arrive.
         """
-        self.epochs.require(epoch, now_ms=now_ms, now_s=now_s)
-        skew_s = abs(now_ms - issued_at_ms) / 1_000
+        self.epochs.require(epoch, now)
+        skew_s = abs(now.unix_ms - issued_at_ms) / 1_000
         if skew_s > limits.REQUEST_AGE_S_MAX + on_its_way_s:
             raise RemoteError(
                 ErrorCode.EXPIRED,
@@ -218,7 +217,8 @@ class BodyChecks:
         """Return the check for bodies that are sent to /v1/`action`."""
 
         def admit(request: HttpRequest, num_bytes: int) -> BodyAdmission:
-            now_s, address = self.clock.monotonic_s(), self.callers.address_of(request)
+            now, address = read_clocks(self.clock), self.callers.address_of(request)
+            now_s = now.monotonic_s
             network = self.callers.network_of(address)
             header = request.headers.get(CLAIM_HEADER.lower())
             if header is None:
@@ -237,7 +237,7 @@ class BodyChecks:
                 claim = read_claim(envelope, signer, action=action, body_bytes=num_bytes)  # (5)
             if claim.run != self.gate.run.digest:  # (6)
                 raise wrong_run(claim.run, self.gate.run)
-            self.gate.require_fresh(claim.epoch, claim.issued_at_ms, now_ms=self.clock.now_ms(), now_s=now_s)
+            self.gate.require_fresh(claim.epoch, claim.issued_at_ms, now)
             self.gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
             if signer in self.decisions.state.workers:
                 self.gate.limiter.by_key.spend(signer, now_s)

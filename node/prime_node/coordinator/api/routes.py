@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from prime_node.coordinator.api.admission import WorkerAdmission
 from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.bundles import BundleStorage
+from prime_node.coordinator.api.clock_readings import read_clocks
 from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import CheckTasks, Judging
@@ -238,8 +239,7 @@ class _ServedEndpoint:
                 caller=caller,
                 state=state,
                 address=request.remote,
-                now_ms=self.clock.now_ms(),
-                now_s=self.clock.monotonic_s(),
+                now=read_clocks(self.clock),
                 paid_by=self.on.bodies.paid_by(request),
             )
         except RemoteError:

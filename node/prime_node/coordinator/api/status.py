@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.cached_response import CachedResponse
+from prime_node.coordinator.api.clock_readings import read_clocks
 from prime_node.coordinator.api.nonces import Epochs
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
@@ -188,7 +189,7 @@ class StatusPages:
 
     async def health(self) -> dict[str, Any]:
         """Return that the coordinator answers, and its epoch, which requests name."""
-        epoch = self._epochs.present(now_ms=self._clock.now_ms(), now_s=self._clock.monotonic_s())
+        epoch = self._epochs.present(read_clocks(self._clock))
         return {"ok": True, "run": self._report.run.digest, "epoch": epoch}
 
     async def metrics(self) -> Response:
