@@ -3,8 +3,8 @@
     python scripts/make_vectors.py tests/vectors/v1.1
 
 `tests/vectors/v1` is frozen: a test compares its digest. A change of the wire within protocol version 1 adds a folder `v1.1`,
-`v1.2` and so on, which keeps only the files that differ from those of the folder before. All keys and times are fixed, so two
-runs of one version of this script differ at most in how zstd compresses.
+`v1.2` and so on, which keeps only the files that differ from those of the folder before, and those that they name. All keys
+and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
 
 A folder holds one JSON list per kind, and binary inputs. A case has a `name`, an `input` (a file in the folder, or
 `hex`, or `text`), the kind's own parameters, and either `expect` or the `error` code. tests/protocol/vector_kinds.py shows
@@ -19,6 +19,7 @@ from pathlib import Path
 from vectors.adapters import adapters
 from vectors.basics import envelopes, json_texts, keys, noise
 from vectors.bundles import bundles
+from vectors.calibrations import calibrations
 from vectors.checkpoints import checkpoints
 from vectors.claims import body_claims
 from vectors.folder import Folder
@@ -47,6 +48,7 @@ def main() -> None:
     proofs(folder)
     run = runs(folder)
     trust(folder, run)
+    calibrations(folder, run)
     peers(folder, run)
     lease = lease_of(run, checkpoints(folder, run))
     messages(folder, run, lease, bundles(folder, run, lease))

@@ -1,8 +1,8 @@
 """Ban dossiers: everything that a ban rests on, as signed statements that anyone can check again. SPEC.md, section 22.
 
-A dossier is a file of envelopes, one per line: the RunSpec, the key rings, the coordinator's BanStatement, the
-lease of the deciding bundle, two headers for each counted rejection as `equivocation`, and the counted receipts, oldest
-first. The parcel of that bundle, signed by its worker, is a second file; that of a bundle that it copies is a third.
+A dossier is a file of envelopes, one per line: the RunSpec, the key rings, the amendments of the calibration, the
+coordinator's BanStatement, the lease of the deciding bundle, two headers for each counted rejection as `equivocation`,
+and the counted receipts, oldest first. The parcel of that bundle, signed by its worker, is a second file; that of a bundle that it copies is a third.
 
 It proves that the ban follows from the receipts by the run's own rules. Each receipt is a statement that the
 coordinator signed and the worker got too. For the correctness of a bundle's sums it relies on the validators, until
@@ -24,7 +24,7 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import Wealth, folded, log_evidence
 from prime_protocol.identity import KeyId
 from prime_protocol.rollout import RolloutHeader
-from prime_protocol.run_spec import RunSpec
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BanKind, Receipt, RejectReason
 
 
@@ -49,9 +49,8 @@ class BanStatement(WireModel):
 def check_dossier(
     statement: BanStatement,
     receipts: Iterable[Receipt],
+    run: PinnedRun,
     *,
-    run: str,
-    spec: RunSpec,
     headers: Mapping[str, RolloutHeader] | None = None,
 ) -> None:
     """Check that receipts with verified signatures justify the ban. Raises RemoteError that says what does not hold.
@@ -63,13 +62,13 @@ def check_dossier(
     (3) hard: at least `strikes_max` of them are strikes (`is_strike`), the last one among them; for each one rejected as
         `equivocation` there are two different headers for its lease;
     (4) statistical: they are numbered from 1 without gaps; their sums fold to the evidence that each of them states, under the
-        RunSpec's own calibration, and finally reach its `evidence_max`;
+        version of the run's calibration that it names, and finally reach `evidence_max`;
     (5) operator: there are no receipts, and so no bundle.
     """
     listed = list(receipts)
     bundles = {receipt.bundle for receipt in listed}
-    strangers = [one for one in listed if (one.run, one.worker) != (run, statement.worker)]
-    if statement.run != run or strangers or len(bundles) != len(listed):  # (1)
+    strangers = [one for one in listed if (one.run, one.worker) != (run.digest, statement.worker)]
+    if statement.run != run.digest or strangers or len(bundles) != len(listed):  # (1)
         raise _no_dossier("the statement or a receipt is of another run or worker, or a bundle occurs twice")
     if len(listed) != statement.num_receipts or (listed[-1].bundle if listed else None) != statement.bundle:  # (2)
         raise _no_dossier(
@@ -77,15 +76,15 @@ def check_dossier(
         )
     if statement.kind is BanKind.HARD:  # (3)
         strikes = [receipt for receipt in listed if is_strike(receipt)]
-        if len(strikes) < spec.checks.strikes_max:
-            raise _no_dossier(f"{len(strikes)} strikes are below the run's limit of {spec.checks.strikes_max}")
+        if len(strikes) < run.spec.checks.strikes_max:
+            raise _no_dossier(f"{len(strikes)} strikes are below the run's limit of {run.spec.checks.strikes_max}")
         if strikes[-1] is not listed[-1]:
             raise _no_dossier("the rejection of the deciding bundle is no strike")
         for receipt in strikes:
             if receipt.reason is RejectReason.EQUIVOCATION:
                 _check_equivocation(receipt, (headers or {}).values())
     if statement.kind is BanKind.STATISTICAL:  # (4)
-        _check_evidence(listed, spec)
+        _check_evidence(listed, run)
     if statement.kind is BanKind.OPERATOR and listed:  # (5)
         raise _no_dossier("a decision of the operator rests on no receipts and no bundle")
     if statement.original is not None and (not listed or listed[-1].reason is not RejectReason.COPIED):
@@ -106,8 +105,8 @@ def _check_equivocation(receipt: Receipt, headers: Iterable[RolloutHeader]) -> N
         )
 
 
-def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
-    checks = spec.checks
+def _check_evidence(receipts: list[Receipt], run: PinnedRun) -> None:
+    checks = run.spec.checks
     if not checks.statistics:
         raise _no_dossier("the run has no calibration, so no evidence accumulates")
     wealth: dict[str, Wealth] = {}
@@ -115,7 +114,8 @@ def _check_evidence(receipts: list[Receipt], spec: RunSpec) -> None:
         if receipt.evidence is None or receipt.evidence.number != number:
             raise _no_dossier(f"receipt {number} is not the worker's bundle {number}")
         about = receipt.evidence
-        require_possible(about, checks.moments_of(worker=about.worker, validator=about.validator))
+        known = run.checks_at(about.calibration)
+        require_possible(about, known.moments_of(worker=about.worker, validator=about.validator))
         wealth = folded(wealth, about.sums, statistics=checks.statistics)
         if abs(log_evidence(wealth) - about.log_evidence) > NATS_ERROR_MAX:
             raise _no_dossier(f"the sums of receipt {number} do not add up to its stated evidence")

@@ -52,6 +52,7 @@ class PayloadType(StrEnum):
     PEER_TOKEN = "application/vnd.prime.peer-token+json"
     PEER_ANSWER = "application/vnd.prime.peer-answer+json"
     LOGPROBS = "application/vnd.prime.logprobs-header+json"
+    CALIBRATION = "application/vnd.prime.calibration+json"
     BODY_CLAIM = "application/vnd.prime.body-claim+json"
 
 

@@ -43,7 +43,7 @@ from pydantic import Field, model_validator
 
 from prime_protocol.assignment import Count, Name
 from prime_protocol.envelope import WireModel
-from prime_protocol.limits import COMPARED_REWARDS_MAX, COUNT_MAX, LAMBDAS_MAX, STATISTICS_MAX
+from prime_protocol.limits import CALIBRATIONS_MAX, COMPARED_REWARDS_MAX, COUNT_MAX, LAMBDAS_MAX, STATISTICS_MAX
 
 LOG_WEALTH_MAX = 1e6
 """Nats. Beyond every threshold, and far below the size at which sums of floats lose a nat."""
@@ -111,6 +111,8 @@ class BundleEvidence(WireModel):
     """Class of the engine that judged."""
     sums: dict[Name, Sums] = Field(max_length=STATISTICS_MAX)
     """Sums by statistic. Empty: the run's calibration does not know this pair of classes."""
+    calibration: int = Field(default=0, ge=0, le=CALIBRATIONS_MAX, exclude_if=lambda version: version == 0)
+    """Version of the calibration that the sums are measured by: its newest amendment that the validator knew."""
     compared: tuple[ComparedRewards, ...] = Field(
         default=(), max_length=COMPARED_REWARDS_MAX, exclude_if=lambda groups: not groups
     )

@@ -62,7 +62,11 @@ STATISTICS_MAX = 12
 COMPARED_REWARDS_MAX = 1_024
 """Rewards that a receipt lists for one bundle's comparison, the worker's and the validator's together."""
 CALIBRATION_PAIRS_MAX = 64
-"""Pairs of engines in one calibration."""
+"""Pairs of engines in one calibration, including those that amendments add."""
+CALIBRATIONS_MAX = CALIBRATION_PAIRS_MAX - 1
+"""Amendments of one run's calibration over its lifetime. Each adds at least one pair."""
+CALIBRATION_BYTES_MAX = 256 * 2**10
+"""An amendment's payload, as large as a RunSpec, which may contain as many pairs."""
 INVITE_CHARS_MAX = 4 * 2**10
 """An invitation as text."""
 ESCROW_BUNDLES_MAX = 1_024

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from prime_protocol import close_flips, excess_flips, limits, reward_ranks, shading
 from prime_protocol.adapters import AdapterSpec
+from prime_protocol.amendment import CalibrationChain
 from prime_protocol.assignment import Count, Name, Sampling, Seed
 from prime_protocol.calibration import Calibration
 from prime_protocol.close_flips import CLOSE_FLIPS
@@ -324,9 +325,21 @@ class PinnedRun:
     envelope: Envelope
     keys: KeyChain = field(init=False, compare=False)
     """Current and past keys: the RunSpec's, and those of the key rings that this process has verified since."""
+    calibrations: CalibrationChain = field(init=False, compare=False)
+    """Versions of the calibration: the RunSpec's, and the amendments that this process has verified since."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keys", KeyChain(self.digest, self.spec.keys))
+        object.__setattr__(self, "calibrations", CalibrationChain(self.keys, self.spec.checks.calibration))
+
+    @property
+    def checks(self) -> CheckPolicy:
+        """The RunSpec's checks, with the newest known version of the calibration."""
+        return self.checks_at(self.calibrations.version)
+
+    def checks_at(self, calibration: int) -> CheckPolicy:
+        """Return the RunSpec's checks with a version of the calibration. Raises RemoteError for an unknown version."""
+        return self.spec.checks.model_copy(update={"calibration": self.calibrations.at(calibration)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class Timestamp(WireModel):
     """Newest manifest, None before the first."""
     key_ring: int = Field(ge=0, le=limits.KEY_RINGS_MAX)
     """Version of the newest key ring; 0 is the RunSpec."""
+    calibration: int = Field(default=0, ge=0, le=limits.CALIBRATIONS_MAX, exclude_if=lambda version: version == 0)
+    """Version of the newest amendment of the calibration; 0 is the RunSpec."""
     issued_at_ms: Count
     expires_at_ms: Count
 
@@ -81,12 +83,21 @@ def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
     """
     is_newer = stamp.issued_at_ms > known.issued_at_ms
     earlier, later = (known, stamp) if is_newer else (stamp, known)
-    if later.policy_version < earlier.policy_version or later.key_ring < earlier.key_ring:
+    if any(
+        new < old
+        for new, old in (
+            (later.policy_version, earlier.policy_version),
+            (later.key_ring, earlier.key_ring),
+            (later.calibration, earlier.calibration),
+        )
+    ):
         raise RemoteError(
-            ErrorCode.CHAIN_BROKEN,
-            f"rollback: policy {later.policy_version} and key ring {later.key_ring} come in a newer timestamp than "
-            f"policy {earlier.policy_version} and key ring {earlier.key_ring}",
+            ErrorCode.CHAIN_BROKEN, f"rollback: {_what(later)} come in a newer timestamp than {_what(earlier)}"
         )
     if later.policy_version == earlier.policy_version and later.head != earlier.head:
         raise RemoteError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
     return is_newer
+
+
+def _what(stamp: Timestamp) -> str:
+    return f"policy {stamp.policy_version}, key ring {stamp.key_ring} and calibration {stamp.calibration}"

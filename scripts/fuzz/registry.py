@@ -29,14 +29,17 @@ from tests.builder import build_manifest
 from valid_messages import examples, wire_models
 
 from prime_protocol import invite, ledger, peers
+from prime_protocol.amendment import CalibrationAmendment, CalibrationChain
+from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.dossier import BanStatement, check_dossier
 from prime_protocol.envelope import PayloadType, parse_json, seal
+from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain, KeyRing
 from prime_protocol.manifest import open_manifest, sign_manifest
-from prime_protocol.run_spec import open_run_spec
+from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.seed_chain import OpenSecret, SeedChain, opened_secrets
 from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.verdict import Receipt
@@ -73,6 +76,15 @@ def _statements() -> list[Parser]:
     ring = KeyRing(
         run=RUN.digest, version=1, previous=RUN.digest, keys=SPEC.keys, published=None, created_at_ms=0
     )  # the first of a run
+    moments = Moments(cap=1.0, lambdas=(1.0,), log_moments=(0.1,), num_tokens=1)
+    known = PairMoments(worker="a/b/c", validator="a/b/c", moments={"logprob": moments})
+    amendment = CalibrationAmendment(
+        run=RUN.digest,
+        version=1,
+        previous=RUN.digest,
+        pairs=(known.model_copy(update={"worker": "d/e/f"}),),
+        created_at_ms=0,
+    )
     own = {
         "run": RUN.digest,
         "head": {"policy_version": 0, "manifest": signed.digest},
@@ -90,6 +102,10 @@ def _statements() -> list[Parser]:
     def keys(payload: bytes) -> None:
         KeyChain(RUN.digest, SPEC.keys).check(seal(payload, PayloadType.KEY_RING, ROOT))
 
+    def calibrations(payload: bytes) -> None:
+        chain = CalibrationChain(RUN.keys, Calibration(pairs=(known,)))
+        chain.add(seal(payload, PayloadType.CALIBRATION, ROOT))
+
     def stamps(payload: bytes) -> None:
         check_fresh(open_timestamp(seal(payload, PayloadType.TIMESTAMP, COORDINATOR), RUN), NOW_MS)
 
@@ -99,7 +115,7 @@ def _statements() -> list[Parser]:
 
     def dossiers(payload: bytes) -> None:
         found = parse_json(payload, BanStatement)
-        check_dossier(found, [parse_json(one, Receipt) for one in receipts], run=found.run, spec=SPEC)
+        check_dossier(found, [parse_json(one, Receipt) for one in receipts], PinnedRun(found.run, SPEC, RUN.envelope))
 
     def line(data: bytes) -> bytes:
         chain = ledger.LedgerChain(RUN.digest)
@@ -154,6 +170,12 @@ def _statements() -> list[Parser]:
                 "key_ring.KeyChain.verify",
                 "key_ring.KeyChain.verify_kept",
             ),
+        ),
+        Parser(
+            "calibration",
+            calibrations,
+            [amendment.model_dump_json().encode(), *of_our_run("CalibrationAmendment")],
+            ("amendment.CalibrationChain.check", "amendment.CalibrationChain.add"),
         ),
         Parser("timestamp", stamps, [json_of(own), *of_our_run("Timestamp")], ("timestamp.open_timestamp",)),
         Parser("dossier", dossiers, of_our_run("BanStatement"), ("dossier.check_dossier",)),

@@ -27,6 +27,7 @@ from prime_protocol import (
     timestamp,
     verdict,
 )
+from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import PayloadType, WireModel, open_envelope, parse_json
 from prime_protocol.errors import RemoteError
@@ -45,6 +46,7 @@ MODEL_OF: dict[str, type[BaseModel]] = {
     PayloadType.RECEIPT: verdict.Receipt,
     PayloadType.BATCH: replies.TrainBatch,
     PayloadType.KEY_RING: KeyRing,
+    PayloadType.CALIBRATION: CalibrationAmendment,
     PayloadType.TIMESTAMP: timestamp.Timestamp,
     PayloadType.INVITE: invite.Invite,
     PayloadType.LEDGER_HEAD: ledger.LedgerHead,

@@ -11,12 +11,13 @@ from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.digest import digest_of
 from prime_protocol.dossier import BanStatement, check_dossier
+from prime_protocol.envelope import Envelope, PayloadType
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import Moments, Sums, Wealth, Weighed, folded, log_evidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.rollout import EngineInfo, RolloutHeader
-from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, RunSpec
+from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason
 
 WORKER, OTHER = (SigningKey(bytes([n]) * 32).key_id for n in (1, 2))
@@ -85,7 +86,11 @@ def statement(receipts: Sequence[Receipt], kind: BanKind) -> BanStatement:
 
 
 def check(receipts: Sequence[Receipt], kind: BanKind, *, of: RunSpec | None = None, **changes: object) -> None:
-    check_dossier(statement(receipts, kind).model_copy(update=changes), receipts, run=RUN, spec=of or spec())
+    check_dossier(statement(receipts, kind).model_copy(update=changes), receipts, pinned_as(of or spec()))
+
+
+def pinned_as(of: RunSpec) -> PinnedRun:
+    return PinnedRun(RUN, of, Envelope(PayloadType.RUN_SPEC, b"", ()))
 
 
 STRIKES = [receipt(n, reason=RejectReason.SEED_MISMATCH) for n in (1, 2)]
@@ -163,10 +168,10 @@ def header(**changes: object) -> RolloutHeader:
 def test_3_an_equivocation_needs_two_headers_for_its_lease(changes: dict[str, object]) -> None:
     receipts = [STRIKES[0], receipt(2, reason=RejectReason.EQUIVOCATION)]
     ban = statement(receipts, BanKind.HARD)
-    check_dossier(ban, receipts, run=RUN, spec=spec(), headers={"1": header(), "2": header(created_at_ms=1)})
+    check_dossier(ban, receipts, pinned_as(spec()), headers={"1": header(), "2": header(created_at_ms=1)})
     for headers in ({}, {"1": header()}, {"1": header(), "2": header(created_at_ms=1, **changes)}):
         with pytest.raises(RemoteError, match="two different headers for its lease are missing"):
-            check_dossier(ban, receipts, run=RUN, spec=spec(), headers=headers)
+            check_dossier(ban, receipts, pinned_as(spec()), headers=headers)
 
 
 def test_a_ban_for_another_reason_names_no_original() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from prime_protocol import (
+    amendment,
     assigned,
     assignment,
     body_claim,
@@ -44,6 +45,7 @@ from prime_protocol.verdict import RejectReason
 
 SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
 MODULES = (
+    amendment,
     assigned,
     assignment,
     body_claim,

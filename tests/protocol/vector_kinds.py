@@ -113,21 +113,25 @@ def run_spec(case: Case, folder: Path) -> Any:
 
 def _run_of(case: Case, folder: Path) -> PinnedRun:
     spec = open_envelope((folder / case["run_spec"]).read_bytes())
-    return open_run_spec(spec, pinned=spec.digest)
+    run = open_run_spec(spec, pinned=spec.digest)
+    for name in case.get("rings", ()):
+        run.keys.add(open_envelope((folder / name).read_bytes()))
+    return run
 
 
 def key_ring(case: Case, folder: Path) -> Any:
     keys = _run_of(case, folder).keys
-    for name in case["rings"]:
-        keys.add(open_envelope((folder / name).read_bytes()))
     return {"fields": fields(keys.rings[-1][0]), "digest": keys.digest}
 
 
+def calibration(case: Case, folder: Path) -> Any:
+    calibrations = _run_of(case, folder).calibrations
+    added = [calibrations.add(open_envelope(text.encode())) for text in case["amendments"]]
+    return {"fields": fields(added[-1]), "digest": calibrations.digest}
+
+
 def timestamp(case: Case, folder: Path) -> Any:
-    run = _run_of(case, folder)
-    for name in case["rings"]:
-        run.keys.add(open_envelope((folder / name).read_bytes()))
-    stamp = open_timestamp(open_envelope(data_of(case, folder)), run)
+    stamp = open_timestamp(open_envelope(data_of(case, folder)), _run_of(case, folder))
     check_fresh(stamp, case["now_ms"])
     return fields(stamp)
 
@@ -153,10 +157,8 @@ def seed_chain(case: Case, folder: Path) -> Any:
 
 def assigned(case: Case, folder: Path) -> Any:
     envelope, secret = open_envelope(case["run_spec"].encode()), bytes.fromhex(case["secret"])
-    run, receipt = (
-        open_run_spec(envelope, pinned=envelope.digest),
-        parse_json(json.dumps(case["receipt"]).encode(), verdict.Receipt),
-    )
+    run = open_run_spec(envelope, pinned=envelope.digest)
+    receipt = parse_json(json.dumps(case["receipt"]).encode(), verdict.Receipt)
     rule, shown = SeedRule(run.digest, run.spec), receipt.assigned
     assert shown is not None
     claims = {"policy_version": receipt.policy_version, "step": receipt.step, "num_rollouts": receipt.num_rollouts}
@@ -367,6 +369,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "public_key": public_key,
     "run_spec": run_spec,
     "assigned": assigned,
+    "calibration": calibration,
     "compared": compared,
     "seed_chain": seed_chain,
     "seed": seed,

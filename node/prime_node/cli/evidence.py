@@ -75,9 +75,7 @@ def evidence_verify(
     opened, bundle_finding, seeds, fault = None, "", "", ""
     try:
         opened = read_dossier(dossier, pinned=run)
-        check_dossier(
-            opened.statement, opened.receipts, run=opened.run.digest, spec=opened.run.spec, headers=opened.headers
-        )
+        check_dossier(opened.statement, opened.receipts, opened.run, headers=opened.headers)
         bundle_finding = about_the_bundle(opened, dossier.parent, model)
         seeds = "" if ledger is None else asyncio.run(_about_the_seeds(opened, ledger))
     except RemoteError as error:
