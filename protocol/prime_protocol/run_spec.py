@@ -339,7 +339,8 @@ class PinnedRun:
 
     def checks_at(self, calibration: int) -> CheckPolicy:
         """Return the RunSpec's checks with a version of the calibration. Raises RemoteError for an unknown version."""
-        return self.spec.checks.model_copy(update={"calibration": self.calibrations.at(calibration)})
+        known = self.calibrations.at(calibration)
+        return self.spec.checks.model_copy(update={"calibration": known}) if calibration else self.spec.checks
 
 
 @dataclass(frozen=True, slots=True)

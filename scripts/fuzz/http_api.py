@@ -36,7 +36,7 @@ sys.path[:0] = [str(ROOT_FOLDER), str(HERE)]
 from mutate import VALUES, mutated  # noqa: E402 (the path is set above)
 from tests.node import coordinator_world as cw  # noqa: E402
 from tests.node.coordinator_process import crash_run  # noqa: E402
-from valid_messages import examples  # noqa: E402
+from valid_messages import MODEL_OF, examples  # noqa: E402
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite  # noqa: E402
 from prime_node.coordinator.api.routes import ENDPOINTS  # noqa: E402
@@ -64,11 +64,12 @@ PAYLOADS = {
     "logprobs": PayloadType.LOGPROBS,
     "manifests": PayloadType.MANIFEST,
     "keys": PayloadType.KEY_RING,
+    "calibrations": PayloadType.CALIBRATION,
 }
 """Routes whose body is no request."""
 GETS = (
     *("/v1/run", "/v1/head", "/v1/manifests/{}", "/v1/keys/{}", "/v1/timestamp", "/v1/ledger", "/v1/ledger/{}"),
-    *("/v1/blobs/{}", "/v1/status", "/v1/workers/{}", "/healthz", "/metrics"),
+    *("/v1/calibrations/{}", "/v1/blobs/{}", "/v1/status", "/v1/workers/{}", "/healthz", "/metrics"),
 )
 ANSWER_S_MAX = 20.0
 WALLS = ("connects_per_second=1e9", "public_requests_per_second=1e9")
@@ -181,11 +182,9 @@ class Fuzzer:
             )
             body = pack_parcel(header, data, PayloadType.BLOB, key)
         else:
-            name = {"manifests": "Manifest", "keys": "KeyRing", "logprobs": "LogprobsHeader"}.get(
-                route, "RolloutHeader"
-            )
+            name = "LogprobsHeader" if route == "logprobs" else MODEL_OF[PAYLOADS[route]].__name__
             fields = self._named(json.loads(self.rng.choice(examples()[name])))
-            key = {"keys": cw.ROOT, "logprobs": cw.VALIDATOR}.get(route, key)
+            key = {"keys": cw.ROOT, "calibrations": cw.ROOT, "logprobs": cw.VALIDATOR}.get(route, key)
             body = seal(self._broken(fields | {"run": self.world.run.digest}), PAYLOADS[route], key).to_bytes()
             if route in ("rollouts", "logprobs"):
                 body = b"PRP1" + len(body).to_bytes(4, "big") + body + self.rng.randbytes(8)

@@ -171,6 +171,12 @@ class MemorySource:
             raise RemoteError(ErrorCode.NOT_FOUND, f"no key ring {version}")
         return self.key_rings[version - 1]
 
+    async def calibration(self, version: int) -> Envelope:
+        self._check_reachable()
+        if version > self.run.calibrations.version:
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no calibration {version}")
+        return self.run.calibrations.amendments[version - 1][1]
+
     async def timestamp(self) -> Envelope:
         self._check_reachable()
         return self.shown_timestamp or self.timestamp_of(self.shown_head, key=self.key)
@@ -187,6 +193,7 @@ class MemorySource:
             "run": self.run.digest,
             "head": point,
             "key_ring": len(self.key_rings),
+            "calibration": self.run.calibrations.version,
             "issued_at_ms": issued_at_ms,
             "expires_at_ms": issued_at_ms + 600_000,
         }

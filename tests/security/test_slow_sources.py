@@ -68,6 +68,10 @@ class Stalled(MemorySource):
         await self._take("key_ring")
         return await super().key_ring(version)
 
+    async def calibration(self, version: int) -> Envelope:
+        await self._take("calibration")
+        return await super().calibration(version)
+
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         await self._take("blob")
         return await super().blob(digest, start=start, end=end)

@@ -195,7 +195,8 @@ async def _judged_again(bundle: OpenedBundle, dossier: DossierFile, model: Path,
         found, *_ = await weigh_bundle(bundle, scorer, run=dossier.run)
     finally:
         await scorer.close()
-    weighed = evidence_in(bundle, found, dossier.run, judged_by=judge_class)
+    version = decided.evidence.calibration if decided.evidence else 0
+    weighed = evidence_in(bundle, found, dossier.run, judged_by=judge_class, calibration=version)
     if dossier.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:
         return compared(decided.evidence, weighed)
     return confirmed(decided.reason, verdict_on(summary(found), weighed, dossier.run.spec.checks))

@@ -51,6 +51,8 @@ def read_dossier(path: Path, *, pinned: str | None) -> DossierFile:
         found.setdefault(envelope.payload_type, []).append(envelope)
     for ring in found.pop(PayloadType.KEY_RING, []):
         run.keys.add(ring)
+    for amendment in found.pop(PayloadType.CALIBRATION, []):
+        run.calibrations.add(amendment)
     kinds = (PayloadType.BAN, PayloadType.LEASE, PayloadType.RECEIPT)
     signed = {kind: found.pop(kind, []) for kind in kinds}
     opened = {kind: [run.keys.verify_kept(one, kind, Role.COORDINATOR) for one in signed[kind]] for kind in kinds}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.admission import WorkerAdmission
+from prime_node.coordinator.api.amendments import CalibrationIntake, restore_amendments
 from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.callers import Callers
@@ -116,8 +117,8 @@ class Coordinator:
         observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=parts.timeline)
         notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
         checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
-        agreement = Agreement(check_s, run.spec.checks.validator_classes)
-        pairs = CalibratedPairs(run.spec.checks, agreement)
+        agreement = Agreement(check_s, run.checks.validator_classes)
+        pairs = CalibratedPairs(run, agreement)
         evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
         decisions = Decisions(journal, clock, observer, notifications, checks, evaluations, metrics)
         limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
@@ -139,6 +140,7 @@ class Coordinator:
             lifetime_s=config.timestamp_lifetime_seconds,
         )
         keys = KeyRings(run, key, clock, decisions, gate, manifests, timestamps, parts.published)
+        calibrations = CalibrationIntake(run, clock, decisions, gate, timestamps, agreement, parts.published)
         ledger = LedgerSigner(
             run, key, decisions, journal, assigner, store, private, interval_s=config.timestamp_seconds
         )
@@ -165,9 +167,10 @@ class Coordinator:
                 run, clock, decisions, gate, manifests, seals, evaluations, observer, notifications, public, private
             ),
             keys=keys,
+            calibrations=calibrations,
             timestamps=timestamps,
             ledger=ledger,
-            documents=PublicDocuments(run, manifests, keys, ledger, notifications),
+            documents=PublicDocuments(run, manifests, keys, calibrations, ledger, notifications),
             blobs=BlobReader(run, public, serve_chunks=config.serve_chunks),
             discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
             operator=OperatorActions(decisions),
@@ -187,6 +190,7 @@ async def open_coordinator(parts: Parts) -> Coordinator:
     parts.metrics.declare(*METRICS)
     await restore_keys(run, parts.published, parts.key)
     restored = await restore_state(parts.store, rules_of(run))
+    await restore_amendments(run, parts.published, restored[1])
     assigner = Assigner(
         run,
         secret=parts.secret,
@@ -205,6 +209,7 @@ async def open_coordinator(parts: Parts) -> Coordinator:
     )
     coordinator = Coordinator(parts, journal, assigner)
     await parts.published.write("run.json", run.envelope.to_bytes())
+    coordinator.handlers.calibrations.record_amendments()
     await coordinator.manifests.restore_head()
     await coordinator.handlers.timestamps.restore_time()
     if (head := coordinator.manifests.head) is not None:

@@ -19,7 +19,7 @@ from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.state.records import PendingBundle
 from prime_protocol.calibration import is_calibrated
 from prime_protocol.requests import CheckResultRequest
-from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
 
 
@@ -27,16 +27,16 @@ from prime_protocol.verdict import RejectReason
 class CalibratedPairs:
     """The calibrated pairs of a run's engine classes, applied to its validators. Times are monotonic."""
 
-    checks: CheckPolicy
+    run: PinnedRun
     agreement: Agreement
 
     def knows(self, engine_class: str) -> bool:
         """Return whether the calibration has a pair for a worker's class; True in a run without a calibration."""
-        return self.checks.calibration is None or engine_class in self.checks.worker_classes
+        return self.run.checks.calibration is None or engine_class in self.run.checks.worker_classes
 
     def is_weighable(self, engine_class: str, now_s: float) -> bool:
         """Return whether an active validator may be able to weigh bundles of this class."""
-        if self.checks.calibration is None:
+        if self.run.checks.calibration is None:
             return True
         active = self.agreement.active_others("", now_s)
         return self.knows(engine_class) and any(self._weighs(one, engine_class) is not False for one in active)
@@ -59,12 +59,12 @@ class CalibratedPairs:
 
     def _weighs(self, validator: str, engine_class: str) -> bool | None:
         """Return whether a validator's class and this one are a calibrated pair; None if its class is not known."""
-        judge = self.agreement.class_of(validator)
-        if self.checks.calibration is None:
+        judge, calibration = self.agreement.class_of(validator), self.run.checks.calibration
+        if calibration is None:
             return True
         if not judge:
             return None
-        return bool(self.checks.calibration.moments_of(worker=engine_class, validator=judge))
+        return bool(calibration.moments_of(worker=engine_class, validator=judge))
 
 
 def is_uncalibrated(pending: PendingBundle, result: CheckResultRequest) -> bool:

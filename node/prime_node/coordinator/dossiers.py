@@ -81,6 +81,7 @@ class BanDossiers:
         lines = [
             self.run.envelope,
             *(ring for _, ring in self.run.keys.rings),
+            *(amendment for _, amendment in self.run.calibrations.amendments),
             seal(statement, PayloadType.BAN, self.key),
         ]
         if ban.evidence is not None and lease is not None:

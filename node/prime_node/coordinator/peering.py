@@ -22,7 +22,10 @@ from prime_node.ports.web import Route
 
 log = logging.getLogger(__name__)
 
-SHOWN = ("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}", "/v1/timestamp")
+SHOWN = (
+    *("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}"),
+    *("/v1/calibrations/{version}", "/v1/timestamp"),
+)
 """Endpoints of the host: documents, no bytes of checkpoints."""
 
 

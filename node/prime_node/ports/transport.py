@@ -78,6 +78,10 @@ class StatementSource(TimestampSource, Protocol):
         """Return key ring `version`, 1 or above. Raises RemoteError(NOT_FOUND) if there is none yet."""
         ...
 
+    async def calibration(self, version: int) -> Envelope:
+        """Return amendment `version` of the calibration, 1 or above. Raises RemoteError(NOT_FOUND) if there is none yet."""
+        ...
+
 
 class LedgerSource(Protocol):
     """Untrusted source of a run's ledger (prime_protocol/ledger.py)."""

@@ -177,12 +177,16 @@ async def weigh_bundle(
     return found, evidence, prefill.logprobs_T
 
 
-def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judged_by: str) -> BundleEvidence | None:
+def evidence_in(
+    bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judged_by: str, calibration: int | None = None
+) -> BundleEvidence | None:
     """Return the evidence in a bundle's statistics, measured by a validator of class `judged_by`.
 
-    None if the run uses no statistics.
+    `calibration` is the version of the run's calibration; by default the newest known one. None if the run uses no
+    statistics. Raises RemoteError if the version is not known.
     """
-    checks = run.spec.checks
+    version = run.calibrations.version if calibration is None else calibration
+    checks = run.checks_at(version)
     if not checks.statistics:
         return None
     weighed = {name: values for name, values in found.items() if not (bundle.is_unseeded and name in OF_SEEDS)}
@@ -190,6 +194,8 @@ def evidence_in(bundle: OpenedBundle, found: Statistics, run: PinnedRun, *, judg
     evidence = BundleEvidence(worker=worker, validator=judged_by, sums={})
     if checks.calibration is not None:
         evidence = evidence_of(weighed, checks.calibration, worker=worker, validator=judged_by)
+    if version:
+        evidence = evidence.model_copy(update={"calibration": version})
     if not bundle.is_sampled_whole:
         return evidence
     sums = dict(evidence.sums)

@@ -4,6 +4,7 @@
     head.json                     the newest manifest's envelope; no file before the first
     manifests/00000041.json       every manifest's envelope
     keys/0001.json                every key ring's envelope
+    calibrations/0001.json        the envelope of every amendment of the calibration
     timestamp.json                the coordinator's statement of which of them are the newest
     blobs/ab/abcd...              parts and model files by digest
 
@@ -55,6 +56,10 @@ class FolderSource:
     async def key_ring(self, version: int) -> Envelope:
         """Read a key ring."""
         return await self._envelope(f"keys/{version:04d}.json")
+
+    async def calibration(self, version: int) -> Envelope:
+        """Read an amendment of the calibration."""
+        return await self._envelope(f"calibrations/{version:04d}.json")
 
     async def timestamp(self) -> Envelope:
         """Read the timestamp."""

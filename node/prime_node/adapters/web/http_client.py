@@ -74,6 +74,9 @@ class HttpClient(HttpExchange):
     async def key_ring(self, version: int) -> Envelope:
         return await self._statement(f"/v1/keys/{version}", limits.KEY_RING_BYTES_MAX)
 
+    async def calibration(self, version: int) -> Envelope:
+        return await self._statement(f"/v1/calibrations/{version}", limits.CALIBRATION_BYTES_MAX)
+
     async def timestamp(self) -> Envelope:
         return await self._statement("/v1/timestamp", limits.TIMESTAMP_BYTES_MAX)
 
@@ -187,3 +190,7 @@ class HttpClient(HttpExchange):
     async def add_key_ring(self, ring: Envelope) -> None:
         """Upload a key ring. Idempotent for the newest ring."""
         await self._post("keys", ring.to_bytes)
+
+    async def add_amendment(self, amendment: Envelope) -> None:
+        """Upload an amendment of the calibration. Idempotent for the newest one."""
+        await self._post("calibrations", amendment.to_bytes)

@@ -59,6 +59,10 @@ class PacedSource:
         """Fetch a key ring."""
         return await self._ask(lambda: self._source.key_ring(version), _size_of)
 
+    async def calibration(self, version: int) -> Envelope:
+        """Fetch an amendment of the calibration."""
+        return await self._ask(lambda: self._source.calibration(version), _size_of)
+
     async def timestamp(self) -> Envelope:
         """Fetch the timestamp."""
         return await self._ask(self._source.timestamp, _size_of)

@@ -57,6 +57,18 @@ async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
         keys.add(envelope)
 
 
+async def fetch_amendments(source: StatementSource, run: PinnedRun) -> None:
+    """Fetch every amendment of the calibration after the known ones; their number is bounded. Raises RemoteError."""
+    while run.calibrations.version < limits.CALIBRATIONS_MAX:
+        try:
+            envelope = await source.calibration(run.calibrations.version + 1)
+        except RemoteError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return
+        run.calibrations.add(envelope)
+
+
 async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun, folder: Path) -> Path:
     """Put every model file into `folder`, and return `folder`. Files that are there already stay untouched.
 

@@ -1,15 +1,18 @@
-"""Keep this machine's knowledge of its run's keys and newest policy current: key rings and timestamps, from several sources.
+"""Keep this machine's knowledge of its run current: key rings, timestamps and amendments, from several sources.
 
 Waiting: `follow` asks every source at intervals; nothing waits for it except callers of `refresh`. Like a TUF client, it
 follows the key rings to the last before it reads the timestamp, because a ring may name another key for it.
 
-Invariant: rings only grow and the timestamp only moves forward, over restarts too, because both are on disk before they
-count. An unreachable, lagging or dishonest source costs a log line. Two timestamps of which the later contradicts the earlier
-convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that the coordinator cannot tell us
-one thing and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the manifest that it
-names, signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A key ring that
-replaces the signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and roles that
-take new work must wait: the run may have continued, and the sources may show an old state.
+An amendment of the calibration is fetched when a timestamp names it. No new work waits for one: without it a validator judges by
+the version that it knows, and says so.
+
+Invariant: rings and amendments only grow and the timestamp only moves forward, over restarts too, because all are on disk
+before they count. An unreachable, lagging or dishonest source costs a log line. Two timestamps of which the later contradicts
+the earlier convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that the coordinator
+cannot tell us one thing and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the
+manifest that it names, signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A
+key ring that replaces the signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and
+roles that take new work must wait: the run may have continued, and the sources may show an old state.
 """
 
 from __future__ import annotations
@@ -83,7 +86,8 @@ class Trust:
         self._reasons: dict[str, str] = {}
         self._said = ""
         try:
-            (folder / "keys").mkdir(parents=True, exist_ok=True)
+            for name in ("keys", "calibrations"):
+                (folder / name).mkdir(parents=True, exist_ok=True)
             self._restore()
         except OSError as error:
             raise LocalError(f"folder {folder}: {error.strerror}; choose another folder") from None
@@ -148,6 +152,7 @@ class Trust:
             await self._follow_rings(source)
             async with asyncio.timeout(ANSWER_S_MAX):
                 self._take_timestamp(await source.timestamp())
+                await self._follow_calibrations(source)
             if (last := self._unseen_last()) is not None:
                 async with asyncio.timeout(MANIFEST_S_MAX):
                     self._is_over = await self._is_shown(last, source) or self._is_over
@@ -189,6 +194,20 @@ class Trust:
             keys.add(envelope)
             self._void_if_revoked()
             log.warning("key ring %d of the run's root is in force: %s", version, ring.reason or "no reason given")
+
+    async def _follow_calibrations(self, source: StatementSource) -> None:
+        """Take the amendments that the newest timestamp names, as far as the source has them."""
+        known = self.run.calibrations
+        while self.newest is not None and known.version < self.newest.calibration:
+            version = known.version + 1
+            envelope = await source.calibration(version)
+            if known.version >= version:  # another source was faster
+                continue
+            amendment = known.check(envelope)
+            self._write(f"calibrations/{version:04d}.json", envelope)
+            known.add(envelope)
+            classes = ", ".join(sorted({pair.worker for pair in amendment.pairs}))
+            log.warning("calibration %d is in force: the run now knows the noise of %s", version, classes)
 
     async def _is_shown(self, head: ChainPoint, source: TimestampSource) -> bool:
         """Return whether the source shows this manifest, signed by the trainer. Raises RemoteError and Unreachable."""
@@ -250,6 +269,13 @@ class Trust:
         while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
             try:
                 keys.add(open_envelope(path.read_bytes()))
+            except RemoteError as error:
+                log.warning("%s: %s; asking for it again", path, error)
+                path.unlink()
+        known = self.run.calibrations
+        while (path := place(self._folder, f"calibrations/{known.version + 1:04d}.json")).exists():
+            try:
+                known.add(open_envelope(path.read_bytes()))
             except RemoteError as error:
                 log.warning("%s: %s; asking for it again", path, error)
                 path.unlink()

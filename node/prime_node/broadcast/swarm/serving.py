@@ -69,7 +69,8 @@ class PeerService:
     heard_of: Callable[[KeyId], Mapping[str, PieceSet]] = lambda peer: {}
     """Function that returns what a member has announced, by encoding. Notifications of the same pieces can wait."""
     folder: Path | None = None
-    """Role's folder: the run's configuration and tokenizer in `model`, verified key rings and timestamp in `trust`."""
+    """Role's folder: the run's configuration and tokenizer in `model`, verified key rings, amendments and
+    timestamp in `trust`."""
     _members: dict[tuple[int, str], tuple[str, int]] = field(default_factory=dict)
     """Verified authorizations, each with the key ring in force then."""
     listeners: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -87,6 +88,7 @@ class PeerService:
             ("/v1/manifests/{policy_version}", self._manifest),
             ("/v1/blobs/{digest}", self._blob),
             ("/v1/keys/{version}", self._key_ring),
+            ("/v1/calibrations/{version}", self._calibration),
             ("/v1/timestamp", self._timestamp),
             ("/v1/have", self.have),
             ("/v1/peers", self._peers),
@@ -143,6 +145,12 @@ class PeerService:
         if not re.fullmatch(r"[0-9]{1,4}", version):
             raise RemoteError(ErrorCode.NOT_FOUND, "the version of a key ring must be a number")
         return await self._statement(f"keys/{int(version):04d}.json")
+
+    async def _calibration(self, request: Request) -> Response:
+        version = request.params["version"]
+        if not re.fullmatch(r"[0-9]{1,4}", version):
+            raise RemoteError(ErrorCode.NOT_FOUND, "the version of a calibration must be a number")
+        return await self._statement(f"calibrations/{int(version):04d}.json")
 
     async def _timestamp(self, request: Request) -> Response:
         return await self._statement("timestamp.json")

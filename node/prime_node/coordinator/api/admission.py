@@ -114,11 +114,13 @@ class WorkerAdmission:
         return self.assigner.network_name(prefix_of(address))
 
     def _notice(self, request: JoinRequest) -> str:
-        checks, engine = self.run.spec.checks, request.engine.calibration_class
+        checks, engine = self.run.checks, request.engine.calibration_class
         if checks.calibration is None or engine in checks.worker_classes:
             return ""
         return (
-            f"this run has no calibration for {engine}: each of your bundles is checked in full, so credit takes longer"
+            f"this run has no calibration for {engine}: each of your bundles is checked in full, so credit takes longer, "
+            "and one that differs from fp32 by more than rounding is not accepted. The operator may add the engine while "
+            "the run goes on; your log says so then, and you need not start again"
         )
 
     def _redeem(self, request: JoinRequest) -> str:

@@ -1,10 +1,11 @@
-"""The public documents: the RunSpec, the head, manifests, key rings and the ledger."""
+"""The public documents: the RunSpec, the head, manifests, key rings, amendments and the ledger."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
+from prime_node.coordinator.api.amendments import CalibrationIntake
 from prime_node.coordinator.api.statements import KeyRings, LedgerSigner
 from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.coordinator.state.effects import Topic
@@ -25,6 +26,7 @@ class PublicDocuments:
     run: PinnedRun
     manifests: PublishedManifests
     keys: KeyRings
+    calibrations: CalibrationIntake
     ledger: LedgerSigner
     notifications: Notifications
 
@@ -55,6 +57,10 @@ class PublicDocuments:
     async def key_ring(self, request: Request) -> Envelope:
         """Return an accepted key ring. Raise RemoteError(NOT_FOUND)."""
         return self.keys.read_key_ring(_number(request.params["version"]))
+
+    async def calibration(self, request: Request) -> Envelope:
+        """Return an accepted amendment of the calibration. Raise RemoteError(NOT_FOUND)."""
+        return self.calibrations.read_amendment(_number(request.params["version"]))
 
     async def ledger_lines(self, request: Request) -> Response:
         """Return lines of the ledger."""

@@ -214,9 +214,10 @@ class Judging:
             )
         if any(slot not in pending.lease.slots for slot, _ in request.fingerprints):
             raise RemoteError(ErrorCode.WRONG_TYPE, "a fingerprint names a slot outside the lease")
-        checks, evidence = self.run.spec.checks, request.evidence
-        if evidence is not None and checks.statistics:
-            known_moments = checks.moments_of(worker=evidence.worker, validator=evidence.validator)
+        evidence = request.evidence
+        if evidence is not None and self.run.spec.checks.statistics:
+            known = self.run.checks_at(evidence.calibration)
+            known_moments = known.moments_of(worker=evidence.worker, validator=evidence.validator)
             # In a thread: ranks of a thousand rewards take a while.
             await asyncio.to_thread(require_possible, evidence, known_moments)
         await self.storage.require_logprobs(pending, signer, request)

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from prime_node.coordinator.api.admission import WorkerAdmission
+from prime_node.coordinator.api.amendments import CalibrationIntake
 from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.clock_readings import read_clocks
@@ -62,6 +63,7 @@ class Handlers:
     blobs_in: BlobIntake
     manifests_in: ManifestIntake
     keys: KeyRings
+    calibrations: CalibrationIntake
     timestamps: TimestampSigner
     ledger: LedgerSigner
     documents: PublicDocuments
@@ -163,6 +165,12 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         Caller.ANYONE,
         body_bytes_max=lambda bounds: 2 * limits.KEY_RING_BYTES_MAX,
     ),
+    ApiEndpoint(
+        "/v1/calibrations",
+        lambda on, call: on.calibrations.take_amendment(call.http.body, address=call.http.remote),
+        Caller.ANYONE,
+        body_bytes_max=lambda bounds: 2 * limits.CALIBRATION_BYTES_MAX,
+    ),
     _signed("admin", Caller.OPERATOR, requests.AdminRequest, lambda on: on.operator.admin),
     ApiEndpoint(
         "/v1/peers",
@@ -175,6 +183,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint("/v1/head", lambda on, call: on.documents.head(call.http)),
     ApiEndpoint("/v1/manifests/{policy_version}", lambda on, call: on.documents.manifest(call.http)),
     ApiEndpoint("/v1/keys/{version}", lambda on, call: on.documents.key_ring(call.http)),
+    ApiEndpoint("/v1/calibrations/{version}", lambda on, call: on.documents.calibration(call.http)),
     ApiEndpoint("/v1/timestamp", lambda on, call: on.timestamps.timestamp()),
     ApiEndpoint("/v1/ledger", lambda on, call: on.ledger.ledger_head()),
     ApiEndpoint("/v1/ledger/{start}", lambda on, call: on.documents.ledger_lines(call.http)),

@@ -173,13 +173,15 @@ class TimestampSigner:
             if self.newest is not None:
                 last = self.newest[0]
                 is_new = last_ms > 0 and now_ms - last_ms < self.interval_s * 1_000
-                if is_new and (last.head, last.key_ring) == (head, self.run.keys.version):
+                said = (last.head, last.key_ring, last.calibration)
+                if is_new and said == (head, self.run.keys.version, self.run.calibrations.version):
                     return
             issued_ms = max(now_ms, last_ms + 1)
             stamp = Timestamp(
                 run=self.run.digest,
                 head=head,
                 key_ring=self.run.keys.version,
+                calibration=self.run.calibrations.version,
                 issued_at_ms=issued_ms,
                 expires_at_ms=issued_ms + round(self.lifetime_s * 1_000),
             )

@@ -61,6 +61,7 @@ class StatusReport:
             "step": state.current_step,
             "head": state.head,
             "key_ring": self.run.keys.version,
+            "calibration": self.run.calibrations.version,
             "max_steps": state.rules.max_steps,
             "async_level": state.rules.async_level,
             "draining": state.draining,

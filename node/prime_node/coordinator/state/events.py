@@ -298,6 +298,15 @@ class DrainSet:
     type: Literal["drain_set"] = "drain_set"
 
 
+@carrier(frozen=True, slots=True)
+class CalibrationAdded:
+    """Event: an amendment of the calibration is in force. Its bytes are in the published folder."""
+
+    version: int
+    digest: str
+    type: Literal["calibration_added"] = "calibration_added"
+
+
 Event = (
     WorkerJoined
     | SpeedClaimed
@@ -323,6 +332,7 @@ Event = (
     | EvaluationBegun
     | EncodingsForgotten
     | DrainSet
+    | CalibrationAdded
 )
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])

@@ -286,6 +286,8 @@ class State:
     unverifiable: int = 0
     """Bundles in a row that no validator could judge."""
     unverifiable_detail: str = ""
+    calibrations: list[str] = field(default_factory=list)
+    """Digests of the calibration's amendments, version 1 first."""
 
     @property
     def current_step(self) -> int:

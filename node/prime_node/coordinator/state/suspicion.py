@@ -31,6 +31,7 @@ def weigh(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | N
         worker=found.worker,
         validator=found.validator,
         sums=found.sums,
+        calibration=found.calibration,
         compared=found.compared,
         number=worker.num_weighed,
         log_evidence=log_evidence(worker.evidence),

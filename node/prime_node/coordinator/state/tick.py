@@ -81,6 +81,12 @@ def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list
     return []
 
 
+def _calibration_added(state: State, event: ev.CalibrationAdded, at_ms: int) -> list[Effect]:
+    assert event.version == len(state.calibrations) + 1
+    state.calibrations.append(event.digest)
+    return []
+
+
 # Leases
 
 
@@ -174,6 +180,7 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.BundleContradicted: verdicts.bundle_contradicted,
     ev.VerdictGiven: verdicts.verdict_given,
     ev.EscrowReleased: verdicts.escrow_released,
+    ev.CalibrationAdded: _calibration_added,
     **batches.HANDLERS,
     **failing.HANDLERS,
 }
