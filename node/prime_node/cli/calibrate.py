@@ -17,6 +17,7 @@ from prime_node.cli.options import Options, Set, StopWithParent
 from prime_node.cli.say import say
 from prime_node.cli.shipped import read_calibration
 from prime_node.files import write_durably
+from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -47,6 +48,13 @@ def calibrate(
         ),
     ] = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory: measure for this run, with its config and its newest policy, for `operate amend`.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="Folder with config.json, tokenizer and safetensors; default: a small random model."),
@@ -94,8 +102,10 @@ def calibrate(
 
     known = read_calibration(extend) if extend is not None else None
     with tempfile.TemporaryDirectory() as scratch:
-        if config is not None or assignments:
-            measurement = measurement_of_run(Options(config, assignments), Path(scratch))
+        if run is not None or config is not None or assignments:
+            options = Options(config, assignments) if run is None else Options.of_run(str(run), config, assignments)
+            policy = None if run is None else _newest_policy(run, Path(scratch) / "policy")
+            measurement = measurement_of_run(options, Path(scratch), policy=policy)
             plans = measurement.plan(samplers=sampler, judges=judge)
             temperature = measurement.run.temperature
         else:
@@ -124,6 +134,16 @@ def calibrate(
     say(
         f"{output}: {len(made.pairs)} pairs of engines, for models up to {made.num_layers_max} x {made.hidden_size_max}"
     )
+
+
+def _newest_policy(run: Path, folder: Path) -> Path:
+    """Write a run's newest policy to `folder`, verified. Raises LocalError."""
+    from prime_node.cli.api import verify_checkpoint
+
+    found = asyncio.run(verify_checkpoint(run, export=folder))
+    if not found.ok:
+        raise LocalError(f"{run}: its newest policy cannot be used: `prime-node verify {run}` shows the reason")
+    return folder
 
 
 def _plans(

@@ -35,7 +35,7 @@ SUMMARIES = {
     "calibrate": "Measure how far honest engines differ.",
     "doctor": "Check what this machine can do and what is missing.",
     "config": "Print every setting, its default and its meaning.",
-    "operate": "Ban, unban and invite workers; drain a run.",
+    "operate": "Ban and invite workers; drain or amend a run.",
     "keys": "Show, rotate and revoke a run's keys.",
     "ledger": "Export and verify a run's ledger of bundles.",
     "evidence": "Check the evidence for a ban.",

@@ -1,4 +1,4 @@
-"""`prime-node operate`: ban, unban, drain and invite, for the operator of a run."""
+"""`prime-node operate`: ban, unban, drain, invite and amend, for the operator of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from prime_protocol.invite import Invite, invite_text
 from prime_protocol.requests import AdminRequest
 
 operate = typer.Typer(
-    help="Ban, unban and invite workers, and drain a run, with the run directory's root or coordinator key.",
+    help="Ban, unban and invite workers, drain a run, and add to its calibration, with the run directory's keys.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -83,6 +83,27 @@ def invite(
         expires_at_ms=time.time_ns() // 1_000_000 + round(days * DAY_MS),
     )
     say(invite_text(seal(invitation, PayloadType.INVITE, _key(run_dir))))
+
+
+@operate.command()
+def amend(
+    run: Run,
+    calibration: Annotated[Path, typer.Argument(help="Calibration file from `prime-node calibrate --run`.")],
+    key: Annotated[
+        list[Path], typer.Option("--key", help="File of a further root key; repeatable.", show_default=False)
+    ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    note: Annotated[str, typer.Option("--note", help="Note; it is signed and public.")] = "",
+) -> None:
+    """Add the pairs of engine classes that a run's calibration lacks, while the run goes on.
+
+    The root signs them. They hold for bundles that are judged from now on. Known pairs are never changed.
+
+    Measure on machines that you trust. Without a running coordinator, the amendment is stored in its folder.
+    """
+    from prime_node.cli.amending import amend_run
+
+    for line in amend_run(RunDir(run), calibration, keys=key, note=note):
+        say(line)
 
 
 def _whole(run: Path, worker: str) -> str:

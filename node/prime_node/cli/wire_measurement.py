@@ -71,8 +71,11 @@ class RunMeasurement:
         ]
 
 
-def measurement_of_run(options: Options, scratch: Path) -> RunMeasurement:
-    """Return the measurement for a config's run; `scratch` receives the model's files. Raises LocalError."""
+def measurement_of_run(options: Options, scratch: Path, *, policy: Path | None = None) -> RunMeasurement:
+    """Return the measurement for a config's run; `scratch` receives the model's files. Raises LocalError.
+
+    `policy` is a folder with the weights to measure with; None: the run's first ones.
+    """
     grants = options.load(EnvironmentSettings)
     run = wire_new.pin_datasets(options.load(RunConfig), grants)
     folder = scratch / "model"
@@ -99,7 +102,9 @@ def measurement_of_run(options: Options, scratch: Path) -> RunMeasurement:
     )
     return RunMeasurement(
         folder=folder,
-        weights=_weights(run.model, options.load(TrainerConfig).initial_weights, folder),
+        weights=_weights(run.model, options.load(TrainerConfig).initial_weights, folder)
+        if policy is None
+        else wire.plain_weights(policy, random_seed=None),
         series=LeaseSeries(prompts, sampling, long_tokens_max=min(run.completion_tokens_max, LONG_TOKENS)),
         run=run,
         worker=options.load(WorkerConfig),
