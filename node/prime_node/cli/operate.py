@@ -94,9 +94,10 @@ def amend(
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     note: Annotated[str, typer.Option("--note", help="Note; it is signed and public.")] = "",
 ) -> None:
-    """Add the pairs of engine classes that a run's calibration lacks, while the run goes on.
+    """Add engine classes to a running run's calibration.
 
-    The root signs them. They hold for bundles that are judged from now on. Known pairs are never changed.
+    Only pairs of classes that it lacks are added, known pairs never change. The root signs them.
+    They hold for bundles that are judged from now on.
 
     Measure on machines that you trust. Without a running coordinator, the amendment is stored in its folder.
     """
