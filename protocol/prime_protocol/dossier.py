@@ -2,7 +2,8 @@
 
 A dossier is a file of envelopes, one per line: the RunSpec, the key rings, the amendments of the calibration, the
 coordinator's BanStatement, the lease of the deciding bundle, two headers for each counted rejection as `equivocation`,
-and the counted receipts, oldest first. The parcel of that bundle, signed by its worker, is a second file; that of a bundle that it copies is a third.
+and the counted receipts, oldest first. The parcel of that bundle, signed by its worker, is a second file; that of a
+bundle that it copies is a third.
 
 It proves that the ban follows from the receipts by the run's own rules. Each receipt is a statement that the
 coordinator signed and the worker got too. For the correctness of a bundle's sums it relies on the validators, until
