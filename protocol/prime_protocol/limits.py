@@ -89,6 +89,8 @@ REQUEST_BYTES_MAX = 512 * 2**10
 """A signed request on the wire. The largest one is a validator's verdict with its rewards."""
 REQUEST_AGE_S_MAX = 120.0
 """Validity of a signed request before and after its time stamp. Its nonce is remembered at least twice as long."""
+LEDGER_HEAD_S_MAX = 60.0
+"""Age in seconds above which a running coordinator signs a new head of its ledger for a request."""
 BLOB_S_PER_MIB_MAX = 64.0
 """Extra validity of a blob's time stamp per MiB, in seconds: the server reads the body after the header."""
 CLOCK_BACK_S_MAX = 1.0

@@ -139,7 +139,9 @@ def test_a_receipt_of_more_rollouts_than_a_lease_asks_for_is_refused_before_its_
                 check(assigned, **sizes)
 
 
-@pytest.mark.parametrize("changes", [{"step": 99}, {"policy_version": 1}, {"num_rollouts": 4}, {"lease_id": "0" * 64}])
+@pytest.mark.parametrize(
+    "changes", [{"step": 99}, {"policy_version": 1}, {"num_rollouts": 4}, {"lease_id": "0" * 64}, {"at_ms": 0}]
+)
 async def test_a_worker_keeps_a_receipt_that_differs_from_the_lease_of_its_bundle(
     changes: dict[str, object], tmp_path: Path
 ) -> None:
@@ -174,17 +176,18 @@ async def test_a_second_receipt_without_seeds_hides_no_swapped_ones(swapped: Sai
         groups.append((slot, problem, rule.seeds(secret, honest.policy_version, problem, slot)))
     assigned = honest.assigned.model_copy(update={"seeds": digest_of_groups(groups)})
     listed = honest.model_copy(update={"assigned": assigned})
-    silent = honest.model_copy(update={"assigned": None})
+    silent = honest.model_copy(update={"assigned": None, "at_ms": honest.at_ms + 1})
     assert await swapped.faults(index, listed) == []
 
-    before, after = swapped.receipts[:index], swapped.receipts[index + 1 :]
+    before = swapped.receipts[:index]
+    after = [one.model_copy(update={"at_ms": one.at_ms + 1}) for one in swapped.receipts[index + 1 :]]
     report = await audited(swapped.world, [*before, listed, silent, *after], swapped.secret)
     assert "its receipt lacks the assignment" in report.faults[0]
     differs = f"bundle {honest.bundle[:12]} has accepting receipts of other leases"
     assert differs in report.faults[1]
     # A line contradicts the worker's own receipt, also if that receipt is newer than the ledger's head.
     for mine in (silent, honest):
-        newer = seal(mine.model_copy(update={"at_ms": 2**50}), PayloadType.RECEIPT, COORDINATOR)
+        newer = seal(mine.model_copy(update={"at_ms": 2**50 + 1}), PayloadType.RECEIPT, COORDINATOR)
         report = await audited(swapped.world, [*before, listed, *after], swapped.secret, own=[newer])
         assert [differs in fault for fault in report.faults] == [True]
         assert len(report.evidence) == 2

@@ -28,10 +28,11 @@ from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
 from prime_node.cli.run_dir import RunDir
 from prime_node.worker.receipts import ReceiptBook
+from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
-from prime_protocol.limits import COUNT_MAX, REQUEST_AGE_S_MAX
+from prime_protocol.limits import COUNT_MAX, LEDGER_HEAD_S_MAX, REQUEST_AGE_S_MAX
 from prime_protocol.replies import ReceiptList
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
@@ -100,14 +101,93 @@ async def test_a_head_dated_before_its_own_entries_convicts(honest: Honest) -> N
     assert (code, "the signed head is dated before one of its own entries" in text) == (1, True)
 
 
+def dated(receipts: list[Receipt], *dates_ms: int) -> list[bytes]:
+    pairs = zip(receipts, dates_ms, strict=True)
+    return [receipt.model_copy(update={"at_ms": at_ms}).model_dump_json().encode() for receipt, at_ms in pairs]
+
+
+async def test_dates_that_stand_still_hide_no_omission(honest: Honest) -> None:
+    """A receipt is left out, and all later lines have its date, so that no head is ever dated after it."""
+    receipts = [parse_json(payload, Receipt) for payload in honest.receipts]
+    omitted, later, own = receipts[0], receipts[1:], seal(receipts[0], PayloadType.RECEIPT, COORDINATOR)
+    t = omitted.at_ms
+    frozen = rewritten(honest.run, dated(later, t, t), at_ms=t)
+    report = await audit_ledger(frozen, honest.run, receipts=[own])
+    assert "entry 1 is not dated after the entry before it" in report.faults
+    assert report.evidence[0] == frozen.head
+    slow = rewritten(honest.run, dated(later, t, t + 1), at_ms=t + 2)
+    faults = (await audit_ledger(slow, honest.run, receipts=[own])).faults
+    assert [fault.startswith("a signed receipt is missing") for fault in faults] == [True]
+    at_once = rewritten(honest.run, dated(later[:1], t), at_ms=t)
+    faults = (await audit_ledger(at_once, honest.run, receipts=[own])).faults
+    assert [fault.startswith("a signed receipt is missing") for fault in faults] == [True], "not newer than the head"
+
+
+@pytest.mark.parametrize(("later_ms", "is_fault"), [(-1, True), (0, True), (1, False)])
+async def test_of_two_heads_the_longer_is_dated_later(honest: Honest, later_ms: int, is_fault: bool) -> None:
+    short = rewritten(honest.run, honest.receipts[:2], at_ms=honest.at_ms)
+    full = rewritten(honest.run, honest.receipts, at_ms=honest.at_ms + later_ms)
+    for shown, known in ((full, short), (short, full)):
+        report = await audit_ledger(shown, honest.run, known=[known.head])
+        assert bool(report.faults) == is_fault
+        assert report.evidence == ([shown.head, known.head] if is_fault else [])
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_clock_that_is_set_back_dates_no_receipt_before_its_lease(tmp_path: Path, is_restarted: bool) -> None:
+    run, clock = make_run(), StoppedClock()
+    async with running(replace(await folder_parts(run, tmp_path), clock=clock)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        head, lease = world.head, await world.lease(ANNA, rollouts_max=2)
+        if not is_restarted:
+            clock.ms -= 3_600_000
+            await settle(world, lease)
+            receipts = await receipts_of(world)
+    if is_restarted:
+        clock.ms -= 3_600_000
+        async with running(replace(await folder_parts(run, tmp_path), clock=clock)) as world:
+            world.head = head
+            await world.join(ANNA)
+            await settle(world, lease)
+            receipts = await receipts_of(world)
+    assert [parse_json(one.payload, Receipt).at_ms > lease.issued_at_ms for one in receipts] == [True]
+
+
+async def settle(world: World, lease: Lease) -> None:
+    await world.client(ANNA).upload(make_parcel(lease, ANNA))
+    await world.judge()
+
+
+async def test_a_running_coordinator_that_shows_an_old_head_fails_the_check(honest: Honest) -> None:
+    shown = rewritten(honest.run, honest.receipts, at_ms=honest.at_ms)
+    bound_ms = round((LEDGER_HEAD_S_MAX + REQUEST_AGE_S_MAX) * 1_000)
+    for age_ms, is_old in ((bound_ms, False), (bound_ms + 1, True), (-bound_ms, False)):
+        report = await audit_ledger(shown, honest.run, now_ms=lambda: honest.at_ms + age_ms)  # noqa: B023 - called at once
+        assert [fault.startswith("the coordinator's signed head is 180 s old") for fault in report.faults] == [
+            True
+        ] * is_old
+        assert report.evidence == []
+    assert (await audit_ledger(shown, honest.run)).faults == [], "a file may be of any age"
+
+
+async def test_ledger_verify_of_a_link_tells_the_age_of_a_head_whose_coordinator_s_clock_stands_still() -> None:
+    clock = StoppedClock()
+    clock.ms = 1_600_000_000_000
+    async with running(replace(memory_parts(make_run()), clock=clock)) as world:
+        await world.publish()
+        result = await asyncio.to_thread(command, "verify", f"{world.url}/#{world.run.digest}")
+    assert result.exit_code == 1
+    assert "FAIL the coordinator's signed head is" in result.stdout
+
+
 async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> None:
     shown = []
     async with running(replace(memory_parts(make_run()), clock=StoppedClock())) as world:
         await world.publish()
         await world.join(ANNA)
         for _ in range(2):
-            await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
-            await world.judge()
+            await settle(world, await world.lease(ANNA, rollouts_max=2))
             shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
         receipts = await receipts_of(world)
     for one, other in (shown, shown[::-1]):
@@ -123,16 +203,12 @@ async def test_a_head_of_an_older_copy_of_the_folder_convicts_no_honest_coordina
     shown: list[Shown] = []
     place, copy = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy")
 
-    async def settle(world: World) -> None:
-        await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
-        await world.judge()
-
     async with running(replace(await folder_parts(run, place.coordinator), clock=clock)) as world:
         await world.publish()
         await world.join(ANNA)
-        await settle(world)
+        await settle(world, await world.lease(ANNA, rollouts_max=2))
         shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
-        await settle(world)  # no head names it
+        await settle(world, await world.lease(ANNA, rollouts_max=2))  # no head names it
         head = world.head
     await asyncio.to_thread(shutil.copytree, place.coordinator, copy.coordinator)
     (copy.coordinator / "state.db").rename(copy.coordinator / "state.sqlite")
@@ -142,7 +218,7 @@ async def test_a_head_of_an_older_copy_of_the_folder_convicts_no_honest_coordina
     clock.ms += later_ms
     async with running(replace(await folder_parts(run, place.coordinator), clock=clock)) as world:
         world.head = head
-        await settle(world)
+        await settle(world, await world.lease(ANNA, rollouts_max=2))
         shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
         receipts = await receipts_of(world)
     out = tmp_path / "ledger.jsonl"
@@ -194,7 +270,7 @@ async def test_receipts_that_are_newer_than_the_head_are_counted_apart_and_shown
     code, output = await verify(honest, empty, *options)
     assert code == 0
     assert "settled receipts are in it" not in output
-    assert "note 2 settled receipts are not in it and are dated at or after its head" in output
+    assert "note 2 settled receipts are not in it and are dated after its head" in output
     report = json.loads((await verify(honest, empty, *options, "--json"))[1])
     assert (report["num_receipts"], report["num_newer_receipts"]) == (2, 2)
 

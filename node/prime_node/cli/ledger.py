@@ -44,6 +44,8 @@ class _Opened:
     run: PinnedRun
     pinned: bool
     """Whether the user named the run, by the fragment of a link or by --run."""
+    is_live: bool = False
+    """Whether a running coordinator answers."""
 
 
 @ledger.command("export")
@@ -101,10 +103,11 @@ def ledger_verify(
 
     \b
     --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, num_newer_receipts (of them,
-    absent and not dated before the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over}, faults, notes, and
+    absent and dated after the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over}, faults, notes, and
     workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
     """
     from prime_node.broadcast.audit.ledger_audit import audit_ledger
+    from prime_node.cli import wire
     from prime_node.cli.verify_output import keep_evidence
 
     mine = [] if receipts is None else _receipts(receipts)
@@ -113,7 +116,9 @@ def ledger_verify(
         async with open_ledger(target, run) as opened:
             with contextlib.ExitStack() as files:
                 kept = [files.enter_context(_kept(file, opened.run)) for file in known]
-                return await audit_ledger(opened.source, opened.run, kept=kept, receipts=mine), opened
+                now_ms = wire.clock().now_ms if opened.is_live else None
+                report = await audit_ledger(opened.source, opened.run, kept=kept, receipts=mine, now_ms=now_ms)
+                return report, opened
 
     report, opened = asyncio.run(read())
     if evidence is not None:
@@ -139,7 +144,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                 raise LocalError(f"{target} is run {known.digest[:12]}, not {run}")
             async with wire.public_source(target) as source:
                 pinned = (run or named_in(target)) is not None
-                yield _Opened(source if pinned else UnpinnedLedger(source), known, pinned=pinned)
+                yield _Opened(source if pinned else UnpinnedLedger(source), known, pinned=pinned, is_live=True)
         elif RunDir(Path(target)).exists:
             run_dir = RunDir(Path(target))
             own, key = run_dir.load_run(), load_key(run_dir.key("coordinator"))
@@ -149,7 +154,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                 lock = FolderLock(run_dir.coordinator)
             except FolderInUse:  # it runs: a second signed head would be evidence against its key
                 async with wire.public_source(str(run_dir.join_link())) as source:
-                    yield _Opened(source, own, pinned=run is not None)
+                    yield _Opened(source, own, pinned=run is not None, is_live=True)
                 return
             try:
                 async with wire_coordinator.stored_ledger(own, run_dir.coordinator, key) as stored:
@@ -237,7 +242,7 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
         say(f"ok   all {due:,} settled receipts are in it", console=console)
     if report.num_newer_receipts:
         say(
-            f"note {report.num_newer_receipts:,} settled receipts are not in it and are dated at or after its head of "
+            f"note {report.num_newer_receipts:,} settled receipts are not in it and are dated after its head of "
             f"{date_of(report.head.at_ms)}: verify again with a later head",
             console=console,
         )

@@ -64,6 +64,7 @@ from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.store import Store
 from prime_node.ports.swarm import DialBack
 from prime_node.ports.web import WebServer
+from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
@@ -141,9 +142,8 @@ class Coordinator:
         )
         keys = KeyRings(run, key, clock, decisions, gate, manifests, timestamps, parts.published)
         calibrations = CalibrationIntake(run, clock, decisions, gate, timestamps, agreement, parts.published)
-        ledger = LedgerSigner(
-            run, key, decisions, journal, assigner, store, private, interval_s=config.timestamp_seconds
-        )
+        head_s = min(config.timestamp_seconds, limits.LEDGER_HEAD_S_MAX)
+        ledger = LedgerSigner(run, key, decisions, journal, assigner, store, private, interval_s=head_s)
         report = StatusReport(
             run, clock, decisions, observer, presence, peers, agreement, evaluations, curation, blockers, metrics
         )

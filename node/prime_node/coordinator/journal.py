@@ -52,7 +52,7 @@ class Journal:
         said_ms: int,
         snapshot_events: int,
     ) -> None:
-        """Date no statement before `said_ms`: the time of the ledger's last line, or later than its last head."""
+        """Date no statement before `said_ms`: the newest time of the ledger's last line, its last head and a lease."""
         self.state = state
         self.ledger = ledger
         """The ledger. Read only. It is durable once `synced` returns."""
@@ -90,6 +90,8 @@ class Journal:
             self._failed, self._fault = True, error
             self._wanted.set()
             raise
+        if isinstance(event, ev.LeaseGranted):  # dated by the clock; its receipts must not be dated before it
+            self._said_ms = max(self._said_ms, at_ms)
         self._number += 1
         self._events.append(LoggedEvent(self._number, at_ms, ev.event_to_json(event)))
         for settled in (effect for effect in effects if isinstance(effect, Settled)):
@@ -126,7 +128,7 @@ class Journal:
             raise
 
     def said_ms(self) -> int:
-        """Return the time for a receipt or a ledger head. It never goes back, even if the machine's clock does.
+        """Return the time for a statement. It never goes back, even if the machine's clock does.
 
         Statements are compared by these times, and those of an honest coordinator must not contradict each other.
         """
@@ -134,13 +136,12 @@ class Journal:
         return self._said_ms
 
     def next_ms(self) -> int:
-        """Return the time for a ledger head: later than every statement before it, and earlier than every one after it.
+        """Return the time for a ledger head or line: later than every statement before it.
 
-        So no two heads share a millisecond, and a head of a copy (StoredLedger) can have the date of its last line.
+        So a longer ledger always has a later date, also one of a copy (StoredLedger), whose head has that of its last line.
         """
-        at_ms = max(self._said_ms + 1, self._clock.now_ms())
-        self._said_ms = at_ms + 1
-        return at_ms
+        self._said_ms = max(self._said_ms + 1, self._clock.now_ms())
+        return self._said_ms
 
     def close(self) -> None:
         """Refuse further events and let the writer finish."""
@@ -148,11 +149,12 @@ class Journal:
         self._wanted.set()
 
     def _note(self, settled: Settled) -> None:
-        envelope, lease = self._sign_receipt(settled, self.said_ms()), settled.lease
+        is_line, lease = settled.status is not BundleStatus.PENDING, settled.lease
+        envelope = self._sign_receipt(settled, self.next_ms() if is_line else self.said_ms())
         text = envelope.to_bytes().decode()
         stored = StoredReceipt(settled.bundle, lease.lease_id, lease.worker, lease.step, settled.status, text)
         self._receipts.append(stored)
-        if settled.status is not BundleStatus.PENDING:
+        if is_line:
             self._lines.append(self.ledger.add(envelope.payload).decode())
 
     async def _write_once(self, forget: Callable[[Sequence[str]], None]) -> None:
@@ -212,7 +214,7 @@ async def open_journal(
         clock=clock,
         sign_receipt=sign_receipt,
         ledger=chain,
-        said_ms=max(shown_ms + 1, await settled_last_ms(store)),
+        said_ms=max(shown_ms, await settled_last_ms(store), _leased_last_ms(state)),
         snapshot_events=snapshot_events,
     )
 
@@ -225,6 +227,13 @@ async def _load(store: Store, rules: SchedulerRules) -> tuple[int, State]:
         tick(state, ev.event_from_json(logged.payload), logged.at_ms)
         number = logged.number
     return number, state
+
+
+def _leased_last_ms(state: State) -> int:
+    """Return the newest date of a lease for which a bundle may still come or wait; 0 if there is none."""
+    waiting = (pending.lease for pending in state.bundles.values())
+    ended = (lease for worker in state.workers.values() for lease in worker.ended)
+    return max((lease.issued_at_ms for lease in (*state.leases.values(), *waiting, *ended)), default=0)
 
 
 def _latest(receipts: list[StoredReceipt]) -> list[StoredReceipt]:

@@ -53,7 +53,7 @@ class StoredLedger:
         chain = await load_chain(self.store, self.run)
         at_ms = await settled_last_ms(self.store)
         if self.shown is not None and self.shown.num_entries <= chain.num_entries:  # else the copy is older than it
-            at_ms = max(at_ms, self.shown.at_ms + (self.shown.num_entries < chain.num_entries))
+            at_ms = max(at_ms, self.shown.at_ms)
         return seal(chain.head(at_ms, await self.secret()), PayloadType.LEDGER_HEAD, self.key)
 
     async def ledger(self, start: int) -> list[bytes]:

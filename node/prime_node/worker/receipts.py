@@ -4,8 +4,8 @@ receipts.jsonl holds the envelopes as received, one a line, so that contributors
 computed from them. The cursor is written after the receipts that it covers, so a crash fetches some twice and loses
 none; the last receipt of a bundle counts.
 
-If a receipt contradicts the lease of its bundle, both are kept in contradiction-LEASE.jsonl: the coordinator signed
-both, so one of them is false (SPEC.md, section 9).
+If a receipt contradicts the lease of its bundle, or is dated before it, both are kept in contradiction-LEASE.jsonl:
+the coordinator signed both, so one of them is false (SPEC.md, sections 9 and 21).
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class ReceiptBook:
         file = place(self._file.parent, f"contradiction-{known[0].lease_id[:16]}.jsonl")
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
         log.error(
-            "the coordinator leased something else than its receipt and the ledger say; both are kept in %s: show them "
+            "the coordinator leased something else than its receipt says, or later; both are kept in %s: show them "
             "to other participants",
             file,
         )
@@ -200,9 +200,17 @@ class ReceiptBook:
 
 
 def _agrees(receipt: Receipt, lease: Lease, run: PinnedRun) -> bool:
-    """Return whether a receipt says of its bundle what the lease asked for."""
+    """Return whether a receipt says of its bundle what the lease asked for, and is not dated before it.
+
+    A coordinator that dates receipts back could otherwise omit one from the ledger: only a later head convicts it.
+    """
     said = (receipt.lease_id, receipt.step, receipt.policy_version, receipt.num_rollouts)
-    if said != (lease.lease_id, lease.step, lease.policy_version, lease.num_rollouts):
+    if receipt.at_ms < lease.issued_at_ms or said != (
+        lease.lease_id,
+        lease.step,
+        lease.policy_version,
+        lease.num_rollouts,
+    ):
         return False
     assigned, groups = receipt.assigned, lease.groups
     if assigned is None:

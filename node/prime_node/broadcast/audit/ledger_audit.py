@@ -1,8 +1,10 @@
 """Audit a ledger: one chain up to its signed head, agreement with earlier statements, and each worker's credit.
 
     (1) every line follows the one before it             CHAIN_BROKEN, MALFORMED, ...
-    (2) the head that a coordinator of the run signed names the last line, and no line is dated after the head
-    (3) earlier heads name lines of this ledger, and this head names a line of every ledger that was kept
+    (2) the head that a coordinator of the run signed names the last line; each line is dated after the one before it, and
+        none after the head; the head of a live coordinator is not old
+    (3) earlier heads name lines of this ledger, and this head names a line of every ledger that was kept; of two heads
+        the longer is dated later
     (4) every settled receipt of the caller's own up to the head is a line
     (5) all receipts that accept one bundle, lines and the caller's own, state the same lease, step, policy, size and seeds
     (6) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
@@ -16,12 +18,13 @@ head alone convicts the coordinator, with the lines that it covers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
 from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
+from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import LocalError, RemoteError
@@ -29,6 +32,9 @@ from prime_protocol.key_ring import Role
 from prime_protocol.ledger import LedgerChain, LedgerHead, open_ledger_head
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt
+
+HEAD_OLD_S = limits.LEDGER_HEAD_S_MAX + limits.REQUEST_AGE_S_MAX
+"""Age of a live coordinator's head, by another machine's clock, above which the coordinator withholds a newer one."""
 
 
 @dataclass(slots=True)
@@ -54,7 +60,7 @@ class LedgerReport:
     num_receipts: int = 0
     """Settled receipts of the caller's own."""
     num_newer_receipts: int = 0
-    """Receipts among them that are not in the ledger and not dated before its head: nothing shows that they must be in it."""
+    """Receipts among them that are not in the ledger and dated after its head: nothing shows that they must be in it."""
     faults: list[str] = field(default_factory=list)
     """Inconsistencies, as text for people; empty if there are none."""
     seeds: SeedReport = field(default_factory=SeedReport)
@@ -72,14 +78,22 @@ async def audit_ledger(
     known: Sequence[Envelope] = (),
     kept: Sequence[LedgerSource] = (),
     receipts: Sequence[Envelope] = (),
+    now_ms: Callable[[], int] | None = None,
 ) -> LedgerReport:
     """Audit a ledger. `known`: heads that were kept earlier. `kept`: whole ledgers. `receipts`: one worker's own.
+
+    `now_ms` is this machine's clock in Unix milliseconds, if the source is a coordinator that runs.
 
     Raises RemoteError if there is no ledger to read, or if the coordinator did not sign what was kept; LocalError if a kept
     ledger's lines do not lead to its own head.
     """
     signed = await source.ledger_head()
     report = LedgerReport(open_ledger_head(signed, run))
+    if now_ms is not None and (age_s := (now_ms() - report.head.at_ms) / 1_000) > HEAD_OLD_S:
+        report.faults.append(
+            f"the coordinator's signed head is {age_s:.0f} s old by this machine's clock, expected at most {HEAD_OLD_S:.0f} s: "
+            "it may omit what was settled since; compare the clocks (prime-node doctor)"
+        )
     kept_heads = [await one.ledger_head() for one in kept]
     heads = [(open_ledger_head(one, run), one) for one in (signed, *known, *kept_heads)]
     mine = _settled(receipts, run)
@@ -125,7 +139,8 @@ class _Reader:
         self._mine = list(missing.values())
         self._seeds = SeedAudit(run, report.head, report.seeds)
         self._chain = LedgerChain(report.head.run)
-        self._newest_ms = 0  # of all lines
+        self._newest_ms = -1  # of all lines
+        self._undated: int | None = None  # the first line that is not dated after the one before it
         self._accepted: dict[bytes, tuple[int, int]] = {}  # accepted bundle -> its rollouts and tokens
         self._stated: dict[bytes, bytes] = {}  # accepted bundle -> digest of what its receipts state
         self._contradicted = ""  # the first bundle whose receipts state two things
@@ -147,6 +162,8 @@ class _Reader:
                 receipt, digest = self._chain.follow(line)
                 self._report.num_entries = self._chain.num_entries
                 self._missing.pop(digest, None)
+                if receipt.at_ms <= self._newest_ms and self._undated is None:
+                    self._undated = self._chain.num_entries - 1
                 self._newest_ms = max(self._newest_ms, receipt.at_ms)
                 self._count(receipt)
                 self._compare()
@@ -178,6 +195,8 @@ class _Reader:
         head, signed = self._heads[0]
         if self._report.faults:
             return
+        if self._undated is not None:  # equal dates would hide an omission: no head would be later than it
+            self._accuse(f"entry {self._undated} is not dated after the entry before it", (head, signed))
         if self._newest_ms > head.at_ms:  # back-dated, so that missing receipts would not count
             self._accuse("the signed head is dated before one of its own entries", (head, signed))
         if faults := self._seeds.faults():
@@ -191,8 +210,13 @@ class _Reader:
             if known.num_entries > head.num_entries and known.at_ms <= head.at_ms:
                 fault = f"an earlier head counts {known.num_entries} entries, this one {head.num_entries}"
                 self._accuse(fault, (head, signed), (known, envelope))
+            if known.num_entries < head.num_entries and known.at_ms >= head.at_ms:
+                fault = (
+                    f"an earlier head of {known.num_entries} entries is not dated before this one of {head.num_entries}"
+                )
+                self._accuse(fault, (head, signed), (known, envelope))
         for receipt, envelope in self._missing.values():
-            if receipt.at_ms >= head.at_ms:  # perhaps settled after the head was signed
+            if receipt.at_ms > head.at_ms:  # perhaps settled after the head was signed
                 self._report.num_newer_receipts += 1
                 continue
             fault = f"a signed receipt is missing: bundle {receipt.bundle[:12]}, {receipt.status}"
