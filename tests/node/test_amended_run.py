@@ -134,6 +134,7 @@ async def receipts(world: World) -> list[Receipt]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)
 async def test_a_new_class_is_weighed_from_its_amendment_on_and_its_earlier_receipts_stay(
     tmp_path: Path, engines: Engines
 ) -> None:

@@ -152,10 +152,10 @@ class Trust:
             await self._follow_rings(source)
             async with asyncio.timeout(ANSWER_S_MAX):
                 self._take_timestamp(await source.timestamp())
-                await self._follow_calibrations(source)
             if (last := self._unseen_last()) is not None:
                 async with asyncio.timeout(MANIFEST_S_MAX):
                     self._is_over = await self._is_shown(last, source) or self._is_over
+            await self._follow_calibrations(source)
         except (RemoteError, Unreachable, TimeoutError) as error:
             reason = str(error) or f"no whole answer within {ANSWER_S_MAX:g} s"
             if reason != self._reasons.get(name):
@@ -200,7 +200,13 @@ class Trust:
         known = self.run.calibrations
         while self.newest is not None and known.version < self.newest.calibration:
             version = known.version + 1
-            envelope = await source.calibration(version)
+            try:
+                async with asyncio.timeout(ANSWER_S_MAX):
+                    envelope = await source.calibration(version)
+            except RemoteError as error:
+                if error.code is ErrorCode.NOT_FOUND:  # the source lags behind the timestamp of another one
+                    return
+                raise
             if known.version >= version:  # another source was faster
                 continue
             amendment = known.check(envelope)

@@ -1,0 +1,83 @@
+"""A machine follows the amendments of its run's calibration that a timestamp names, and keeps them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.node.trust_world import CALIBRATED, amend, make_source, make_trust
+from tests.node.worker_world import names_in
+from tests.time_world import VirtualClock
+
+from prime_protocol.envelope import Envelope
+from prime_protocol.errors import ErrorCode, RemoteError
+
+BF16, FP8 = "table/bf16/cpu", "table/fp8/cpu"
+
+
+async def test_amendments_that_a_timestamp_names_are_followed_and_kept_over_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = VirtualClock()
+    source = make_source(clock, checks=CALIBRATED)
+    trust = make_trust(tmp_path, clock, source)
+    await trust.refresh()
+    assert trust.run.calibrations.version == 0
+    amend(source, BF16)
+    amend(source, FP8)
+    clock.seconds += 1
+    await trust.refresh()
+    assert {BF16, FP8} < trust.run.checks.worker_classes
+    assert f"calibration 1 is in force: the run now knows the noise of {BF16}" in caplog.text
+    assert names_in(tmp_path / "calibrations") == ["0001.json", "0002.json"]
+    again = make_trust(tmp_path, clock, make_source(clock, checks=CALIBRATED))
+    assert again.run.checks == trust.run.checks
+
+
+async def test_an_amendment_that_is_named_and_hidden_stops_no_work(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    source = make_source(clock, checks=CALIBRATED)
+    source.shown_timestamp = source.timestamp_of(source.shown_head, calibration=1)
+    trust = make_trust(tmp_path, clock, source)
+    await trust.refresh()
+    assert (trust.fault(), trust.run.calibrations.version) == ("", 0)
+
+
+async def test_an_older_calibration_in_a_newer_timestamp_is_a_contradiction(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    source = make_source(clock, checks=CALIBRATED)
+    amend(source, BF16)
+    trust = make_trust(tmp_path, clock, source)
+    await trust.refresh()
+    clock.seconds += 1
+    source.shown_timestamp = source.timestamp_of(source.shown_head, calibration=0)
+    await trust.refresh()
+    assert trust.newest is not None
+    assert trust.newest.calibration == 1
+    assert len(names_in(tmp_path / "evidence")) == 2
+
+
+async def test_a_damaged_amendment_is_asked_for_again_and_a_forged_one_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualClock()
+    source = make_source(clock, checks=CALIBRATED)
+    good = amend(source, BF16)
+    await make_trust(tmp_path, clock, source).refresh()
+    (tmp_path / "calibrations" / "0001.json").write_bytes(b"{")
+    clock.seconds += 1
+    again = make_trust(tmp_path, clock, source)
+    assert again.run.calibrations.version == 0
+
+    async def forged(version: int) -> Envelope:
+        return Envelope(good.payload_type, good.payload.replace(b"bf16", b"fp16"), good.signatures)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(source, "calibration", forged)
+        await again.refresh()
+    assert again.run.calibrations.version == 0
+    with pytest.raises(RemoteError) as caught:
+        again.run.calibrations.check(await forged(1))
+    assert caught.value.code is ErrorCode.BAD_SIGNATURE
+    await again.refresh()
+    assert again.run.calibrations.version == 1
