@@ -25,7 +25,7 @@ from prime_node.ports.web import Request
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.peers import PeerRecord, PeerTicket, authorization
 
 RUN, CLOCK = make_run(), SystemClock()
@@ -94,6 +94,20 @@ async def test_a_long_range_arrives_whole_and_gives_its_slot_back(serving: Servi
         assert await client.blob(digest_of(CONFIG_JSON), start=2, end=9) == CONFIG_JSON[2:9]
     assert serving.service.uplink.choker.serving == 0
     assert serving.service.uplink.served_bytes == 2 * len(BLOB) - 10 + 7
+
+
+async def test_an_amendment_that_trust_has_kept_is_served_and_no_other_file(serving: Serving, tmp_path: Path) -> None:
+    kept = tmp_path / "trust" / "calibrations" / "0001.json"
+    kept.parent.mkdir(parents=True)
+    envelope = seal(b"{}", PayloadType.CALIBRATION, ANNA)
+    kept.write_bytes(envelope.to_bytes())
+    async with HttpClient(serving.url, run=RUN.digest, clock=CLOCK) as client:
+        assert await client.calibration(1) == envelope
+    (serve,) = [route.handler for route in serving.service.routes() if "calibrations" in route.path]
+    for version in ("2", "0001.json", "../keys/0001", "1" * 9):
+        with pytest.raises(RemoteError) as caught:
+            await serve(Request(params={"version": version}, body=b"", headers={}, remote="127.0.0.1"))
+        assert caught.value.code is ErrorCode.NOT_FOUND
 
 
 async def test_bytes_in_memory_are_read_without_a_thread(serving: Serving) -> None:
