@@ -153,7 +153,7 @@ confine = environment_process.confined
 def confined(hello):
     missing = confine(hello)
     from prime_node.cli import environment_service
-    environment_service.build_environments = lambda specs, model: {"world": World()}
+    environment_service.build_environments = lambda specs, model, **_: {"world": World()}
     return missing
 
 environment_process.confined = confined

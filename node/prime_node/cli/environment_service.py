@@ -180,7 +180,9 @@ async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder:
     try:
         specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
         async with contextlib.AsyncExitStack() as stack:
-            environments = build_environments(specs, kept_model(hello["model"], folder / "model"))
+            environments = build_environments(
+                specs, kept_model(hello["model"], folder / "model"), answers_as_code=hello.get("answers_as_code", ())
+            )
             for environment in environments.values():
                 if isinstance(environment, contextlib.AbstractAsyncContextManager):
                     await stack.enter_async_context(environment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +35,17 @@ Renderers = Callable[[str], Renderer]
 """Function from a name, "template" or one known to the package renderers, to a renderer."""
 
 
-def build_environments(specs: Sequence[EnvironmentSpec], model: Path) -> dict[str, Environment]:
+def build_environments(
+    specs: Sequence[EnvironmentSpec], model: Path, *, answers_as_code: Container[str] = ()
+) -> dict[str, Environment]:
     """Build environments by name, in this process.
 
-    Environments that answer need `model`, the folder of the run's tokenizer. Raises LocalError.
+    Environments that answer need `model`, the folder of the run's tokenizer. `answers_as_code` names the environments whose
+    scorers may run answers as code. Raises LocalError.
     """
     renderer = partial(_renderer, model)
     factories: dict[str, EnvironmentFactory] = {
-        "reasoning_gym": partial(_reasoning_gym, renderer),
+        "reasoning_gym": partial(_reasoning_gym, renderer, answers_as_code),
         "jsonl": partial(_dataset, renderer, rows_of_json_lines),
         "parquet": partial(_parquet, renderer),
         "verifiers": partial(_verifiers, model),
@@ -112,7 +115,12 @@ def _start_process(
         return Start(line, passed_on(place, network=network))
 
     process = EnvironmentProcess(
-        start, {"environments": [spec.model_dump() for spec in found], "model": _model_files(model)}
+        start,
+        {
+            "environments": [spec.model_dump() for spec in found],
+            "model": _model_files(model),
+            "answers_as_code": settings.unsafe_answers_as_code,
+        },
     )
     log.info("environments run in process %d", process.pid)
     if missing := process.ready["missing"]:
@@ -281,12 +289,12 @@ def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:
     )
 
 
-def _reasoning_gym(renderer: Renderers, spec: EnvironmentSpec) -> Environment:
+def _reasoning_gym(renderer: Renderers, answers_as_code: Container[str], spec: EnvironmentSpec) -> Environment:
     try:
         from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
     except ImportError as error:
         raise missing_extra("envs", "reasoning-gym environments", error) from None
-    return from_source(ReasoningGymSource, renderer)(spec)
+    return from_source(partial(ReasoningGymSource, spec.name in answers_as_code), renderer)(spec)
 
 
 def _parquet(renderer: Renderers, spec: EnvironmentSpec) -> Environment:

@@ -38,6 +38,8 @@ class EnvironmentSettings(Settings):
     unsafe_network: tuple[str, ...] = ()
     """Names of the environments whose code may use the network, and gets the PRIME_ENVIRONMENT_ variables. All others
     have no network."""
+    unsafe_answers_as_code: tuple[str, ...] = ()
+    """Names of the environments whose scorers may run a worker's answer as code. Others with such a scorer are refused."""
     hub_file_bytes_max: int = Field(default=4 * 2**30, ge=0)
     """Maximum bytes of one dataset file that is fetched from the hub because a run names it. 0 fetches none."""
     memory_bytes_max: int = Field(default=8 * 2**30, ge=2**28)

@@ -15,18 +15,41 @@ from prime_node.envs.source import SourceProblem
 
 ALMOST = 0.99
 """Credit of an answer that a scorer rates above 1 because of rounding."""
+RUNS_ANSWERS = frozenset(
+    {
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
+        *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    }
+)
+"""Tasks whose scorers evaluate the answer as Python: by eval, or by sympy's parse_expr, which calls eval. A test compares this
+set with the scorers of the installed release."""
 
 
 class ReasoningGymSource:
     """Source of one task's problems. Example: ReasoningGymSource(task="spell_backward", min_word_len=3, max_word_len=6)."""
 
-    def __init__(self, *, task: str, compare: str = "", question_field: str = "", **options: str | float) -> None:
+    def __init__(
+        self,
+        allow_code: bool = False,
+        /,
+        *,
+        task: str,
+        compare: str = "",
+        question_field: str = "",
+        **options: str | float,
+    ) -> None:
         """Create the task with its own `options`.
 
         `compare` replaces the task's scorer by a comparison with its answer. `question_field` replaces its question by an entry
-        of its metadata, such as the `expression` of chain_sum, without the task's own wording. Raises ValueError if the task or
-        the comparison does not exist, the task rejects its options, or its first problem has no such field.
+        of its metadata, such as the `expression` of chain_sum, without the task's own wording. `allow_code` permits a scorer
+        that runs answers as code. Raises ValueError if the task or the comparison does not exist, the task rejects its options,
+        its first problem has no such field, or its scorer runs answers without permission.
         """
+        if task in RUNS_ANSWERS and not compare and not allow_code:
+            raise ValueError(
+                f"the scorer of task {task!r} runs answers as Python code, and strangers write the answers: set "
+                'options.compare = "text", or permit it on this machine by environments.unsafe_answers_as_code'
+            )
         self._is_same = comparison(compare) if compare else None
         self._question_field = question_field
         try:
