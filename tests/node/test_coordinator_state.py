@@ -189,7 +189,6 @@ def test_one_wasted_lease_is_forgiven(run: Run) -> None:
         lambda run, lease: run.do(ev.LeaseReturned(lease.lease_id)),
         lambda run, lease: run.do(ev.LeasesExpired((lease.lease_id,))),
         lambda run, lease: run.do(ev.WorkersLost((lease.worker,))),
-        lambda run, lease: run.do(ev.WorkerLeft(lease.worker)),
         lambda run, lease: run.join(lease.worker),
         lambda run, lease: run.refuse(run.upload(lease), RejectReason.INCOMPLETE),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice, takewhile
+
 from prime_node.coordinator.state import audits, newcomers, slots
 from prime_node.coordinator.state.effects import (
     LEASE_CHANGED,
@@ -49,10 +51,14 @@ def give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Ef
     """End an open lease without a bundle. A worker that does so repeatedly has to pause (scheduler.py)."""
     lease = state.leases[lease_id]
     worker = end_lease(state, lease, end)
-    is_requeued = state.rules.requeues and end is LeaseEnd.RETURNED and lease.policy_version < state.head
-    if not is_requeued:
+    if end is not LeaseEnd.RETURNED or not _is_requeued(state, lease):
         note_wasted(state, worker, at_ms)
     return [LeaseEnded(lease), *slots.release_slots(state, state.step_of(lease), lease)]
+
+
+def _is_requeued(state: State, lease: LeaseRecord) -> bool:
+    """Return whether a run wants a lease to be returned, because a newer policy serves its slots."""
+    return state.rules.requeues and lease.policy_version < state.head
 
 
 def note_wasted(state: State, worker: WorkerRecord, at_ms: int) -> None:
@@ -62,6 +68,39 @@ def note_wasted(state: State, worker: WorkerRecord, at_ms: int) -> None:
     if worker.is_wasteful:
         doubled = WASTED_PAUSE_MS << min(worker.wasted - WASTED_MAX, 16)
         worker.pause_until_ms = at_ms + min(doubled, WASTED_PAUSE_MS_MAX)
+
+
+def leave(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
+    """Let a worker leave. Its open leases, and those that it returned just before, count as abandoned.
+
+    If it comes back, it is offered them again as they were (scheduler.py), and then they do not count. Slots, policy and
+    draws determine problems and seeds, so this is no second choice. Only the first leave since its last accepted bundle
+    has this effect, so no worker can hold slots by leaving again and again.
+    """
+    ended = takewhile(lambda lease: lease.end is LeaseEnd.RETURNED and lease.bundle is None, reversed(worker.ended))
+    num_held = state.rules.leases_per_worker_max - len(worker.leases)  # it held no more when it began to hand back
+    returned = [lease for lease in islice(ended, num_held) if not _is_requeued(state, lease)]
+    may_resume = not worker.resumed and worker.wasted - len(returned) < WASTED_MAX
+    left = [*(lease.lease_id for lease in reversed(returned)), *worker.leases]
+    worker.left = tuple(left) if may_resume else ()
+    return deactivate(state, worker, at_ms)
+
+
+def resume(worker: WorkerRecord, lease: LeaseRecord) -> None:
+    """Compare a new lease with those that its worker left with: the same one no longer counts as abandoned.
+
+    Another lease ends the offer. The audits keep what the abandoned lease cost.
+    """
+    work = (lease.slots, lease.draws, lease.policy_version)
+    for lease_id in worker.left:
+        before = worker.ended_lease(lease_id)
+        if before is not None and (before.slots, before.draws, before.policy_version) == work:
+            worker.left = without(worker.left, lease_id)
+            worker.resumed = True
+            worker.wasted = max(0, worker.wasted - 1)
+            worker.pause_until_ms = worker.pause_until_ms if worker.is_wasteful else 0
+            return
+    worker.left = ()
 
 
 def without(names: tuple[str, ...], name: str) -> tuple[str, ...]:

@@ -145,6 +145,10 @@ class WorkerRecord:
     """Leases that lapsed or were returned since its last accepted bundle."""
     pause_until_ms: int = 0
     """Time before which it gets no lease."""
+    left: tuple[str, ...] = ()
+    """Leases that it handed back when it left: the same slots are offered to it first (endings.py)."""
+    resumed: bool = False
+    """Whether it got one of those again since its last accepted bundle."""
     rollout_ms: float = 0.0
     """EWMA of the time per rollout; 0 before the first bundle."""
     claimed: Claim | None = None

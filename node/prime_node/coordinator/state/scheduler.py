@@ -12,8 +12,9 @@ returns sooner and gets more; a single worker gets everything.
 Newcomers: all keys of one network that have not passed their audits share one budget (newcomers.py).
 
 Abandoned leases: from the second lapsed or returned lease in a row on, a worker holds one group at most. It pauses between
-leases, longer each time, so that others first take the slots that it gave back. An accepted bundle ends this. Joining again or
-leaving does not avoid it: every lease that ends without a bundle counts.
+leases, longer each time, so that others first take the slots that it gave back. An accepted bundle ends this. Joining again
+does not avoid it: every lease that ends without a bundle counts. One exception, for a worker that is stopped and started: it is
+offered the leases that it left with again, unchanged, before anything else; one that it takes no longer counts (endings.py).
 
 Slow workers (`slow_factor`): a worker slower than the average by this factor gets groups of the first step that it can finish
 in time. It gets only as many as it can finish. If there is no such step, or later steps have no open slots, it takes one group
@@ -85,7 +86,9 @@ def choose_slots(
         return NothingToLease("the operator drains the run: no new leases", is_worth_waiting=False)
     if state.is_complete:
         return NothingToLease("the run has all its rollouts", is_worth_waiting=False)
-    is_wasteful = worker.is_wasteful
+    groups_max = max(1, min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group)
+    again = _find_left(state, worker, policy_version=policy_version, count_max=groups_max) if worker.left else None
+    is_wasteful = worker.is_wasteful and again is None
     if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
     if len(worker.leases) >= rules.leases_per_worker_max:
@@ -96,8 +99,9 @@ def choose_slots(
             f"{waiting} of your bundles wait for a validator and you hold {held} leases: together they reach the limit"
         )
         return NothingToLease(detail, is_worth_waiting=waiting > 0)
-    groups_max = min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group
-    count_max = 1 if is_wasteful else max(1, groups_max)
+    if again is not None:
+        return again
+    count_max = 1 if is_wasteful else groups_max
     budget = newcomers.budget(state, worker)
     if budget is not None:
         if budget.leases == 0:
@@ -144,6 +148,23 @@ def _find_held_out(state: State, worker: WorkerRecord, *, policy_version: int, c
     held = sum(len(lease.slots) for lease in leases if state.step_of(lease) is evaluation)
     count = min(share - held, count_max)
     return Grant(policy_version, lowest_open(evaluation, count)) if count > 0 else None
+
+
+def _find_left(state: State, worker: WorkerRecord, *, policy_version: int, count_max: int) -> Grant | None:
+    """Return a lease that the worker left with, if all of it is open still and within the worker's limits."""
+    if policy_version < state.head - state.rules.admission.lag_leased:
+        return None
+    if (budget := newcomers.budget(state, worker)) is not None:
+        count_max = min(count_max, budget.groups if budget.leases else 0)
+    for lease in (worker.ended_lease(lease_id) for lease_id in worker.left):
+        step = None if lease is None else state.steps.get(lease.step)
+        if lease is None or step is None or lease.policy_version != policy_version or state.is_evaluation(lease.slots):
+            continue
+        is_open = not any(slot in step.held or slot in step.accepted or slot in state.failing for slot in lease.slots)
+        share = fair_share(state) - slots_held(state, worker, lease.step)
+        if is_open and len(lease.slots) <= min(count_max, share):
+            return Grant(lease.step, lease.slots)
+    return None
 
 
 def _find_open(state: State, worker: WorkerRecord, *, policy_version: int, count_max: int) -> Grant | None:

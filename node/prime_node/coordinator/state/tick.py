@@ -57,7 +57,7 @@ def _speed_claimed(state: State, event: ev.SpeedClaimed, at_ms: int) -> list[Eff
 
 
 def _worker_left(state: State, event: ev.WorkerLeft, at_ms: int) -> list[Effect]:
-    return endings.deactivate(state, state.workers[event.worker], at_ms)
+    return endings.leave(state, state.workers[event.worker], at_ms)
 
 
 def _workers_lost(state: State, event: ev.WorkersLost, at_ms: int) -> list[Effect]:
@@ -107,6 +107,8 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
         event.expires_at_ms,
         draws=event.draws,
     )
+    if worker.left:
+        endings.resume(worker, lease)
     state.leases[event.lease_id] = lease
     if event.draws:
         state.curriculum.drawn(event.slots, event.draws)

@@ -104,7 +104,7 @@ def _accept(
         effects += _end_overtaken(state, step, lease)
     suspicion.note_accepted(state.rules, worker, event.evidence)
     worker.accepted += pending.num_rollouts
-    worker.wasted, worker.pause_until_ms = 0, 0
+    worker.wasted, worker.pause_until_ms, worker.resumed = 0, 0, False
     state.accepted += pending.num_rollouts
     num_tokens, detail = audits.credit(state, worker, pending, event.num_tokens, weighed)
     settled = Settled(
