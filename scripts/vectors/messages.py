@@ -51,6 +51,8 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         evidence=found,
         fingerprints=((4, "00112233445566778899aabb"), (5, "ffeeddccbbaa998877665544")),
     )
+    amended = verdict.model_copy(update={"evidence": found.model_copy(update={"calibration": 2})})
+    weighed_later = weighed.model_copy(update={"calibration": 2})
     speed = Speed(rollout_ms=120, tokens_per_s=2_100, download_bytes_per_s=12_000_000)
     banned = BanStatement(
         run=run.digest,
@@ -87,7 +89,9 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         ("second batch of a step", PayloadType.BATCH, second, COORDINATOR),
         ("audited batch", PayloadType.BATCH, TrainBatch(run=run.digest, step=2, groups=(judged,)), COORDINATOR),
         ("weighed receipt", PayloadType.RECEIPT, receipt.model_copy(update={"evidence": weighed}), COORDINATOR),
+        ("amended receipt", PayloadType.RECEIPT, receipt.model_copy(update={"evidence": weighed_later}), COORDINATOR),
         ("check result", PayloadType.REQUEST, stamped(verdict), VALIDATOR),
+        ("amended check result", PayloadType.REQUEST, stamped(amended), VALIDATOR),
         (
             "check result with logprobs",
             PayloadType.REQUEST,

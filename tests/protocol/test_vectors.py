@@ -52,6 +52,7 @@ FROZEN = {
     "v1.2": "fa568c4952420be305ca71c9c03c8ad0793665de9dd7b6491ab93fb9e7414b06",
     "v1.3": "2bbdf99a3cbd785de51c63da2f41e85a8c428b20a1bbd72a421f4178145fc862",
     "v1.4": "dea1abf1e673e633f1265fb42dcb327233f4736ba7f0d7e1655a3a42e2180d15",
+    "v1.5": "862af8dcc01386272f7e184c1e6931e1024fd5b8b3847843fa68df19f8409e3b",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 
