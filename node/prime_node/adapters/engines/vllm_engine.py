@@ -31,6 +31,7 @@ from prime_node.adapters.engines.shared_weights import share_weights
 from prime_node.adapters.engines.vllm_draft import Draft
 from prime_node.adapters.engines.vllm_probe import (
     PROBE_TOKENS_SAMPLING,
+    compared,
     errors_of_probe,
     is_honest_noise,
     prompts_of_probe,
@@ -112,6 +113,8 @@ class VllmEngine:
         self._starting: asyncio.Task[Any] | None = None
         self._llm: Any = None
         self._last_probe: tuple[str, list[Completion]] | None = None
+        self._probes = 0
+        """Number of policies that this vLLM's probe has passed."""
         self._loaded, self._version = False, -1
         self._drafts: dict[str, Draft] = {}
         """Drafts by the names of their current requests."""
@@ -185,7 +188,7 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes, by force after CLOSE_SECONDS."""
         starting, self._starting = self._starting, None
-        self._llm, self._loaded, self._last_probe = None, False, None
+        self._llm, self._loaded, self._last_probe, self._probes = None, False, None, 0
         if starting is None:
             return
         try:
@@ -267,7 +270,10 @@ class VllmEngine:
     async def _check_probe(self, weights: Weights, policy_version: int) -> None:
         requests = prompts_of_probe(self._reference.vocab_size)
         found = await self._sample(requests, PROBE_TOKENS_SAMPLING)
-        errors_T, normed_T = await asyncio.to_thread(errors_of_probe, self._reference, weights, requests, found)
+        some = compared(self._probes)
+        errors_T, normed_T = await asyncio.to_thread(
+            errors_of_probe, self._reference, weights, requests[some], found[some]
+        )
         if not is_honest_noise(errors_T, normed_T, self.info, self._checks):
             raise EngineMismatch(
                 f"policy {policy_version}: vLLM's logprobs are {errors_T.mean():.3g} nats off a forward pass of the same "
@@ -280,6 +286,7 @@ class VllmEngine:
                 "the update did not reach it. Restart the worker, or use --engine transformers"
             )
         self._last_probe = root, found
+        self._probes += 1
 
     async def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         drafts = [Draft(request, sampling, self._seeded) for request in requests]

@@ -28,6 +28,9 @@ PROBE_JUDGE = "transformers/fp32/cpu"
 """Engine class of the forward pass."""
 PROBE_PROMPTS, PROBE_TOKENS = 8, 8
 """Size of the probe: for batches below five vLLM uses other kernels than for those of workers."""
+COMPARED_LATER = 2
+"""Completions of the probe that are compared after a swap, others at each. Those of the first load are all compared. The forward
+pass takes seconds of a processor, and a swap that fails shows in any of them."""
 PROBE_TOKENS_SAMPLING = Sampling(completion_tokens_max=PROBE_TOKENS, stop_token_ids=())
 
 Errors = npt.NDArray[np.float32]
@@ -37,6 +40,12 @@ def prompts_of_probe(vocab_size: int) -> list[GenerateRequest]:
     """Return fixed prompts of different lengths, with fixed seeds."""
     ids = [(7 * i * i + 13 * i + 5) % vocab_size for i in range(64)]
     return [GenerateRequest(tuple(ids[: 8 + 5 * n]), seed=n) for n in range(PROBE_PROMPTS)]
+
+
+def compared(loads: int) -> slice:
+    """Return which completions of the probe are compared with a forward pass after `loads` earlier loads."""
+    first = (loads - 1) * COMPARED_LATER % PROBE_PROMPTS
+    return slice(first, first + COMPARED_LATER) if loads else slice(None)
 
 
 @torch.inference_mode()
