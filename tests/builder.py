@@ -86,6 +86,7 @@ def build_header(lease: Lease, body: bytes, decompressed_bytes: int, /, **change
         "decompressed_bytes": decompressed_bytes,
         "engine": ENGINE,
         "created_at_ms": 0,
+        "lease_digest": digest_of(lease.model_dump_json().encode()),
     }
     return RolloutHeader.model_validate(fields | changes)
 

@@ -100,7 +100,13 @@ def is_strike(receipt: Receipt) -> bool:
 
 def _check_equivocation(receipt: Receipt, headers: Iterable[RolloutHeader]) -> None:
     names = (receipt.run, receipt.worker, receipt.lease_id)
-    if sum((one.run, one.worker, one.lease_id) == names for one in headers) < 2:
+    found = [one for one in headers if (one.run, one.worker, one.lease_id) == names]
+    leases = {one.lease_digest for one in found if one.lease_digest is not None}
+    if len(leases) > 1:
+        raise _no_dossier(
+            f"the coordinator gave two leases one id, so that bundle {receipt.bundle[:12]} had to contradict"
+        )
+    if len(found) < 2:
         raise _no_dossier(
             f"bundle {receipt.bundle[:12]} was rejected as equivocation, but two different headers for its lease are missing"
         )

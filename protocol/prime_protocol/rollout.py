@@ -101,6 +101,8 @@ class RolloutHeader(ParcelHeader):
     """Size of the tensor file inside the body. It is declared so that a server can reject it before decompressing."""
     engine: EngineInfo
     created_at_ms: Count
+    lease_digest: Digest | None = Field(default=None, exclude_if=lambda digest: digest is None)
+    """Digest of the lease's payload as its worker got it. So nobody can say later that the bundle answers another lease."""
 
 
 @dataclass(frozen=True, slots=True)

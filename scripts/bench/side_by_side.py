@@ -148,7 +148,9 @@ async def side_by_side(engine: Any, leases: Sequence[Lease], *, proofs: bool, le
         tokens += made.rollouts.num_tokens
         each = [len(completion.token_ids) for completion in made.rollouts.completions()]
         lengths[GROUP * lease.groups[0].slot : GROUP * (lease.groups[0].slot + 1)] = each
-        await asyncio.to_thread(bundle_for, lease, made.rollouts, key=KEY, engine=engine.info, created_at_ms=0)
+        await asyncio.to_thread(
+            bundle_for, lease, made.rollouts, key=KEY, engine=engine.info, created_at_ms=0, lease_digest=None
+        )
 
     async with asyncio.TaskGroup() as tasks:
         for lease in leases:

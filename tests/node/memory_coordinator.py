@@ -151,6 +151,8 @@ class MemoryCoordinator(MemorySource):
         lease = self.leases.get(header.lease_id)
         if lease is None or self._now_ms() > lease.expires_at_ms:
             return Verdict.refuse(RejectReason.LEASE_EXPIRED)
+        if header.lease_digest != digest_of(lease.model_dump_json().encode()):
+            return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "the header does not name the lease")
         verdict = check_assignment(header, rollouts, lease, vocab_size=VOCAB_SIZE)
         if not verdict.accepted:
             return verdict

@@ -106,7 +106,7 @@ async def receipt_of_next_bundle(world: World, engines: Engines) -> Receipt:
     lease = await world.lease(ANNA, rollouts_max=2)
     completions = await engines.sampler.generate(requests_for(lease), lease.sampling)
     rollouts = rollouts_for(lease, completions)
-    parcel = bundle_for(lease, rollouts, key=ANNA, engine=engines.sampler.info, created_at_ms=0)
+    parcel = bundle_for(lease, rollouts, key=ANNA, engine=engines.sampler.info, created_at_ms=0, lease_digest=None)
     await world.client(ANNA).upload(parcel)
 
     async def found() -> bool:

@@ -76,6 +76,7 @@ async def test_a_bundle_for_the_lease_of_somebody_else_is_refused(world: World) 
         (ErrorCode.WRONG_RUN, lambda fields: {"run": "0" * 64}),
         (ErrorCode.BAD_SIGNATURE, lambda fields: {"worker": BEN.key_id}),
         (ErrorCode.DECOMPRESSED_TOO_LARGE, lambda fields: {"decompressed_bytes": 2**40}),
+        (ErrorCode.WRONG_TYPE, lambda fields: {"lease_digest": "0" * 64}),
     ],
 )
 async def test_a_bundle_with_one_wrong_field_is_refused(

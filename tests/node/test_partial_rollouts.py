@@ -235,7 +235,9 @@ async def verdict_on(
     environment: Lengths | None = None,
 ) -> Judgement:
     info = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu")
-    parcel = bundle_for(lease, rollouts_for(lease, completions), key=WORKER, engine=info, created_at_ms=0)
+    parcel = bundle_for(
+        lease, rollouts_for(lease, completions), key=WORKER, engine=info, created_at_ms=0, lease_digest=None
+    )
     opened = open_bundle(parcel, lease, run, newest_policy=newest_policy)
     if not isinstance(opened, OpenedBundle):
         return opened

@@ -101,6 +101,7 @@ def _about_the_parcel(parcel: bytes, lease: Lease, dossier: DossierFile, folder:
     """Compare the bundle's own bytes, and with `model` a forward pass, with the reason in its receipt."""
     from prime_node.validator.judge import OpenedBundle, open_bundle
 
+    _require_answer(parcel, lease, dossier.lease_digest)
     decided, spans = dossier.receipts[-1], dossier.run.spec.schedule.swap.spans_policies
     reason = decided.reason
     if reason is RejectReason.EQUIVOCATION:
@@ -124,6 +125,28 @@ def _about_the_parcel(parcel: bytes, lease: Lease, dossier: DossierFile, folder:
             "transformers only; leave --model out to check everything else"
         )
     return asyncio.run(_judged_again(opened, dossier, model, judge_class))
+
+
+def _require_answer(parcel: bytes, lease: Lease, lease_digest: str) -> None:
+    """Raise RemoteError if the parcel is not the worker's answer to this lease.
+
+    A coordinator takes no such bundle. So it has put another bundle or another lease into the dossier.
+    """
+    try:
+        opened = open_parcel(parcel, body_bytes_max=len(parcel))
+        header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(lease.worker,)), RolloutHeader)
+        opened.check_body(header)
+    except RemoteError as error:
+        raise RemoteError(error.code, f"the worker has not signed the deciding bundle: {error.detail}") from None
+    named = (header.run, header.worker, header.lease_id, header.step, header.policy_version, header.policy_digest)
+    stated = (lease.run, lease.worker, lease.lease_id, lease.step, lease.policy_version, lease.policy_digest)
+    if (*named, header.num_rollouts) != (*stated, lease.num_rollouts):
+        raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the deciding bundle was signed for another lease")
+    if header.lease_digest not in (None, lease_digest):
+        raise RemoteError(
+            ErrorCode.DIGEST_MISMATCH,
+            "the bundle names the digest of another lease: the coordinator has changed the lease in the dossier",
+        )
 
 
 def _about_the_headers(parcel: bytes, dossier: DossierFile) -> str:

@@ -26,6 +26,8 @@ class DossierFile:
     """Whether the user named the run, so that its limits hold."""
     statement: BanStatement
     lease: Lease | None
+    lease_digest: str
+    """Digest of the lease's payload; empty without a lease."""
     headers: dict[str, RolloutHeader]
     """Headers that the banned worker signed for rejections as `equivocation`, by the digest of their payload."""
     receipts: list[Receipt]
@@ -75,6 +77,7 @@ def read_dossier(path: Path, *, pinned: str | None) -> DossierFile:
         is_pinned=pinned is not None,
         statement=statement,
         lease=leases[0] if leases else None,
+        lease_digest="".join(one.digest for one in signed[PayloadType.LEASE]),
         headers={
             one.digest: parse_json(one.verify(PayloadType.ROLLOUT, trusted=by_worker), RolloutHeader) for one in headers
         },

@@ -26,6 +26,7 @@ from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_protocol.assigned import Assigned, SeedRule, assigned_in
 from prime_protocol.assignment import HELD_OUT_START, GroupAssignment, Lease, Problem
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -147,6 +148,10 @@ class Assigner:
             issued_at_ms=record.issued_at_ms,
             expires_at_ms=record.expires_at_ms,
         )
+
+    def lease_digest(self, record: LeaseRecord) -> str:
+        """Return the digest of the lease's payload, which the header of its bundle names."""
+        return digest_of(self.lease(record).model_dump_json().encode())
 
     def prompts(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...]]]:
         """Return the problem and the prompt of each group of a lease. Seeds, which take longer, are not computed."""

@@ -16,8 +16,8 @@ class LeaseActivity:
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
     """Reason why no lease is requested or granted; empty if there is none."""
-    in_hand: set[str] = field(default_factory=set)
-    """Leases that are queued, in generation or being written to the spool."""
+    in_hand: dict[str, str] = field(default_factory=dict)
+    """Leases that are queued, in generation or being written to the spool, each with the digest of its payload."""
     finished_s: float = 0.0
     """Monotonic time at which the engine last finished a lease."""
     rollouts_generated: int = 0

@@ -73,8 +73,16 @@ def requests_for(lease: Lease) -> list[GenerateRequest]:
     return [GenerateRequest(group.prompt_token_ids, seed) for group in lease.groups for seed in group.seeds]
 
 
-def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: EngineInfo, created_at_ms: int) -> bytes:
-    """Return the signed parcel that answers a lease."""
+def bundle_for(
+    lease: Lease,
+    rollouts: Rollouts,
+    *,
+    key: SigningKey,
+    engine: EngineInfo,
+    created_at_ms: int,
+    lease_digest: str | None,
+) -> bytes:
+    """Return the signed parcel that answers a lease. `lease_digest` is the digest of the lease's payload."""
     body, decompressed_bytes = pack_body(rollouts)
     header = RolloutHeader(
         body_digest=digest_of(body),
@@ -89,6 +97,7 @@ def bundle_for(lease: Lease, rollouts: Rollouts, *, key: SigningKey, engine: Eng
         decompressed_bytes=decompressed_bytes,
         engine=engine,
         created_at_ms=created_at_ms,
+        lease_digest=lease_digest,
     )
     return pack_parcel(header, body, PayloadType.ROLLOUT, key)
 

@@ -97,7 +97,7 @@ async def _next_lease(worker: Worker) -> Lease:
             if not isinstance(reply, NotYet):
                 opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
                 lease = await worker.trust.verified(opened)
-                worker.activity.in_hand.add(lease.lease_id)
+                worker.activity.in_hand[lease.lease_id] = reply.digest
                 worker.receipts.note_lease(lease, reply)
                 worker.activity.waiting_for = ""
                 return lease
@@ -214,6 +214,7 @@ async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
         key=worker.key,
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
+        lease_digest=worker.activity.in_hand[lease.lease_id],
     )
     worker.receipts.note_bundle(await asyncio.to_thread(digest_of, parcel), lease.lease_id)
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
@@ -234,7 +235,7 @@ def _measure(worker: Worker, lease: Lease, num_tokens: int, began_s: float) -> N
 
 
 def _close(worker: Worker, lease: Lease) -> None:
-    worker.activity.in_hand.discard(lease.lease_id)
+    worker.activity.in_hand.pop(lease.lease_id, None)
     worker.open_leases.release()
 
 

@@ -11,6 +11,8 @@
                                                           WRONG_TYPE
     (7) sizes that the lease can possibly need            TOO_LARGE, DECOMPRESSED_TOO_LARGE
     (8) the body is the one that was signed               DIGEST_MISMATCH
+    (9) the digest of the lease in the header, if it names one
+                                                          WRONG_TYPE
 
 A new bundle counts against its worker's rate (TOO_MANY_REQUESTS), and is a sign of life. A repeated bundle has a rate of its
 own, because anyone who has recorded it can send it again. Neither is charged if the worker's announcement was (requests.py).
@@ -22,8 +24,10 @@ content; its verdict on a body that cannot be read is MALFORMED.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
+from prime_node.coordinator.api.leasing import ENVIRONMENT_RETRY_S
 from prime_node.coordinator.api.receipts import ReceiptLists, verdict_of
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
 from prime_node.coordinator.assignments import Assigner
@@ -49,6 +53,8 @@ from prime_protocol.replies import UploadReply
 from prime_protocol.rollout import RolloutHeader, body_bytes_max
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
+
+log = logging.getLogger(__name__)
 
 AGAIN = "again "
 """Prefix of the bucket name for repeated uploads, from the worker or from anyone who has recorded them."""
@@ -167,10 +173,24 @@ class BundleIntake:
             header
         )  # (8); before any conviction: anyone who has seen a header can attach another body to it
         self._charge(header.worker, is_charged)
+        self._require_lease_digest(header, lease)  # (9)
         self.presence.heard(header.worker, self.clock.monotonic_s())
         if isinstance(outcome, ev.BundleArrived):
             outcome = await self._store(header, bundle, parcel)
         return UploadReply(bundle=bundle, verdict=await self._record(outcome, header, lease, opened))
+
+    def _require_lease_digest(self, header: RolloutHeader, lease: LeaseRecord) -> None:
+        """Check step (9): a bundle kept for another lease than this one would prove nothing. Raise RemoteError."""
+        if header.lease_digest is None:  # of an older worker
+            return
+        try:
+            granted = self.assigner.lease_digest(lease)
+        except Exception as error:  # an environment is foreign code, and after a restart it makes the prompts again
+            log.exception("an environment failed to make the prompts of lease %s again", lease.lease_id[:12])
+            detail = "an environment of the coordinator fails; try again later"
+            raise RemoteError(ErrorCode.UNAVAILABLE, detail, retry_after_s=ENVIRONMENT_RETRY_S) from error
+        if header.lease_digest != granted:
+            raise RemoteError(ErrorCode.WRONG_TYPE, "the header names the digest of another lease than was granted")
 
     def _charge(self, bucket: str, is_charged: bool) -> None:
         if not is_charged:
