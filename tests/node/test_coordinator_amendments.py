@@ -77,6 +77,9 @@ async def test_an_amendment_is_served_named_and_kept_over_a_restart(tmp_path: Pa
         assert again.checks.worker_classes == {OLD, NEW}
         await world.client(ANNA).add_amendment(amendment(again, "test/fp8/cpu"))
         assert await named(world) == 2
+    for known in (again, calibrated_run()):
+        async with running(await folder_parts(known, tmp_path)) as world:
+            assert (await named(world), len(known.checks.worker_classes)) == (2, 3)
 
 
 async def test_an_amendment_that_was_stored_before_a_crash_is_in_force_after_it(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 async def restore_amendments(run: PinnedRun, published: Documents, state: State) -> None:
     """Read every amendment after a restart. Raise LocalError if one that the journal names is missing or another one."""
-    for version in range(1, limits.CALIBRATIONS_MAX + 1):
+    for version in range(run.calibrations.version + 1, limits.CALIBRATIONS_MAX + 1):
         name, is_recorded = amendment_name(version), version <= len(state.calibrations)
         try:
             envelope = open_envelope(await published.read(name))
