@@ -181,7 +181,7 @@ def test_whatever_is_forgotten_a_way_to_the_head_stays(
     state = State(rules_of(make_run(async_level=async_level, max_steps=100)))
     for version, routes in enumerate(history):
         known = {number: publication.routes for number, publication in state.published.items()}
-        if search(version, {**known, version: routes}).path is None:
+        if search(version, {**known, version: routes}) is None:
             routes = (*routes, UpdateRoute(None, 50))  # the coordinator refuses the other one
         tick(state, ev.ManifestPublished(version, f"{version:064d}", routes), 0)
         names = {(number, route.base_version) for number, it in state.published.items() for route in it.routes}

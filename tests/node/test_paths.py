@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_node.broadcast.routes import Routes, UpdateRoute, search
+from prime_node.broadcast.routes import MANIFESTS_MAX, Hop, PathSearch, Routes, UpdateRoute, search
+from prime_protocol.errors import ErrorCode, RemoteError
 
 
 def every_way(target: int, routes: Routes, held: Collection[int]) -> list[int]:
@@ -35,17 +37,16 @@ def published(draw: st.DrawFn) -> dict[int, list[UpdateRoute]]:
 def test_the_cheapest_way_is_found(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
     target = max(routes)
     update_paths = every_way(target, routes, held)
-    found = search(target, routes, held)
-    if found.path is None:
+    path = search(target, routes, held)
+    if path is None:
         assert update_paths == []
     else:
-        assert found.path.sent_bytes == min(update_paths)
-    assert found.unread == ()
+        assert path.sent_bytes == min(update_paths)
 
 
 @given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
 def test_a_way_leads_from_what_is_held_to_the_target(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
-    path = search(max(routes), routes, held).path
+    path = search(max(routes), routes, held)
     if path is None:
         return
     at: int | None = None
@@ -57,22 +58,56 @@ def test_a_way_leads_from_what_is_held_to_the_target(routes: dict[int, list[Upda
     assert at == max(routes) if path.hops else max(routes) in held
 
 
-@given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3))
-def test_reading_what_is_asked_for_ends_at_the_same_way(routes: dict[int, list[UpdateRoute]], held: set[int]) -> None:
+@given(routes=published(), held=st.sets(st.integers(0, 8), max_size=3), at_once=st.integers(1, 8))
+def test_reading_what_is_asked_for_ends_at_the_same_way(
+    routes: dict[int, list[UpdateRoute]], held: set[int], at_once: int
+) -> None:
     known: dict[int, list[UpdateRoute]] = {}
-    while (found := search(max(routes), known, held)).unread:
-        assert not set(found.unread) & (known.keys() | held)
-        known[found.unread[0]] = routes[found.unread[0]]
+    found = PathSearch(max(routes), known.get, held)
+    while unread := found.unread(at_once):
+        assert len(unread) <= at_once
+        assert not set(unread) & (known.keys() | held)
+        known |= {version: routes[version] for version in unread}
     whole = search(max(routes), routes, held)
-    assert found.path == whole.path or (
-        found.path is not None and whole.path is not None and found.path.sent_bytes == whole.path.sent_bytes
-    )
+    assert (found.path is None) == (whole is None)
+    if found.path is not None and whole is not None:
+        assert found.path.sent_bytes == whole.sent_bytes
+
+
+def test_a_search_looks_at_each_manifest_once_and_at_a_bounded_number_of_them() -> None:
+    """A run without anchors has no end: each policy has deltas to the sixteen before it."""
+    looked: list[int] = []
+    read: set[int] = set()
+
+    def deltas(version: int) -> list[UpdateRoute] | None:
+        if version not in read:
+            return None
+        looked.append(version)
+        return [UpdateRoute(version - span, 1) for span in range(1, 17)]
+
+    found = PathSearch(2**31 - 1, deltas)
+    while unread := found.unread(8):
+        read |= set(unread)
+    assert len(read) == len(looked) == MANIFESTS_MAX
+    assert found.path is None
+    with pytest.raises(RemoteError, match="4,096 manifests") as refused:
+        found.require_path()
+    assert refused.value.code is ErrorCode.NOT_FOUND
+
+
+def test_once_a_path_is_known_few_more_manifests_are_read() -> None:
+    routes = {1_000: [UpdateRoute(999, 1), UpdateRoute(None, 10**9)]}
+    found = PathSearch(1_000, lambda version: routes.get(version), with_path_max=20)
+    while unread := found.unread():
+        routes |= {version: [UpdateRoute(version - 1, 1)] for version in unread}
+    assert len(routes) == 20
+    assert found.require_path().hops == (Hop(1_000, UpdateRoute(None, 10**9)),)
 
 
 @given(routes=published(), more=st.integers(0, 8))
 def test_holding_more_never_costs_more(routes: dict[int, list[UpdateRoute]], more: int) -> None:
     target = max(routes)
-    without, holding = search(target, routes).path, search(target, routes, {more}).path
+    without, holding = search(target, routes), search(target, routes, {more})
     if without is not None:
         assert holding is not None
         assert holding.sent_bytes <= without.sent_bytes
@@ -80,12 +115,12 @@ def test_holding_more_never_costs_more(routes: dict[int, list[UpdateRoute]], mor
 
 def test_of_two_ways_of_one_size_the_one_with_fewer_hops_is_taken() -> None:
     routes = {0: [UpdateRoute(None, 9)], 1: [UpdateRoute(0, 2)], 2: [UpdateRoute(1, 2), UpdateRoute(0, 4)]}
-    path = search(2, routes, {0}).path
+    path = search(2, routes, {0})
     assert path is not None
     assert [hop.policy_version for hop in path.hops] == [2]
 
 
 def test_what_is_held_already_costs_nothing() -> None:
-    path = search(3, {}, {3}).path
+    path = search(3, {}, {3})
     assert path is not None
     assert path.hops == ()

@@ -67,7 +67,7 @@ def test_a_newcomer_never_downloads_more_than_the_rules_allow(single: int, spans
     rules = SpanRules(spans, anchor_pays=2.0)
     routes = publish(50, rules, single)
     for version in routes:
-        path = search(version, {known: routes[known] for known in range(version + 1)}).path
+        path = search(version, {known: routes[known] for known in range(version + 1)})
         assert path is not None
         assert path.sent_bytes <= rules.anchor_pays * ANCHOR
 
@@ -81,7 +81,7 @@ def test_no_delta_is_larger_than_an_anchor_or_than_another_way(single: int) -> N
                 continue
             assert route.sent_bytes < ANCHOR
             others = {**routes, version: [other for other in made if other != route]}
-            other_way = search(version, others, {route.base_version}).path
+            other_way = search(version, others, {route.base_version})
             assert other_way is None or route.sent_bytes < other_way.sent_bytes
 
 

@@ -87,7 +87,7 @@ def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:
     for version in state.published:
         if version > state.head - newest:
             kept |= {(version, route.base_version) for route in routes[version]}
-            way = search(version, routes).path
+            way = search(version, routes)
             assert way is not None, f"no update path leads to policy {version}"
             kept |= {(hop.policy_version, hop.route.base_version) for hop in way.hops}
     return kept

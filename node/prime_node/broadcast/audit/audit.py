@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from prime_node.broadcast.audit.audit_manifests import ManifestAudit, Step
 from prime_node.broadcast.audit.audit_report import TITLES, AuditReport, Check
 from prime_node.broadcast.audit.verified_parts import PARTS_AT_ONCE, CheckFailed, feed_parts
+from prime_node.broadcast.routes import Path
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex, open_index
@@ -34,6 +35,9 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights
+
+PATHS_MAX = 256
+"""Update paths that an audit tries while bytes of each are no longer kept."""
 
 __all__ = ["TITLES", "Audit", "AuditReport", "Check", "Step", "Verified", "audit"]
 
@@ -117,7 +121,7 @@ class Audit(ManifestAudit):
         path = await self.manifests(run, chain=chain, policy_version=policy_version)
         assert self.pinned is not None
         assert self.head is not None
-        self.on_total(sum(self.sizes.values() if chain else (encoding.sent_bytes for _, encoding in path)))
+        self.on_total(sum(self.sizes.values()) if chain else path.sent_bytes)
         await (self._all_bytes(self.head) if chain else self._bytes_of(path))
         self._about_bytes()
         await self._model_files()
@@ -133,12 +137,13 @@ class Audit(ManifestAudit):
 
     # (5) to (7)
 
-    async def _bytes_of(self, path: list[Step]) -> None:
+    async def _bytes_of(self, path: Path) -> None:
         """Decode the cheapest path that is still kept."""
         assert self.wanted is not None
         while True:
             weights: Weights | None = None
-            for manifest, encoding in path:
+            for hop in path.hops:
+                manifest, encoding = await self.step(hop)
                 try:
                     weights = await self._decode(manifest, encoding, weights)
                 except RemoteError as error:
@@ -148,9 +153,11 @@ class Audit(ManifestAudit):
                     missing = error
                     break
             else:
-                self.num_policies += len(path)
+                self.num_policies += len(path.hops)
                 return
             try:
+                if len(self.closed) >= PATHS_MAX:
+                    raise missing
                 path = await self.path_to(self.wanted)
             except RemoteError:
                 self.at = 5

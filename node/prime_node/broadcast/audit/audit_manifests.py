@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit.audit_report import TITLES, Check, date_of
 from prime_node.broadcast.follow.pinned import fetch_key_rings
-from prime_node.broadcast.routes import UpdateRoute, routes_of, search
+from prime_node.broadcast.routes import Hop, Path, PathSearch, UpdateRoute, routes_of
 from prime_node.ports.transport import PublicSource
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.envelope import Envelope, parse_json
@@ -19,8 +19,8 @@ from prime_protocol.manifest import Encoding, Manifest, SignedManifest, open_man
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.timestamp import Timestamp, check_fresh, open_timestamp
 
-MANIFESTS_MAX = 256
-"""Manifests read for the cheapest path, once some path is known."""
+WITH_PATH_MAX = 256
+"""Manifests looked at for the cheapest path, once some path is known."""
 
 Step = tuple[Manifest, Encoding]
 """One hop of an update path."""
@@ -63,10 +63,10 @@ class ManifestAudit:
     sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of each policy's encodings."""
 
-    async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> list[Step]:
+    async def manifests(self, run: str | None, *, chain: bool, policy_version: int | None) -> Path:
         """Make checks (1) to (4).
 
-        Return the path to the wanted policy, itself last, or nothing with `chain`, which decodes everything.
+        Return the path to the wanted policy, itself last, or an empty one with `chain`, which decodes everything.
         """
         self.pinned = await self._run_spec(run)
         await fetch_key_rings(self.source, self.pinned.keys)
@@ -78,7 +78,7 @@ class ManifestAudit:
             await self._walk_chain(0, self.head)
         elif policy_version is not None:
             await self._walk_chain(self.wanted.manifest.policy_version, self.head)
-        path = [] if chain else await self.path_to(self.wanted)
+        path = Path(()) if chain else await self.path_to(self.wanted)
         self._check_bases()
         await self._same_under_its_number(self.head)
         self._about_manifests(chain=chain, walked=policy_version is not None)
@@ -177,29 +177,24 @@ class ManifestAudit:
         if head.manifest.policy_version == 0 or previous is not None:
             check_link(head.manifest, previous)
 
-    async def path_to(self, wanted: SignedManifest) -> list[Step]:
-        """Return the cheapest path from nothing, in the order in which it is applied.
+    async def path_to(self, wanted: SignedManifest) -> Path:
+        """Return the cheapest path from nothing. Raises RemoteError(NOT_FOUND) if none is open."""
 
-        Raises RemoteError(NOT_FOUND) if none is open.
-        """
-        version = wanted.manifest.policy_version
-        while True:
-            routes = {
-                known: [route for route in made if (known, route.base_version) not in self.closed]
-                for known, made in self.routes.items()
-            }
-            found = search(version, routes)
-            if not found.unread or (found.path is not None and len(self.routes) > MANIFESTS_MAX):
-                break
-            self._note(await self._manifest(found.unread[0]))
-        if found.path is None:
-            raise RemoteError(ErrorCode.NOT_FOUND, f"no update path leads to policy {version} any more")
-        return [await self._step(hop.policy_version, hop.route.base_version, wanted) for hop in found.path.hops]
+        def open_routes(version: int) -> list[UpdateRoute] | None:
+            made = self.routes.get(version)
+            return None if made is None else [one for one in made if (version, one.base_version) not in self.closed]
 
-    async def _step(self, version: int, base: int | None, wanted: SignedManifest) -> Step:
-        is_wanted = version == wanted.manifest.policy_version
-        manifest = wanted.manifest if is_wanted else await self.known(version)
-        encoding = manifest.encoding(base)
+        found = PathSearch(wanted.manifest.policy_version, open_routes, with_path_max=WITH_PATH_MAX)
+        while unread := found.unread():
+            self._note(await self._manifest(unread[0]))
+        return found.require_path()
+
+    async def step(self, hop: Hop) -> Step:
+        """Return a hop of a path with its manifest, which is fetched again: a path may have thousands of hops."""
+        assert self.wanted is not None
+        is_wanted = hop.policy_version == self.wanted.manifest.policy_version
+        manifest = self.wanted.manifest if is_wanted else await self.known(hop.policy_version)
+        encoding = manifest.encoding(hop.route.base_version)
         assert encoding is not None
         return manifest, encoding
 

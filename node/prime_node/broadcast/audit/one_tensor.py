@@ -16,6 +16,7 @@ from itertools import groupby
 import numpy as np
 
 from prime_node.broadcast.audit.audit import Audit, AuditReport, Check, Step
+from prime_node.broadcast.routes import Path
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.chunk_index import ChunkEntry
 from prime_protocol.codec import CodecError, Target, decode_chunks
@@ -81,12 +82,13 @@ async def prove_tensor(
     return work.report(), proof
 
 
-async def _prove(work: Audit, path: list[Step], name: str) -> TensorProof:
+async def _prove(work: Audit, path: Path, name: str) -> TensorProof:
     assert work.wanted is not None
-    manifest = path[-1][0]
+    manifest = work.wanted.manifest
     index = _row(manifest, name)
     tensor: WeightTensor | None = None
-    for step in path:
+    for hop in path.hops:
+        step = await work.step(hop)
         tensor = await _decode(work, step, name, tensor if step[1].base is not None else None)
         work.num_policies += 1
     work.established(6, f"{work.num_chunks} with their digests, {work.num_bytes:,} bytes; no other chunk was read")

@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from prime_node.broadcast.follow.heads import Heads
-from prime_node.broadcast.routes import Path, UpdateRoute, routes_of, search
-from prime_protocol.errors import ErrorCode, RemoteError
+from prime_node.broadcast.routes import Path, PathSearch, UpdateRoute, routes_of
+from prime_protocol.errors import RemoteError
 from prime_protocol.manifest import BasePolicy, Encoding, SignedManifest
 
 MANIFESTS_AT_ONCE = 8
-READS_MAX = 64
-"""Manifests read for one search once some path is known; cheaper paths further back are ignored."""
+WITH_PATH_MAX = 64
+"""Manifests that one search looks at once some path is known; cheaper paths further back are ignored."""
 ROUTES_MAX = 4_096
 MANIFESTS_MAX = 32
 
@@ -72,26 +72,21 @@ class UpdatePaths:
 
     async def _search(self, target: int, held: Collection[int], closed: Closed) -> Path:
         dead_ends: set[int] = set()
-        num_read = 0
-        while True:
-            routes = {
-                version: [route for route in self._routes_now(version) if (version, route.base_version) not in closed]
-                for version in self.routes
-            }
-            found = search(target, routes | {version: [] for version in dead_ends}, held)
-            if not found.unread or (found.path is not None and num_read >= READS_MAX):
-                break
-            wanted = found.unread[:MANIFESTS_AT_ONCE]
-            num_read += len(wanted)
+
+        def open_routes(version: int) -> Sequence[UpdateRoute] | None:
+            if version in dead_ends or version not in self.routes:
+                return () if version in dead_ends else None
+            return [route for route in self._routes_now(version) if (version, route.base_version) not in closed]
+
+        found = PathSearch(target, open_routes, held, with_path_max=WITH_PATH_MAX)
+        while wanted := found.unread(MANIFESTS_AT_ONCE):
             read = await asyncio.gather(*(self._manifest(version) for version in wanted), return_exceptions=True)
             for version, result in zip(wanted, read, strict=True):
                 if isinstance(result, RemoteError):
                     dead_ends.add(version)
                 elif isinstance(result, BaseException):
                     raise result
-        if found.path is None:
-            raise RemoteError(ErrorCode.NOT_FOUND, f"no update path leads to policy {target} any more")
-        return found.path
+        return found.require_path()
 
     def _routes_now(self, version: int) -> Sequence[UpdateRoute]:
         """Return a policy's edges, without the bytes that are on disk if its manifest is held."""

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from prime_node.broadcast.routes import Routes, UpdateRoute, search
 
+HOPS_MAX = 1_024
+"""Encodings on a newcomer's path: a search reads routes.MANIFESTS_MAX manifests at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpanRules:
@@ -54,7 +57,7 @@ def paying_deltas(
     for base, sent_bytes in sorted(deltas.items(), reverse=True):
         if anchor_bytes is not None and sent_bytes >= anchor_bytes:
             continue
-        other_way = search(policy_version, {**published, policy_version: chosen}, {base}).path
+        other_way = search(policy_version, {**published, policy_version: chosen}, {base})
         if other_way is None or sent_bytes < other_way.sent_bytes:
             chosen.append(UpdateRoute(base, sent_bytes))
     return [route.base_version for route in chosen if route.base_version is not None]
@@ -65,11 +68,13 @@ def anchor_is_due(
 ) -> bool:
     """Return whether an anchor pays in addition to the chosen deltas.
 
-    It always does if nothing else leads to the policy from nothing.
+    It always does if nothing else leads to the policy from nothing, or only a path of more than HOPS_MAX encodings.
     """
     routes = [UpdateRoute(base, sent_bytes) for base, sent_bytes in deltas.items()]
-    way = search(policy_version, {**published, policy_version: routes}).path
-    return way is None or anchor_bytes is None or way.sent_bytes > rules.anchor_pays * anchor_bytes
+    way = search(policy_version, {**published, policy_version: routes})
+    if way is None or anchor_bytes is None or len(way.hops) > HOPS_MAX:
+        return True
+    return way.sent_bytes > rules.anchor_pays * anchor_bytes
 
 
 def worth_remembering(published: Routes) -> dict[int, tuple[UpdateRoute, ...]]:

@@ -127,6 +127,6 @@ class SeedStore:
         newest = sorted(routes)[-POLICIES_KEPT:]
         kept = {name for name in self._here if name[0] in newest}
         for version in newest:
-            way = search(version, routes).path
+            way = search(version, routes)
             kept |= set() if way is None else {(hop.policy_version, hop.route.base_version) for hop in way.hops}
         return kept

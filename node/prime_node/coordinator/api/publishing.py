@@ -167,7 +167,7 @@ class ManifestIntake:
                         f"policy {manifest.policy_version}: its base {encoding.base.policy_version} has another state root",
                     )
         routes = {version: publication.routes for version, publication in self.decisions.state.published.items()}
-        if search(manifest.policy_version, {**routes, manifest.policy_version: routes_of(manifest)}).path is None:
+        if search(manifest.policy_version, {**routes, manifest.policy_version: routes_of(manifest)}) is None:
             raise RemoteError(
                 ErrorCode.CHAIN_BROKEN, f"policy {manifest.policy_version}: no update path leads to it from an anchor"
             )

@@ -167,7 +167,7 @@ def check_update_paths(state: State) -> None:
     """Check that a newcomer finds an update path to the head, and to every policy that a lease may name."""
     routes = {version: publication.routes for version, publication in state.published.items()}
     for version in range(oldest_policy_needed(state), state.head + 1):
-        assert search(version, routes).path is not None, f"no update path leads to policy {version}"
+        assert search(version, routes) is not None, f"no update path leads to policy {version}"
 
 
 def _check_progress(state: State) -> None:
