@@ -96,6 +96,23 @@ async def test_an_unseeded_vllm_samples_by_itself_at_the_runs_temperature_and_wi
     await scorer.close()
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_vllm_computes_with_the_new_weights_where_only_a_part_of_a_layer_changed(folder: Path) -> None:
+    first, other = peaked_weights(folder, 3), peaked_weights(folder, 4)
+    one_matrix = {**first, (name := "model.layers.1.self_attn.q_proj.weight"): other[name]}
+    engine, scorer = deaf_vllm(folder), TransformersEngine(folder)
+    for version, weights in enumerate((first, one_matrix, other, first)):
+        await engine.load(weights, policy_version=version)
+        completions = await engine.generate(requests(), SAMPLING)
+        prefill = await judged(scorer, weights, requests(), completions)
+        assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
+        assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
+    await engine.close()
+    await scorer.close()
+
+
 START_AND_WAIT = """
 import asyncio, pathlib, sys
 from prime_node.adapters.models.tiny_model import initial_weights

@@ -106,13 +106,19 @@ def logprobs(ranks: Ranks, *, model: Path) -> list[list[float]]:
 
 
 def agreement(
-    ranks: Ranks, *, model: Path, placement: Placement = PLAIN, lora: LoraSettings | None = None
+    ranks: Ranks,
+    *,
+    model: Path,
+    placement: Placement = PLAIN,
+    lora: LoraSettings | None = None,
+    weights: Weights | None = None,
 ) -> tuple[list[list[float]], Weights]:
-    """Train a bit, and return the trainer's logprobs of some samples with the weights that it publishes, which are bf16."""
+    """Train a bit, and return the trainer's logprobs of some samples with the tensors that it publishes."""
     backend = TorchBackend(
-        model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48, placement=placement, lora=lora
+        model, weights, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48, placement=placement, lora=lora
     )
-    curve(backend, [1, 2])
+    for seed in (1, 2):
+        backend.train_step(samples(seed=seed), find_loss("aipo", constant_length=16), lr=1e-3)
     return backend.logprobs(samples()), backend.snapshot()
 
 

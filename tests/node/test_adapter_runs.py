@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.node.batch_coordinator import BatchCoordinator, make_run, write_model
@@ -12,8 +13,12 @@ from tests.node.rank_jobs import samples
 from tests.node.trainer_world import CONFIG, make_trainer, rows
 
 from prime_node.adapters.engines.merging_engine import MergingEngine, MergingScorer
+from prime_node.adapters.engines.torch_weights import to_torch
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.lora import LoraSettings
+from prime_node.adapters.models.merged_linear import merged_weight
 from prime_node.adapters.models.tiny_model import initial_weights
+from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.broadcast.audit.audit import Verified
 from prime_node.broadcast.audit.export import export_checkpoint
@@ -24,14 +29,17 @@ from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path
 from prime_node.ports.engine import ScoreRequest
+from prime_node.ports.train_backend import OptimizerSettings
 from prime_node.trainer.config import LoraConfig, TrainerConfig
 from prime_node.trainer.loop import run_trainer
-from prime_protocol.adapters import AdapterSpec, merged
+from prime_protocol.adapters import AdapterSpec, merged, unit_for
 from prime_protocol.assignment import Sampling
+from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.errors import LocalError
+from prime_protocol.manifest import BasePolicy
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import SwapPolicy
-from prime_protocol.weights import num_bytes, root_of
+from prime_protocol.weights import WeightTensor, num_bytes, root_of, rounded_to
 
 DEMO = config_path("demo.toml")
 
@@ -46,7 +54,10 @@ def base(tmp_path: Path) -> Path:
 
 def adapter_run(base: Path, *, max_steps: int = 3) -> PinnedRun:
     root = root_of(read_weights(base))
-    return make_run(max_steps=max_steps, adapters=AdapterSpec(base="base", base_root=root, rank=4, alpha=8))
+    return make_run(
+        max_steps=max_steps,
+        adapters=AdapterSpec(base="base", base_root=root, rank=4, alpha=8, unit_log2=unit_for(4, 8)),
+    )
 
 
 @pytest.fixture
@@ -75,6 +86,56 @@ def test_policies_are_adapters_and_deltas_between_them(trained: BatchCoordinator
     assert [encoding.base is not None for encoding in newest.encodings] == [True]
     published = rows(tmp_path / "trainer", "raw_bytes")
     assert all(int(str(row["raw_bytes"])) < whole / 4 for row in published)
+
+
+def test_torch_and_numpy_merge_to_the_same_bits(base: Path) -> None:
+    """The trainer merges with torch, workers and validators with numpy. A GPU has not been tried."""
+    spec = AdapterSpec(base="base", base_root="ab" * 32, rank=16, alpha=24, unit_log2=-11)
+    random = np.random.default_rng(0)
+    for dtype, torch_dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        weight = rounded_to(random.standard_normal((96, 160)).astype(np.float32) * np.float32(0.05), dtype)
+        integers = {
+            "A": random.integers(-400, 400, (16, 160)).astype(np.int16),
+            "B": random.integers(-(2**15), 2**15, (96, 16)).astype(np.int16),
+        }
+        factors = {
+            f"base_model.model.layer.lora_{name}.weight": WeightTensor(
+                "i16", each.shape, each.reshape(-1).view(np.uint16)
+            )
+            for name, each in integers.items()
+        }
+        expected = merged({"layer.weight": weight}, factors, spec)["layer.weight"]
+        A, B = (torch.from_numpy(integers[name]).float() * 2.0**-11 for name in "AB")
+        found = merged_weight(to_torch(weight), A, B, 24 / 16, torch_dtype)
+        assert torch.equal(found, to_torch(expected))
+
+
+def test_a_delta_of_integers_is_a_fraction_of_one_of_floats(base: Path) -> None:
+    """B begins at zero. As bf16 nearly every element of it changes in each step, by many units in the last place."""
+    sizes = {}
+    for unit_log2 in (None, -11):
+        lora = LoraSettings(rank=16, alpha=32, alone=True, unit_log2=unit_log2)
+        backend = TorchBackend(base, read_weights(base), seed=3, lora=lora)
+        for seed in range(4):
+            old = backend.snapshot()
+            backend.train_step(samples(seed=seed), find_loss("aipo"), lr=1e-4)
+        made = encode_checkpoint(backend.snapshot(), (BasePolicy(policy_version=0, state_root=root_of(old)), old))
+        sizes[unit_log2] = made.encoding.sent_bytes
+    assert sizes[-11] < 0.4 * sizes[None]  # a chunk of these small tensors is mostly its head
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-2])
+def test_movements_below_a_factor_s_unit_add_up(base: Path, lr: float) -> None:
+    """Elements of B that begin between two units would otherwise stay at zero for the first steps."""
+    unit = 2.0**-6
+    backend = TorchBackend(base, read_weights(base), seed=3, lora=LoraSettings(4, 8, alone=True, unit_log2=-6))
+    before = {name: tensor for name, tensor in backend.snapshot().items() if ".lora_B." in name}
+    assert not any(tensor.data.any() for tensor in before.values())
+    backend.new_optimizer(OptimizerSettings(weight_decay=0.0))
+    backend.train_step(samples(), find_loss("aipo"), lr=lr)
+    after = [backend.snapshot()[name].data.view(np.int16) for name in before]
+    moved = np.mean([np.abs(values * unit).mean() for values in after])  # each element moves by about lr
+    assert moved == pytest.approx(lr, rel=0.25)
 
 
 async def test_engines_compute_with_the_merged_model(base: Path, tmp_path: Path) -> None:
@@ -184,6 +245,8 @@ data_folder = "{tmp_path}"
     adapters = ["run.adapters.rank=4", 'run.adapters.targets=["q_proj"]']
     made = make_run_folder(RunDir(tmp_path / "run"), Options(config, adapters), config_file=config)
     root = root_of(read_weights(base))
-    assert made.spec.adapters == AdapterSpec(base="base", base_root=root, rank=4, alpha=32, targets=("q_proj",))
+    assert made.spec.adapters == AdapterSpec(
+        base="base", base_root=root, rank=4, alpha=32, targets=("q_proj",), unit_log2=-12
+    )
     with pytest.raises(LocalError, match=r"\[run\.adapters\] need a base that others can download"):
         make_run_folder(RunDir(tmp_path / "tiny"), Options(DEMO, adapters), config_file=DEMO)

@@ -22,6 +22,7 @@ from prime_node.adapters.training.sharding import Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LOSSES
 from prime_node.ports.train_backend import OptimizerSettings
+from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table, tensor_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.errors import LocalError
@@ -192,6 +193,20 @@ def test_ranks_compute_with_exactly_the_published_weights(
     """The bar is 1e-4 nats between the trainer and an fp32 worker that has the same policy. Found: 2e-6."""
     for found, published in pool.run(rank_jobs.agreement, ranks=4, model=model, placement=placement, lora=lora)[:1]:
         plain = TorchBackend(model, published).logprobs(rank_jobs.samples())
+        assert found == [pytest.approx(values, abs=5e-6) for values in plain]
+
+
+@pytest.mark.parametrize("placement", [Placement(), Placement(offload=True)])
+def test_ranks_compute_with_exactly_the_merged_weights_of_integer_factors(
+    pool: RankPool, model: Path, placement: Placement
+) -> None:
+    base = TorchBackend(model, seed=9).snapshot()
+    spec = AdapterSpec(base="base", base_root=root_of(base), rank=4, alpha=8, unit_log2=-10)
+    lora = LoraSettings(rank=4, alpha=8, alone=True, unit_log2=-10)
+    jobs = pool.run(rank_jobs.agreement, ranks=4, model=model, placement=placement, lora=lora, weights=base)
+    for found, factors in jobs[:1]:
+        assert {tensor.dtype for tensor in factors.values()} == {"i16"}
+        plain = TorchBackend(model, merged(base, factors, spec)).logprobs(rank_jobs.samples())
         assert found == [pytest.approx(values, abs=5e-6) for values in plain]
 
 

@@ -11,7 +11,7 @@ from tests.node.batch_coordinator import write_model
 from tests.node.rank_jobs import samples
 
 from prime_node.adapters.models.lora import LoraSettings
-from prime_node.adapters.models.merged_linear import MergedLinear
+from prime_node.adapters.models.merged_linear import MergedLinear, merged_weight
 from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
@@ -75,7 +75,8 @@ def test_gradients_of_a_merged_layer_are_those_of_the_unmerged_one(bias: bool) -
         x, A, B = (drawn[name].clone().requires_grad_() for name in ("x", "A", "B"))
         added = drawn["bias"] if bias else None
         if merged:
-            output = MergedLinear.apply(x, drawn["W"], added, A, B, 2.0, torch.float32)
+            W = merged_weight(drawn["W"], A, B, 2.0, torch.float32).detach()
+            output = MergedLinear.apply(x, W, added, A, B, 2.0)
         else:
             output = torch.nn.functional.linear(x, drawn["W"], added) + 2.0 * (x @ A.T) @ B.T
         output.backward(upstream)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
-from prime_protocol.adapters import AdapterMismatch, AdapterSpec, merged
+from prime_protocol.adapters import AdapterMismatch, AdapterSpec, factors_in_fp32, merged, unit_for
 from prime_protocol.weights import Weights, WeightTensor, floats, root_of, rounded_to
 
 SPEC = AdapterSpec(base="someone/model", base_root="ab" * 32, rank=2, alpha=3, targets=("q",))
@@ -34,6 +36,65 @@ def test_the_product_is_added_and_rounded_once(dtype: str) -> None:
     assert np.all(np.abs(found - exact) <= step * np.maximum(np.abs(exact), 1.0))
     assert whole["model.norm.weight"] is base["model.norm.weight"]
     assert list(whole) == list(base)
+
+
+def integer_world(dtype: str, *, rank: int, extreme: bool = False) -> tuple[Weights, dict[str, WeightTensor]]:
+    """Return a base and factors over the whole range of i16, or at its ends alone."""
+    random = np.random.default_rng(rank)
+    base = {f"{LAYER}.weight": rounded_to(random.standard_normal((5, 7)).astype(np.float32), dtype)}
+
+    def factor(shape: tuple[int, int]) -> WeightTensor:
+        values = random.choice([-(2**15), 2**15 - 1], shape) if extreme else random.integers(-(2**15), 2**15, shape)
+        return WeightTensor("i16", shape, values.astype(np.int16).reshape(-1).view(np.uint16))
+
+    return base, {A: factor((rank, 7)), B: factor((5, rank))}
+
+
+@pytest.mark.parametrize("extreme", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_product_of_integers_is_exact_and_rounded_as_specified(dtype: str, extreme: bool) -> None:
+    rank, unit = 64, -20
+    base, adapters = integer_world(dtype, rank=rank, extreme=extreme)
+    spec = SPEC.model_copy(update={"rank": rank, "unit_log2": unit})
+    found = merged(base, adapters, spec)[f"{LAYER}.weight"]
+    integers = {name: tensor.data.view(np.int16).reshape(tensor.shape).tolist() for name, tensor in adapters.items()}
+    for row, column in np.ndindex(5, 7):
+        total = sum(integers[B][row][k] * integers[A][k][column] for k in range(rank))
+        product = np.float32(float(Fraction(total) * Fraction(2) ** (2 * unit)))  # exact as a float
+        value = floats(base[f"{LAYER}.weight"])[row, column] + np.float32(3 / rank) * product
+        expected = rounded_to(np.array([value], np.float32), dtype)
+        assert found.data.reshape(5, 7)[row, column] == expected.data[0]
+
+
+def test_the_order_of_a_rank_s_columns_changes_no_bit() -> None:
+    base, adapters = integer_world("fp32", rank=64)
+    spec = SPEC.model_copy(update={"rank": 64, "unit_log2": -11})
+    order = np.random.default_rng(1).permutation(64)
+    rows, columns = (adapters[name].data.reshape(adapters[name].shape) for name in (A, B))
+    permuted = {
+        A: WeightTensor("i16", (64, 7), np.ascontiguousarray(rows[order]).reshape(-1)),
+        B: WeightTensor("i16", (5, 64), np.ascontiguousarray(columns[:, order]).reshape(-1)),
+    }
+    assert root_of(merged(base, permuted, spec)) == root_of(merged(base, adapters, spec))
+
+
+def test_integers_as_floats_are_the_same_adapters() -> None:
+    base, adapters = integer_world("bf16", rank=2)
+    spec = SPEC.model_copy(update={"unit_log2": -11})
+    as_floats = factors_in_fp32(adapters, spec)
+    assert {tensor.dtype for tensor in as_floats.values()} == {"fp32"}
+    assert root_of(merged(base, as_floats, SPEC)) == root_of(merged(base, adapters, spec))
+
+
+@pytest.mark.parametrize(("rank", "alpha", "unit_log2"), [(16, 32, -11), (64, 32, -10), (1, 1, -8), (1, 65_536, -24)])
+def test_a_unit_follows_from_rank_and_scale(rank: int, alpha: int, unit_log2: int) -> None:
+    assert unit_for(rank, alpha) == unit_log2
+
+
+def test_floats_are_refused_where_integers_are_due() -> None:
+    base, adapters = world()
+    with pytest.raises(AdapterMismatch, match="needs a tensor of type i16"):
+        merged(base, adapters, SPEC.model_copy(update={"unit_log2": -11}))
 
 
 def test_factors_of_zero_change_nothing() -> None:

@@ -53,6 +53,7 @@ FROZEN = {
     "v1.3": "2bbdf99a3cbd785de51c63da2f41e85a8c428b20a1bbd72a421f4178145fc862",
     "v1.4": "dea1abf1e673e633f1265fb42dcb327233f4736ba7f0d7e1655a3a42e2180d15",
     "v1.5": "862af8dcc01386272f7e184c1e6931e1024fd5b8b3847843fa68df19f8409e3b",
+    "v1.6": "1c484bb476d7f13bc677be2fdc36782e64d64b5b93ebf15746b13b29dbb28967",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_protocol.adapters import AdapterSpec
+from prime_protocol.adapters import AdapterSpec, unit_for
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, root_of
@@ -33,6 +33,7 @@ def adapter_spec(config: RunConfig) -> AdapterSpec | None:
         rank=wanted.rank,
         alpha=wanted.alpha,
         targets=wanted.targets,
+        unit_log2=unit_for(wanted.rank, wanted.alpha),
     )
 
 

@@ -86,7 +86,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         wire_adapters.base_weights(spec.adapters, initial_weights)  # check the base model before anything is computed
         initial_weights = initial_weights or spec.adapters.base
         adapters = spec.adapters
-        lora = LoraSettings(rank=adapters.rank, alpha=adapters.alpha, targets=adapters.targets, alone=True)
+        lora = LoraSettings(adapters.rank, adapters.alpha, adapters.targets, alone=True, unit_log2=adapters.unit_log2)
     make = partial(
         make_backend,
         model_folder=model,

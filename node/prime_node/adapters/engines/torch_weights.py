@@ -9,6 +9,8 @@ import torch
 from prime_protocol.weights import Weights, WeightTensor
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_STORED = TORCH_DTYPES | {"i16": torch.int16}
+"""Types that tensors are converted to. An engine computes with those of TORCH_DTYPES alone."""
 _BIT_PATTERNS = {2: torch.uint16, 4: torch.uint32}
 """Element size in bytes -> type in which its bits are transmitted."""
 
@@ -26,7 +28,7 @@ def to_weights(tensors: Iterable[tuple[str, torch.Tensor]], *, dtype: str) -> We
     """Return copies, rounded to `dtype`, that later changes of the tensors do not affect."""
     weights: dict[str, WeightTensor] = {}
     for name, tensor in tensors:
-        rounded = torch.empty(tensor.shape, dtype=TORCH_DTYPES[dtype])
+        rounded = torch.empty(tensor.shape, dtype=_STORED[dtype])
         rounded.copy_(tensor.detach())
         bits = rounded.view(-1).view(_BIT_PATTERNS[rounded.element_size()])
         weights[name] = WeightTensor(dtype, tuple(tensor.shape), bits.numpy())

@@ -1,9 +1,10 @@
 """The Engine port over vLLM: tokens in, tokens out, seeded choice, weights swapped in memory.
 
 The engine runs in its own processes and starts at the first `load` (tens of seconds), with dummy weights. A policy reaches it
-through anonymous shared memory, never through a disk. After every swap its prefix cache is emptied, because the cached keys and
-values are the old policy's. A probe is then sampled and compared with an independent forward pass of the new weights. In
-upstream engines some updates had no effect and raised no error (verl #7495, NeMo-RL #3839).
+through anonymous shared memory, never through a disk; parts of layers that did not change keep their weights. After every swap
+its prefix cache is emptied, because the cached keys and values are the old policy's. A probe is then sampled and compared with
+an independent forward pass of the new weights. In upstream engines some updates had no effect and raised no error (verl #7495,
+NeMo-RL #3839).
 
 The probe verifies that the engine's logprobs are those of the new weights within its arithmetic's noise. It also verifies that
 different weights change at least one bit of the answer. At a very small learning rate a swap that reaches only some tensors may
@@ -27,7 +28,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from prime_node.adapters.engines.shared_weights import share_weights
+from prime_node.adapters.engines.shared_weights import digests_by_name, share_weights, to_replace
 from prime_node.adapters.engines.vllm_draft import Draft
 from prime_node.adapters.engines.vllm_probe import (
     PROBE_TOKENS_SAMPLING,
@@ -46,7 +47,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.schedule import SwapPolicy
-from prime_protocol.weights import Weights, root_of
+from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +113,12 @@ class VllmEngine:
         self._unties = current_platform.is_cpu() and bool(self._reference.tied)
         self._starting: asyncio.Task[Any] | None = None
         self._llm: Any = None
-        self._last_probe: tuple[str, list[Completion]] | None = None
+        self._last_probe: tuple[dict[str, str], list[Completion]] | None = None
+        """Digests of the tensors, and what vLLM answered with them."""
+        self._held: dict[str, str] = {}
+        """Digests of the tensors that vLLM has; empty if it is not known to have any."""
+        self._wanted: dict[str, str] = {}
+        """Digests of the tensors of the policy that is being loaded or was loaded last."""
         self._probes = 0
         """Number of policies that this vLLM's probe has passed."""
         self._loaded, self._version = False, -1
@@ -141,6 +147,7 @@ class VllmEngine:
         if self._llm is None:
             await self._start()
         self._loaded = False
+        self._wanted = await asyncio.to_thread(digests_by_name, weights)
         await self.replace_weights(weights)
         self._version = policy_version
         await self._check_probe(weights, policy_version)
@@ -169,6 +176,7 @@ class VllmEngine:
             await self.load(weights, policy_version=policy_version)
             return
         self._reference.require_fit(weights)
+        self._wanted = await asyncio.to_thread(digests_by_name, weights)
         self._resumed.clear()
         self._loaded = False
         try:
@@ -188,7 +196,8 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes, by force after CLOSE_SECONDS."""
         starting, self._starting = self._starting, None
-        self._llm, self._loaded, self._last_probe, self._probes = None, False, None, 0
+        self._llm, self._loaded = None, False
+        self._last_probe, self._probes, self._held = None, 0, {}
         if starting is None:
             return
         try:
@@ -260,12 +269,18 @@ class VllmEngine:
             raise EngineMismatch("vLLM could not empty its prefix cache, which holds keys and values of the old policy")
 
     async def _put(self, weights: Weights) -> None:
-        memory, places = share_weights(weights, aliases=self._reference.tied if self._unties else {})
+        names = to_replace(self._held, self._wanted)
+        if not names:
+            return
+        self._held = {}  # until all of them are replaced
+        changed = {name: tensor for name, tensor in weights.items() if name in names}
+        memory, places = share_weights(changed, aliases=self._reference.tied if self._unties else {})
         try:
             path = f"/proc/{os.getpid()}/fd/{memory}"
             await self._llm.collective_rpc("prime_load", args=(path, places))
         finally:
             os.close(memory)
+        self._held = self._wanted
 
     async def _check_probe(self, weights: Weights, policy_version: int) -> None:
         requests = prompts_of_probe(self._reference.vocab_size)
@@ -275,17 +290,18 @@ class VllmEngine:
             errors_of_probe, self._reference, weights, requests[some], found[some]
         )
         if not is_honest_noise(errors_T, normed_T, self.info, self._checks):
+            self._held = {}
             raise EngineMismatch(
                 f"policy {policy_version}: vLLM's logprobs are {errors_T.mean():.3g} nats off a forward pass of the same "
                 "weights; the update did not reach it. Restart the worker, or use --engine transformers"
             )
-        root = root_of(weights)
-        if self._last_probe is not None and self._last_probe[0] != root and self._last_probe[1] == found:
+        if self._last_probe is not None and self._last_probe[0] != self._wanted and self._last_probe[1] == found:
+            self._held = {}
             raise EngineMismatch(
                 f"policy {policy_version}: vLLM answers the probe exactly as before, though the weights changed; "
                 "the update did not reach it. Restart the worker, or use --engine transformers"
             )
-        self._last_probe = root, found
+        self._last_probe = self._wanted, found
         self._probes += 1
 
     async def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:

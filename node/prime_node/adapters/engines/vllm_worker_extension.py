@@ -54,7 +54,7 @@ class WorkerExtension:
         die_with(owner)
 
     def prime_load(self, shared_memory: str, places: list[TensorPlace]) -> None:
-        """Replace all weights by those in the memory behind a path.
+        """Replace weights by those in the memory behind a path. Layers of which it has none keep theirs.
 
         On a CPU vLLM packs the weights of linear layers and discards the originals. Only reload_weights recreates them;
         model.load_weights does not.

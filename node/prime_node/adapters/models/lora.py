@@ -10,7 +10,7 @@ compute with W' rounded, and so do the layers here (merged_linear.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,6 +40,8 @@ class LoraSettings:
     """Names of linear layers; empty for all but the head."""
     alone: bool = False
     """Whether to publish the factors by themselves."""
+    unit_log2: int | None = None
+    """Exponent of the factors' unit, if they are published as integers."""
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> None:
@@ -61,17 +63,46 @@ def add_adapters(model: Any, settings: LoraSettings) -> None:
 
 
 def compute_merged(model: Any, dtype_of: Callable[[str], torch.dtype]) -> None:
-    """Make adapted layers compute with their merged weight, rounded to `dtype_of` the weight's published name."""
-    for name, layer in model.named_modules():
-        if ADAPTER in getattr(layer, "lora_A", ()):
-            layer.forward = partial(_forward, layer, dtype=dtype_of(f"{name}.weight"))
+    """Make adapted layers compute with their merged weight. `dtype_of` its published name is the type that it is rounded to."""
+    for name, layer in _adapted(model):
+        layer.forward = partial(_forward, layer)
+        layer.merged_dtype = dtype_of(f"{name}.weight")
 
 
-def _forward(layer: Any, inputs: Tensor, *, dtype: torch.dtype) -> Tensor:
+class MergedWeights:
+    """The base's weights of adapted layers, whose own weights are the merged ones: this rank's rows."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [layer for _, layer in _adapted(model)]
+        self._rows = [
+            local_rows(layer.base_layer.weight)[0].to(layer.merged_dtype, copy=True) for layer in self._layers
+        ]
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The base's rows, in its own type."""
+        return self._rows
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Compute the layers' weights, after anything changed the factors. A collective."""
+        for layer, rows in zip(self._layers, self._rows, strict=True):
+            factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            whole_A = factor_A.full_tensor() if isinstance(factor_A, DTensor) else factor_A
+            own_B = local_rows(factor_B)[0]
+            merged = merged_weight(rows, whole_A.to(own_B.device), own_B, layer.scaling[ADAPTER], layer.merged_dtype)
+            local_rows(layer.base_layer.weight)[0].copy_(merged)
+
+
+def _adapted(model: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, layer) for name, layer in model.named_modules() if ADAPTER in getattr(layer, "lora_A", ()))
+
+
+def _forward(layer: Any, inputs: Tensor) -> Tensor:
     base = layer.base_layer
     factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     apply: Any = MergedLinear.apply
-    found: Tensor = apply(inputs, base.weight, base.bias, factor_A, factor_B, layer.scaling[ADAPTER], dtype)
+    found: Tensor = apply(inputs, base.weight, base.bias, factor_A, factor_B, layer.scaling[ADAPTER])
     return found
 
 
@@ -105,28 +136,21 @@ def is_published(name: str, settings: LoraSettings | None) -> bool:
 
 
 def published(model: Any, settings: LoraSettings | None) -> Iterator[tuple[str, Tensor]]:
-    """Yield a policy's tensors by their published names: this rank's rows if it is sharded. A collective."""
-    return _factors(model) if settings is not None and settings.alone else _merged(model)
+    """Yield a policy's tensors by their published names: this rank's rows if it is sharded."""
+    if settings is not None and settings.alone:
+        return _factors(model, unit=2.0 ** (settings.unit_log2 or 0))
+    return _whole(model)
 
 
-def _factors(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _factors(model: Any, *, unit: float) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            yield PREFIX + name.replace(f".{ADAPTER}.", "."), local_rows(parameter)[0]
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), local_rows(parameter)[0].detach() / unit
 
 
-def _merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with the adapters added."""
+def _whole(model: Any) -> Iterator[tuple[str, Tensor]]:
     names = hub_names(model.config.model_type)
-    layers = dict(model.named_modules())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if is_adapter(name):
-                continue
-            layer = layers[name.partition(_BASE)[0]] if _BASE in name and name.endswith(".weight") else None
+    for name, parameter in model.named_parameters():
+        if not is_adapter(name):
             rows, first = local_rows(parameter)
-            if layer is not None:
-                factor_A, factor_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-                whole_A = factor_A.full_tensor() if isinstance(factor_A, DTensor) else factor_A
-                rows = merged_weight(rows, whole_A, local_rows(factor_B)[0], layer.scaling[ADAPTER], torch.float32)
             yield from names.published(base_name(name), rows, shape=tuple(parameter.shape), first=first)

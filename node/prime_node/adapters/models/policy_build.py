@@ -37,8 +37,8 @@ from prime_protocol.weights import Weights
 
 BYTES_PER_PARAMETER = 5 * 4
 """Memory per parameter in fp32: the rounded weight, its master, its gradient and AdamW's two moments."""
-_FROZEN_BYTES_PER_PARAMETER = 4
-"""The same where adapters are trained. They are small, and the model's own weights need nothing else."""
+_FROZEN_BYTES_PER_PARAMETER = 4 + 2
+"""The same where adapters are trained, which are small: the merged weight, and the base's in its own type."""
 
 
 def build_policy(

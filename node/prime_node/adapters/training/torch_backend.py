@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.engines.torch_weights import to_weights
-from prime_node.adapters.models.lora import LoraSettings, is_published, published
+from prime_node.adapters.models.lora import LoraSettings, MergedWeights, is_published, published
 from prime_node.adapters.models.policy_build import build_policy
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.training import train_state
@@ -54,6 +54,8 @@ from prime_node.ports.train_backend import (
     TrainingDiverged,
     TrainSample,
 )
+from prime_protocol.adapters import INTEGERS
+from prime_protocol.codec import DTYPES as DTYPE_BYTES
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
@@ -114,7 +116,10 @@ class TorchBackend:
             frozen = (parameter for parameter in self._policy.parameters() if not parameter.requires_grad)
             round_in_place(frozen, dtype=published_dtype)
         trained = {name: each for name, each in self._policy.model.named_parameters() if each.requires_grad}
-        self._masters = Masters(trained, dtype=published_dtype)
+        self._unit_log2 = None if lora is None else lora.unit_log2
+        self._masters = Masters(trained, dtype=published_dtype, unit_log2=self._unit_log2)
+        self._merged = MergedWeights(self._policy.model)
+        self._merged.merge()
         self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
         self.sequence_tokens_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
         """Number of positions of the model, under whatever name its config has it."""
@@ -241,8 +246,8 @@ class TorchBackend:
     def snapshot(self) -> Weights:
         """Return the whole weights, gathered tensor by tensor and only on rank 0: for models that one host can hold."""
         if self._ranks.mesh is None:
-            return to_weights(self._published(), dtype=self._published_dtype)
-        return gathered(self._published(), self._ranks, dtype=self._published_dtype)
+            return to_weights(self._published(), dtype=self._wire_dtype)
+        return gathered(self._published(), self._ranks, dtype=self._wire_dtype)
 
     def copy(self) -> PolicyCopy:
         """Copy the policy for the publisher, on a single process."""
@@ -251,7 +256,7 @@ class TorchBackend:
 
     def take_copy(self, number: int, copies: ShardCopies) -> None:
         """Copy this rank's rows for the publisher."""
-        copies.take(number, self._published(), dtype=self._published_dtype)
+        copies.take(number, self._published(), dtype=self._wire_dtype)
 
     def copy_of(self, weights: Weights) -> PolicyCopy:
         """Wrap other weights for the publisher, on a single process."""
@@ -266,8 +271,7 @@ class TorchBackend:
     @property
     def published_bytes(self) -> int:
         """Size of all tensors of one policy."""
-        size = DTYPES[self._published_dtype].itemsize
-        return size * sum(
+        return DTYPE_BYTES[self._wire_dtype] * sum(
             int(tensor.numel())
             for name, tensor in self._policy.model.named_parameters()
             if is_published(name, self._lora)
@@ -276,7 +280,7 @@ class TorchBackend:
     def state_bytes(self) -> int:
         """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
         tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}
-        held = [local_rows(tensor)[0] for tensor in tensors.values()]
+        held = [*(local_rows(tensor)[0] for tensor in tensors.values()), *self._merged.tensors]
         for state in self._optimizer.state.values():
             held += [local_rows(value)[0] for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
@@ -292,7 +296,16 @@ class TorchBackend:
         settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
         train_state.restore_train_state(self._masters.tensors, self._optimizer, folder, self._ranks)
+        self._round()
+
+    def _round(self) -> None:
+        """Make the model compute with the masters' new values."""
         self._masters.round()
+        self._merged.merge()
+
+    @property
+    def _wire_dtype(self) -> str:
+        return self._published_dtype if self._unit_log2 is None else INTEGERS
 
     def _published(self) -> Iterator[tuple[str, Tensor]]:
         return published(self._policy.model, self._lora)
@@ -346,7 +359,7 @@ class TorchBackend:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._masters.round()
+        self._round()
         return norm
 
     def _memory(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ from prime_node.broadcast.audit.attestation import sign_statement, statement
 from prime_node.broadcast.audit.audit import Verified
 from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, write_safetensors
 from prime_node.inside import write_inside
-from prime_protocol.adapters import AdapterMismatch, AdapterSpec, merged
+from prime_protocol.adapters import AdapterMismatch, AdapterSpec, factors_in_fp32, merged
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.weights import Weights, num_bytes, root_of
@@ -50,6 +50,8 @@ def export_checkpoint(
     check_free(folder)
     if base is not None:
         verified = replace(verified, weights=_merged(verified, base))
+    elif (spec := verified.run.spec.adapters) is not None and spec.unit_log2 is not None:
+        verified = replace(verified, weights=_factors(verified.weights, spec))
     _check_names(verified)
     partial = folder.with_name(f"{folder.name}.partial")
     try:
@@ -111,6 +113,14 @@ def _merged(verified: Verified, base: Weights) -> Weights:
         return merged(base, verified.weights, spec)
     except AdapterMismatch as error:
         raise LocalError(f"the policy does not fit the run's base: {error}") from None
+
+
+def _factors(weights: Weights, spec: AdapterSpec) -> Weights:
+    """Return integer factors as the floats that peft reads. Raises LocalError."""
+    try:
+        return factors_in_fp32(weights, spec)
+    except AdapterMismatch as error:
+        raise LocalError(f"the policy is not of the run's adapters: {error}") from None
 
 
 def _peft_config(spec: AdapterSpec) -> bytes:
