@@ -209,6 +209,7 @@ async def verify_checkpoint(
     export: Path | None = None,
     sign: Path | None = None,
     base: Path | None = None,
+    memory: float | None = None,
     on_check: Callable[[Check], None] = lambda check: None,
     on_progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
     on_notice: Callable[[str], None] = log.info,
@@ -219,8 +220,8 @@ async def verify_checkpoint(
     whose help explains them. `on_check` gets each check as it ends, `on_progress` the stage, and its bytes done and in all.
     `on_notice` gets a line before the codec's kernels are compiled: 10 to 20 s, once per installation.
 
-    Raises LocalError if this machine is at fault (no such folder, a full disk), OptionConflict for options that exclude
-    each other, NoSuchTensor if the policy has no tensor of that name.
+    Raises LocalError if this machine is at fault (no such folder, a full disk, less memory than a policy needs),
+    OptionConflict for options that exclude each other, NoSuchTensor if the policy has no tensor of that name.
     """
     from prime_node import __version__
     from prime_node.broadcast.audit.audit import audit
@@ -246,6 +247,7 @@ async def verify_checkpoint(
     other = None if against is None else read_weights(against)
     merged_into = None if base is None else read_weights(base)
     key = None if sign is None else load_key(sign)
+    memory_bytes_max = None if memory is None else int(memory * 2**30)
     if export is not None:
         check_free(export)
     await asyncio.to_thread(ready_kernels, on_notice)
@@ -277,6 +279,7 @@ async def verify_checkpoint(
                 is_pinned=named is not None,
                 policy_version=policy,
                 now_ms=now_ms,
+                memory_bytes_max=memory_bytes_max,
                 on_check=on_check,
                 on_bytes=advance,
             )
@@ -288,6 +291,7 @@ async def verify_checkpoint(
                 chain=chain,
                 policy_version=policy,
                 now_ms=now_ms,
+                memory_bytes_max=memory_bytes_max,
                 on_check=on_check,
                 on_bytes=advance,
                 on_total=expect,

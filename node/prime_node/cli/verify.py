@@ -84,6 +84,15 @@ def verify(
             help="Where signed statements contradict each other, two manifests of one policy say, keep them in this folder.",
         ),
     ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--memory",
+            min=0.001,
+            help="Memory for decoded policies, in GiB.",
+            show_default="nine tenths of what is available",
+        ),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
@@ -103,7 +112,8 @@ def verify(
       0    everything asked for holds
       1    a check does not hold, or the weights of --against differ
       2    wrong usage, or no tensor of that name
-      3    this machine is at fault: no such folder, a file that is no safetensors file, a full disk
+      3    this machine is at fault: no such folder, a file that is no safetensors file, a full disk, too
+           little memory
       130  interrupted
 
     \b
@@ -134,7 +144,7 @@ def verify(
 
     console = None if as_json else Console(highlight=False, soft_wrap=True)
     options: dict[str, Any] = {"chain": chain, "policy": policy, "against": against, "tensor": tensor}
-    options |= {"export": export, "sign": sign, "base": base}
+    options |= {"export": export, "sign": sign, "base": base, "memory": memory}
     try:
         found = asyncio.run(_verify(target, console, run=run, **options))
     except NoSuchTensor as error:

@@ -63,6 +63,11 @@ class FollowerSettings(Protocol):
         ...
 
     @property
+    def policies_bytes_max(self) -> int | None:
+        """Memory for decoded policies; None: by what is available."""
+        ...
+
+    @property
     def pieces_bytes_max(self) -> int:
         """Memory for pieces of a checkpoint during a download."""
         ...
@@ -280,6 +285,7 @@ async def swarm_follower(
             clock=clock(),
             poll_s=settings.poll_seconds,
             policies_kept=settings.policies_kept,
+            policies_bytes_max=settings.policies_bytes_max,
             memory_bytes_max=settings.pieces_bytes_max,
             parts_bytes_max=settings.parts_bytes_max,
             on_progress=on_progress,

@@ -42,6 +42,9 @@ class ValidatorConfig(Settings):
     """Exchange of policies with workers and seeders. By default a validator serves no peers."""
     sandbox: SandboxSettings = SandboxSettings()
     """Sandbox of this process."""
+    policies_bytes_max: int | None = Field(default=None, ge=2**20)
+    """Memory for decoded policies. A larger one ends the process with an error. None: nine tenths of the memory that is
+    available when a policy is decoded."""
     pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
     """Memory for pieces of a checkpoint in transit."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)

@@ -59,6 +59,9 @@ class WorkerConfig(Settings):
     """Sandbox of this process."""
     policies_kept: int = Field(default=2, ge=2, le=64)
     """Policies held in memory besides the engine's own copy."""
+    policies_bytes_max: int | None = Field(default=None, ge=2**20)
+    """Memory for decoded policies. A larger one ends the process with an error. None: nine tenths of the memory that is
+    available when a policy is decoded."""
     pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
     """Memory for pieces of a checkpoint in transit: requested, arrived, or waiting to be decoded."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)

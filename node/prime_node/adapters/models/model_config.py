@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from prime_node import memory
 from prime_node.adapters.models.model_folder import read_config, rope_table_bytes
 from prime_node.adapters.training import packed_attention
 from prime_protocol.errors import LocalError, PrimeError
@@ -22,8 +23,6 @@ from prime_protocol.run_spec import CONFIG_FILE
 
 PUBLISHED_BYTES_PER_PARAMETER = 2
 """Size of a parameter of a published policy: bf16."""
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
 
 
 def read_model_config(folder: Path) -> Any:
@@ -62,7 +61,7 @@ def require_supported(folder: Path) -> None:
 def require_memory(folder: Path, config: Any, *, bytes_per_parameter: int, device: torch.device) -> None:
     """Check, without allocating, that the memory holds the model's parameters and tables. Raises LocalError if not."""
     parameters, table_bytes = _planned(folder, config)
-    needed, available = parameters * bytes_per_parameter + table_bytes, available_bytes(device)
+    needed, available = parameters * bytes_per_parameter + table_bytes, _available_bytes(device)
     if available is not None and needed > available:
         raise LocalError(
             f"{folder / CONFIG_FILE}: {parameters:,} parameters and {table_bytes / 2**30:.1f} GiB of tables need "
@@ -113,17 +112,9 @@ def _require_own_class(folder: Path, config: Any) -> None:
         )
 
 
-def available_bytes(device: torch.device) -> int | None:
+def _available_bytes(device: torch.device) -> int | None:
     """Return the memory still available to this process, on the device or within its control group; None if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    bounds = []
-    with contextlib.suppress(OSError, StopIteration):
-        line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemAvailable:"))
-        bounds.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):  # "max" means no limit and raises ValueError
-        bounds.append(int((_CGROUP / "memory.max").read_text()))
-    return min(bounds, default=None)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory.available_bytes()
 
 
 @contextlib.contextmanager

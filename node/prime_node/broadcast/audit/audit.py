@@ -19,6 +19,7 @@ The audit stops at the first check that fails. Each check reports what it establ
 from __future__ import annotations
 
 import asyncio
+import heapq
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from prime_node.broadcast.audit.audit_manifests import ManifestAudit, Step
 from prime_node.broadcast.audit.audit_report import TITLES, AuditReport, Check
 from prime_node.broadcast.audit.verified_parts import PARTS_AT_ONCE, CheckFailed, feed_parts
 from prime_node.broadcast.routes import Path
+from prime_node.memory import raw_bytes, require_room
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex, open_index
@@ -34,7 +36,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.weights import Weights
+from prime_protocol.weights import Weights, num_bytes
 
 PATHS_MAX = 256
 """Update paths that an audit tries while bytes of each are no longer kept."""
@@ -60,6 +62,7 @@ async def audit(
     chain: bool = False,
     policy_version: int | None = None,
     now_ms: int | None = None,
+    memory_bytes_max: int | None = None,
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
     on_total: Callable[[int], None] = lambda _: None,
@@ -73,13 +76,15 @@ async def audit(
 
     Bytes of policies before the head that the source no longer keeps are counted, not failed: retention is no forgery.
     `on_total` gets the number of bytes, `on_bytes` the size of each part that was hashed. `on_verified` gets the requested
-    policy once every check has passed. Never raises for what a source does.
+    policy once every check has passed. Never raises for what a source does, but LocalError for policies that need more
+    memory than `memory_bytes_max`, by default what this machine has available.
     """
     work = Audit(
         source,
         on_check,
         now_ms,
         is_pinned=is_pinned,
+        memory_bytes_max=memory_bytes_max,
         on_bytes=on_bytes,
         on_total=on_total,
         keep_weights=on_verified is not None,
@@ -100,6 +105,8 @@ class Audit(ManifestAudit):
 
     on_bytes: Callable[[int], None] = lambda _: None
     on_total: Callable[[int], None] = lambda _: None
+    memory_bytes_max: int | None = None
+    """Memory for decoded policies and for parts that are read; None: what is available."""
     keep_weights: bool = False
     """Whether the wanted policy's weights and the model files are kept after their check."""
     weights: Weights | None = None
@@ -140,12 +147,15 @@ class Audit(ManifestAudit):
     async def _bytes_of(self, path: Path) -> None:
         """Decode the cheapest path that is still kept."""
         assert self.wanted is not None
+        wanted = self.wanted.manifest  # its bases have the same tensors: fail before the first of them is fetched
+        self.require_room(wanted, raw_bytes(wanted.tensors) * min(2, len(path.hops)))
         while True:
             weights: Weights | None = None
             for hop in path.hops:
                 manifest, encoding = await self.step(hop)
                 try:
-                    weights = await self._decode(manifest, encoding, weights)
+                    held_bytes = 0 if weights is None else num_bytes(weights)
+                    weights = await self._decode(manifest, encoding, weights, held_bytes)
                 except RemoteError as error:
                     if error.code is not ErrorCode.NOT_FOUND:
                         raise
@@ -186,12 +196,14 @@ class Audit(ManifestAudit):
     async def _every_encoding(self, manifest: Manifest, held: dict[int, Weights]) -> Weights | None:
         """Return one policy's weights, or None if no encoding of it is kept with its base."""
         weights = None
+        held_bytes = sum(map(num_bytes, held.values()))
         for encoding in manifest.encodings:
             base = None if encoding.base is None else held.get(encoding.base.policy_version)
             if encoding.base is not None and base is None:
                 continue
             try:
-                weights = await self._decode(manifest, encoding, base)
+                kept_bytes = 0 if weights is None else num_bytes(weights)
+                weights = await self._decode(manifest, encoding, base, held_bytes + kept_bytes)
             except RemoteError as error:
                 if error.code is not ErrorCode.NOT_FOUND:
                     raise
@@ -206,8 +218,20 @@ class Audit(ManifestAudit):
         self.on_bytes(len(data))
         return index
 
-    async def _decode(self, manifest: Manifest, encoding: Encoding, base: Weights | None) -> Weights:
-        """Make checks (5) to (7) of one encoding."""
+    def require_room(self, manifest: Manifest, num_bytes: int, *, held_bytes: int = 0) -> None:
+        """Check that this machine's memory holds `num_bytes` decoded from a policy. Raises LocalError."""
+        require_room(
+            f"policy {manifest.policy_version}",
+            num_bytes,
+            held_bytes=held_bytes,
+            bytes_max=self.memory_bytes_max,
+            setting="--memory",
+        )
+
+    async def _decode(self, manifest: Manifest, encoding: Encoding, base: Weights | None, held_bytes: int) -> Weights:
+        """Make checks (5) to (7) of one encoding. `held_bytes` are those of all weights that are held."""
+        in_transit = sum(heapq.nlargest(2 * PARTS_AT_ONCE, (part.size for part in encoding.parts)))
+        self.require_room(manifest, raw_bytes(manifest.tensors) + in_transit, held_bytes=held_bytes)
         index = await self.open_index(manifest, encoding)
         self.at = 7
         root = None if encoding.base is None else self.roots.get(encoding.base.policy_version)

@@ -17,6 +17,7 @@ import numpy as np
 
 from prime_node.broadcast.audit.audit import Audit, AuditReport, Check, Step
 from prime_node.broadcast.routes import Path
+from prime_node.memory import raw_bytes
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.chunk_index import ChunkEntry
 from prime_protocol.codec import CodecError, Target, decode_chunks
@@ -64,14 +65,18 @@ async def prove_tensor(
     is_pinned: bool = True,
     policy_version: int | None = None,
     now_ms: int | None = None,
+    memory_bytes_max: int | None = None,
     on_check: Callable[[Check], None] = lambda _: None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> tuple[AuditReport, TensorProof | None]:
     """Return the proof, or None if a check fails. `is_pinned` is as in `audit`.
 
-    Raises NoSuchTensor; never raises for what a source does.
+    Raises NoSuchTensor, and LocalError for a tensor that needs more memory than `audit` allows; never raises for what a
+    source does.
     """
-    work = Audit(source, on_check, now_ms, is_pinned=is_pinned, due=CHECKS, on_bytes=on_bytes)
+    work = Audit(
+        source, on_check, now_ms, is_pinned=is_pinned, memory_bytes_max=memory_bytes_max, due=CHECKS, on_bytes=on_bytes
+    )
     try:
         path = await work.manifests(run, chain=False, policy_version=policy_version)
         proof = await _prove(work, path, name)
@@ -133,6 +138,8 @@ async def _decode(work: Audit, step: Step, name: str, base: WeightTensor | None)
         raise RemoteError(
             ErrorCode.CHAIN_BROKEN, f"manifest {manifest.policy_version}: its base has another tensor {name}"
         )
+    copies = 1 if base is None else 2
+    work.require_room(manifest, copies * raw_bytes([entry]))
     out = empty_like(entry.dtype, entry.shape)
     chunks = [table[int(number)] for number in np.flatnonzero(table.tensors == index)]
     for part, group in groupby(chunks, key=lambda chunk: chunk.part):

@@ -31,6 +31,7 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.memory import raw_bytes, require_room
 from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
@@ -38,7 +39,7 @@ from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
-from prime_protocol.manifest import Encoding, PartEntry, SignedManifest
+from prime_protocol.manifest import Encoding, Manifest, PartEntry, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, num_bytes, root_of
 
@@ -90,6 +91,7 @@ class Follower:
         clock: Clock,
         poll_s: float = 1.0,
         policies_kept: int = 2,
+        policies_bytes_max: int | None = None,
         memory_bytes_max: int = 64 * 2**20,
         parts_bytes_max: int = 64 * 2**30,
         on_progress: Callable[[DownloadProgress], None] = lambda _: None,
@@ -99,6 +101,7 @@ class Follower:
     ) -> None:
         """Follow what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads.
 
+        `policies_bytes_max` bounds the memory of decoded policies; None: what is available when one is decoded.
         Raises LocalError if the folder is unusable.
         """
         self.run = run
@@ -109,6 +112,7 @@ class Follower:
         self._clock = clock
         self._poll_s = poll_s
         self._policies_kept = max(2, policies_kept)  # the newest, and one on request
+        self._policies_bytes_max = policies_bytes_max
         self._on_progress = on_progress
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
@@ -280,6 +284,7 @@ class Follower:
 
         async def begin(index: ChunkIndex) -> Decode:
             weights = None if base is None else base.weights
+            self._require_room(manifest, base)
             made = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, weights, base_root=root)
             decoders.append(made)
             return made.feed_chunks
@@ -292,6 +297,16 @@ class Follower:
                 raise _WrongBaseError(base.version) from None
             # All other bytes are the signed ones: no source can do better.
             raise _ClosedError(step, error, for_good=error.code is not ErrorCode.NOT_FOUND) from None
+
+    def _require_room(self, manifest: Manifest, base: Policy | None) -> None:
+        held = {id(policy): policy for policy in (*self._policies.values(), *([] if base is None else [base]))}
+        require_room(
+            f"policy {manifest.policy_version}",
+            raw_bytes(manifest.tensors),
+            held_bytes=sum(num_bytes(policy.weights) for policy in held.values()),
+            bytes_max=self._policies_bytes_max,
+            setting="policies_bytes_max",
+        )
 
     def _give_up(self, version: int) -> RemoteError:
         """Record that every encoding was published broken, so no source is asked again."""

@@ -1,0 +1,112 @@
+"""A few kilobytes that decode to gigabytes: refused before anything is allocated, with both sizes and the setting."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.builder import provenance
+from tests.node.table_engine import table_weights
+from tests.node.worker_world import MODEL_FILES, TRAINER, MemorySource, make_follower, make_run
+from typer.testing import CliRunner
+
+from prime_node import memory
+from prime_node.broadcast.audit.audit import audit
+from prime_node.broadcast.audit.one_tensor import prove_tensor
+from prime_node.cli.main import app
+from prime_protocol.checkpoint import assemble, encode_checkpoint, root_of_table
+from prime_protocol.codec.layout import CHUNK_ELEMENTS, TYPES, Mode, write_chunk
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
+from prime_protocol.manifest import Manifest, TensorEntry, sign_manifest
+from prime_protocol.weights import num_bytes
+
+CHUNKS = 32
+RAW_BYTES = CHUNKS * CHUNK_ELEMENTS * 8
+NAMED = re.compile(r"needs ([\d,]+) bytes of memory .* more than ([\d,]+) ")
+
+
+def bomb() -> MemorySource:
+    """Publish a policy of 64 MiB in a few kilobytes: each plane of each chunk is one constant byte."""
+    source = MemorySource(make_run())
+    chunk = write_chunk(Mode.FULL, TYPES["fp64"], CHUNK_ELEMENTS, [bytes((2, 1, 0, 0, 7))] * 8)
+
+    def keep(_: object, part: bytearray) -> None:
+        source.blobs[digest_of(part)] = bytes(part)
+
+    encoding, index = assemble(((chunk, CHUNK_ELEMENTS) for _ in range(CHUNKS)), None, keep=keep)
+    source.blobs[digest_of(index)] = index
+    table = (TensorEntry(name="w", dtype="fp64", shape=(CHUNKS * CHUNK_ELEMENTS,), digest="0" * 64),)
+    manifest = Manifest(
+        run=source.run.digest,
+        policy_version=0,
+        previous=None,
+        model_config_digest=digest_of(MODEL_FILES["config.json"]),
+        state_root=root_of_table(table),
+        tensors=table,
+        encodings=(encoding,),
+        produced_by=provenance(0),
+        created_at_ms=0,
+    )
+    source.manifests[0] = source.shown_head = sign_manifest(manifest, TRAINER).envelope
+    assert encoding.sent_bytes + len(index) < 16_384 < RAW_BYTES // 4_000
+    return source
+
+
+async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+    source = bomb()
+    with pytest.raises(LocalError, match="--memory") as refused:
+        await audit(source, None, memory_bytes_max=RAW_BYTES - 1)
+    named = NAMED.search(str(refused.value))
+    assert named is not None
+    assert [int(number.replace(",", "")) for number in named.groups()] == [RAW_BYTES, RAW_BYTES - 1]
+    with pytest.raises(LocalError, match="--memory"):
+        await prove_tensor(source, None, "w", memory_bytes_max=RAW_BYTES - 1)
+    parts = {part.digest for part in source.signed(0).manifest.encodings[0].parts}
+    assert not parts & set(source.blobs_asked), "no part was fetched"
+
+
+async def test_without_a_setting_the_memory_that_is_available_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = bomb()
+    monkeypatch.setattr(
+        memory, "available_bytes", lambda: RAW_BYTES
+    )  # a tenth of it is left to the rest of the process
+    with pytest.raises(LocalError, match="90% of the available memory"):
+        await audit(source, None)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * RAW_BYTES)
+    report = await audit(source, None)
+    assert report.failure is not None
+    assert "wrong digest" in report.failure.detail, "it fits, is decoded, and is not what its manifest says"
+
+
+def test_verify_says_what_it_needs_and_ends_with_the_code_of_this_machine(tmp_path: Path) -> None:
+    bomb().save(tmp_path / "public")
+    shown = CliRunner().invoke(app, ["verify", str(tmp_path / "public"), "--memory", "0.01"])
+    assert isinstance(shown.exception, LocalError), "main reports it and exits with 3"
+    assert NAMED.search(str(shown.exception)) is not None
+
+
+async def test_a_follower_refuses_it_too(tmp_path: Path) -> None:
+    """Workers, validators, `fetch` and `evaluate` have a follower."""
+    source = bomb()
+    follower = make_follower(tmp_path, source, policies_bytes_max=RAW_BYTES - 1)
+    await follower.heads.look()
+    with pytest.raises(LocalError, match="policies_bytes_max") as refused:
+        await follower.fetch(0)
+    assert NAMED.search(str(refused.value)) is not None
+
+
+async def test_policies_that_are_held_count() -> None:
+    """A chain of deltas holds a base and a policy at a time: twice a policy's size and its parts are enough."""
+    source = MemorySource(make_run())
+    last = source.publish(table_weights(0))
+    for version in (1, 2, 3):
+        last = source.publish(table_weights(version), base=(last, table_weights(version - 1)))
+    raw = num_bytes(table_weights(0))
+    parts = max(sum(map(len, encode_checkpoint(table_weights(version)).parts)) for version in range(4))
+    for chain in (False, True):
+        report = await audit(source, None, chain=chain, memory_bytes_max=2 * raw + parts)
+        assert report.passed, report.failure
+        with pytest.raises(LocalError, match="the limit --memory"):
+            await audit(source, None, chain=chain, memory_bytes_max=2 * raw - 1)
