@@ -28,6 +28,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.audit.ledger_audit import Account, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger, open_ledger_file
+from prime_node.cli.ledger import open_ledger
 from prime_node.cli.new import new
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path
@@ -183,6 +184,27 @@ async def test_the_folder_of_a_running_coordinator_is_read_through_it(tmp_path: 
     assert result.exit_code == 0
     with open_ledger_file(tmp_path / "x", pinned=world.run.digest) as file:
         assert (await audit_ledger(file, file.run)).num_entries == 2
+
+
+async def test_a_coordinator_starts_while_the_ledger_of_its_folder_is_read(tmp_path: Path) -> None:
+    """A supervisor may restart it at any time, and a long ledger takes minutes."""
+    place = RunDir(tmp_path / "run")
+    async with running(await folder_parts(make_run(), place.coordinator)) as world:
+        head = await world.publish()
+        await work(world)
+        write_key(place.key("coordinator"), COORDINATOR)
+        place.run_spec.write_bytes(world.run.envelope.to_bytes())
+    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
+    async with open_ledger(str(place.path), None) as opened:
+        lock = FolderLock(place.coordinator)
+        parts = await folder_parts(make_run(), place.coordinator)
+        await parts.store.close()
+        async with running(replace(parts, store=await open_sqlite(place.coordinator / "state.sqlite"))) as world:
+            world.head = head
+            await work(world)
+            report = await audit_ledger(opened.source, opened.run)
+        lock.release()
+    assert (report.faults, report.num_entries) == ([], 2)
 
 
 async def test_an_export_by_another_key_than_the_first_leaves_no_wrong_secret_behind(tmp_path: Path) -> None:

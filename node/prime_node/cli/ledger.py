@@ -48,6 +48,20 @@ class _Opened:
     """Whether a running coordinator answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SignedLedger:
+    """A ledger whose head was signed while its coordinator did not run. The coordinator only appends lines."""
+
+    source: LedgerSource
+    head: Envelope
+
+    async def ledger_head(self) -> Envelope:
+        return self.head
+
+    async def ledger(self, start: int) -> list[bytes]:
+        return await self.source.ledger(start)
+
+
 @ledger.command("export")
 def ledger_export(
     target: Annotated[str, typer.Argument(help="Join link, URL or run directory.")],
@@ -156,11 +170,14 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                 async with wire.public_source(str(run_dir.join_link())) as source:
                     yield _Opened(source, own, pinned=run is not None, is_live=True)
                 return
-            try:
-                async with wire_coordinator.stored_ledger(own, run_dir.coordinator, key) as stored:
-                    yield _Opened(stored, own, pinned=run is not None)
-            finally:
-                lock.release()
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    opened = wire_coordinator.stored_ledger(own, run_dir.coordinator, key)
+                    stored = await stack.enter_async_context(opened)
+                    signed = _SignedLedger(stored, await stored.ledger_head())
+                finally:
+                    lock.release()  # a coordinator may start while the lines are read
+                yield _Opened(signed, own, pinned=run is not None)
         else:
             with open_ledger_file(Path(target), pinned=run) as file:
                 yield _Opened(UnpinnedLedger(file) if run is None else file, file.run, pinned=run is not None)
