@@ -1,4 +1,4 @@
-"""Amendments: pairs of engine classes that a run's root adds to the run's calibration while the run goes on.
+"""Amendments: pairs of engine classes that a run's root adds to the run's calibration during the run.
 
 The RunSpec's calibration is version 0. Version n + 1 names the digest of version n. A threshold of root keys signs it. An
 amendment only adds pairs that no earlier version has. So the moments of a pair never change, and a bundle that was judged

@@ -102,7 +102,7 @@ class RolloutHeader(ParcelHeader):
     engine: EngineInfo
     created_at_ms: Count
     lease_digest: Digest | None = Field(default=None, exclude_if=lambda digest: digest is None)
-    """Digest of the lease's payload as its worker got it. So nobody can say later that the bundle answers another lease."""
+    """Digest of the lease's payload as its worker got it. It shows later which lease the bundle answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A worker of an engine class that the run does not know becomes calibrated while the run goes on."""
+"""A worker of an engine class that the run does not know becomes calibrated during the run."""
 
 from __future__ import annotations
 

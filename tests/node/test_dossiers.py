@@ -247,7 +247,7 @@ async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_co
 
 
 async def test_an_operators_ban_carries_no_bundle_and_its_last_line_says_what_it_rests_on(tmp_path: Path) -> None:
-    """A receipt of an honest bundle beside it would look like a proof."""
+    """A receipt of an honest bundle next to it would look like a proof."""
     async with running(await folder_parts(make_run(), tmp_path)) as world:
         await world.join(ANNA)
         await world.publish()

@@ -337,7 +337,7 @@ def test_an_epoch_ends_when_the_clock_falls_behind_and_not_when_it_goes_ahead() 
 
 
 class StallingClock(SystemClock):
-    """A machine that stands still after some readings. `ahead_s`: the lead of its wall clock."""
+    """A machine that stops after some readings. `ahead_s`: the lead of its wall clock."""
 
     def __init__(self, stalls_s: Iterable[float]) -> None:
         self._stalls_s, self._now_s, self.ahead_s = iter(stalls_s), 1.0, 1e6

@@ -108,7 +108,7 @@ class Assigner:
         return self._drawn(slot, draw)[2]
 
     def asked_draws(self, slots: Sequence[int], draws: Sequence[int]) -> tuple[int, ...]:
-        """Return the draws that the slots of a new lease use; empty if all use their first. `draws` is empty likewise.
+        """Return the draws that the slots of a new lease use; empty if all use their first. The same holds for `draws`.
 
         So no receipt of the lease needs its prompts again: by then an environment may fail.
         """

@@ -32,7 +32,7 @@ from prime_node.adapters.engines.shared_weights import digests_by_name, share_we
 from prime_node.adapters.engines.vllm_draft import Draft
 from prime_node.adapters.engines.vllm_probe import (
     PROBE_TOKENS_SAMPLING,
-    compared,
+    compared_after,
     errors_of_probe,
     is_honest_noise,
     prompts_of_probe,
@@ -285,7 +285,7 @@ class VllmEngine:
     async def _check_probe(self, weights: Weights, policy_version: int) -> None:
         requests = prompts_of_probe(self._reference.vocab_size)
         found = await self._sample(requests, PROBE_TOKENS_SAMPLING)
-        some = compared(self._probes)
+        some = compared_after(self._probes)
         errors_T, normed_T = await asyncio.to_thread(
             errors_of_probe, self._reference, weights, requests[some], found[some]
         )

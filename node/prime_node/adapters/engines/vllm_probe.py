@@ -42,7 +42,7 @@ def prompts_of_probe(vocab_size: int) -> list[GenerateRequest]:
     return [GenerateRequest(tuple(ids[: 8 + 5 * n]), seed=n) for n in range(PROBE_PROMPTS)]
 
 
-def compared(loads: int) -> slice:
+def compared_after(loads: int) -> slice:
     """Return which completions of the probe are compared with a forward pass after `loads` earlier loads."""
     first = (loads - 1) * COMPARED_LATER % PROBE_PROMPTS
     return slice(first, first + COMPARED_LATER) if loads else slice(None)

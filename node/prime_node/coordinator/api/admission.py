@@ -119,8 +119,8 @@ class WorkerAdmission:
             return ""
         return (
             f"this run has no calibration for {engine}: each of your bundles is checked in full, so credit takes longer, "
-            "and one that differs from fp32 by more than rounding is not accepted. The operator may add the engine while "
-            "the run goes on; your log says so then, and you need not start again"
+            "and one that differs from fp32 by more than rounding is not accepted. The operator may add the engine during "
+            "the run; your log says so then, and you need not start again"
         )
 
     def _redeem(self, request: JoinRequest) -> str:

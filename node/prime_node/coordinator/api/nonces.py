@@ -48,7 +48,7 @@ class Epochs:
     def present(self, now: ClockReading) -> str:
         """Return the epoch's name.
 
-        The lead is known up to `now.apart_s`. So a process that stands still between two readings begins no epoch.
+        The lead is known up to `now.apart_s`. So a process that is stopped between two readings begins no epoch.
         """
         most_s = now.unix_ms / 1_000 - now.monotonic_s
         least_s = most_s - now.apart_s
