@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from prime_node import __version__
 from prime_node.cli import doctor
 from prime_node.cli.main import SUMMARIES, Commands, app
+from prime_node.cli.wire_classes import has_gpu_driver
 from prime_node.folder_lock import FolderLock
 from prime_protocol.errors import LocalError
 
-HAS_GPU = any(Path(device).exists() for device in doctor.GPU_DEVICES)
+HAS_GPU = has_gpu_driver()
 PROGRAM = """
 import sys
 from prime_node.cli.main import main

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 
 import torch
 
+from prime_protocol.errors import LocalError
 from prime_protocol.limits import NAME_CHARS_MAX
 from prime_protocol.telemetry import Hardware
 from prime_protocol.visible import printable
@@ -25,3 +27,23 @@ def hardware() -> Hardware:
         return Hardware(device=printable(found.name, NAME_CHARS_MAX), cores=cores, memory_bytes=int(found.total_memory))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Hardware(device=platform.machine() or "unknown", cores=cores, memory_bytes=memory_bytes)
+
+
+def gpus() -> list[tuple[int, int, int]]:
+    """Return (index, free bytes, total bytes) of each GPU that torch can use. Asking takes some hundred megabytes of each."""
+    if not has_gpu():
+        return []
+    return [(index, *torch.cuda.mem_get_info(index)) for index in range(torch.cuda.device_count())]
+
+
+def gpu_memory(device: str) -> tuple[int, int]:
+    """Return the free and all bytes of a GPU. Raises LocalError if torch cannot use it."""
+    try:
+        free, total = torch.cuda.mem_get_info(device)
+    except (AssertionError, RuntimeError, ValueError) as error:  # a build of torch for CPUs asserts
+        raise LocalError(f"device {device}: torch cannot use it ({error}); `prime-node doctor` tells more") from None
+    return int(free), int(total)
+
+
+if __name__ == "__main__":
+    print(json.dumps(gpus()))

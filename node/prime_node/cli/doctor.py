@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +20,7 @@ import typer
 from prime_node.cli.place import HOME
 from prime_node.cli.run_status import clock_ahead_s, run_status
 from prime_node.cli.say import say
+from prime_node.cli.wire_classes import has_gpu_driver
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REQUEST_AGE_S_MAX
 from prime_protocol.visible import printable
@@ -135,7 +135,7 @@ def _torch() -> Finding:
     if importlib.util.find_spec("torch") is None:
         return missing
     version = package_version("torch")
-    if not any(Path(device).exists() for device in GPU_DEVICES):
+    if not has_gpu_driver():
         return Finding("torch", True, f"{version}, CPU only")
     import torch
 
@@ -186,9 +186,6 @@ def _run(link: str) -> Iterator[Finding]:
             "set this machine's clock: `timedatectl set-ntp true`",
         )
 
-
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg")
-"""Device files of NVIDIA's driver on Linux and on WSL."""
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,

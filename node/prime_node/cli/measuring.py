@@ -42,6 +42,8 @@ ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS = 20, 1_000
 PIECES_FORMAT = 1
 """Part of a measurement's key. Increase it when a piece has other arrays, or they mean something else."""
 SECONDS = "seconds"
+VLLM_SHARE = 0.9
+"""Share of a GPU's memory that the engines of a measurement divide among them."""
 CHOICES = "choices."
 """Names of arrays of a piece: the time that it took, and the prefix of what unseeded engines need."""
 
@@ -245,16 +247,20 @@ class Measurement:
         plan = self._plan
         if self._engine is None:
             context = plan.series.context_tokens_max
+            share = VLLM_SHARE / (1 + len(plan.judges))
             self._engine = wire.plain_engine(
                 plan.sampler,
                 plan.folder,
                 threads=plan.threads,
                 context_tokens_max=context,
                 cpu_cache_gib=plan.cpu_cache_gib,
+                gpu_memory_share=share,
             )
             await self._engine.load(plan.weights, policy_version=0)
             for judge in plan.judges:
-                scorer = wire_scorers.plain_scorer(judge, plan.folder, threads=plan.threads, context_tokens_max=context)
+                scorer = wire_scorers.plain_scorer(
+                    judge, plan.folder, threads=plan.threads, context_tokens_max=context, gpu_memory_share=share
+                )
                 self._scorers.append(scorer)
                 await scorer.load(plan.weights, policy_version=0)
             found = [engine.info.calibration_class for engine in self._running()]

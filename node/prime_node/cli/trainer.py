@@ -74,7 +74,7 @@ def trainer(
         if outcome_file is not None:
             outcome_file.write_text(str(code), encoding="utf-8")
         raise typer.Exit(0 if outcome_file is not None else code)
-    nproc = nproc or settings.ranks.nproc
+    nproc = nproc or settings.ranks.nproc or 1
     if nproc > 1:
         arguments = [run, *_given("--key", key), *_given("--folder", folder), *_given("--config", config)]
         arguments += [part for assignment in assignments for part in ("--set", assignment)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.live import Live
 
 from prime_node.cli.config import check_settings
+from prime_node.cli.gpu_plan import GpuPlan, RoleShare
 from prime_node.cli.options import ConfigFile, EngineName, Options, Set
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import get_status
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 COORDINATOR, TRAINER, VALIDATOR = "coordinator", "trainer", "validator"
 FINAL_CODES = frozenset({0, 2, 3, 4})
 """Exit codes after which a child is not restarted: done, wrong usage, a fault of this machine or its settings, refused."""
+WORKERS_WITHOUT_GPU = 3
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 REFRESH_S = 0.5
 LINE_S = 5.0
 """Interval between lines without a terminal."""
@@ -79,6 +83,7 @@ def up(
 
 async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_file: Path, engine: str | None) -> int:
     console = Console()
+    plan = await asyncio.to_thread(_planned, run_dir, options, engine)
     run, resumed = _open_or_make(run_dir, options, config_file)
     link = _choose_address(run_dir, run, settings)
     say(
@@ -100,7 +105,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal, number)
-    session = UpSession(run_dir, run, link, settings, engine, options.assignments)
+    session = UpSession(run_dir, run, link, settings, engine, options.assignments, plan)
     try:
         await unless(stop.wait(), session.start())
         finished = not stop.is_set() and await session.watch(console, stop)
@@ -127,13 +132,16 @@ class UpSession:
         settings: UpConfig,
         engine: str | None,
         assignments: list[str],
+        plan: GpuPlan | None = None,
     ) -> None:
         self._run_dir, self._run, self._link = run_dir, run, link
-        self._settings, self._engine, self._assignments = settings, engine, assignments
+        self._settings, self._engine, self._assignments, self._plan = settings, engine, assignments, plan
         self._supervisor = Supervisor(log_bytes_max=settings.log_bytes_max)
         self._metrics = JsonLinesReader(run_dir.trainer_metrics)
         self._began = time.monotonic()
-        self._workers = [f"worker-{number}" for number in range(1, settings.num_workers + 1)]
+        planned = len(plan.workers) if plan is not None and plan.workers else WORKERS_WITHOUT_GPU
+        count = planned if settings.num_workers is None else settings.num_workers
+        self._workers = [f"worker-{number}" for number in range(1, count + 1)]
         self.status: dict[str, Any] = {}
         self.progress = RunProgress("starting", 0, run.spec.max_steps, 0.0)
 
@@ -244,14 +252,15 @@ class UpSession:
     async def _start(self, name: str, *arguments: str, command: str | None = None, positional: bool = True) -> None:
         # A worker gets only the link.
         where = [str(self._run_dir.path)] if positional else ["--config", str(self._run_dir.config)]
-        for assignment in self._assignments:
+        share = None if self._plan is None else self._plan.of(name)
+        for assignment in [*self._assignments, *([] if share is None else share.assignments())]:
             where += ["--set", assignment]
         await self._supervisor.start(
             Child(
                 name,
                 ["-m", "prime_node", command or name, *where, *arguments, "--stop-with-parent"],
                 self._run_dir.log(name),
-                environment=_environment(self._settings.threads),
+                environment=_environment(self._settings.threads) | ({} if share is None else _visible(share)),
                 final_codes=FINAL_CODES,
             )
         )
@@ -309,6 +318,23 @@ def _environment(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(2**25),
         "MALLOC_TRIM_THRESHOLD_": str(2**27),
     }
+
+
+def _planned(run_dir: RunDir, options: Options, engine: str | None) -> GpuPlan | None:
+    """Return the division of this machine's GPUs, and print it; None if no role uses one. Raises LocalError."""
+    from prime_node.cli.wire_gpus import plan_here
+
+    plan = plan_here(run_dir, options, engine)
+    if plan is not None:
+        say(*plan.lines(), "")
+    return plan
+
+
+def _visible(share: RoleShare) -> dict[str, str]:
+    """Return the variable that shows a role its GPUs only."""
+    named = os.environ.get(GPUS_VARIABLE)
+    names = named.split(",") if named else None
+    return {GPUS_VARIABLE: ",".join(str(index) if names is None else names[index].strip() for index in share.gpus)}
 
 
 def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:

@@ -15,8 +15,9 @@ class UpConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_UP_")
     section: ClassVar[str] = "up"
 
-    num_workers: int = Field(default=3, ge=0)
-    """Workers on this machine; with 0 all workers join by the link."""
+    num_workers: int | None = Field(default=None, ge=0)
+    """Workers on this machine; with 0 all workers join by the link. None: one for each GPU that the trainer leaves, or 3 without
+    a GPU."""
     unsafe_cheaters: dict[str, str] = Field(default={"3": "altered"})
     """Workers that cheat, to show that they are caught: number -> kind (a name that `prime-node join --unsafe-cheat` takes)."""
     cheat_after_policies: int = Field(default=40, ge=0)

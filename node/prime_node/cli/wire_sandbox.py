@@ -55,7 +55,7 @@ class Needs:
     hands_on_keys: bool = False
     """Whether it will itself pass PRIME_ENVIRONMENT_ variables to processes that it starts later."""
     vllm: bool = False
-    """Whether vLLM may run: compilers, GPUs, processes that talk over Unix sockets and shared memory."""
+    """Whether vLLM or torch on a GPU may run: compilers, GPUs, processes that talk over Unix sockets and shared memory."""
 
 
 def absolute_model(model: str | None) -> str | None:
@@ -140,7 +140,7 @@ def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings, launcher: 
 def validator_needs(settings: ValidatorConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
     """Return the access that a validator needs besides its folder."""
     keys = _hands_on_keys(grants, launcher)
-    vllm = settings.engine == "vllm"
+    vllm = settings.engine == "vllm" or settings.device != "cpu"
     return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys, vllm=vllm)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from prime_node.cli import wire, wire_adapters
 from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.wire_classes import parts_of_kind
 from prime_protocol.errors import LocalError
 from prime_protocol.schedule import SwapPolicy
 
@@ -17,16 +18,23 @@ if TYPE_CHECKING:
     from prime_protocol.run_spec import PinnedRun
 
 
-def plain_scorer(kind: str, model: Path, *, threads: int, context_tokens_max: int | None = None) -> SamplingScorer:
+def plain_scorer(
+    kind: str,
+    model: Path,
+    *,
+    threads: int,
+    context_tokens_max: int | None = None,
+    gpu_memory_share: float | None = None,
+) -> SamplingScorer:
     """Return a scorer outside of any run. Raises LocalError.
 
     `context_tokens_max` bounds prompt plus completion for vLLM; None: the model's limit.
     Example: plain_scorer("vllm/bf16", folder, threads=1).
     """
-    name, dtype = wire.parts_of_kind(kind)
+    name, dtype, device = parts_of_kind(kind)
     if name == "transformers":
-        return wire.transformers_engine(model, dtype=dtype, threads=threads)
-    return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max)
+        return wire.transformers_engine(model, dtype=dtype, threads=threads, device=device)
+    return _vllm()(model, dtype=dtype, context_tokens_max=context_tokens_max, gpu_memory_share=gpu_memory_share)
 
 
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingScorer:
@@ -44,10 +52,11 @@ def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingSc
             dtype=settings.dtype,
             context_tokens_max=max(map(run.spec.context_tokens_max, run.spec.environments)),
             cpu_cache_gib=settings.cpu_cache_gib,
+            gpu_memory_share=settings.gpu_memory_share,
             checks=run.spec.checks,
         )
     else:
-        made = wire.transformers_engine(model, dtype=settings.dtype, threads=settings.threads)
+        made = wire.transformers_engine(model, dtype=settings.dtype, threads=settings.threads, device=settings.device)
     return wire_adapters.merging_scorer(made, run, settings.base_model)
 
 

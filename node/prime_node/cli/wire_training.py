@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.wire_gpus import require_trainer_memory
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun, RunSpec
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import Environment, Tokenizer
+    from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.evaluate import Evaluator
@@ -66,10 +68,11 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
     from prime_node.adapters.training.ranks import ALONE, Ranks
     from prime_node.adapters.training.sharding import Placement
     from prime_node.adapters.training.torch_backend import make_backend
+    from prime_node.algo.shares import Packing
 
     how = settings.ranks
     placement = Placement(
-        compute_dtype=how.compute_dtype,
+        compute_dtype=settings.compute_dtype,
         recompute=how.recompute,
         compile_backend=how.compile_backend,
         offload=how.offload,
@@ -87,13 +90,16 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         initial_weights = initial_weights or spec.adapters.base
         adapters = spec.adapters
         lora = LoraSettings(adapters.rank, adapters.alpha, adapters.targets, alone=True, unit_log2=adapters.unit_log2)
+    if settings.on_gpu:
+        rank = None if lora is None else lora.rank
+        require_trainer_memory(settings, model, nproc=1 if ranks is None else ranks.count, adapter_rank=rank)
     make = partial(
         make_backend,
         model_folder=model,
         initial_weights=initial_weights,
         seed=settings.seed,
         temperature=spec.sampling.temperature,
-        packing=settings.packing,
+        packing=settings.packing or (Packing.SEQUENCES if settings.on_gpu else Packing.TREE),
         row_tokens=settings.row_tokens,
         micro_batch_tokens=settings.micro_batch_tokens,
         device=settings.device,
@@ -104,6 +110,15 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
     if ranks is None:
         return make(Ranks.single(device=settings.device) if placement.needs_ranks else ALONE)
     return LeadingBackend(make, ranks)
+
+
+def teacher_of(settings: TrainerConfig) -> Teacher | None:
+    """Return the teacher that the settings name."""
+    if settings.teacher is None:
+        return None
+    from prime_node.adapters.engines.vllm_teacher import VllmTeacher
+
+    return VllmTeacher(settings.teacher.url, model=settings.teacher.model)
 
 
 @contextlib.asynccontextmanager

@@ -123,6 +123,8 @@ class OptimizerSettings:
     weight_decay: float = 0.01
     grad_norm_max: float = 1.0
     """Global norm to which gradients are clipped."""
+    moments: str = "fp32"
+    """Type of AdamW's two running means: fp32 or 8bit."""
     import_path: str | None = None
     """Custom optimizer, "package.module.Class". The AdamW settings above, except the norm, are then unused."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)

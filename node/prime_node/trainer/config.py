@@ -37,6 +37,8 @@ class AdamW(BaseModel):
     """Decoupled weight decay."""
     grad_norm_max: float = Field(default=1.0, gt=0.0)
     """Global norm to which gradients are clipped."""
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """Type of both running means. 8bit saves 6 bytes a parameter; it needs torchao, which compiles its step once a process."""
     import_path: str | None = None
     """Custom optimizer, "package.module.Class"; then beta1, beta2 and weight_decay are unused."""
     kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
@@ -48,6 +50,7 @@ class AdamW(BaseModel):
             betas=(self.beta1, self.beta2),
             weight_decay=self.weight_decay,
             grad_norm_max=self.grad_norm_max,
+            moments=self.moments,
             import_path=self.import_path,
             kwargs=self.kwargs,
         )
@@ -193,12 +196,13 @@ class RanksConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    nproc: int = Field(default=1, ge=1)
-    """Processes on this machine, one for each GPU; the option `--nproc` overrides it. torchrun has its own."""
+    nproc: int | None = Field(default=None, ge=1)
+    """Processes on this machine, one for each GPU; the option `--nproc` overrides it. torchrun has its own. None: as few as `up`
+    finds enough for the model, otherwise 1."""
     replicas: int = Field(default=1, ge=1)
     """HSDP replicas: copies of the sharded model, between which gradients are summed. 1 shards over all ranks."""
-    compute_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of forward and backward pass. Master weights, reductions and the optimizer are always fp32."""
+    compute_dtype: Literal["fp32", "bf16"] | None = None
+    """Type of forward and backward pass. Master weights and reductions are always fp32. None: bf16 on a GPU, else fp32."""
     recompute: bool = False
     """Activation checkpointing: recompute activations in the backward pass instead of keeping them."""
     compile_backend: str | None = None
@@ -227,7 +231,11 @@ class TrainerConfig(Settings):
     threads: int = Field(default=1, ge=1)
     """CPU threads of the arithmetic. The same number gives the same weights; processes that share a machine need few."""
     device: str = "cpu"
-    """Device of the model, in torch's notation."""
+    """Device of the model, in torch's notation: "cpu", or "cuda" for one GPU a rank. A GPU's memory is planned before anything is
+    allocated."""
+    evaluation_device: str | None = None
+    """Device of the evaluation's model. None: the trainer's own weights are used, if one process trains whole weights; otherwise
+    a copy of the model in fp32 on `device`."""
     optimizer: AdamW = AdamW()
     """Optimizer of the reinforcement learning."""
     lr_decay: Decay = Decay.LINEAR
@@ -261,9 +269,9 @@ class TrainerConfig(Settings):
         FilterConfig(type="zero_advantage"),
     )
     """Filters of rollouts before training; the first that matches is counted. A custom list replaces this one."""
-    packing: Packing = Packing.TREE
+    packing: Packing | None = None
     """Packing method. tree: prefixes that completions share are computed once, for short rows. sequences:
-    concatenation, for long ones."""
+    concatenation, for long ones. None: sequences on a GPU, with torch's flash attention; else tree."""
     row_tokens: int = Field(default=128, ge=1)
     """Tokens of a tree's row. Attention costs its square; short rows waste more on padding."""
     micro_batch_tokens: int = Field(default=16_384, ge=1)
@@ -317,6 +325,21 @@ class TrainerConfig(Settings):
     """Bundles that are fetched concurrently."""
     leave_seconds: float = Field(default=10.0, ge=0.0)
     """Seconds to wait for an unreachable coordinator when the trainer is stopped."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a GPU."""
+        return self.device.partition(":")[0] == "cuda"
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of forward and backward pass on this device."""
+        return self.ranks.compute_dtype or ("bf16" if self.on_gpu else "fp32")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated, so that an engine is needed."""
+        return self.evaluate_every > 0 or bool(self.evaluate_at) or self.sft.steps_max > 0
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:

@@ -22,6 +22,11 @@ class ValidatorConfig(Settings):
     dtype: Literal["fp32", "bf16", "bf16-fp32head"] = "fp32"
     """Arithmetic of the forward pass. With transformers fp32 is closest to any engine; with vllm it should be the workers'.
     bf16-fp32head, for vllm only, computes the output head in fp32. Published weights are bf16 either way."""
+    device: str = "cpu"
+    """Device of the transformers engine, in torch's notation, such as "cuda". The run's calibration must know it: make the run on
+    such a machine. vLLM computes where its build does."""
+    gpu_memory_share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a GPU's memory that vLLM takes. None: what `up` plans, otherwise 0.9."""
     cpu_cache_gib: int = Field(default=1, ge=1)
     """Memory for vLLM's key-value cache on a CPU, in GiB."""
     threads: int = Field(default=1, ge=1)
@@ -59,5 +64,7 @@ class ValidatorConfig(Settings):
 
     @property
     def kind(self) -> str:
-        """Engine and arithmetic of the forward pass. Example: "transformers/fp32"."""
-        return f"{self.engine}/{self.dtype}"
+        """Engine, arithmetic and, unless it is the CPU, device of the forward pass. Example: "transformers/fp32"."""
+        kind = f"{self.engine}/{self.dtype}"
+        on_cpu = self.engine == "vllm" or self.device == "cpu"
+        return kind if on_cpu else f"{kind}/{self.device.partition(':')[0]}"

@@ -36,7 +36,12 @@ class WorkerConfig(Settings):
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine. All processes on a machine together should not have more threads than cores."""
     cpu_cache_gib: float = Field(default=1.0, gt=0.0)
-    """Memory for vLLM's key-value cache on a CPU, in GiB. On a GPU it uses the remaining memory."""
+    """Memory for vLLM's key-value cache on a CPU, in GiB. On a GPU it uses what gpu_memory_share leaves."""
+    gpu_memory_share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Share of a GPU's memory that vLLM takes, for weights, keys and values. None: what `up` plans, otherwise 0.9."""
+    tensor_parallel: int | None = Field(default=None, ge=1, le=64)
+    """GPUs among which vLLM divides the model. None: what `up` plans, as few as fit; otherwise 1. Several GPUs that each hold the
+    model are used by a worker process each."""
     base_model: str | None = None
     """Local base model of a run whose policies are adapters: a folder, or a hub's model name. None: the name that the
     run gives."""

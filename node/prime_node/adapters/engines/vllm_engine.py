@@ -55,6 +55,8 @@ VLLM_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16-fp32head": "bfloat16
 FP32_HEAD = "bf16-fp32head"
 """Arithmetic whose output head alone computes in fp32."""
 
+GPU_MEMORY_SHARE = 0.9
+"""Share of a GPU's memory that vLLM takes, if none is given. The rest is for CUDA, and for the noise of the sampler."""
 PROOFS_POLL_SECONDS = 0.005
 """Time between requests for proofs that vLLM's worker still computes."""
 CLOSE_SECONDS = 1.0
@@ -92,14 +94,19 @@ class VllmEngine:
         cpu_cache_gib: float = 1.0,
         seeded: bool = True,
         model_runner: str = "v1",
+        gpu_memory_share: float | None = None,
+        tensor_parallel: int | None = None,
         checks: CheckPolicy | None = None,
     ) -> None:
         """Configure the engine.
 
         `dtype` auto is fp32 on a CPU, bf16 on a GPU. `context_tokens_max` bounds prompt plus completion. With `seeded` False
-        vLLM's own sampler chooses. `model_runner` v2 schedules steps ahead and needs Triton. `checks` are the run's: the
+        vLLM's own sampler chooses. `model_runner` v2 schedules steps ahead and needs Triton. `gpu_memory_share` is the share of
+        a GPU's memory to use, GPU_MEMORY_SHARE if None; `tensor_parallel` is the number of GPUs. `checks` are the run's: the
         probe's error must be honest by their calibration.
         """
+        self._gpu_memory_share = gpu_memory_share or GPU_MEMORY_SHARE
+        self._tensor_parallel = tensor_parallel or 1
         self._model_runner = model_runner
         self._checks = checks
         self._seeded = seeded
@@ -223,6 +230,8 @@ class VllmEngine:
             dtype=VLLM_DTYPES[self._dtype],
             max_model_len=self._context_tokens_max,
             max_num_seqs=self._sequences_max,
+            gpu_memory_utilization=self._gpu_memory_share,
+            tensor_parallel_size=self._tensor_parallel,
             kv_cache_memory_bytes=int(self._cpu_cache_gib * 2**30) if current_platform.is_cpu() else None,
             # On a CPU the head is a packed copy, and reloading a tied one leaves it on the old weights. So untie it.
             hf_overrides=({"tie_word_embeddings": False} if self._unties else {})

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from prime_node import memory
 from prime_node.adapters.models.model_folder import read_config, rope_table_bytes
 from prime_node.adapters.training import packed_attention
+from prime_node.algo.memory_plan import ModelShape
 from prime_protocol.errors import LocalError, PrimeError
 from prime_protocol.run_spec import CONFIG_FILE
 
@@ -81,6 +82,30 @@ def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
         raise LocalError(
             f"{folder / CONFIG_FILE}: {parameters:,} parameters are {published:,} bytes, and the run's "
             f"limits.checkpoint_bytes_max is {checkpoint_bytes_max:,}; its operator makes a new run with a higher limit"
+        )
+
+
+def model_shape(folder: Path) -> ModelShape:
+    """Return the sizes of a model, counted without memory. Raises LocalError."""
+    config = read_model_config(folder)
+    with config_at_fault(folder), torch.device("meta"), no_init_weights():
+        auto: Any = AutoModelForCausalLM
+        model = auto.from_config(config, trust_remote_code=False)
+        model.tie_weights()
+        names = dict(model.named_parameters())
+        root = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        queries = getattr(config, "num_attention_heads", 1)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // queries
+        return ModelShape(
+            parameters=sum(parameter.numel() for parameter in names.values()),
+            root_parameters=sum(parameter.numel() for parameter in {id(each): each for each in root}.values()),
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            mlp=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            queries=queries * head_size,
+            keys=(getattr(config, "num_key_value_heads", None) or queries) * head_size,
+            has_head_norms=any(name.endswith("q_norm.weight") for name in names),
+            vocab=config.vocab_size,
         )
 
 

@@ -59,9 +59,10 @@ def build_policy(
     Raises LocalError. The ranks of one machine share its memory, so each may take its share of what is available.
     """
     config = read_model_config(folder)
-    here = ranks.count if device.type == "cpu" else 1
+    where = torch.device("cpu") if placement.offload else device
+    here = ranks.count if where.type == "cpu" else 1
     needed = BYTES_PER_PARAMETER if lora is None else _FROZEN_BYTES_PER_PARAMETER
-    require_memory(folder, config, bytes_per_parameter=needed * here // ranks.count, device=device)
+    require_memory(folder, config, bytes_per_parameter=needed * here // ranks.count, device=where)
     if weights is None and any(folder.glob("*.safetensors")):
         weights = folder_weights(folder)
     torch.manual_seed(seed)
@@ -76,7 +77,6 @@ def build_policy(
         pinned = weights if lora.alone and weights is not None else {}
         compute_merged(model, lambda name: TORCH_DTYPES[pinned[name].dtype if name in pinned else published_dtype])
     policy = PolicyModule(model.train(), temperature=temperature)
-    where = torch.device("cpu") if placement.offload else device
     if weights is None:
         policy.to(where)
     arrange(policy, placement, ranks)

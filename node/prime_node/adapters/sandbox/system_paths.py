@@ -21,8 +21,10 @@ OF_PROC = ("cpuinfo", "meminfo", "stat", "sys", "self", "loadavg", "filesystems"
 OF_SYS = ("devices/system/cpu", "devices/system/node", "fs/cgroup", "kernel/mm/transparent_hugepage")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 """Devices that any program may open: no disks, no terminals, no memory."""
-GPU_PATTERNS = ("nvidia*", "dri", "kfd", "dxg", "nvidia-caps", "infiniband")
-"""Patterns below /dev: NVIDIA's and AMD's drivers, WSL, and links between GPUs."""
+GPU_DRIVERS = ("nvidiactl", "kfd", "dxg")
+"""Files below /dev of which one exists where programs can compute on a GPU: NVIDIA's and AMD's drivers, and WSL's."""
+GPU_PATTERNS = (*GPU_DRIVERS, "nvidia*", "dri", "nvidia-caps", "infiniband")
+"""Patterns below /dev of all that such programs open: also the GPUs themselves, and links between them."""
 
 
 def system_paths() -> tuple[Path, ...]:
@@ -66,9 +68,11 @@ def devices() -> tuple[Path, ...]:
     return _there(map(Path, DEVICES))
 
 
-def gpu_devices() -> tuple[Path, ...]:
-    """Return the GPU devices that this machine has."""
-    return tuple(sorted(path for pattern in GPU_PATTERNS for path in Path("/dev").glob(pattern)))
+def gpu_devices(folder: Path = Path("/dev")) -> tuple[Path, ...]:
+    """Return the devices that programs on a GPU open; none without a driver to compute with."""
+    if not any((folder / name).exists() for name in GPU_DRIVERS):
+        return ()
+    return tuple(sorted({path for pattern in GPU_PATTERNS for path in folder.glob(pattern)}))
 
 
 def _packages() -> list[Path]:

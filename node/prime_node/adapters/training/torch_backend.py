@@ -39,7 +39,7 @@ from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.shard_copies import ShardCopies
 from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, dealt, gathered, local_rows, units
 from prime_node.adapters.training.torch_batch import Tallies, credible, drift, loss_inputs
-from prime_node.adapters.training.torch_optimizers import make_optimizer
+from prime_node.adapters.training.torch_optimizers import held_bytes, make_optimizer, set_learning_rate
 from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
@@ -281,9 +281,7 @@ class TorchBackend:
         """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
         tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}
         held = [*(local_rows(tensor)[0] for tensor in tensors.values()), *self._merged.tensors]
-        for state in self._optimizer.state.values():
-            held += [local_rows(value)[0] for value in state.values() if isinstance(value, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return held_bytes(self._optimizer) + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the training state, and return a function that writes it."""
@@ -355,8 +353,7 @@ class TorchBackend:
             raise TrainingDiverged(
                 f"the gradient's norm is {norm}; lower the learning rate and resume from the last checkpoint"
             )
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._round()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from prime_node.algo.registry import import_object
 from prime_node.ports.train_backend import OptimizerSettings
@@ -14,7 +15,18 @@ from prime_protocol.errors import LocalError
 
 
 def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """Make AdamW in one fused kernel, or the class at `import_path` with the parameters and `kwargs`. Raises LocalError."""
+    """Make AdamW in one fused kernel or with 8-bit moments, or the class at `import_path` with the parameters and `kwargs`.
+
+    Raises LocalError.
+    """
+    if settings.import_path is None and settings.moments == "8bit":
+        try:
+            from prime_node.adapters.training.eight_bit import EightBitAdamW
+        except ImportError as error:
+            raise LocalError(
+                f'trainer.optimizer.moments = "8bit" needs torchao: pip install "prime-node[eight-bit]" ({error})'
+            ) from None
+        return EightBitAdamW(parameters, settings)
     if settings.import_path is None:
         return torch.optim.AdamW(
             parameters, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
@@ -29,3 +41,38 @@ def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings) ->
             f"optimizer {settings.import_path} returns a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
     return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups; some optimizers have it as a tensor, which compiled steps read."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def plain_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's state in plain tensors, for a checkpoint."""
+    compact = getattr(optimizer, "plain_state", None)
+    found: dict[str, Any] = optimizer.state.get(parameter, {}) if compact is None else compact(parameter)
+    return found
+
+
+def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
+    """Give a parameter the state of a checkpoint."""
+    compact = getattr(optimizer, "put_state", None)
+    if compact is None:
+        optimizer.state[parameter] = values
+    else:
+        compact(parameter, values)
+
+
+def held_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes that this rank holds of the optimizer's state."""
+    compact = getattr(optimizer, "held_bytes", None)
+    if compact is not None:
+        return int(compact())
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    held = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    return sum(value.numel() * value.element_size() for value in held)

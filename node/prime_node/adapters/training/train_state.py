@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.torch_optimizers import plain_state, put_state
 from prime_protocol.errors import LocalError
 
 
@@ -38,7 +39,7 @@ def copied_train_state(
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
     for name, parameter in masters.items():
         state[f"model.{name}"] = _copy(parameter.detach())
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in plain_state(optimizer, parameter).items():
             state[f"optimizer.{name}.{key}"] = _copy(value) if isinstance(value, Tensor) else value
     return state
 
@@ -108,7 +109,7 @@ def restore_train_state(
         prefix = f"optimizer.{name}."
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if found:
-            optimizer.state[parameter] = found
+            put_state(optimizer, parameter, found)
 
 
 @contextlib.contextmanager
