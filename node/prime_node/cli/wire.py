@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from prime_node.adapters.engines.transformers_engine import TransformersEngine
     from prime_node.adapters.engines.vllm_engine import VllmEngine
     from prime_node.adapters.environments.launcher import Launcher
@@ -230,7 +232,9 @@ def check_size(model: Path, run: PinnedRun) -> None:
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
 
 
-def transformers_engine(model: Path, *, dtype: str, threads: int, device: str = "cpu") -> TransformersEngine:
+def transformers_engine(
+    model: Path, *, dtype: str, threads: int, device: str = "cpu", tensors: Mapping[str, Tensor] | None = None
+) -> TransformersEngine:
     """Return the transformers engine. Raises LocalError."""
     try:
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -239,7 +243,7 @@ def transformers_engine(model: Path, *, dtype: str, threads: int, device: str = 
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype not in ("fp32", "bf16"):
         raise LocalError(f"the transformers engine computes in fp32 or bf16, not in {dtype}: vLLM does")
-    return TransformersEngine(model, dtype=dtype, threads=threads, device=device)
+    return TransformersEngine(model, dtype=dtype, threads=threads, device=device, tensors=tensors)
 
 
 def _vllm() -> type[VllmEngine]:
@@ -324,8 +328,7 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         return made
     from prime_node.worker.cheats import cheating_engine
 
-    how, after = cheat
-    return cheating_engine(made, how, honest_loads=after)
+    return cheating_engine(made, cheat[0], honest_loads=cheat[1])
 
 
 def trainer_parts(
@@ -344,7 +347,7 @@ def trainer_parts(
 ) -> Trainer:
     """Return all parts of the trainer's loop. Raises LocalError."""
     from prime_node.broadcast.publish.publisher import Publisher
-    from prime_node.cli.wire_training import evaluator_of, teacher_of
+    from prime_node.cli.wire_training import teacher_of, trainer_evaluator
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
@@ -352,8 +355,6 @@ def trainer_parts(
 
     spec, read = run.spec, tokenizer(model)
     check_size(model, run)
-    made = transformers_engine(model, dtype="fp32", threads=settings.threads, device=settings.device)
-    engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return Trainer(
         run=run,
         config=settings,
@@ -378,7 +379,7 @@ def trainer_parts(
             folder=folder,
             copy_of=backend.copy_of,
         ),
-        evaluator=evaluator_of(run, settings, engine, read, worlds),
+        evaluator=trainer_evaluator(run, settings, backend, model, read, worlds),
         lessons=Lessons(
             worlds,
             {environment.name: environment.weight for environment in spec.environments},

@@ -147,6 +147,34 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
         yield rows
 
 
+def trainer_evaluator(
+    run: PinnedRun,
+    settings: TrainerConfig,
+    backend: TrainBackend,
+    model: Path,
+    tokenizer: Tokenizer,
+    environments: Mapping[str, Environment],
+) -> Evaluator | None:
+    """Return the trainer's evaluator, None if the settings ask for no evaluation.
+
+    Its engine computes with the trainer's own weights where one process holds them whole. Raises LocalError.
+    """
+    if not settings.evaluates:
+        return None
+    from prime_node.adapters.training.torch_backend import TorchBackend
+    from prime_node.cli.wire import transformers_engine
+
+    shares = isinstance(backend, TorchBackend) and settings.evaluation_device is None
+    tensors = backend.shared_tensors() if isinstance(backend, TorchBackend) and shares else None
+    device = settings.evaluation_device or settings.device
+    in_bf16 = tensors is None and device != "cpu" and settings.compute_dtype == "bf16"
+    made = transformers_engine(
+        model, dtype="bf16" if in_bf16 else "fp32", threads=settings.threads, device=device, tensors=tensors
+    )
+    engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
+    return evaluator_of(run, settings, engine, tokenizer, environments)
+
+
 def evaluator_of(
     run: PinnedRun,
     settings: TrainerConfig,

@@ -41,6 +41,7 @@ async def _is_taught(trainer: Trainer) -> bool:
         return True
     if step and step % config.check_every == 0:
         weights = await trainer.in_thread(trainer.backend.snapshot)
+        assert trainer.evaluator is not None, "the supervised phase has a stopping rule"
         accuracy = await trainer.evaluator.stopping_accuracy(weights, step)
         trainer.metrics.record(sft_step=step, sft_accuracy=accuracy)
         if accuracy >= config.accuracy_target:

@@ -42,7 +42,8 @@ class Trainer:
     backend: TrainBackend
     feed: Feed
     publisher: Publisher
-    evaluator: Evaluator
+    evaluator: Evaluator | None
+    """None if the settings ask for no evaluation."""
     lessons: Lessons
     checkpoints: Checkpoints
     metrics: Recorder
@@ -138,6 +139,7 @@ class Trainer:
         is_due = every > 0 and (step % every == 0 or step == self.run.spec.max_steps)
         if not is_due and step not in self.config.evaluate_at:
             return
+        assert self.evaluator is not None, "an evaluation is due"
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
         self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
@@ -148,7 +150,8 @@ class Trainer:
         """Stop everything concurrent with the loop; a call in the trainer's thread ends first. Idempotent."""
         await self.feed.close()
         await self.publisher.close()
-        await self.evaluator.close()
+        if self.evaluator is not None:
+            await self.evaluator.close()
         if self._saving is not None:
             await asyncio.gather(self._saving, return_exceptions=True)
         if self.teacher is not None:

@@ -63,16 +63,18 @@ class TransformersEngine:
         device: str = "cpu",
         threads: int | None = None,
         cache_bytes_max: int = 2**30,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Build the engine.
 
-        `threads` sets torch's threads for this process; `cache_bytes_max` bounds one batch's keys and values.
+        `threads` sets torch's threads for this process; `cache_bytes_max` bounds one batch's keys and values. With `tensors` the
+        engine uses another module's parameters: a policy that it loads must be what they hold.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         self._dtype = dtype
         self._cache_bytes_max = cache_bytes_max
-        self._model = CausalModel(folder, dtype=dtype, device=device)
+        self._model = CausalModel(folder, dtype=dtype, device=device, tensors=tensors)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="transformers-engine")
         self._loaded, self._version = False, -1
         self._updates: deque[_Update] = deque()

@@ -9,7 +9,7 @@ Letters: B completions, P different prompts, K columns of the cache, Q new colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -56,15 +56,20 @@ class Rows:
 class CausalModel:
     """AutoModelForCausalLM with full attention, built from a folder's config.json, without weights until `load`."""
 
-    def __init__(self, folder: Path, *, dtype: str, device: str) -> None:
+    def __init__(self, folder: Path, *, dtype: str, device: str, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Build the model; with `tensors` over parameters of another module, which `load` then only compares."""
         config = read_model_config(folder)
         self.device = torch.device(device)
         self.dtype = DTYPES[dtype]
-        require_memory(folder, config, bytes_per_parameter=self.dtype.itemsize, device=self.device)
+        self._shares = tensors is not None
+        size = 0 if self._shares else self.dtype.itemsize
+        require_memory(folder, config, bytes_per_parameter=size, device=self.device)
         auto: Any = AutoModelForCausalLM
         with config_at_fault(folder), no_init_weights():
             model = auto.from_config(config, dtype=self.dtype, trust_remote_code=False)
         model.tie_weights()  # if configured; transformers does it in the initialisation that is skipped above
+        for name, parameter in model.named_parameters() if tensors is not None else ():
+            parameter.data = tensors[name]
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
@@ -92,10 +97,17 @@ class CausalModel:
             raise ValueError(fault)
 
     def load(self, weights: Weights) -> None:
-        """Copy into the existing parameters. Raises ValueError, before changing anything, if the weights do not fit."""
+        """Copy into the existing parameters. Raises ValueError, before changing anything, if the weights do not fit.
+
+        Parameters of another module hold them already; otherwise raises ValueError too.
+        """
         self.require_fit(weights)
         for name, parameter in self._parameters.items():
-            parameter.copy_(self._names.rows(name, self._shapes[name], weights))
+            rows = self._names.rows(name, self._shapes[name], weights)
+            if not self._shares:
+                parameter.copy_(rows)
+            elif not torch.equal(parameter, rows.to(self.device, self.dtype)):
+                raise ValueError(f"{name} is shared and has other values than this policy")
 
     def begin(self, prompts: Sequence[tuple[int, ...]], *, spare: int) -> tuple[Rows, Tensor]:
         """Forward P different prompts, with room for `spare` more tokens.
@@ -146,12 +158,16 @@ class CausalModel:
         """Yield the logits [T - 1, V] for each token but the first of each sequence, directly from `weights`, in fp32.
 
         It is independent of `load` and of all methods above: the model's plain forward pass, without cache, sharing or padding,
-        over tensors made here from `weights`.
+        over tensors made here from `weights`; shared parameters, which `load` has compared with them, need no second copy.
         """
-        tensors = {
-            name: self._names.rows(name, shape, weights).to(self.device, self.dtype)
-            for name, shape in self._shapes.items()
-        }
+        tensors = (
+            self._parameters
+            if self._shares
+            else {
+                name: self._names.rows(name, shape, weights).to(self.device, self.dtype)
+                for name, shape in self._shapes.items()
+            }
+        )
         for sequence in sequences:
             inputs = {"input_ids": self._tensor([sequence]), "use_cache": False}
             yield torch.func.functional_call(self._model, tensors, kwargs=inputs).logits[0, :-1].float()

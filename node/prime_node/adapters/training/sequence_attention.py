@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+from prime_node.adapters.training.tree_attention import expand_heads
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
@@ -51,6 +53,9 @@ class SequenceLayout:
             )
             assert isinstance(out, Tensor)
             return out[None]
+        if grouped and query.is_cuda:  # fp32, in which torch's fast kernels take no grouped heads
+            key, value = expand_heads(key, query.shape[1]), expand_heads(value, query.shape[1])
+            grouped = False
         parts = zip(
             *(tensor.split_with_sizes(list(self.lengths), dim=2) for tensor in (query, key, value)), strict=True
         )

@@ -277,6 +277,12 @@ class TorchBackend:
             if is_published(name, self._lora)
         )
 
+    def shared_tensors(self) -> dict[str, Tensor] | None:
+        """Return the parameters, for an engine that computes with the same memory; None if this process lacks whole weights."""
+        if self._ranks.count > 1 or self._placement.offload or self._lora is not None:
+            return None
+        return {name: local_rows(tensor)[0].detach() for name, tensor in self._policy.model.named_parameters()}
+
     def state_bytes(self) -> int:
         """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
         tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}

@@ -40,6 +40,10 @@ class TreeLayout:
         """Attend as above; keys and values are [1, H of keys, P + R * W, D]."""
         trunk, rows = self.trunk_tokens, self.num_rows
         grouped = query.shape[1] != key.shape[1]
+        if grouped and query.is_cuda:
+            # With a mask only torch's slow kernel takes grouped heads, and it keeps all scores for the backward pass.
+            key, value = expand_heads(key, query.shape[1]), expand_heads(value, query.shape[1])
+            grouped = False
         keys = torch.cat([key[:, :, :trunk].expand(rows, -1, -1, -1), _rows(key, trunk, rows)], dim=2)
         values = torch.cat([value[:, :, :trunk].expand(rows, -1, -1, -1), _rows(value, trunk, rows)], dim=2)
         seen_RHWD = scaled_dot_product_attention(
@@ -57,6 +61,11 @@ class TreeLayout:
             )
             out = torch.cat([above.transpose(1, 2), out], dim=1)
         return out
+
+
+def expand_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Repeat the heads of keys or values [1, H of keys, T, D] until there is one for each head of the queries."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
 
 
 def _rows(tensor: Tensor, trunk: int, rows: int) -> Tensor:
