@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from prime_node.cli import wire_adapters
@@ -20,8 +20,6 @@ from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from prime_node.adapters.engines.transformers_engine import TransformersEngine
     from prime_node.adapters.engines.vllm_engine import VllmEngine
     from prime_node.adapters.environments.launcher import Launcher
@@ -233,7 +231,7 @@ def check_size(model: Path, run: PinnedRun) -> None:
 
 
 def transformers_engine(
-    model: Path, *, dtype: str, threads: int, device: str = "cpu", tensors: Mapping[str, Tensor] | None = None
+    model: Path, *, dtype: str, threads: int, device: str = "cpu", tensors: Mapping[str, Any] | None = None
 ) -> TransformersEngine:
     """Return the transformers engine. Raises LocalError."""
     try:

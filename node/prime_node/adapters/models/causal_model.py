@@ -68,8 +68,9 @@ class CausalModel:
         with config_at_fault(folder), no_init_weights():
             model = auto.from_config(config, dtype=self.dtype, trust_remote_code=False)
         model.tie_weights()  # if configured; transformers does it in the initialisation that is skipped above
-        for name, parameter in model.named_parameters() if tensors is not None else ():
-            parameter.data = tensors[name]
+        if tensors is not None:
+            for name, parameter in model.named_parameters():
+                parameter.data = tensors[name]
         self._model: Any = model.eval().requires_grad_(False).to(self.device)
         self._backbone: Any = self._model.base_model
         self._head: Any = self._model.get_output_embeddings()
