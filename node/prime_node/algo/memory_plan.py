@@ -6,7 +6,7 @@ value (2 for bf16, 4 for fp32), m bytes of one moment of the optimizer (4, or 1 
 
     state        (4 + 4 + 4 + 2 m) P / N             fp32 rounded weight, master, gradient, two moments; in the host's memory
                                                      with offload
-                 4 P / N + (12 + 2 m) A / N          with adapters, where the weights are frozen
+                 (4 P + 2 (P - E) + (12 + 2 m) A) / N    with adapters: merged weights in fp32, the base's in bf16
     gathered     (3 b + 4) (P - E) / L + (2 b + 4) E three layers, and one layer's gradient in fp32; the rest of the model and
                                                      its gradient. Only where FSDP shards: several ranks, bf16 or offload
                  4 P                                 gradients until the end of the step, without `reduce_each_pass`
@@ -115,7 +115,8 @@ def trainer_memory(shape: ModelShape, load: TrainerLoad) -> TrainerMemory:
     if adapters is None:
         state = (12 + moments) * shape.parameters / load.ranks
     else:
-        state = (4 * shape.parameters + (12 + moments) * adapters) / load.ranks
+        base = 2 * (shape.parameters - shape.root_parameters)
+        state = (4 * shape.parameters + base + (12 + moments) * adapters) / load.ranks
     layer = (shape.parameters - shape.root_parameters) / shape.layers
     gathered = 0.0
     if load.ranks > 1 or load.offload or load.compute_dtype == "bf16":
