@@ -140,12 +140,14 @@ def number(name):
     ctypes.set_errno(0)
     libc.syscall(machine.numbers[name], -1, -1, -1, -1, -1, -1)
     return ctypes.get_errno()
-refused = {name: number(name) for name in (*seccomp.ALWAYS_REFUSED, *seccomp.CHANGES_MODES) if name in machine.numbers}
+everywhere = (*seccomp.ALWAYS_REFUSED, *seccomp.CHANGES_MODES, *seccomp.PLACES_PAGES)
+refused = {name: number(name) for name in everywhere if name in machine.numbers}
 missing = {name: number(name) for name in (*seccomp.NOT_THERE, *seccomp.SHARED_IPC, "clone3") if name in machine.numbers}
 print(json.dumps([refused, missing, {
     "unshare": tried(lambda: os.unshare(0x10000000)) if hasattr(os, "unshare") else "OSError",
     "terminal": tried(lambda: fcntl.ioctl(0, termios.TIOCSTI, b"x")),
     "others' limits": tried(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1, 1))),
+    "own pages": "done" if libc.syscall(machine.numbers["move_pages"], 0, 0, None, None, None, 0) == 0 else "OSError",
     "own limits": tried(lambda: resource.setrlimit(resource.RLIMIT_CORE, (0, 0))),
     "threads and children": tried(lambda: subprocess.run([sys.executable, "-c", THREADS], check=True)),
 }]))
@@ -153,7 +155,7 @@ print(json.dumps([refused, missing, {
     refused, missing, found = inside(folder, program)
     assert set(refused.values()) == {1}, refused
     assert set(missing.values()) == {38}, missing
-    assert found.pop("own limits") == found.pop("threads and children") == "done"
+    assert {found.pop(name) for name in ("own pages", "own limits", "threads and children")} == {"done"}
     assert set(found.values()) <= {"PermissionError", "OSError"}, found
 
 

@@ -39,7 +39,7 @@ ALWAYS_REFUSED = (
     *("init_module", "finit_module", "delete_module", "swapon", "swapoff", "reboot", "sethostname", "setdomainname"),
     *("iopl", "ioperm", "acct", "settimeofday", "clock_settime", "clock_adjtime", "adjtimex", "quotactl"),
     *("quotactl_fd", "nfsservctl", "syslog", "vhangup", "lookup_dcookie", "name_to_handle_at", "open_by_handle_at"),
-    *("fanotify_init", "modify_ldt", "uselib"),
+    *("fanotify_init", "modify_ldt", "uselib", "pidfd_getfd", "process_madvise", "kcmp"),
 )
 NOT_THERE = ("io_uring_setup", "io_uring_enter", "io_uring_register")
 """Calls answered by ENOSYS, so that libraries fall back. io_uring requests bypass every filter of system calls."""
@@ -70,6 +70,9 @@ SCHEDULING_OF_THREADS = ("sched_setaffinity", "sched_setscheduler", "sched_setpa
 """Calls that glibc makes with a thread's own id, which a filter cannot distinguish from another's. For an id other than zero
 they are skipped and return success, because on an error libzmq aborts, and libgomp with OMP_PROC_BIND cannot start a thread. So
 threads that name themselves are not pinned."""
+PLACES_PAGES = ("move_pages", "migrate_pages")
+"""Calls that ask where a process's pages are, or move them between NUMA nodes. vLLM names itself by its own id, which a filter
+cannot distinguish from another's; on an error it warns and continues."""
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 
 _FAMILIES = {
@@ -154,7 +157,8 @@ def program(rules: SandboxRules, machine: Architecture) -> bytes:
     if Family.UNIX not in rules.families:
         code.judge("socketpair", _pairs())
     code.judge("ioctl", _commands(() if rules.mode_changes == ModeChanges.ALLOWED else FILE_SYSTEM_COMMANDS))
-    code.judge("prlimit64", _only_zero(0))  # zero is the caller
+    for name in ("prlimit64", *PLACES_PAGES):
+        code.judge(name, _only_zero(0))  # zero is the caller
     for name in SCHEDULING_OF_THREADS:
         code.judge(name, _only_zero(0, otherwise=_PRETENDED))
     code.judge("sched_setattr", _only_zero(0))
