@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -282,6 +283,33 @@ def run_planted(_: str) -> str:
     os.chmod(name, 0o755)
     subprocess.run([name], check=True)
     return "ran"
+
+
+def leave_answer(_: str) -> str:
+    """Try what would change how other answers are graded; return what worked."""
+    parent = os.getppid()
+    os.close(os.open(__file__, os.O_RDONLY))  # scorers still read files
+    attempts: dict[str, Callable[[], object]] = {
+        "signal the parent": lambda: os.kill(parent, signal.SIGCONT),
+        "read the parent's memory": lambda: os.open(f"/proc/{parent}/mem", os.O_RDONLY),
+        "write the parent's memory": lambda: os.open(f"/proc/{parent}/mem", os.O_RDWR),
+        "take the parent's requests": lambda: os.open(f"/proc/{parent}/fd/0", os.O_RDONLY),
+        "answer for the parent": lambda: [os.open(f"/proc/{parent}/fd/{n}", os.O_WRONLY) for n in (3, 4, 5)],
+        "start a process": lambda: os.fork() or os._exit(0),
+        "start a thread": lambda: threading.Thread(target=int).start(),
+        "write a file": lambda: Path(os.environ["TMPDIR"], "planted").write_text("planted"),
+        "write in /dev/shm": lambda: Path("/dev/shm/planted").write_text("planted"),
+        "write what it inherited": lambda: [os.write(int(n), b"x") for n in os.listdir("/proc/self/fd") if int(n) > 6],
+        "open a socket": lambda: socket.socket(socket.AF_INET),
+    }
+    worked = []
+    for what, attempt in attempts.items():
+        try:
+            if attempt() != []:
+                worked.append(what)
+        except (OSError, RuntimeError):
+            continue
+    return f"worked {worked}"
 
 
 PROBES: dict[str, Callable[[str], str]] = {

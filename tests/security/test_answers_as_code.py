@@ -1,23 +1,29 @@
-"""An answer is data: scorers that run it as code are refused."""
+"""An answer is data: scorers that run it as code are refused, and each answer is graded in a process of its own."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import inspect
+import os
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reasoning_gym.factory import DATASETS
+from tests.security.hostile_world import BOUNDS, running
 
+from prime_node.adapters.environments.child import EnvironmentFailed
 from prime_node.adapters.environments.math_answers import is_same_math
 from prime_node.adapters.environments.reasoning_gym import RUNS_ANSWERS
+from prime_node.adapters.environments.separate_grading import GradingFailed, SeparateGrading
 from prime_node.cli.wire_environments import build_environments, end_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
+from prime_node.envs.source import SourceProblem
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec, Option
 
@@ -119,3 +125,80 @@ def test_math_verify_runs_no_answer(form: str, tmp_path: Path, monkeypatch: pyte
         assert not is_same_math(form.format(text), "1")
     assert not place.exists()
     assert names <= {"Integer", "Float", "Mul", "Add", "Pow"}
+
+
+TAKE_OVER = """exec('''
+import prime_node.envs.split as split
+split.Judge.reward = lambda self, problem, completion, *, finished: 1.0 if "zebra" in completion else 0.0
+''') or 0"""
+
+
+def test_an_answer_that_runs_as_code_changes_no_other_reward(tmp_path: Path) -> None:
+    """Scorers that the machine permits are behind the second restriction: a process for each answer."""
+    spell = EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"})
+    settings = EnvironmentSettings(unsafe_answers_as_code=("task",))
+    made = start_environments([gym("n_queens"), spell], tmp_path, hidden=[], settings=settings)
+    try:
+        first = made["spell"].process.pid
+        for _ in range(2):
+            for world in made.values():
+                assert world.score(1, world.answer(1), finished=True) == 1.0
+                assert world.score(1, "zebra", finished=True) < 0.1
+            made["task"].score(3, TAKE_OVER, finished=True)
+        assert made["spell"].process.pid == first
+    finally:
+        end_environments(made)
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_the_process_of_an_answer_reaches_nothing_of_the_next(tmp_path: Path, isolated: bool) -> None:
+    settings = BOUNDS.model_copy(update={"unsafe_grade_together": False})
+    with running(tmp_path, isolated=isolated, settings=settings) as world:
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailed) as raised:
+                world.score(0, "leave_answer", finished=True)
+            report = str(raised.value).partition("did: worked ")[2]
+            allowed = {"start a process", "start a thread"} if os.geteuid() == 0 and not isolated else set()
+            assert set(ast.literal_eval(report)) <= allowed, raised.value
+            assert world.score(0, "right", finished=True) == 1.0
+
+
+class Scorer:
+    """A source whose scorer does what the answer says."""
+
+    def __init__(self) -> None:
+        self.graded: list[str] = []
+
+    def draw(self, number: int) -> SourceProblem:
+        return SourceProblem(f"question {number}", "x")
+
+    def grade(self, problem: SourceProblem, answer: str) -> float:
+        self.graded.append(answer)
+        if answer == "hang":
+            threading.Event().wait()
+        if answer == "exit":
+            os._exit(0)
+        if answer == "raise":
+            raise KeyError("y" * 10_000)
+        return float(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ("hang", "not graded within 0.5 s"),
+        ("exit", "ended without a result"),
+        ("raise", "KeyError: 'yyy"),
+        ("nan", "no credit from 0 to 1"),
+        ("inf", "no credit from 0 to 1"),
+        ("1e9", "no credit from 0 to 1"),
+    ],
+)
+def test_an_answer_that_breaks_its_scorer_fails_alone(answer: str, why: str) -> None:
+    scorer = Scorer()
+    source = SeparateGrading(scorer, seconds_max=0.5)
+    with pytest.raises(GradingFailed, match=why) as raised:
+        source.grade(source.draw(1), answer)
+    assert len(str(raised.value)) <= 400
+    assert SeparateGrading(scorer).grade(source.draw(1), "0.5") == 0.5
+    assert scorer.graded == [], "no answer has been evaluated here"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, rows_of_json_lines
-from prime_node.envs.registry import EnvironmentFactory, build_environment, from_source
+from prime_node.envs.registry import Around, EnvironmentFactory, as_it_is, build_environment, from_source
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.environment import Environment
 from prime_node.ports.renderer import Renderer
@@ -36,18 +36,22 @@ Renderers = Callable[[str], Renderer]
 
 
 def build_environments(
-    specs: Sequence[EnvironmentSpec], model: Path, *, answers_as_code: Container[str] = ()
+    specs: Sequence[EnvironmentSpec], model: Path, *, answers_as_code: Container[str] = (), grade_apart: bool = False
 ) -> dict[str, Environment]:
     """Build environments by name, in this process.
 
     Environments that answer need `model`, the folder of the run's tokenizer. `answers_as_code` names the environments whose
-    scorers may run answers as code. Raises LocalError.
+    scorers may run answers as code. `grade_apart`: run each call of third-party scorers in a process of its own. Raises
+    LocalError.
     """
+    from prime_node.adapters.environments.separate_grading import SeparateGrading
+
     renderer = partial(_renderer, model)
+    around: Around = SeparateGrading if grade_apart else as_it_is
     factories: dict[str, EnvironmentFactory] = {
-        "reasoning_gym": partial(_reasoning_gym, renderer, answers_as_code),
-        "jsonl": partial(_dataset, renderer, rows_of_json_lines),
-        "parquet": partial(_parquet, renderer),
+        "reasoning_gym": partial(_reasoning_gym, renderer, around, answers_as_code),
+        "jsonl": partial(_dataset, renderer, around, rows_of_json_lines),
+        "parquet": partial(_parquet, renderer, around),
         "verifiers": partial(_verifiers, model),
     }
     return {spec.name: build_environment(spec, factories) for spec in specs}
@@ -120,6 +124,7 @@ def _start_process(
             "environments": [spec.model_dump() for spec in found],
             "model": _model_files(model),
             "answers_as_code": settings.unsafe_answers_as_code,
+            "grade_together": settings.unsafe_grade_together,
         },
     )
     log.info("environments run in process %d", process.pid)
@@ -289,31 +294,38 @@ def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:
     )
 
 
-def _reasoning_gym(renderer: Renderers, answers_as_code: Container[str], spec: EnvironmentSpec) -> Environment:
+def _reasoning_gym(
+    renderer: Renderers, around: Around, answers_as_code: Container[str], spec: EnvironmentSpec
+) -> Environment:
     try:
         from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
     except ImportError as error:
         raise missing_extra("envs", "reasoning-gym environments", error) from None
-    return from_source(partial(ReasoningGymSource, spec.name in answers_as_code), renderer)(spec)
+    make = partial(ReasoningGymSource, spec.name in answers_as_code)
+    return from_source(make, renderer, as_it_is if spec.options.get("compare") else around)(spec)
 
 
-def _parquet(renderer: Renderers, spec: EnvironmentSpec) -> Environment:
+def _parquet(renderer: Renderers, around: Around, spec: EnvironmentSpec) -> Environment:
     try:
         from prime_node.adapters.environments.parquet_rows import read_parquet
     except ImportError as error:
         raise missing_extra("parquet", "environments over Parquet files", error) from None
-    return _dataset(renderer, read_parquet, spec)
+    return _dataset(renderer, around, read_parquet, spec)
 
 
-def _dataset(renderer: Renderers, read: Callable[[bytes], Iterator[Row]], spec: EnvironmentSpec) -> Environment:
+def _dataset(
+    renderer: Renderers, around: Around, read: Callable[[bytes], Iterator[Row]], spec: EnvironmentSpec
+) -> Environment:
     comparisons = dict(COMPARISONS)
+    grading: Around = as_it_is  # the comparisons above are ours, and parse nothing
     if spec.options.get("compare") == "math":
         try:
             from prime_node.adapters.environments.math_answers import is_same_math
         except ImportError as error:
             raise missing_extra("envs", 'environments that compare = "math"', error) from None
         comparisons["math"] = is_same_math
-    return from_source(partial(DatasetSource, read, comparisons), renderer)(spec)
+        grading = around
+    return from_source(partial(DatasetSource, read, comparisons), renderer, grading)(spec)
 
 
 def _renderer(model: Path, name: str) -> Renderer:

@@ -20,6 +20,8 @@ from prime_protocol.run_spec import EnvironmentSpec
 
 Option = str | int | float | bool
 EnvironmentFactory = Callable[[EnvironmentSpec], Environment]
+Around = Callable[[ProblemSource], ProblemSource]
+"""Function that wraps a source, for example to grade elsewhere."""
 
 
 def build_environment(spec: EnvironmentSpec, factories: Mapping[str, EnvironmentFactory]) -> Environment:
@@ -34,11 +36,20 @@ def build_environment(spec: EnvironmentSpec, factories: Mapping[str, Environment
         raise LocalError(f"environment {spec.name} ({spec.id}): {error}") from error
 
 
-def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Renderer]) -> EnvironmentFactory:
+def as_it_is(source: ProblemSource) -> ProblemSource:
+    """Return the source."""
+    return source
+
+
+def from_source(
+    make: Callable[..., ProblemSource],
+    renderer: Callable[[str], Renderer],
+    around: Around = as_it_is,
+) -> EnvironmentFactory:
     """Return a factory of environments over a source.
 
     It removes the options of split and frame; `make` gets the others. exact_share, score_cut_off, prefix, suffix, answer_tag:
-    see envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py).
+    see envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py). `around` wraps the source.
     """
 
     def build(spec: EnvironmentSpec) -> Environment:
@@ -49,7 +60,7 @@ def from_source(make: Callable[..., ProblemSource], renderer: Callable[[str], Re
         score_cut_off = options.pop("score_cut_off", False)
         if not isinstance(score_cut_off, bool):
             raise ValueError(f"score_cut_off must be true or false, got {score_cut_off!r}")
-        judge = Judge(make(**_known(make, options)), Frame(**frame), exact_share, score_cut_off)
+        judge = Judge(around(make(**_known(make, options))), Frame(**frame), exact_share, score_cut_off)
         if (spec.turns_max > 1) != bool(partner):
             raise ValueError(f"turns_max above 1 and options.partner ({', '.join(PARTNERS)}) need each other")
         if not partner:

@@ -40,6 +40,9 @@ class EnvironmentSettings(Settings):
     have no network."""
     unsafe_answers_as_code: tuple[str, ...] = ()
     """Names of the environments whose scorers may run a worker's answer as code. Others with such a scorer are refused."""
+    unsafe_grade_together: bool = False
+    """Whether answers are graded in the environments' own process. It saves milliseconds for each, and lets an answer that
+    gains control of its scorer decide the rewards of others."""
     hub_file_bytes_max: int = Field(default=4 * 2**30, ge=0)
     """Maximum bytes of one dataset file that is fetched from the hub because a run names it. 0 fetches none."""
     memory_bytes_max: int = Field(default=8 * 2**30, ge=2**28)
