@@ -17,7 +17,8 @@ from fuzz_parser import Parser
 from valid_messages import VECTORS, example
 
 from prime_node.adapters.models.hf_tokenizer import chat_template, tokenizer_at_fault
-from prime_node.adapters.models.model_folder import read_config, read_tokenizer, regex_fault
+from prime_node.adapters.models.model_folder import read_config, read_tokenizer
+from prime_node.adapters.models.regex_cost import regex_fault
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.peers.mdns import read_records
 from prime_node.adapters.system_clock import SystemClock

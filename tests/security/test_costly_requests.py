@@ -10,7 +10,7 @@ from tests.node.coordinator_world import ANNA, HEARTBEAT, make_parcel, make_run,
 from tests.security.raw_http import ask, claim, post
 from tests.time_world import VirtualClock
 
-from prime_node.adapters.models.model_folder import regex_fault
+from prime_node.adapters.models.regex_cost import regex_fault
 from prime_node.adapters.web.request_head import read_request_head
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
 from prime_protocol import limits

@@ -15,11 +15,11 @@ from prime_node.adapters.models.hf_tokenizer import HfTokenizer, panics_raised
 from prime_node.adapters.models.model_folder import (
     FILE_BYTES_MAX,
     read_config,
-    regex_fault,
     require_listed,
     require_plain,
     rope_table_bytes,
 )
+from prime_node.adapters.models.regex_cost import regex_fault
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -27,6 +27,8 @@ from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import ModelFile
 
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64}
+LLAMA = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 O200K = (
@@ -225,7 +227,8 @@ def test_a_hostile_tokenizer_is_refused_by_file_and_field(folder: Path, part: st
 
 
 @pytest.mark.parametrize(
-    "pattern", [QWEN, GPT2, O200K, DEEPSEEK, r"\d", " {2,}", r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f]+"]
+    "pattern",
+    [QWEN, LLAMA, CL100K, GPT2, O200K, DEEPSEEK, r"\d", " {2,}", r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f]+"],
 )
 def test_published_expressions_pass(pattern: str) -> None:
     assert regex_fault(pattern) is None
@@ -244,6 +247,21 @@ def test_published_expressions_pass(pattern: str) -> None:
         "(a{1,999})*",
         "a*a*a*a*b",
         r"(?<q>a)\k<q>",
+        r"(a*)\g<1>\g<1>\g<1>z",
+        r"(?<x>a\g<x>?\g<x>?)z",
+        "(?~a)z",
+        "(a)(?(1)b|c)",
+        "(?x)(?:a # )\n|a){99}",
+        "(?:a{0,99}){0,99}z",
+        "(?:a{1,9}){1,9}z",
+        "(?:a?){40}a{40}z",
+        "a?" * 40 + "z",
+        "(?:.|.|.){14}(?!.)",
+        "(?:.|.)*z",
+        "(?:(?:(?:a|a)(?:a|a)){3}b?){9}",
+        "(?:a+){4}z",
+        "a{0,50}a{0,50}z",
+        "a|" * 200,
     ],
 )
 def test_expressions_that_try_all_ways_are_refused(pattern: str) -> None:

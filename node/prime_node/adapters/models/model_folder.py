@@ -9,11 +9,11 @@ file and the field.
 from __future__ import annotations
 
 import base64
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from prime_node.adapters.models.regex_cost import regex_fault
 from prime_protocol import limits
 from prime_protocol.envelope import load_json
 from prime_protocol.errors import LocalError, RemoteError
@@ -346,42 +346,3 @@ def _longest_replacement(path: Path, charsmap: object) -> int:
     if len(raw) < 4 + size or size % 4:
         raise LocalError(f"{path}: precompiled_charsmap is not a table of replacements; {_OPERATOR}")
     return max(map(len, raw[4 + size :].split(b"\0")))
-
-
-_REGEX_TOKEN = re.compile(r"\\[pP]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|\[:\^?\w+:\]|[^\]\\])*+\]|\{\d*,?\d*\}|.", re.DOTALL)
-
-
-def regex_fault(pattern: str) -> str | None:
-    """Return what could make a search for this expression take more than quadratic time: the library's engine backtracks.
-
-    Expressions of published tokenizers pass: alternatives of at most two unbounded repeats that are not nested.
-    """
-    if len(pattern) > limits.TOKENIZER_REGEX_CHARS_MAX:
-        return f"has {len(pattern):,} characters, above {limits.TOKENIZER_REGEX_CHARS_MAX:,}"
-    repeats, most_within = [0], [0]  # in the current alternative, and the maximum over the group's earlier ones
-    closed: int | None = None  # unbounded repeats in the group that has just ended
-    for found in _REGEX_TOKEN.finditer(pattern):
-        token = found[0]
-        if token == "[":
-            return "has an unterminated character class"
-        if re.fullmatch(r"\\[1-9k]", token):
-            return "has a back-reference"
-        if token == "(":
-            repeats.append(0)
-            most_within.append(0)
-            closed = None
-        elif token == ")" and len(repeats) > 1:
-            closed = max(repeats.pop(), most_within.pop())
-            repeats[-1] += closed
-        elif token == "|":
-            most_within[-1], repeats[-1], closed = max(most_within[-1], repeats[-1]), 0, None
-        elif token in "*+" or re.fullmatch(r"\{\d*,\}|\{\d*,?\d{3,}\}", token):
-            if closed:
-                return "has nested repeats, which can take exponential time"
-            repeats[-1] += closed is None or closed == 0
-            closed = None
-        elif token != "?" and not token.startswith("{"):
-            closed = None
-        if repeats[-1] > limits.TOKENIZER_REGEX_REPEATS_MAX:
-            return f"has more than {limits.TOKENIZER_REGEX_REPEATS_MAX} unbounded repeats in one alternative"
-    return None
