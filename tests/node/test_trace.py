@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.timeline import Timeline, read_timeline
+from prime_node.cli.timeline import TRAINER, Activity, Timeline, read_timeline
 from prime_node.cli.trace import chrome_trace
 from prime_protocol.errors import LocalError
 
@@ -110,4 +110,14 @@ def test_the_picture_shows_the_lanes(run_dir: RunDir, tmp_path: Path) -> None:
     from prime_node.cli.plot_timeline import save_timeline_png
 
     save_timeline_png(read_timeline(run_dir), tmp_path / "trace.png", title="run")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_worker_whose_name_looks_like_a_formula_stops_no_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from prime_node.cli.plot_timeline import save_timeline_png
+
+    lanes = (TRAINER, r"$\x$ 12D3KooW")
+    activities = (Activity(TRAINER, "train", 1.0, 4.0, step=1), Activity(lanes[1], "lease", 1.0, 3.0))
+    save_timeline_png(Timeline(lanes, activities), tmp_path / "trace.png", title=r"$\frac")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")

@@ -33,9 +33,9 @@ def save_timeline_png(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.set(
         xlim=(0, end_s - begin_s), xlabel="seconds; the number is the policy at work, in the trainer's lane the step"
     )
-    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_yticks(range(len(lanes)), lanes, parse_math=False)  # a worker's name may be "$\\x$"
     axes.invert_yaxis()
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)
     figure.savefig(path)
 
 
