@@ -292,7 +292,13 @@ def test_a_role_that_was_taken_over_widens_no_walls(tmp_path: Path, monkeypatch:
     wide = asdict(
         restrictions(read=("/",), network=True, memory_bytes_max=2**40, processes_max=10**6, open_files_max=10**5)
     )
-    hello = {"environments": [hostile().model_dump()], "model": {}, "folder": "/", "restrictions": wide}
+    hello = {
+        "environments": [hostile().model_dump()],
+        "model": {},
+        "folder": "/",
+        "restrictions": wide,
+        "grade_together": True,
+    }
     process = EnvironmentProcess(lambda _: Start(launch=partial(launcher.start, network=False)), hello)
     world = ProcessEnvironment(process, "hostile")
     try:

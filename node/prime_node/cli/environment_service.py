@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from prime_node.adapters.environments.separate_grading import close_memory
 from prime_node.cli.wire_environments import build_environments
 from prime_node.inside import write_inside
 from prime_node.ports.environment import Environment, HeldOutProblem, TurnEnvironment, TurnProblem
@@ -181,7 +180,6 @@ async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder:
     try:
         specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
         async with contextlib.AsyncExitStack() as stack:
-            close_memory()
             environments = build_environments(
                 specs,
                 kept_model(hello["model"], folder / "model"),

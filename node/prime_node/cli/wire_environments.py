@@ -44,10 +44,12 @@ def build_environments(
     scorers may run answers as code. `grade_apart`: run each call of third-party scorers in a process of its own. Raises
     LocalError.
     """
-    from prime_node.adapters.environments.separate_grading import SeparateGrading
+    from prime_node.adapters.environments.separate_grading import SeparateGrading, close_memory
 
     renderer = partial(_renderer, model)
     around: Around = SeparateGrading if grade_apart else as_it_is
+    if grade_apart:
+        close_memory()
     factories: dict[str, EnvironmentFactory] = {
         "reasoning_gym": partial(_reasoning_gym, renderer, around, answers_as_code),
         "jsonl": partial(_dataset, renderer, around, rows_of_json_lines),
