@@ -13,6 +13,7 @@ from prime_protocol.evidence import BundleEvidence, Sums, Weighed
 from prime_protocol.identity import SigningKey
 from prime_protocol.replies import BatchGroup, TrainBatch
 from prime_protocol.requests import BatchRequest, CheckResultRequest, JoinRequest, LeaseRequest, Stamped
+from prime_protocol.rollout import RolloutHeader
 from prime_protocol.telemetry import Speed
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason, Verdict
 from vectors.folder import COORDINATOR, NOW_MS, TRAINER, VALIDATOR, WORKER, Case, Folder, fields
@@ -64,6 +65,24 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         at_ms=NOW_MS,
         num_receipts=3,
     )
+    copied = banned.model_copy(
+        update={"kind": BanKind.HARD, "reason": "copied", "original": digest_of(b"the earlier parcel")}
+    )
+    naming = RolloutHeader(
+        body_digest=digest_of(b"a body"),
+        body_bytes=6,
+        run=run.digest,
+        worker=WORKER.key_id,
+        lease_id=lease.lease_id,
+        lease_digest=digest_of(seal(lease, PayloadType.LEASE, COORDINATOR).payload),
+        step=2,
+        policy_version=1,
+        policy_digest=lease.policy_digest,
+        num_rollouts=4,
+        decompressed_bytes=100,
+        engine=ENGINE,
+        created_at_ms=NOW_MS,
+    )
     groups = tuple(
         BatchGroup(
             slot=group.slot,
@@ -101,6 +120,8 @@ def messages(folder: Folder, run: Envelope, lease: Lease, bundle: str) -> None:
         ("claimed speed", PayloadType.REQUEST, stamped(work.model_copy(update={"speed": speed})), WORKER),
         ("batch request", PayloadType.REQUEST, stamped(BatchRequest(step=2, durable_step=1, train_ms=1_500)), TRAINER),
         ("ban", PayloadType.BAN, banned, COORDINATOR),
+        ("ban for a copy", PayloadType.BAN, copied, COORDINATOR),
+        ("header of a bundle that names its lease", PayloadType.ROLLOUT, naming, WORKER),
         *((name, PayloadType.REQUEST, stamped(request), key) for name, request, key in requests()),
     ]
     cases = []

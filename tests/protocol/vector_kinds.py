@@ -183,7 +183,7 @@ def join_link(case: Case, folder: Path) -> Any:
 
 
 def message(case: Case, folder: Path) -> Any:
-    others = {"BanStatement": BanStatement, "Lease": Lease, "Receipt": verdict.Receipt}
+    others = {"BanStatement": BanStatement, "Lease": Lease, "Receipt": verdict.Receipt, "RolloutHeader": RolloutHeader}
     model = others.get(case["model"]) or getattr(requests, case["model"], None) or getattr(replies, case["model"])
     opened = open_envelope(data_of(case, folder))
     parsed = parse_json(opened.verify(PayloadType(case["payload_type"]), trusted=case["trusted"]), model)
