@@ -69,6 +69,8 @@ def attacks() -> dict[str, str]:
         "kill the parent": tried(lambda: os.kill(os.getppid(), signal.SIGCONT)),
         "environment of the parent": tried(Path(f"/proc/{os.getppid()}/environ").read_bytes),
         "root of the parent": tried(lambda: list(Path(f"/proc/{os.getppid()}/root/etc").iterdir())),
+        "set the core pattern": tried(lambda: os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))),
+        "write back caches": tried(lambda: os.close(os.open("/proc/sys/vm/drop_caches", os.O_WRONLY))),
         "raw disk": tried(lambda: found([path.open("rb").read(1) for path in Path("/dev").glob("[vs]d[a-z]")])),
         "own variables": tried(lambda: found(os.environ.get("MY_TOKEN"))),
         "own variables as they came": tried(lambda: found(b"in-the-env" in Path("/proc/self/environ").read_bytes())),

@@ -75,6 +75,7 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
             "NOT CONFINED (sandbox.unsafe_off): a bug in this program would give a hostile run access to your files"
         )
         return
+    from prime_node.adapters.environments.variables import module_folders
     from prime_node.adapters.sandbox.confine import confine
     from prime_node.adapters.sandbox.system_paths import homes
     from prime_node.scratch import process_folder
@@ -83,6 +84,8 @@ def confine_role(settings: SandboxSettings, folder: Path, needs: Needs) -> None:
         raise LocalError(
             f"folder {folder} is a home directory, and a role may write everything in its folder: choose a folder inside it"
         )
+    if imports := module_folders():
+        log.info("this process may read the folders of PYTHONPATH: %s", ", ".join(map(str, imports)))
     kept, scratch = _hub_cache(), process_folder("role")
     scratch.chmod(0o711)  # environments may run as another user, in a subfolder
     rules = role_rules(settings, folder, scratch, needs)

@@ -26,6 +26,8 @@ _TRY_BYTES_MAX = 1_024
 EMPTY = ("/tmp", "/dev/shm")
 """Folders that are new, empty and writable inside."""
 OLD, NEW = "/old", "/new"
+OF_THE_MACHINE = ("sys", "sysrq-trigger", "irq", "bus", "acpi", "fs")
+"""Entries of /proc that set the machine's kernel and devices: only readable inside. For some, root needs no capability."""
 
 
 class _Attributes(ctypes.Structure):
@@ -95,6 +97,10 @@ def _enter(view: View) -> None:
         _mount("tmpfs", NEW + own, "tmpfs", _NOSUID | _NODEV, "mode=1777" if own in EMPTY else "mode=0755")
     Path(f"{NEW}/proc").mkdir()
     _mount(f"{OLD}/proc", f"{NEW}/proc", None, _BIND | _REC)
+    for own in (f"{NEW}/proc/{name}" for name in OF_THE_MACHINE):
+        if Path(own).exists():
+            _mount(own, own, None, _BIND | _REC)
+            _set_attributes(own, _Attributes(set=_ATTR_RDONLY), _AT_RECURSIVE)
     for link, target in (("fd", "/proc/self/fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
         Path(f"{NEW}/dev/{link}").symlink_to(target)
     for place, real in links.items():

@@ -42,12 +42,18 @@ def system_paths() -> tuple[Path, ...]:
 
 
 def python_paths() -> tuple[Path, ...]:
-    """Return the interpreter, its libraries and import folders, for reading; never a whole home, working or temporary folder."""
+    """Return the interpreter, its libraries and import folders, for reading.
+
+    Never a whole home, working or temporary folder, nor that of the user's own program, unless PYTHONPATH names it.
+    """
+    program = getattr(sys.modules.get("__main__"), "__file__", None)
+    own = None if program is None else Path(program).resolve().parent
+    named = {Path(entry).resolve() for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     found = [
         Path(sys.prefix),
         Path(sys.base_prefix),
         *_packages(),
-        *(Path(entry) for entry in sys.path if Path(entry).is_absolute()),
+        *(path for path in map(Path, sys.path) if path.is_absolute() and (path.resolve() != own or own in named)),
     ]
     closed = {path.resolve() for path in (*homes(), Path.cwd(), Path(tempfile.gettempdir()))}
     kept = [path for path in _there(found) if not any(path == one or path in one.parents for one in closed)]
