@@ -221,7 +221,7 @@ def test_any_change_of_the_tensors_bytes_is_refused_or_well_formed(sample: Any, 
     assert sum(len(completion.token_ids) for completion in rollouts.completions()) == rollouts.num_tokens
 
 
-@pytest.mark.parametrize("field", sorted(RolloutHeader.model_fields))
+@pytest.mark.parametrize("field", sorted(RolloutHeader.model_fields.keys() - {"lease_digest"}))
 def test_a_header_without_one_of_its_fields_is_refused(field: str, sample: Any, raises: Raises) -> None:
     partial = sample.header.model_dump_json(exclude={field}).encode()
     raises(ErrorCode.WRONG_TYPE, parse_json, partial, RolloutHeader)

@@ -24,6 +24,7 @@ from prime_node.adapters.environments.separate_grading import GradingFailed, Sep
 from prime_node.cli.wire_environments import build_environments, end_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.envs.source import SourceProblem
+from prime_node.ports.environment import graded_together
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec, Option
 
@@ -202,3 +203,18 @@ def test_an_answer_that_breaks_its_scorer_fails_alone(answer: str, why: str) -> 
     assert len(str(raised.value)) <= 400
     assert SeparateGrading(scorer).grade(source.draw(1), "0.5") == 0.5
     assert scorer.graded == [], "no answer has been evaluated here"
+
+
+def test_only_answers_of_one_set_share_a_process() -> None:
+    class Counting(Scorer):
+        def grade(self, problem: SourceProblem, answer: str) -> float:
+            self.graded.append(answer)
+            return len(self.graded) / 10
+
+    source = SeparateGrading(Counting())
+    problem = source.draw(1)
+    assert [source.grade(problem, "x") for _ in range(2)] == [0.1, 0.1]
+    for _ in range(2):
+        with graded_together():
+            assert [source.grade(problem, "x") for _ in range(3)] == [0.1, 0.2, 0.3]
+    assert source.grade(problem, "x") == 0.1

@@ -21,7 +21,13 @@ from typing import Any, BinaryIO
 
 from prime_node.cli.wire_environments import build_environments
 from prime_node.inside import write_inside
-from prime_node.ports.environment import Environment, HeldOutProblem, TurnEnvironment, TurnProblem
+from prime_node.ports.environment import (
+    GRADED_TOGETHER,
+    Environment,
+    HeldOutProblem,
+    TurnEnvironment,
+    TurnProblem,
+)
 from prime_protocol.errors import PrimeError
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
@@ -118,8 +124,9 @@ class Service:
             except Exception as error:  # noqa: BLE001 (the code is not ours; the host gets the error and decides)
                 self._host.tell(id=number, error=f"{type(error).__name__}: {error}"[:500])
 
-    def _answer(self, method: str, environment: str, **its: Any) -> Any:
+    def _answer(self, method: str, environment: str, *, together: str, **its: Any) -> Any:
         world = self._environments[environment]
+        GRADED_TOGETHER.set(together)
         if method == "prompt":
             return world.prompt(its["index"])
         if method == "answer":

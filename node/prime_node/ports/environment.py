@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol, runtime_checkable
 
 from prime_protocol.rollout import Completion
+
+GRADED_TOGETHER: ContextVar[str] = ContextVar("graded together", default="")
+"""Name of the set of answers that is graded now. An answer that misuses its scorer can change the rewards of its own set, and of
+no other. Without a name, each answer is a set."""
+
+
+@contextmanager
+def graded_together() -> Iterator[None]:
+    """Grade what follows as one set of answers: those of one bundle, or of one evaluation."""
+    token = GRADED_TOGETHER.set(secrets.token_hex(8))
+    try:
+        yield
+    finally:
+        GRADED_TOGETHER.reset(token)
 
 
 class EnvironmentGone(Exception):

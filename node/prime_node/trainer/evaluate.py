@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from prime_node.algo.estimates import Mark, sampled_figures, spread
 from prime_node.envs.episodes import BatchingQueue, Bounds, EpisodeRecorder, again_alone
 from prime_node.ports.engine import Engine, GenerateRequest
-from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem
+from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem, graded_together
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -145,7 +145,10 @@ class Evaluator:
             GenerateRequest(questions[place].prompt_token_ids, seed) for place in asked for seed in seeds[place]
         ]
         completions = iter(await self._engine.generate(requests, sampling) if requests else ())
-        marks = {place: self._mark(questions[place], [next(completions) for _ in range(samples)]) for place in asked}
+        with graded_together():
+            marks = {
+                place: self._mark(questions[place], [next(completions) for _ in range(samples)]) for place in asked
+            }
         batcher, alone = BatchingQueue(lambda batch: self._engine.generate(batch, sampling)), asyncio.Lock()
         episodes = [self._episode(questions[place], seed, batcher, alone) for place in answers for seed in seeds[place]]
         rewards = iter(await batcher.serving(asyncio.gather(*episodes)) if episodes else ())

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from prime_node.adapters.environments.child import Command, Ended, EnvironmentChild, EnvironmentFailed, new_number
 from prime_node.adapters.environments.frames import as_flag, as_reward, as_text, as_texts
-from prime_node.ports.environment import Ask, EnvironmentSilent
+from prime_node.ports.environment import GRADED_TOGETHER, Ask, EnvironmentSilent
 from prime_protocol.rollout import Completion
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class EnvironmentProcess:
         """Request a result. Raises EnvironmentFailed. Calls from other threads wait, and their time limit begins afterwards."""
         with self._asking:
             child = self._started()
-            _, answer = child.send(method=method, environment=environment, **arguments)
+            _, answer = child.send(method=method, environment=environment, together=GRADED_TOGETHER.get(), **arguments)
             try:
                 return answer.result(ANSWER_S_MAX)
             except Late:

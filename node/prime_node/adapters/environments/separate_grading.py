@@ -1,7 +1,8 @@
-"""Grading in a process of its own for each answer: whatever an answer makes a scorer do, it decides its own credit at most.
+"""Grading in a process for each set of answers: whatever an answer makes a scorer do, it decides the credits of its set at most.
 
 The process is a fork of the one that holds the environments, which itself evaluates no answer. It has no pipe of its parent,
-may only read files, and may start no process, so it can neither change how the next answer is graded nor outlive its own.
+may only read files, and may start no process, so it can neither change how the next set is graded nor outlive its own. A set is
+a bundle's answers, which one worker gave: a fork takes some 20 ms.
 
 Concurrency: `grade` blocks. It forks from the thread of the event loop. If environments hold other threads, these do not exist
 in the child; a lock that one of them held at that moment stays locked there, and the child fails at its time limit.
@@ -12,11 +13,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pickle
 import select
 import signal
+import struct
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,16 +26,20 @@ from prime_node.adapters.sandbox import landlock, privileges
 from prime_node.adapters.sandbox.confine import confine
 from prime_node.adapters.sandbox.rules import ProcessLimits, SandboxRules
 from prime_node.envs.source import ProblemSource, SourceProblem
+from prime_node.ports.environment import GRADED_TOGETHER
 
 GRADE_S_MAX = 45.0
 """Limit on one grading: shorter than the host's limit on one score, after which the host ends the whole process."""
 RESULT_BYTES_MAX = 4_096
 ERROR_CHARS_MAX = 400
 _PR_SET_PDEATHSIG = 1
+_SIZE = struct.Struct("<Q")
 _FIRST_FREE = 3
 """First file descriptor after stdin, stdout and stderr."""
 _RULES = SandboxRules(read=(Path("/"),), shared_ipc=False, log_denials=False, limits=ProcessLimits(processes=0))
 """Rules on top of those of the environments' process: reading where that one may read, and nothing else."""
+
+Grade = Callable[[SourceProblem, str], float]
 
 
 class GradingFailed(Exception):
@@ -41,10 +47,15 @@ class GradingFailed(Exception):
 
 
 class SeparateGrading:
-    """Implementation of envs.source.ProblemSource that grades each answer of another source in a process of its own."""
+    """Implementation of envs.source.ProblemSource that grades another source's answers in processes of their own.
+
+    Answers of one set (ports.environment.graded_together) share a process.
+    """
 
     def __init__(self, source: ProblemSource, *, seconds_max: float = GRADE_S_MAX) -> None:
         self._source, self._seconds_max = source, seconds_max
+        self._child: _Child | None = None
+        self._together = ""
 
     def draw(self, number: int) -> SourceProblem:
         """Return problem `number`."""
@@ -52,19 +63,70 @@ class SeparateGrading:
 
     def grade(self, problem: SourceProblem, answer: str) -> float:
         """Return the credit for an answer. Raises GradingFailed."""
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            _run_child(writer, partial(self._source.grade, problem, answer))
-        os.close(writer)
+        together = GRADED_TOGETHER.get()
+        if not together or together != self._together:
+            self._end()
+        if self._child is None:
+            self._child, self._together = _Child(self._source.grade), together
+        until = time.monotonic() + self._seconds_max
         try:
-            return _credit(_read(reader, time.monotonic() + self._seconds_max))
+            self._child.ask(problem, answer, until)
+            return _credit(self._child.answer(until))
         except TimeoutError:
+            self._end()
             raise GradingFailed(f"an answer was not graded within {self._seconds_max:g} s") from None
+        except OSError:
+            self._end()
+            raise GradingFailed("the process that graded an answer ended without a result") from None
         finally:
-            os.close(reader)
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            if not together:
+                self._end()
+
+    def _end(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+class _Child:
+    """A fork of this process that grades."""
+
+    def __init__(self, grade: Grade) -> None:
+        (requests, self._requests), (self._results, results) = os.pipe(), os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _run_child(requests, results, grade)
+        os.close(requests)
+        os.close(results)
+        os.set_blocking(self._requests, False)
+
+    def ask(self, problem: SourceProblem, answer: str, until: float) -> None:
+        """Send an answer. Raises TimeoutError and OSError."""
+        data = pickle.dumps((problem, answer))
+        left = memoryview(_SIZE.pack(len(data)) + data)
+        while left:
+            if not select.select([], [self._requests], [], max(0.0, until - time.monotonic()))[1]:
+                raise TimeoutError
+            left = left[os.write(self._requests, left) :]
+
+    def answer(self, until: float) -> bytes:
+        """Return the line that the child writes. Raises TimeoutError and OSError."""
+        found = b""
+        while not found.endswith(b"\n"):
+            if not select.select([self._results], [], [], max(0.0, until - time.monotonic()))[0]:
+                raise TimeoutError
+            data = os.read(self._results, RESULT_BYTES_MAX)
+            if not data or len(found) > RESULT_BYTES_MAX:
+                raise OSError("the child has ended or writes too much")
+            found += data
+        return found
+
+    def end(self) -> None:
+        """End the child."""
+        os.close(self._requests)
+        os.close(self._results)
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
 
 
 def close_memory() -> None:
@@ -73,40 +135,35 @@ def close_memory() -> None:
         privileges.forbid_dumps()
 
 
-def _run_child(writer: int, grade: Callable[[], float]) -> NoReturn:
+def _run_child(requests: int, results: int, grade: Grade) -> NoReturn:
     try:
-        _leave_parent(writer)
-        result: dict[str, float | str] = {"credit": float(grade())}
-    except BaseException as error:  # noqa: BLE001 (the edge of a process; the scorer is not ours)
-        result = {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]}
-    try:
-        os.write(writer, json.dumps(result).encode())
+        _leave_parent(requests, results)
+        with os.fdopen(requests, "rb") as messages:
+            while size := messages.read(_SIZE.size):
+                problem, answer = pickle.loads(messages.read(*_SIZE.unpack(size)))
+                os.write(results, json.dumps(_graded(grade, problem, answer)).encode() + b"\n")
     finally:
         os._exit(0)
 
 
-def _leave_parent(writer: int) -> None:
+def _graded(grade: Grade, problem: SourceProblem, answer: str) -> dict[str, float | str]:
+    try:
+        return {"credit": float(grade(problem, answer))}
+    except BaseException as error:  # noqa: BLE001 (the edge of a process; the scorer is not ours)
+        return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]}
+
+
+def _leave_parent(requests: int, results: int) -> None:
     """Give up what the parent has: its pipes, its files to write, its processes. Raises OSError."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.set_wakeup_fd(-1)  # the event loop's
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.closerange(_FIRST_FREE, writer)
-    os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+    first = _FIRST_FREE
+    for kept in (*sorted((requests, results)), os.sysconf("SC_OPEN_MAX")):
+        os.closerange(first, kept)
+        first = kept + 1
     confine(_RULES)
-
-
-def _read(reader: int, until: float) -> bytes:
-    """Read to the end. Raises TimeoutError."""
-    found = b""
-    while len(found) <= RESULT_BYTES_MAX:
-        if not select.select([reader], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise TimeoutError
-        data = os.read(reader, RESULT_BYTES_MAX)
-        if not data:
-            break
-        found += data
-    return found
 
 
 def _credit(result: bytes) -> float:

@@ -87,7 +87,7 @@ class Trust:
         self._said = ""
         try:
             for name in ("keys", "calibrations"):
-                (folder / name).mkdir(parents=True, exist_ok=True)
+                place(folder, name).mkdir(parents=True, exist_ok=True)
             self._restore()
         except OSError as error:
             raise LocalError(f"folder {folder}: {error.strerror}; choose another folder") from None
