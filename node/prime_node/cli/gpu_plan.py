@@ -252,7 +252,7 @@ def _trainer_refusal(role: TrainerRole, shape: ModelShape, count: int, left: int
         "state": found.state, "gathered layers": found.gathered, "activations": found.activations, "logits": found.logits,
         "evaluation": evaluation,
     }  # fmt: skip
-    told = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+    named = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
     with_others = f", and the other roles {_gib(others)}" if others else ""
     cures = {
         "": load,
@@ -268,11 +268,11 @@ def _trainer_refusal(role: TrainerRole, shape: ModelShape, count: int, left: int
     fits = []
     for elsewhere in ("", "trainer.evaluation_device = cpu") if evaluation else ("",):
         room = left - others - (0 if elsewhere else evaluation)
-        told_by = {name: " and ".join(filter(None, (elsewhere, name))) for name in cures}
-        fits += [told_by[name] for name, changed in cures.items() if trainer_memory(shape, changed).device <= room]
+        described = {name: " and ".join(filter(None, (elsewhere, name))) for name in cures}
+        fits += [described[name] for name, changed in cures.items() if trainer_memory(shape, changed).device <= room]
     advice = f"{fits[0]} would fit" if fits else "use more or larger GPUs, adapters ([run.adapters]) or fewer roles"
     return (
-        f"the trainer needs {_gib(needed)} on each of {count} GPUs ({told}){with_others}; {_gib(left)} are free: {advice}. "
+        f"the trainer needs {_gib(needed)} on each of {count} GPUs ({named}){with_others}; {_gib(left)} are free: {advice}. "
         "These are estimates; nothing was started"
     )
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
-from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.environment import Environment, Tokenizer, graded_together
 from prime_node.training_data.staleness import versions_of
 from prime_node.validator.references import ReferenceComparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
@@ -224,7 +224,8 @@ async def reward_bundle(
     lease, rollouts = bundle.lease, bundle.rollouts
     so_far, spec = proven or Judgement(Verdict.accept()), run.spec
     try:
-        scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=spec)
+        with graded_together():
+            scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=spec)
     except WrongContext as error:
         reason = RejectReason.INCOMPLETE if isinstance(error, CutShort) else RejectReason.WRONG_CONTEXT
         return replace(so_far, verdict=Verdict.refuse(reason, str(error)))
@@ -232,7 +233,8 @@ async def reward_bundle(
         verdict = Verdict.refuse(RejectReason.UNVERIFIABLE, scored.fault)
         return replace(so_far, verdict=verdict, unscored=scored.unscored)
     if (references := so_far.references) is not None:
-        trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
+        with graded_together():  # not with the worker's answers
+            trusted = await score_references(lease, references, environments, tokenizer, spec=spec)
         assert so_far.evidence is not None, "a run that compares rewards weighs every bundle that it audits"
         so_far = replace(so_far, evidence=await with_ranks(so_far.evidence, lease, scored, trusted, spec=spec))
     if so_far.evidence is not None and so_far.logprobs_T is not None and spec.checks.shading_seen:

@@ -16,7 +16,6 @@ from prime_node.ports.environment import (
     EnvironmentSilent,
     Tokenizer,
     TurnEnvironment,
-    graded_together,
 )
 from prime_node.validator.references import References
 from prime_protocol.assignment import Lease, Problem
@@ -62,40 +61,33 @@ async def score_rollouts(
     rewards, unscored, fault, enough = [], [], "", True
     spreads = []
     cut_short: CutShort | None = None
-    with graded_together():
-        for index, (problem, turns) in enumerate(zip(problems, episodes_of(rollouts, lease), strict=True)):
-            environment, its = environments[problem.environment], specs[problem.environment]
-            try:
-                if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
-                    play = partial(environment.play, problem.index, _prompt_of(lease, index))
-                    scores = await scored(
-                        play, turns, bounds[its.name], exact=its.is_deterministic, scorings=its.scorings
-                    )
-                else:
-                    scores = await _scores(turns[0].completion, problem, environment, tokenizer, its.scorings)
-                reward = statistics.median(scores)
-                if not abs(reward) <= REWARD_MAX:  # also NaN
-                    raise ValueError(f"its reward is {reward}, and {REWARD_MAX:g} is the largest magnitude")
-                rewards.append(reward)
-                if its.scorings > 1:
-                    spreads.append(max(scores) - min(scores))
-            except WrongContext as error:
-                named = type(error)(f"rollout {index}, environment {problem.environment}: {error}")
-                if not isinstance(named, CutShort):
-                    raise named from None
-                cut_short = named
-            except Exception as error:  # third-party code: whatever it raises, the validator continues
-                log.warning(
-                    "environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True
-                )
-                fault = (
-                    f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"
-                )
-                rewards.append(0.0)
-                unscored.append(index)
-                enough = _enough_scored(lease, unscored, group_rollouts_min=spec.schedule.group_rollouts_min)
-                if not enough and isinstance(error, EnvironmentGone | EnvironmentSilent):
-                    break  # answers that hang a grader cost one timeout, not one each
+    for index, (problem, turns) in enumerate(zip(problems, episodes_of(rollouts, lease), strict=True)):
+        environment, its = environments[problem.environment], specs[problem.environment]
+        try:
+            if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
+                play = partial(environment.play, problem.index, _prompt_of(lease, index))
+                scores = await scored(play, turns, bounds[its.name], exact=its.is_deterministic, scorings=its.scorings)
+            else:
+                scores = await _scores(turns[0].completion, problem, environment, tokenizer, its.scorings)
+            reward = statistics.median(scores)
+            if not abs(reward) <= REWARD_MAX:  # also NaN
+                raise ValueError(f"its reward is {reward}, and {REWARD_MAX:g} is the largest magnitude")
+            rewards.append(reward)
+            if its.scorings > 1:
+                spreads.append(max(scores) - min(scores))
+        except WrongContext as error:
+            named = type(error)(f"rollout {index}, environment {problem.environment}: {error}")
+            if not isinstance(named, CutShort):
+                raise named from None
+            cut_short = named
+        except Exception as error:  # third-party code: whatever it raises, the validator continues
+            log.warning("environment %s, problem %d: scoring failed", problem.environment, problem.index, exc_info=True)
+            fault = f"environment {problem.environment} cannot score problem {problem.index}: {type(error).__name__}"
+            rewards.append(0.0)
+            unscored.append(index)
+            enough = _enough_scored(lease, unscored, group_rollouts_min=spec.schedule.group_rollouts_min)
+            if not enough and isinstance(error, EnvironmentGone | EnvironmentSilent):
+                break  # answers that hang a grader cost one timeout, not one each
     if cut_short is not None:
         raise cut_short
     return Scored(
@@ -117,21 +109,20 @@ async def score_references(
     """
     scorings = {one.name: one.scorings for one in spec.environments}
     rewards: dict[int, list[float]] = {}
-    with graded_together():
-        for index, completions in references.items():
-            problem = lease.groups[index].problem
-            found = rewards.setdefault(index, [])
-            for completion in completions:
-                environment = environments[problem.environment]
-                try:
-                    scores = await _scores(completion, problem, environment, tokenizer, scorings[problem.environment])
-                except Exception as error:  # third-party code, as above
-                    log.warning("environment %s: a reference has no reward", problem.environment, exc_info=True)
-                    if isinstance(error, EnvironmentGone | EnvironmentSilent):
-                        break
-                    continue
-                if abs(reward := statistics.median(scores)) <= REWARD_MAX:  # false for NaN
-                    found.append(reward)
+    for index, completions in references.items():
+        problem = lease.groups[index].problem
+        found = rewards.setdefault(index, [])
+        for completion in completions:
+            environment = environments[problem.environment]
+            try:
+                scores = await _scores(completion, problem, environment, tokenizer, scorings[problem.environment])
+            except Exception as error:  # third-party code, as above
+                log.warning("environment %s: a reference has no reward", problem.environment, exc_info=True)
+                if isinstance(error, EnvironmentGone | EnvironmentSilent):
+                    break
+                continue
+            if abs(reward := statistics.median(scores)) <= REWARD_MAX:  # false for NaN
+                found.append(reward)
     return rewards
 
 

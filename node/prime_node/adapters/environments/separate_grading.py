@@ -141,16 +141,26 @@ def _run_child(requests: int, results: int, grade: Grade) -> NoReturn:
         with os.fdopen(requests, "rb") as messages:
             while size := messages.read(_SIZE.size):
                 problem, answer = pickle.loads(messages.read(*_SIZE.unpack(size)))
-                os.write(results, json.dumps(_graded(grade, problem, answer)).encode() + b"\n")
+                os.write(results, _graded(grade, problem, answer))
+    except BaseException as error:  # noqa: BLE001 (the edge of a process: the first answer fails with the reason)
+        os.write(results, _failed(error))
     finally:
         os._exit(0)
 
 
-def _graded(grade: Grade, problem: SourceProblem, answer: str) -> dict[str, float | str]:
+def _graded(grade: Grade, problem: SourceProblem, answer: str) -> bytes:
     try:
-        return {"credit": float(grade(problem, answer))}
-    except BaseException as error:  # noqa: BLE001 (the edge of a process; the scorer is not ours)
-        return {"error": f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]}
+        return _line(credit=float(grade(problem, answer)))
+    except BaseException as error:  # noqa: BLE001 (the scorer is not ours)
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> bytes:
+    return _line(error=f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX])
+
+
+def _line(**result: float | str) -> bytes:
+    return json.dumps(result).encode() + b"\n"
 
 
 def _leave_parent(requests: int, results: int) -> None:
