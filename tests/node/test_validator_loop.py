@@ -21,15 +21,16 @@ from tests.node.validator_world import (
 )
 
 from prime_node.patience import causes_of
-from prime_node.ports.engine import EngineMismatch
+from prime_node.ports.engine import EngineDied, EngineMismatch, ScoreRequest
 from prime_node.ports.environment import Environment
 from prime_node.ports.transport import Unreachable
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.loop import run_validator
 from prime_node.validator.scoring_workers import ScoringWorkers
-from prime_protocol.assignment import Lease, Problem
+from prime_protocol.assignment import Lease, Problem, Sampling
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.verdict import RejectReason
+from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
 
 
@@ -263,3 +264,29 @@ async def test_a_scorer_that_never_computes_a_policy_judges_no_bundle_and_is_rep
     assert "computes policy 0 wrongly" in str(fault)
     assert queue.results == {}
     assert validator.held.version == -1
+
+
+class DyingScorer(TableScorer):
+    """Scorer whose processes end during its first forward passes."""
+
+    def __init__(self, deaths: int) -> None:
+        super().__init__()
+        self._deaths = deaths
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        if self._deaths:
+            self._deaths -= 1
+            raise EngineDied("its processes ended")
+        return await super().prefill(requests, sampling)
+
+
+async def test_a_bundle_during_which_the_scorer_dies_is_left_to_others_and_the_validator_judges_the_next() -> None:
+    stop, scorer = asyncio.Event(), DyingScorer(1)
+    queue = await make_queue(stop, [0, 0])
+    queue.on_result = lambda _: stop.set()
+    validator = make_validator(queue, scorer)
+    await run_validator(validator, stop)
+    (result,) = queue.results.values()
+    assert result.verdict.accepted
+    assert scorer.loaded == [0, 0], "a load starts its processes again"
+    assert not validator.deadlines_ms, "the coordinator is no longer told that the bundle is here"

@@ -157,3 +157,7 @@ class SamplingScorer(Engine, Scorer, Protocol):
 
 class EngineMismatch(Exception):
     """The engine does not compute what its weights imply. The worker must not upload until a swap succeeds."""
+
+
+class EngineDied(EngineMismatch):
+    """The engine's processes ended. The next `load` starts new ones."""

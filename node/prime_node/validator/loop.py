@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.clock import Clock
-from prime_node.ports.engine import EngineMismatch, GenerateRequest, SamplingScorer
+from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import Unreachable, ValidatorPort
 from prime_node.validator.config import ValidatorConfig
@@ -199,7 +199,7 @@ async def _judge(
 async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Judgement | None:
     """Verify one bundle with the right policy.
 
-    Returns None if the policy does not arrive in time: at the deadline another validator gets the bundle. Raises
+    Returns None if the policy does not arrive in time, or the scorer's processes end: another validator gets the bundle. Raises
     LocalError if the scorer does not compute what a policy's weights imply: its verdicts would be worthless.
     """
     if not task.audit:
@@ -224,6 +224,9 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
                 of_spans = policies if len(policies) > 1 else None
                 proven = await prove_bundle(bundle, scorer, run=validator.run, policies=of_spans)
             return replace(proven, comparison=comparison)
+        except EngineDied as error:  # perhaps because of this bundle: another validator gets it, at most a few times
+            log.error("bundle %s: %s; another validator gets it", task.bundle[:12], error)
+            return None
         except EngineMismatch as error:
             log.error(
                 "bundle %s, load %d of %d: %s; the bundle is not judged", task.bundle[:12], attempt, LOADS_MAX, error

@@ -150,7 +150,7 @@ async def generate(
         rollouts = await generating
         return Generated(rollouts, failed=rollouts is None)
     except EngineMismatch as error:
-        log.error("loading a policy into the engine failed: %s; handing the lease back", error)
+        log.error("the engine failed: %s; handing the lease back", error)
         loaded.version = -1
         return Generated(None)
     finally:

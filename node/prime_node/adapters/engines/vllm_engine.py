@@ -28,6 +28,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from prime_node.adapters.engines.engine_watch import EngineWatch
 from prime_node.adapters.engines.shared_weights import digests_by_name, share_weights, to_replace
 from prime_node.adapters.engines.vllm_draft import Draft
 from prime_node.adapters.engines.vllm_probe import (
@@ -59,6 +60,8 @@ GPU_MEMORY_SHARE = 0.9
 """Share of a GPU's memory that vLLM takes, if none is given. The rest is for CUDA, and for the noise of the sampler."""
 PROOFS_POLL_SECONDS = 0.005
 """Time between requests for proofs that vLLM's worker still computes."""
+PROOFS_SECONDS_MAX = 120.0
+"""Time for the proofs of finished completions. They take milliseconds."""
 CLOSE_SECONDS = 1.0
 """Time after which the engine's processes are killed. They hold nothing that has to be kept."""
 
@@ -120,6 +123,7 @@ class VllmEngine:
         self._unties = current_platform.is_cpu() and bool(self._reference.tied)
         self._starting: asyncio.Task[Any] | None = None
         self._llm: Any = None
+        self._watch = EngineWatch(lambda: self._llm is not None and bool(self._llm.errored))
         self._last_probe: tuple[dict[str, str], list[Completion]] | None = None
         """Digests of the tensors, and what vLLM answered with them."""
         self._held: dict[str, str] = {}
@@ -147,11 +151,18 @@ class VllmEngine:
         return EngineInfo(name="vllm", version=vllm.__version__, dtype=self._dtype, device=device, seeded=self._seeded)
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
-        """Load a policy and check it on the probe. The first load starts vLLM. Raises EngineMismatch."""
+        """Load a policy and check it on the probe. The first load starts vLLM, and so does one after its processes have ended.
+
+        Raises EngineMismatch, LocalError.
+        """
         self._reference.require_fit(weights)
         if self._llm is not None and self._llm.errored:
-            await self.close()  # its processes have died; start new ones
+            await self.close()
+        await self._watch.call(self._load(weights, policy_version))
+
+    async def _load(self, weights: Weights, policy_version: int) -> None:
         if self._llm is None:
+            self._watch.begin()
             await self._start()
         self._loaded = False
         self._wanted = await asyncio.to_thread(digests_by_name, weights)
@@ -161,9 +172,11 @@ class VllmEngine:
         self._loaded = True
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        """Sample one completion for each request."""
+        """Sample one completion for each request. Raises EngineMismatch."""
         assert self._loaded, "no weights have been loaded"
-        return await self._sample(requests, sampling)
+        completions = await self._watch.call(self._sample(requests, sampling))
+        self._watch.answered()
+        return completions
 
     async def wait_for_room(self) -> None:
         """Wait until fewer completions than `sequences_max` are unfinished. vLLM queues those that are too many."""
@@ -183,6 +196,9 @@ class VllmEngine:
             await self.load(weights, policy_version=policy_version)
             return
         self._reference.require_fit(weights)
+        await self._watch.call(self._update(weights, policy_version, swap))
+
+    async def _update(self, weights: Weights, policy_version: int, swap: SwapPolicy) -> None:
         self._wanted = await asyncio.to_thread(digests_by_name, weights)
         self._resumed.clear()
         self._loaded = False
@@ -330,6 +346,14 @@ class VllmEngine:
         lengths = [(draft.name, len(draft.token_ids)) for draft in drafts if draft.request.proofs]
         if not lengths:
             return completions
+        try:
+            async with asyncio.timeout(PROOFS_SECONDS_MAX):
+                proofs = await self._taken_proofs(lengths)
+        except TimeoutError as error:
+            raise EngineMismatch(f"vLLM's worker computed no proofs within {PROOFS_SECONDS_MAX:g} s") from error
+        return [replace(c, proofs=proofs.get(draft.name, b"")) for draft, c in zip(drafts, completions, strict=True)]
+
+    async def _taken_proofs(self, lengths: list[tuple[str, int]]) -> dict[str, bytes]:
         forgotten, self._forgotten = self._forgotten, []
         proofs: dict[str, bytes] = {}
         while missing := [(name, length) for name, length in lengths if name not in proofs]:
@@ -338,7 +362,7 @@ class VllmEngine:
             forgotten = []
             if len(proofs) < len(lengths):
                 await asyncio.sleep(PROOFS_POLL_SECONDS)
-        return [replace(c, proofs=proofs.get(draft.name, b"")) for draft, c in zip(drafts, completions, strict=True)]
+        return proofs
 
     def _finished(self, number: int) -> None:
         self._unfinished -= number

@@ -53,13 +53,14 @@ class VllmScorer(VllmEngine):
         """Names of sequences whose judging was interrupted."""
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
-        """Score completions in large batches."""
+        """Score completions in large batches. Raises EngineDied."""
         assert self._loaded, "no weights have been loaded"
         found: dict[int, Judged] = {}
         strings = strung(requests)
         for batch in _batches(strings):
-            judged = await self._judge([strings[i] for i in batch], sampling)
+            judged = await self._watch.call(self._judge([strings[i] for i in batch], sampling))
             found.update(zip(batch, judged.split([len(strings[i].chosen) for i in batch]), strict=True))
+        self._watch.answered()
         return prefill_of(found[i] for i in range(len(found)))
 
     async def prefill_mixed(
