@@ -119,7 +119,7 @@ async def test_vllm_computes_with_the_new_weights_where_only_a_part_of_a_layer_c
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_the_end_of_vllms_processes_ends_each_call_and_the_next_load_starts_new_ones(folder: Path) -> None:
-    # Upstream's calls of worker methods wait for ever then, so a validator whose vLLM was killed judged nothing more.
+    # Upstream's calls of worker methods never end then, so a validator whose vLLM was killed judged nothing more.
     from prime_node.adapters.engines.vllm_scorer import VllmScorer
 
     policy, other = peaked_weights(folder, 3), peaked_weights(folder, 4)

@@ -1,6 +1,6 @@
 """Notice that vLLM's processes have ended while a call waits for them.
 
-vLLM raises EngineDeadError for generation. Its calls of worker methods wait for ever instead (vLLM 0.32, `call_utility_async`).
+vLLM raises EngineDeadError for generation. Its calls of worker methods never end instead (vLLM 0.32, `call_utility_async`).
 So while a call waits, the client's own flag is read a few times a second.
 """
 
@@ -45,7 +45,7 @@ class EngineWatch:
         self._starts = 0
 
     async def call(self, work: Awaitable[T]) -> T:
-        """Await `work`. Raises EngineDied, also where vLLM would wait for ever."""
+        """Await `work`. Raises EngineDied, also where vLLM would never answer."""
         died = EngineDied(
             "vLLM's processes ended while they computed; its own messages are above. They are started again"
         )
