@@ -20,7 +20,7 @@ from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LossInputs, LossOutputs, Objective, find_loss
 from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.losses.objective import BoundLoss
-from prime_node.ports.train_backend import OptimizerSettings, TrainingDiverged, TrainingMode, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainingDiverged, TrainingMode, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import WeightTensor, root_of
 
@@ -307,11 +307,11 @@ def test_sliding_windows_are_refused(folder: Path) -> None:
 def test_the_proximal_policy_is_the_one_that_was_kept_and_the_weights_at_hand_stay(folder: Path) -> None:
     backend, batch = exact(folder), samples()
     before = backend.logprobs(batch)
-    backend.keep_proximal()
+    backend.keep_policy(KeptPolicy.PROXIMAL)
     backend.train_step(batch, AIPO, lr=1e-2)
     trained = backend.logprobs(batch)
     assert trained != before
-    assert backend.proximal_logprobs(batch) == before
+    assert backend.kept_logprobs(batch, KeptPolicy.PROXIMAL) == before
     assert backend.logprobs(batch) == trained
     untouched = exact(folder)
     untouched.train_step(batch, AIPO, lr=1e-2)

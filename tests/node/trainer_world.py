@@ -14,6 +14,7 @@ from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
 from prime_node.ports.train_backend import (
+    KeptPolicy,
     Loss,
     OptimizerSettings,
     PackedBatch,
@@ -57,11 +58,11 @@ class FusedBackend:
     def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
         return self.inner.logprobs(samples)
 
-    def keep_proximal(self) -> None:
-        self.inner.keep_proximal()
+    def keep_policy(self, which: KeptPolicy) -> None:
+        self.inner.keep_policy(which)
 
-    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
-        return self.inner.proximal_logprobs(samples)
+    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> Sequence[Sequence[float]]:
+        return self.inner.kept_logprobs(samples, which)
 
     def snapshot(self) -> Weights:
         return self.inner.snapshot()

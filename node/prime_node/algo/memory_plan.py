@@ -7,6 +7,7 @@ value (2 for bf16, 4 for fp32), m bytes of one moment of the optimizer (4, or 1 
     state        (4 + 4 + 4 + 2 m) P / N             fp32 rounded weight, master, gradient, two moments; in the host's memory
                                                      with offload
                  (4 P + 2 (P - E) + (12 + 2 m) A) / N    with adapters: merged weights in fp32, the base's in bf16
+                 2 P / N                             each kept policy: reference, proximal; 4 A with adapters
     gathered     (3 b + 4) (P - E) / L + (2 b + 4) E three layers, and one layer's gradient in fp32; the rest of the model and
                                                      its gradient. Only where FSDP shards: several ranks, bf16 or offload
                  4 P                                 gradients until the end of the step, without `reduce_each_pass`
@@ -77,6 +78,8 @@ class TrainerLoad:
     reduce_each_pass: bool = True
     pass_tokens: int = 16_384
     moments: str = "fp32"
+    kept_policies: int = 0
+    """Earlier policies that the trainer keeps: a reference, a proximal one."""
     adapter_parameters: int | None = None
     """Parameters of adapters; None: the weights themselves are trained."""
 
@@ -113,10 +116,10 @@ def trainer_memory(shape: ModelShape, load: TrainerLoad) -> TrainerMemory:
     moments = 2 * MOMENT_BYTES[load.moments]
     adapters = load.adapter_parameters
     if adapters is None:
-        state = (12 + moments) * shape.parameters / load.ranks
+        state = (12 + moments + 2 * load.kept_policies) * shape.parameters / load.ranks
     else:
         base = 2 * (shape.parameters - shape.root_parameters)
-        state = (4 * shape.parameters + base + (12 + moments) * adapters) / load.ranks
+        state = (4 * shape.parameters + base + (12 + moments + 4 * load.kept_policies) * adapters) / load.ranks
     layer = (shape.parameters - shape.root_parameters) / shape.layers
     gathered = 0.0
     if load.ranks > 1 or load.offload or load.compute_dtype == "bf16":

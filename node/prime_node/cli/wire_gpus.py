@@ -113,6 +113,7 @@ def _trainer_role(settings: TrainerConfig, adapter_rank: int | None) -> TrainerR
             reduce_each_pass=how.reduce_each_pass,
             pass_tokens=settings.micro_batch_tokens,
             moments=settings.optimizer.moments,
+            kept_policies=(settings.loss.kl_loss_coef > 0) + settings.compute_prox_log_prob,
         ),
         adapter_rank=adapter_rank,
         nproc=how.nproc,

@@ -74,6 +74,22 @@ class AggregationKind(StrEnum):
         return _VERL_NAMES.get(str(value))
 
 
+class LossNeed(StrEnum):
+    """Value of a token that a loss asks for, and that is computed only then."""
+
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    """Logprobs under the reference policy: one more forward pass."""
+    ENTROPY = "entropy"
+    """Entropy of the trained policy, with its gradient."""
+
+
+class KeptPolicy(StrEnum):
+    """An earlier policy that the backend keeps, to compute logprobs under it."""
+
+    PROXIMAL = "proximal"
+    REFERENCE = "reference"
+
+
 _VERL_NAMES = {
     "token-mean": AggregationKind.TOKEN_MEAN,
     "seq-mean-token-mean": AggregationKind.SEQUENCE_MEAN,
@@ -101,6 +117,8 @@ class TrainSample:
     """Logprobs (nats) under the teacher; mode `opd` needs them."""
     prox_logprobs: tuple[float, ...] = ()
     """Logprobs (nats) under the proximal policy. Empty: that is the policy at the start of the step."""
+    reference_logprobs: tuple[float, ...] = ()
+    """Logprobs (nats) under the reference policy, for a loss that needs them."""
     claim_nats_max: float = math.inf
     """Distance (nats) of `inference_logprobs` from the trainer's beyond which a token is not trained. Infinite unless
     they are a worker's claim."""
@@ -154,6 +172,11 @@ class Loss(Protocol):
     A backend calls it once for each micro-batch of whole sequences, divides the result by `denominator` of the counts
     over all micro-batches and ranks, and calls backward. So gradients are summed over ranks, never averaged.
     """
+
+    @property
+    def needs(self) -> frozenset[LossNeed]:
+        """Return what the loss asks for besides the samples' own values."""
+        ...
 
     def __call__(self, inputs: Any) -> Any:
         """Map algo.losses.LossInputs to algo.losses.LossSum: a scalar, and [2] (sum, number of tokens) of each metric."""
@@ -238,12 +261,12 @@ class TrainBackend(Protocol):
         """Return the logprobs (nats) of every completion token of every sample, as `train_step` computes them."""
         ...
 
-    def keep_proximal(self) -> None:
-        """Keep the current weights as the proximal policy, replacing the previous one."""
+    def keep_policy(self, which: KeptPolicy) -> None:
+        """Keep the current policy, replacing the one kept before. Checkpoints contain the reference policy."""
         ...
 
-    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
-        """Return the logprobs (nats) of every completion token under the kept weights. The current weights stay."""
+    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> Sequence[Sequence[float]]:
+        """Return the logprobs (nats) of every completion token under the kept policy. The current weights stay."""
         ...
 
     def snapshot(self) -> Weights:

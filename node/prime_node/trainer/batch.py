@@ -37,7 +37,7 @@ class MiniBatch:
     num_groups: int
     prepared: Prepared
     packed: PackedBatch | None
-    """Packed samples; None if they still lack logprobs of a teacher or of the proximal policy."""
+    """Packed samples; None if they still lack logprobs of another policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,8 @@ def ready_batch(
     for start in range(0, max(1, len(batch.groups)), size):
         groups = batch.groups[start : start + size]
         prepared = _fitting(prepare(groups, recipe, step=batch.step), backend.sequence_tokens_max, step=batch.step)
-        is_whole = recipe.proximal is ProximalPolicy.CURRENT and not any(
-            sample.mode is TrainingMode.OPD for sample in prepared.samples
-        )
+        is_whole = recipe.proximal is ProximalPolicy.CURRENT and not recipe.needs_reference
+        is_whole = is_whole and not any(sample.mode is TrainingMode.OPD for sample in prepared.samples)
         made.append(MiniBatch(len(groups), prepared, backend.pack(prepared.samples) if is_whole else None))
     return ReadyBatch(tuple(made), now_s() - began_s)
 

@@ -107,6 +107,12 @@ class LossConfig(Chosen):
     """Aggregation: token_mean, sequence_mean or constant_length. None: that of the loss's paper."""
     constant_length: int | None = Field(default=None, ge=1)
     """Divisor of the aggregation constant_length, in tokens. None: the run's longest completion."""
+    kl_loss_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the divergence from the reference policy in the loss. Above 0 each step costs one more forward pass."""
+    kl_loss_type: str = "k3"
+    """Estimator of that divergence: k1, k2, k3 or abs (verl: kl, mse, low_var_kl); with a + the gradient is that of k2."""
+    entropy_coeff: float = 0.0
+    """Weight of the policy's entropy, which is subtracted from the loss."""
 
 
 class LengthPenaltyConfig(BaseModel):
@@ -255,6 +261,8 @@ class TrainerConfig(Settings):
     step."""
     use_rollout_log_probs: bool = False
     """Use the policy that sampled the token as proximal policy (verl): rho = pi / mu, without a further correction."""
+    ref_update_interval: int = Field(default=0, ge=0)
+    """Steps between two replacements of the reference policy by the current one; 0 keeps the policy before the first step."""
     mode: TrainingMode = TrainingMode.RL
     """Training signal of rollouts: rl their rewards, opd a teacher's logprobs, sft the rollouts themselves."""
     environment_modes: dict[str, TrainingMode] = Field(default_factory=dict)

@@ -65,6 +65,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
     now_s = trainer.clock.monotonic_s
     minis = trainer.run.spec.schedule.require_batches
     trainer.feed.work_ahead(lambda batch: ready_batch(batch, recipe, trainer.backend, minis=minis, now_s=now_s))
+    await trainer.renew_reference(recipe)
     await trainer.save()
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
@@ -72,6 +73,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
         await unless(stop.wait(), check_teacher(trainer.teacher, trainer.run.spec, clock=trainer.clock))
     while trainer.state.step < trainer.run.spec.max_steps and not stop.is_set():
         step, done, began_s = trainer.state.step, trainer.state.optimizer_steps, now_s()
+        await trainer.renew_reference(recipe)
         trained = await train_step(trainer, recipe, functools.partial(_next_batch, trainer, stop), stop)
         if trained is None:
             if trainer.state.optimizer_steps > done:  # the weights are those of half a step: not to be saved

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from prime_node.algo.advantages import Advantage, find_advantage
 from prime_node.algo.filters import Filter, find_filter
-from prime_node.algo.losses import find_loss
+from prime_node.algo.losses import Penalty, find_loss
 from prime_node.algo.schedule import Damping, ParameterSchedule
-from prime_node.ports.train_backend import Loss, TrainingMode
+from prime_node.ports.train_backend import Loss, LossNeed, TrainingMode
 from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
 from prime_protocol.errors import LocalError
 
@@ -51,6 +51,7 @@ class Recipe:
     vocab_size: int
     proximal: ProximalPolicy
     claim_nats_max: float
+    ref_update_interval: int = 0
 
     @classmethod
     def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
@@ -71,7 +72,18 @@ class Recipe:
             vocab_size=vocab_size,
             proximal=ProximalPolicy.of(config),
             claim_nats_max=config.claim_nats_max,
+            ref_update_interval=config.ref_update_interval,
         )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether a step needs logprobs of the reference policy."""
+        return LossNeed.REFERENCE_LOGPROBS in self.loss.needs
+
+    def renews_reference(self, step: int, kept_step: int | None) -> bool:
+        """Return whether the policy before this step becomes the reference. `kept_step`: that of the present one."""
+        every = self.ref_update_interval
+        return self.needs_reference and (kept_step is None or (every > 0 and step % every == 0 and step != kept_step))
 
     def mode_of(self, environment: str) -> TrainingMode:
         """Return the training mode of an environment's rollouts."""
@@ -89,6 +101,7 @@ def _loss(config: LossConfig, completion_tokens_max: int) -> Loss:
         kwargs=config.kwargs,
         aggregation=config.aggregation,
         constant_length=config.constant_length or completion_tokens_max,
+        penalty=Penalty(config.kl_loss_coef, config.kl_loss_type, config.entropy_coeff),
     )
 
 

@@ -44,6 +44,8 @@ class TrainerState(BaseModel):
     """Completions trained on so far of an older policy than their step's."""
     lr_multiplier: float = Field(default=1.0, gt=0.0, le=1.0)
     """Multiplier of the damping."""
+    reference_step: int | None = Field(default=None, ge=0)
+    """Version of the reference policy; None if none is kept."""
     batch: Digest | None = None
     """Batch that made the current policy; None for policy 0."""
 

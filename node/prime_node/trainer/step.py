@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from prime_node.patience import unless
-from prime_node.ports.train_backend import PackedBatch, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, PackedBatch, TrainSample
 from prime_node.trainer.batch import ReadyBatch
 from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_node.trainer.teaching import taught
@@ -79,6 +80,8 @@ async def train_step(
                 if known is None:
                     return None
                 samples = await _with_proximal(trainer, recipe, known, is_first=is_first)
+                if recipe.needs_reference:
+                    samples = await _with_logprobs(trainer, samples, KeptPolicy.REFERENCE, "reference_logprobs")
             is_first = False
             lr = recipe.schedule.at(step) * trained.lr_multiplier
             stats = await trainer.train(samples, recipe.loss, lr=lr)
@@ -108,6 +111,13 @@ async def _with_proximal(
     if recipe.proximal is ProximalPolicy.CURRENT or schedule.batches_per_step * schedule.require_batches == 1:
         return samples
     if is_first:
-        await trainer.in_thread(trainer.backend.keep_proximal)
-    logprobs = await trainer.in_thread(trainer.backend.proximal_logprobs, samples)
-    return [replace(sample, prox_logprobs=tuple(found)) for sample, found in zip(samples, logprobs, strict=True)]
+        await trainer.in_thread(trainer.backend.keep_policy, KeptPolicy.PROXIMAL)
+    return await _with_logprobs(trainer, samples, KeptPolicy.PROXIMAL, "prox_logprobs")
+
+
+async def _with_logprobs(
+    trainer: Trainer, samples: Sequence[TrainSample], which: KeptPolicy, field_name: str
+) -> Sequence[TrainSample]:
+    logprobs = await trainer.in_thread(trainer.backend.kept_logprobs, samples, which)
+    fields: list[dict[str, Any]] = [{field_name: tuple(found)} for found in logprobs]
+    return [replace(sample, **its) for sample, its in zip(samples, fields, strict=True)]

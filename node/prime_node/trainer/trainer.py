@@ -15,11 +15,12 @@ from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_node.observe import Recorder
 from prime_node.ports.clock import Clock
 from prime_node.ports.teacher import Teacher
-from prime_node.ports.train_backend import Loss, PackedBatch, StepStats, TrainBackend, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, Loss, PackedBatch, StepStats, TrainBackend, TrainSample
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator
 from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.state import Phase, TrainerState
 from prime_node.training_data.feed import Feed, StepBatch
 from prime_protocol.manifest import Provenance
@@ -85,6 +86,12 @@ class Trainer:
         if stats.num_tokens:
             self.state = self.state.updated(optimizer_steps=self.state.optimizer_steps + 1)
         return stats
+
+    async def renew_reference(self, recipe: Recipe) -> None:
+        """Keep the current policy as the reference if this step asks for it."""
+        if recipe.renews_reference(self.state.step, self.state.reference_step):
+            await self.in_thread(self.backend.keep_policy, KeptPolicy.REFERENCE)
+            self.state = self.state.updated(reference_step=self.state.step)
 
     async def save(self) -> None:
         """Save the state, durably.

@@ -40,16 +40,20 @@ class PolicyModule(torch.nn.Module):
         target_N: Tensor,
         *,
         layout: Layout,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return float32 [N] logprobs in nats, and [S] entropies in nats without a gradient.
+        """Return float32 [N] logprobs in nats, and [S] entropies in nats, without a gradient unless it is asked for.
 
         Prediction n is read at place sources_S[row_N[n]].
         """
         inputs = {"input_ids": token_ids_1T, "position_ids": positions_1T, "use_cache": False, "layout": layout}
         if not self._plain_head:
             logits_SV = self.model(**inputs, logits_to_keep=sources_S).logits[0]
-            return of_logits(logits_SV.float() / self._temperature, row_N, target_N)
+            return of_logits(logits_SV.float() / self._temperature, row_N, target_N, entropy_gradient=entropy_gradient)
         hidden_SH = self.model.base_model(**inputs).last_hidden_state[0, sources_S]
         head = self.model.get_output_embeddings()
-        bias_V = getattr(head, "bias", None)
-        return chosen_logprobs(hidden_SH, head.weight, bias_V, row_N, target_N, temperature=self._temperature)
+        weights = (head.weight, getattr(head, "bias", None))
+        temperature = self._temperature
+        return chosen_logprobs(
+            hidden_SH, *weights, row_N, target_N, temperature=temperature, entropy_gradient=entropy_gradient
+        )

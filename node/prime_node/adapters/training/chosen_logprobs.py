@@ -25,28 +25,48 @@ operations. On a GPU each block costs a wait for the device, and 2**28 logits ar
 
 
 def chosen_logprobs(
-    hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, row_N: Tensor, target_N: Tensor, *, temperature: float
+    hidden_SH: Tensor,
+    head_VH: Tensor,
+    bias_V: Tensor | None,
+    row_N: Tensor,
+    target_N: Tensor,
+    *,
+    temperature: float,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return float32 [N] log-softmax of `hidden_SH @ head_VH.T / temperature` at (row, target); [S] entropies, no gradient."""
+    """Return float32 [N] log-softmax of `hidden_SH @ head_VH.T / temperature` at (row, target); [S] entropies.
+
+    The entropies have a gradient only if it is asked for.
+    """
     if hidden_SH.shape[0] * head_VH.shape[0] <= WHOLE_LOGITS:
-        return of_logits(torch.nn.functional.linear(hidden_SH, head_VH, bias_V).float() / temperature, row_N, target_N)
-    return in_blocks(hidden_SH, head_VH, bias_V, row_N, target_N, temperature)
+        logits_SV = torch.nn.functional.linear(hidden_SH, head_VH, bias_V).float() / temperature
+        return of_logits(logits_SV, row_N, target_N, entropy_gradient=entropy_gradient)
+    return in_blocks(hidden_SH, head_VH, bias_V, row_N, target_N, temperature, entropy_gradient=entropy_gradient)
 
 
 def in_blocks(
-    hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, row_N: Tensor, target_N: Tensor, temperature: float
+    hidden_SH: Tensor,
+    head_VH: Tensor,
+    bias_V: Tensor | None,
+    row_N: Tensor,
+    target_N: Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the same, computed in blocks whatever the number of logits."""
     apply: Any = _ChosenLogprobs.apply
-    chosen_N, entropy_S = apply(hidden_SH, head_VH, bias_V, row_N, target_N, temperature)
+    chosen_N, entropy_S = apply(hidden_SH, head_VH, bias_V, row_N, target_N, temperature, entropy_gradient)
     return chosen_N, entropy_S
 
 
-def of_logits(logits_SV: Tensor, row_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+def of_logits(
+    logits_SV: Tensor, row_N: Tensor, target_N: Tensor, *, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return the same from all logits, with the temperature already applied."""
     logprobs_SV = logits_SV.log_softmax(-1)
-    detached_SV = logprobs_SV.detach()
-    return logprobs_SV[row_N, target_N], -(detached_SV.exp() * detached_SV).sum(-1)
+    counted_SV = logprobs_SV if entropy_gradient else logprobs_SV.detach()
+    return logprobs_SV[row_N, target_N], -(counted_SV.exp() * counted_SV).sum(-1)
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -59,6 +79,7 @@ class _ChosenLogprobs(torch.autograd.Function):
         row_N: Tensor,
         target_N: Tensor,
         temperature: float,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         """Keep for the blocks so far: m the largest logit, Z = sum of e^(z - m), D = sum of e^(z - m) (z - m).
 
@@ -82,15 +103,20 @@ class _ChosenLogprobs(torch.autograd.Function):
             largest_S = raised_S
         normaliser_S = largest_S + sum_S.log()
         entropy_S = sum_S.log() - below_S / sum_S
-        ctx.save_for_backward(hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S)
+        ctx.save_for_backward(hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S, entropy_S)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy_S)
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_S)
         return chosen_N - normaliser_S[row_N], entropy_S
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute d/dlogit_v = sum over the row's picks of g * ([v is the target] - softmax_v)."""
-        hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S = ctx.saved_tensors
+        """Compute d/dlogit_v = sum over the row's picks of g * ([v is the target] - softmax_v).
+
+        A gradient e of the entropy H adds -e * softmax_v * (log softmax_v + H).
+        """
+        hidden_SH, head_VH, bias_V, row_N, target_N, normaliser_S, entropy_S = ctx.saved_tensors
         gradient_N = gradients[0].float() / ctx.temperature
         summed_S = torch.zeros_like(normaliser_S).index_add_(0, row_N, -gradient_N)
         hidden_gradient_SH = torch.zeros(hidden_SH.shape, dtype=torch.float32, device=hidden_SH.device)
@@ -99,7 +125,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         rows_SH = hidden_SH.to(head_VH.dtype)
         for columns, picks in _blocks(len(hidden_SH), len(head_VH), target_N):
             logits_SB = _logits(hidden_SH, head_VH, bias_V, columns, ctx.temperature)
-            slope_SB = logits_SB.sub_(normaliser_S[:, None]).exp_().mul_(summed_S[:, None])
+            factor_SB = summed_S[:, None]
+            logits_SB.sub_(normaliser_S[:, None])
+            if ctx.entropy_gradient:
+                entropy_slope_S = gradients[1].float() / ctx.temperature
+                factor_SB = factor_SB - entropy_slope_S[:, None] * (logits_SB + entropy_S[:, None])
+            slope_SB = logits_SB.exp_().mul_(factor_SB)
             slope_SB.index_put_((row_N[picks], target_N[picks] - columns.start), gradient_N[picks], accumulate=True)
             if bias_gradient_V is not None:
                 bias_gradient_V[columns] = slope_SB.sum(0)
@@ -109,7 +140,7 @@ class _ChosenLogprobs(torch.autograd.Function):
                 hidden_gradient_SH.addmm_(rounded_SB, head_VH[columns])
             else:
                 hidden_gradient_SH += rounded_SB @ head_VH[columns]
-        return hidden_gradient_SH.to(hidden_SH.dtype), head_gradient_VH, bias_gradient_V, None, None, None
+        return hidden_gradient_SH.to(hidden_SH.dtype), head_gradient_VH, bias_gradient_V, None, None, None, None
 
 
 def _logits(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, columns: slice, temperature: float) -> Tensor:

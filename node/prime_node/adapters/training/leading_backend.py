@@ -21,7 +21,15 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, follow_copies
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.shares import RankShare
-from prime_node.ports.train_backend import Loss, OptimizerSettings, PackedBatch, PolicyCopy, StepStats, TrainSample
+from prime_node.ports.train_backend import (
+    KeptPolicy,
+    Loss,
+    OptimizerSettings,
+    PackedBatch,
+    PolicyCopy,
+    StepStats,
+    TrainSample,
+)
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights
 
@@ -71,14 +79,14 @@ class LeadingBackend:
         found: list[list[float]] = self._call("share_logprobs", len(samples), own=self._backend.shares(samples))
         return found
 
-    def keep_proximal(self) -> None:
-        """Keep the current weights as the proximal policy, on all ranks."""
-        self._call("keep_proximal")
+    def keep_policy(self, which: KeptPolicy) -> None:
+        """Keep the current policy on all ranks."""
+        self._call("keep_policy", which)
 
-    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """Compute the samples' logprobs under the proximal policy, on all ranks."""
+    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> list[list[float]]:
+        """Compute the samples' logprobs under a kept policy, on all ranks."""
         shares = self._backend.shares(samples)
-        found: list[list[float]] = self._call("share_proximal_logprobs", len(samples), own=shares)
+        found: list[list[float]] = self._call("share_kept_logprobs", len(samples), which, own=shares)
         return found
 
     def snapshot(self) -> Weights:

@@ -32,6 +32,7 @@ from prime_node.adapters.models.lora import LoraSettings, MergedWeights, is_publ
 from prime_node.adapters.models.policy_build import build_policy
 from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.training import train_state
+from prime_node.adapters.training.kept_policies import KeptPolicies
 from prime_node.adapters.training.masters import Masters, round_in_place
 from prime_node.adapters.training.packed_attention import Layout
 from prime_node.adapters.training.ranks import ALONE, Ranks
@@ -46,7 +47,9 @@ from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
 from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, RankShare, shares
 from prime_node.broadcast.publish.encoder import WholeCopy
 from prime_node.ports.train_backend import (
+    KeptPolicy,
     Loss,
+    LossNeed,
     OptimizerSettings,
     PackedBatch,
     PolicyCopy,
@@ -123,7 +126,8 @@ class TorchBackend:
         self._num_parameters = sum(int(parameter.numel()) for parameter in self._policy.parameters())
         self.sequence_tokens_max: int = getattr(self._policy.model.config, "max_position_embeddings", None) or 2**62
         """Number of positions of the model, under whatever name its config has it."""
-        self._proximal: list[Tensor] = []
+        is_bf16 = lora is None and published_dtype == "bf16"
+        self._kept = KeptPolicies(trained, dtype=torch.bfloat16 if is_bf16 else torch.float32)
         self.new_optimizer(OptimizerSettings())
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
@@ -162,17 +166,18 @@ class TorchBackend:
         loss_sum = 0.0
         tallies = Tallies()
         for one in self._passes(share):
-            logprobs_N, entropies_N = self._forward(one.packed)
+            logprobs_N, entropies_N = self._forward(one.packed, entropy_gradient=LossNeed.ENTROPY in loss.needs)
             if not one.places:
                 torch.autograd.backward(logprobs_N.sum() * 0.0)
                 continue
-            inputs, masked = credible(loss_inputs(logprobs_N, one.samples), one.samples)
+            entropy_N = entropies_N if LossNeed.ENTROPY in loss.needs else None
+            inputs, masked = credible(loss_inputs(logprobs_N, one.samples, entropy_N), one.samples)
             outputs = loss(inputs)
             torch.autograd.backward(outputs.loss / denominator)
             loss_sum += outputs.loss.item()
             tallies.add(masked)
             tallies.add(outputs.metrics)
-            tallies.add(drift(inputs, entropies_N))
+            tallies.add(drift(inputs, entropies_N.detach()))
         reduced_s = time.perf_counter()
         grad_norm = self._optimizer_step(lr)
         ended_s = time.perf_counter()
@@ -216,32 +221,22 @@ class TorchBackend:
         everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
         return [everywhere[place] for place in range(num_samples)]
 
-    def keep_proximal(self) -> None:
-        """Keep the current weights as the proximal policy."""
-        self._proximal = self._copied()
+    def keep_policy(self, which: KeptPolicy) -> None:
+        """Keep the current policy."""
+        self._kept.keep(which)
 
-    def proximal_logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """Return the logprobs of every completion token in nats under the proximal policy."""
-        return self.share_proximal_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
+    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> list[list[float]]:
+        """Return the logprobs of every completion token in nats under a kept policy. Raises LocalError."""
+        return self.share_kept_logprobs(self.shares(samples)[self._ranks.rank], len(samples), which)
 
-    def share_proximal_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
-        """Return the kept proximal policy's logprobs of the whole batch, on every rank."""
-        assert self._proximal, "no proximal policy is stored"
-        present = self._copied()
+    def share_kept_logprobs(self, share: RankShare, num_samples: int, which: KeptPolicy) -> list[list[float]]:
+        """Return a kept policy's logprobs of the whole batch, on every rank. Raises LocalError."""
         try:
-            self._put(self._proximal)
-            return self.share_logprobs(share, num_samples)
+            with self._kept.in_place(which):
+                self._merged.merge()
+                return self.share_logprobs(share, num_samples)
         finally:
-            self._put(present)
-
-    @torch.no_grad()
-    def _copied(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self._policy.parameters()]
-
-    @torch.no_grad()
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._policy.parameters(), values, strict=True):
-            parameter.copy_(value)
+            self._merged.merge()
 
     def snapshot(self) -> Weights:
         """Return the whole weights, gathered tensor by tensor and only on rank 0: for models that one host can hold."""
@@ -286,13 +281,16 @@ class TorchBackend:
     def state_bytes(self) -> int:
         """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
         tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}
-        held = [*(local_rows(tensor)[0] for tensor in tensors.values()), *self._merged.tensors]
+        held = [*(local_rows(each)[0] for each in (*tensors.values(), *self._kept.held())), *self._merged.tensors]
         return held_bytes(self._optimizer) + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Copy the training state, and return a function that writes it."""
         settings = json.dumps(asdict(self._settings)).encode()
-        state = train_state.copied_train_state(self._masters.tensors, self._optimizer, self._ranks, note=settings)
+        reference = self._kept.tensors(KeptPolicy.REFERENCE)
+        state = train_state.copied_train_state(
+            self._masters.tensors, self._optimizer, self._ranks, note=settings, reference=reference
+        )
         return train_state.writer(state, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
@@ -300,6 +298,7 @@ class TorchBackend:
         settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
         train_state.restore_train_state(self._masters.tensors, self._optimizer, folder, self._ranks)
+        self._kept.put(KeptPolicy.REFERENCE, train_state.stored_reference(self._kept.room, folder, self._ranks))
         self._round()
 
     def _round(self) -> None:
@@ -331,7 +330,7 @@ class TorchBackend:
                 unit.set_is_last_backward(is_last)
             yield one
 
-    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+    def _forward(self, packed: Packed, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return [N] logprobs of the predictions in nats, and their entropies."""
         sources_S, row_of_N = np.unique(packed.sources_N, return_inverse=True)
         row_N = self._to_device(row_of_N)
@@ -342,6 +341,7 @@ class TorchBackend:
             row_N,
             self._to_device(packed.targets_N),
             layout=self._layout(packed),
+            entropy_gradient=entropy_gradient,
         )
         return logprobs_N, entropies_S[row_N]
 

@@ -18,7 +18,7 @@ from prime_node.algo.losses.base import LOG_RATIO_MAX
 from prime_node.ports.train_backend import TrainingMode, TrainSample
 
 
-def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInputs:
+def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample], entropy_N: Tensor | None = None) -> LossInputs:
     """Return the trainer's logprobs of these samples' completions, together with all that the samples provide."""
     device = logprobs_N.device
     lengths = [len(sample.completion_token_ids) for sample in samples]
@@ -43,6 +43,8 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample]) -> LossInput
         loss_mask=column(lambda sample: sample.loss_mask, empty=True).bool(),
         teacher_logprobs=column_if_any(lambda sample: sample.teacher_logprobs),
         prox_logprobs=column_if_any(lambda sample: sample.prox_logprobs),
+        reference_logprobs=column_if_any(lambda sample: sample.reference_logprobs),
+        entropy=entropy_N,
         lengths=tuple(lengths),
         modes=tuple(sample.mode for sample in samples),
     )

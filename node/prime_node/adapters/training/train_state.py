@@ -2,6 +2,7 @@
 
     model.NAME                  masters (masters.py) of the parameters that are trained; frozen ones follow from the model
     optimizer.NAME.KEY          the optimizer's state for each
+    reference.NAME              the reference policy's values of the same parameters, if one is kept
     random.RANK                 torch's generator on each rank
     note                        bytes from the caller that saved it
 
@@ -33,10 +34,16 @@ from prime_protocol.errors import LocalError
 
 
 def copied_train_state(
-    masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, ranks: Ranks, *, note: bytes
+    masters: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    *,
+    note: bytes,
+    reference: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """Copy the current state to the host's memory, so that later steps do not change it. `note` is the same on all ranks."""
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
+    state |= {f"reference.{name}": _copy(tensor) for name, tensor in reference.items()}
     for name, parameter in masters.items():
         state[f"model.{name}"] = _copy(parameter.detach())
         for key, value in plain_state(optimizer, parameter).items():
@@ -110,6 +117,21 @@ def restore_train_state(
         found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         if found:
             put_state(optimizer, parameter, found)
+
+
+def stored_reference(room: Callable[[], dict[str, Tensor]], folder: Path, ranks: Ranks) -> dict[str, Tensor]:
+    """Return the reference policy of a checkpoint, in tensors of `room`; empty if it has none. Raises LocalError."""
+    reader = FileSystemReader(folder)
+    try:
+        if not any(name.startswith("reference.") for name in reader.read_metadata().state_dict_metadata):
+            return {}
+        values = room()
+        state = {f"reference.{name}": tensor for name, tensor in values.items()}
+        with _without_advice():
+            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
+    return values
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.losses.aipo import aipo
 from prime_node.algo.losses.aipo_stop_gradient import aipo_stop_gradient
-from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs
+from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs, needs
 from prime_node.algo.losses.cispo import cispo
 from prime_node.algo.losses.dapo import dapo
 from prime_node.algo.losses.decoupled_ppo import decoupled_ppo
@@ -22,6 +22,7 @@ from prime_node.algo.losses.gspo import gspo
 from prime_node.algo.losses.mis import mis
 from prime_node.algo.losses.objective import LOG_RATIO_ABS, BoundLoss, LossSum, Objective
 from prime_node.algo.losses.opd import opd
+from prime_node.algo.losses.penalty import NO_PENALTY, Penalty
 from prime_node.algo.losses.ppo_clip import ppo_clip
 from prime_node.algo.losses.sft import sft
 from prime_node.algo.losses.tis import tis
@@ -38,7 +39,9 @@ __all__ = [
     "LossOutputs",
     "LossSum",
     "Objective",
+    "Penalty",
     "find_loss",
+    "needs",
 ]
 
 
@@ -76,12 +79,13 @@ def find_loss(
     kwargs: Mapping[str, Any] | None = None,
     aggregation: AggregationKind | None = None,
     constant_length: int | None = None,
+    penalty: Penalty = NO_PENALTY,
 ) -> Objective:
     """Return an objective whose mode `rl` is the loss of this name, or a custom one by `import_path`.
 
     `import_path` is "package.module.function". `kwargs` are the loss's settings; `aggregation` defaults to the paper's.
-    A custom loss is called for each sequence separately. The modes `sft` and `opd` are the losses of these names.
-    Raises LocalError.
+    `penalty` is added to it. A custom loss is called for each sequence separately. The modes `sft` and `opd` are the
+    losses of these names. Raises LocalError.
     """
     settings = dict(kwargs or {})
     known = find_by_name("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))
@@ -91,7 +95,7 @@ def find_loss(
         raise LocalError(f"loss {import_path or name}: {error}") from None
     return Objective(
         {
-            TrainingMode.RL: BoundLoss(known.function, settings, per_sequence=import_path is not None),
+            TrainingMode.RL: BoundLoss(known.function, settings, per_sequence=import_path is not None, penalty=penalty),
             TrainingMode.OPD: BoundLoss(opd, settings if name == "opd" else {}),
             TrainingMode.SFT: BoundLoss(sft, {}),
         },

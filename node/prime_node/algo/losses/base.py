@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from prime_node.ports.train_backend import TrainingMode
+from prime_node.ports.train_backend import LossNeed, TrainingMode
 
 LOG_RATIO_MAX = 20.0
 """Bound in nats. exp(20) is 5e8: beyond every clip and far below float32's overflow. Where the clamp acts, the gradient
@@ -36,6 +37,8 @@ class LossInputs:
     loss_mask: Tensor  # [N] bool, True where the token is trained
     teacher_logprobs: Tensor | None = None  # [N] nats, of a teacher, if the mode has one
     prox_logprobs: Tensor | None = None  # [N] nats, of the proximal policy; None: the weights at the start of the step
+    reference_logprobs: Tensor | None = None  # [N] nats, of the reference policy, if the loss needs them
+    entropy: Tensor | None = None  # [N] nats, of the trained policy, with its gradient, if the loss needs it
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, masked ones included, in order; empty: one sequence."""
     modes: tuple[TrainingMode, ...] = ()
@@ -55,6 +58,23 @@ class LossOutputs:
 
 LossFunction = Callable[..., LossOutputs]
 """(LossInputs, **settings) -> LossOutputs."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def needs(*names: str) -> Callable[[_Function], _Function]:
+    """Return a decorator of a loss that uses these optional inputs, such as "entropy": they are computed for it alone."""
+
+    def mark(function: _Function) -> _Function:
+        function.needs = needs_of(function) | set(map(LossNeed, names))  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def needs_of(function: Callable[..., Any]) -> frozenset[LossNeed]:
+    """Return what a loss asked for with `needs`."""
+    return frozenset(getattr(function, "needs", ()))
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:

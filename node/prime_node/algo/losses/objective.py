@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from prime_node.algo.losses.aggregation import Aggregation
-from prime_node.algo.losses.base import LossFunction, LossInputs
-from prime_node.ports.train_backend import TrainingMode
+from prime_node.algo.losses.base import LossFunction, LossInputs, needs_of
+from prime_node.algo.losses.penalty import NO_PENALTY, Penalty
+from prime_node.ports.train_backend import LossNeed, TrainingMode
 
 LOG_RATIO_ABS = "log_ratio_abs"
 """Metric of every objective: mean |log pi - log mu| over the sampled tokens, nats."""
@@ -42,6 +43,12 @@ class BoundLoss:
     settings: Mapping[str, Any]
     per_sequence: bool = False
     """Whether it is called for each sequence separately, as custom losses are."""
+    penalty: Penalty = NO_PENALTY
+
+    @property
+    def needs(self) -> frozenset[LossNeed]:
+        """Return the optional inputs that the loss and its penalty use."""
+        return needs_of(self.function) | self.penalty.needs
 
     def __call__(self, inputs: LossInputs, aggregation: Aggregation) -> LossSum:
         """Sum over the sequences of `inputs`, whose masked tokens are already zeroed."""
@@ -55,9 +62,12 @@ class BoundLoss:
         weights_N = aggregation.weights(inputs)
         is_sum = outputs.loss.dim() == 0  # of one sequence, whose trainable tokens all weigh the same
         loss = outputs.loss * weights_N.max() if is_sum else aggregation.sum(outputs.loss, inputs)
-        return LossSum(
-            loss, {name: _tally(value.detach(), inputs.loss_mask) for name, value in outputs.metrics.items()}
-        )
+        metrics = dict(outputs.metrics)
+        if self.penalty.needs:
+            terms = self.penalty(inputs)
+            loss = loss + aggregation.sum(terms.loss, inputs)
+            metrics |= terms.metrics
+        return LossSum(loss, {name: _tally(value.detach(), inputs.loss_mask) for name, value in metrics.items()})
 
 
 class Objective:
@@ -66,6 +76,11 @@ class Objective:
     def __init__(self, losses: Mapping[TrainingMode, BoundLoss], aggregation: Aggregation) -> None:
         self._losses = losses
         self._aggregation = aggregation
+
+    @property
+    def needs(self) -> frozenset[LossNeed]:
+        """Return the optional inputs that the losses use."""
+        return frozenset().union(*(loss.needs for loss in self._losses.values()))
 
     @property
     def aggregation(self) -> Aggregation:
@@ -121,6 +136,8 @@ def _zeroed(inputs: LossInputs) -> LossInputs:
         advantages=torch.where(mask, inputs.advantages, 0.0),
         teacher_logprobs=zeroed(inputs.teacher_logprobs),
         prox_logprobs=zeroed(inputs.prox_logprobs),
+        reference_logprobs=zeroed(inputs.reference_logprobs),
+        entropy=zeroed(inputs.entropy),
     )
 
 
