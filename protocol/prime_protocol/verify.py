@@ -19,7 +19,7 @@ they take its results as arrays. step.check judges steps and envelope.py judges 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -75,6 +75,13 @@ class Prefill:
         """Return the arrays that are present, by field name; the first dimension of each is T."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: array for name, array in named.items() if array is not None}
+
+    def split(self, lengths: Sequence[int]) -> list[Prefill]:
+        """Split into the results of bundles with these numbers of tokens, which sum to T."""
+        ends = np.cumsum(lengths)
+        assert ends[-1] == len(self.logprobs_T)
+        columns = {name: np.split(array, ends[:-1]) for name, array in self.arrays().items()}
+        return [Prefill(**{name: parts[i] for name, parts in columns.items()}) for i in range(len(lengths))]
 
 
 SPREAD_MIN = 0.01

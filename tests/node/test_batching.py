@@ -1,55 +1,120 @@
-"""Selection of groups for the next batch when they are not taken in order."""
+"""Bundles of one policy that wait for the validator share a forward pass, and get the verdicts that they would get alone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+from collections.abc import Sequence
 
-from tests.node.scheduler_world import RULES, Run
+import pytest
+from tests.node.table_engine import table_weights
+from tests.node.validator_world import (
+    OTHER_POLICY,
+    MemoryCheckQueue,
+    TableScorer,
+    generate,
+    make_bundle,
+    make_lease,
+    make_validator,
+)
 
-from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batches import choose_batch
-from prime_protocol.schedule import Selection, StalePolicy
+from prime_node.ports.engine import EngineDied, ScoreRequest
+from prime_node.validator.batching import Audit, batches
+from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.judge import OpenedBundle, open_bundle
+from prime_node.validator.loop import run_validator
+from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.replies import CheckTask, NotYet
+from prime_protocol.requests import CheckRequest
+from prime_protocol.verdict import RejectReason
+from prime_protocol.verify import Prefill
+from prime_protocol.weights import Weights
 
-
-def lease(run: Run, worker: str, policy_version: int, *slots: int) -> str:
-    """Lease these slots, regardless of the scheduler's choice."""
-    lease_id = f"lease {run.state.num_leases}"
-    step, digest = slots[0] // run.state.rules.groups_per_step, run.state.published[policy_version].digest
-    run.do(ev.LeaseGranted(lease_id, worker, step, policy_version, digest, slots, run.now_ms + 1_000))
-    return lease_id
-
-
-def fill(run: Run, policy_version: int, *slots: int) -> None:
-    run.accept(run.upload(run.state.leases[lease(run, "ben", policy_version, *slots)]))
-
-
-def test_the_window_is_of_slots_that_are_not_trained_so_it_never_holds_less_than_a_batch() -> None:
-    rules = replace(RULES, groups_per_step=4, batches_per_step=2, selection=Selection.WINDOW, window_groups=2)
-    run = Run(rules)
-    run.join("ben")
-    run.publish()
-    fill(run, 0, 2, 3)
-    assert choose_batch(run.state) is None, "the window is slots 0 and 1"
-    fill(run, 0, 0, 1)
-    assert choose_batch(run.state) == (0, 1)
-    assert not run.fix()
-    assert choose_batch(run.state) == (2, 3)
+PER_BUNDLE = make_lease().num_rollouts
 
 
-def test_a_group_that_would_soon_be_too_old_is_waited_for_by_the_oldest_policy_that_anybody_samples_it_with() -> None:
-    rules = replace(RULES, groups_per_step=2, async_level=1, lag_max=1, selection=Selection.READY_FIRST)
-    run = Run(replace(rules, stale=StalePolicy.WAIT, leases_per_slot_max=2))
-    run.join("anna", "ben", "carl")
-    run.publish()
-    slow = lease(run, "anna", 0, 0)
-    fill(run, 0, 1)
-    fill(run, 0, 2)
-    assert choose_batch(run.state) == (1, 2)
-    assert run.fix()
-    run.publish()
-    lease(run, "carl", 1, 0)
-    fill(run, 1, 3)
-    fill(run, 1, 4)
-    assert choose_batch(run.state) is None, "slot 0 on policy 0 can be trained by step 1 and by none after it"
-    run.do(ev.LeaseReturned(slow))
-    assert choose_batch(run.state) == (3, 4)
+class CountingScorer(TableScorer):
+    """Scorer that notes the number of bundles of each forward pass. `most`: with more, its processes end."""
+
+    def __init__(self, most: int = 99) -> None:
+        super().__init__()
+        self.passes: list[int] = []
+        self._most = most
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        self.passes.append(len(requests) // PER_BUNDLE)
+        if self.passes[-1] > self._most:
+            raise EngineDied("its processes ended")
+        return await super().prefill(requests, sampling)
+
+
+class WholeQueue(MemoryCheckQueue):
+    """Queue that notes when the validator has all bundles."""
+
+    def __init__(self, tasks: list[tuple[Lease, bytes]], stop: asyncio.Event) -> None:
+        super().__init__(tasks, stop)
+        self.fetched = asyncio.Event()
+
+    async def check(self, request: CheckRequest) -> CheckTask | NotYet:
+        if not self.tasks:
+            self.fetched.set()
+        return await super().check(request)
+
+
+async def verdicts(scorer: TableScorer, policies: Sequence[int], *, forged: int, batch_tokens: int = 4096) -> list[str]:
+    """Judge a bundle of each policy, where all but the first wait; return the verdicts in the order of the bundles."""
+    stop = asyncio.Event()
+    parcels = []
+    for number, version in enumerate(policies):
+        lease = make_lease(version)
+        weights = OTHER_POLICY if number == forged else table_weights(version)
+        parcels.append((lease, make_bundle(lease, await generate(lease, weights), created_at_ms=number)))
+    queue = WholeQueue(parcels, stop)
+
+    async def policy(version: int) -> Weights:
+        await queue.fetched.wait()
+        return table_weights(version)
+
+    validator = make_validator(queue, scorer)
+    validator.policy = policy
+    validator.config = ValidatorConfig(prefetch=8, batch_tokens=batch_tokens)
+    await run_validator(validator, stop)
+    results = [queue.results[bundle] for bundle in queue.bundles]
+    assert all(len(one.rewards) == PER_BUNDLE for one in results if one.verdict.accepted)
+    return [one.verdict.reason or "accepted" for one in results]
+
+
+async def test_bundles_that_wait_for_one_policy_share_a_forward_pass() -> None:
+    scorer, alone = CountingScorer(), CountingScorer()
+    found = await verdicts(scorer, [0, 0, 1, 0, 0], forged=3)
+    assert scorer.passes == [1, 3, 1]
+    assert scorer.loaded == [0, 1]
+    assert found == await verdicts(alone, [0, 0, 1, 0, 0], forged=3, batch_tokens=1)
+    assert alone.passes == [1] * 5
+    assert [one == "accepted" for one in found] == [True, True, True, False, True]
+    assert found[3] in {RejectReason.SEED_MISMATCH, RejectReason.LOGPROB_MISMATCH}
+
+
+async def test_bundles_whose_shared_pass_fails_are_judged_one_by_one() -> None:
+    scorer = CountingScorer(most=1)
+    assert set(await verdicts(scorer, [0] * 4, forged=-1)) == {"accepted"}
+    assert scorer.passes == [1, 3, 1, 1, 1]
+
+
+async def make_audit(version: int, *, temperature: float = 1.0) -> Audit:
+    lease = make_lease(version)
+    lease = lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
+    parcel = make_bundle(lease, await generate(lease, table_weights(version)))
+    opened = open_bundle(parcel, lease, make_validator(MemoryCheckQueue([], asyncio.Event()), TableScorer()).run)
+    assert isinstance(opened, OpenedBundle)
+    return Audit(CheckTask(bundle="0" * 64, lease=lease, deadline_ms=0), opened)
+
+
+@pytest.mark.parametrize(("tokens_max", "sizes"), [(10**6, [3, 1, 1]), (1, [1, 1, 1, 1, 1])])
+async def test_a_batch_has_one_policy_one_sampling_and_a_bounded_number_of_tokens(
+    tokens_max: int, sizes: list[int]
+) -> None:
+    audits = [await make_audit(0), await make_audit(1), await make_audit(0, temperature=0.5)]
+    audits += [await make_audit(0), await make_audit(0)]
+    found = batches(audits, tokens_max=tokens_max)
+    assert [len(batch) for batch in found] == sizes
+    assert sorted(map(id, audits)) == sorted(id(audit) for batch in found for audit in batch)

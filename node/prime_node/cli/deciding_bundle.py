@@ -202,9 +202,9 @@ def _require_small(parcel: bytes, bytes_max: int, what: str) -> None:
 async def _judged_again(bundle: OpenedBundle, dossier: DossierFile, model: Path, judge_class: str) -> str:
     """Repeat the forward pass. Raises RemoteError if it does not confirm the rejection."""
     from prime_node.cli import wire, wire_scorers
-    from prime_node.validator.judge import evidence_in, weigh_bundle
+    from prime_node.validator.judge import evidence_in, score_requests
     from prime_node.validator.spans import policies_of
-    from prime_protocol.verify import summary, verdict_on
+    from prime_protocol.verify import statistics, summary, verdict_on
 
     decided = dossier.receipts[-1]
     if policies_of(bundle.rollouts) != [bundle.lease.policy_version]:
@@ -215,7 +215,7 @@ async def _judged_again(bundle: OpenedBundle, dossier: DossierFile, model: Path,
     scorer = wire_scorers.plain_scorer(kind, model, threads=1, context_tokens_max=context)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
-        found, *_ = await weigh_bundle(bundle, scorer, run=dossier.run)
+        found = statistics(bundle.rollouts, await scorer.prefill(score_requests(bundle), bundle.lease.sampling))
     finally:
         await scorer.close()
     version = decided.evidence.calibration if decided.evidence else 0

@@ -40,6 +40,7 @@ from prime_protocol.turns import episodes_of
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import (
     OF_SEEDS,
+    Prefill,
     Statistics,
     check_assignment,
     require_proofs,
@@ -148,33 +149,38 @@ async def prove_bundle(
 
     Raises EngineMismatch if a policy cannot be loaded.
     """
-    found, evidence, logprobs_T = await weigh_bundle(bundle, scorer, run=run, policies=policies)  # (4)
+    if policies is None:
+        (judgement,) = await prove_bundles([bundle], scorer, run=run)
+        return judgement
+    spans, swap = spans_of(bundle.rollouts), run.spec.schedule.swap
+    requests = score_requests(bundle)
+    prefill = await prefill_spans(scorer, requests, spans, bundle.lease.sampling, policies, swap=swap)
+    return judgement_of(bundle, prefill, run=run, judged_by=scorer.info.calibration_class)
+
+
+async def prove_bundles(bundles: Sequence[OpenedBundle], scorer: Scorer, *, run: PinnedRun) -> list[Judgement]:
+    """Run checks (4) and (5) on bundles of one policy and one BatchKey by one call of the scorer."""
+    requests = [score_requests(bundle) for bundle in bundles]
+    whole = await scorer.prefill([one for each in requests for one in each], bundles[0].lease.sampling)
+    judged_by = scorer.info.calibration_class
+    prefills = whole.split([bundle.rollouts.num_tokens for bundle in bundles])
+    return [
+        judgement_of(bundle, prefill, run=run, judged_by=judged_by)
+        for bundle, prefill in zip(bundles, prefills, strict=True)
+    ]
+
+
+def judgement_of(bundle: OpenedBundle, prefill: Prefill, *, run: PinnedRun, judged_by: str) -> Judgement:
+    """Return the result of (4) and (5), given the forward pass by a validator of class `judged_by`."""
+    found = statistics(bundle.rollouts, prefill)  # (4)
+    evidence = evidence_in(bundle, found, run, judged_by=judged_by)
     measured = summary(found)
     return Judgement(
         verdict_on(measured, evidence, run.spec.checks),
         measured=asdict(measured),
         evidence=evidence,
-        logprobs_T=logprobs_T,
+        logprobs_T=prefill.logprobs_T,
     )  # (5)
-
-
-async def weigh_bundle(
-    bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
-) -> tuple[Statistics, BundleEvidence | None, npt.NDArray[np.float32]]:
-    """Run check (4) alone.
-
-    Return the statistics of each token, the evidence that they sum to under the run's calibration (if it has one), and
-    the recomputed logprobs [T].
-    """
-    rollouts, requests = bundle.rollouts, score_requests(bundle)
-    if policies is None:
-        prefill = await scorer.prefill(requests, bundle.lease.sampling)
-    else:
-        spans, swap = spans_of(rollouts), run.spec.schedule.swap
-        prefill = await prefill_spans(scorer, requests, spans, bundle.lease.sampling, policies, swap=swap)
-    found = statistics(rollouts, prefill)
-    evidence = evidence_in(bundle, found, run, judged_by=scorer.info.calibration_class)
-    return found, evidence, prefill.logprobs_T
 
 
 def evidence_in(

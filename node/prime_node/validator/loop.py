@@ -1,9 +1,10 @@
 """The validator's loop.
 
-Concurrency: `fetch` asks the coordinator for work by long poll and fills a bounded queue. `judge` empties the queue,
-one forward pass after another. Rewards of proven bundles are computed in parallel, each bundle's in a scoring worker of its own,
-and a bounded number of bundles waits for scoring workers. References for unseeded rewards are sampled before that, in short turns
-between forward passes (references.py). The follower provides and has verified the policy that a bundle needs.
+Concurrency: `fetch` asks the coordinator for work by long poll and fills a bounded queue. `judge` empties the queue, one
+forward pass after another; bundles that wait for one policy share a pass (batching.py). Rewards of proven bundles are computed in
+parallel, each bundle's in a scoring worker of its own, and a bounded number of bundles waits for scoring workers. References for
+unseeded rewards are sampled before that, in short turns between forward passes (references.py). The follower provides and has
+verified the policy that a bundle needs.
 
 `_name_bundles` sends the coordinator a list of the bundles in progress every few seconds. The coordinator gives bundles that are
 not in it to another validator.
@@ -29,9 +30,10 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import Unreachable, ValidatorPort
+from prime_node.validator.batching import Audit, batches, take_waiting
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.held import HeldScorer
-from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, prove_bundles, reward_bundle
 from prime_node.validator.references import Comparisons, ReferenceComparison
 from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.validator.spans import policies_of
@@ -175,16 +177,9 @@ async def _judge(
     validator: Validator, tasks: asyncio.Queue[tuple[CheckTask, bytes] | None], group: asyncio.TaskGroup
 ) -> None:
     waiting = asyncio.Semaphore(validator.config.scorers + validator.config.prefetch)
-    while (item := await tasks.get()) is not None:
-        task, parcel = item
-        task = task.model_copy(update={"deadline_ms": validator.deadlines_ms[task.bundle]})
-        if validator.clock.now_ms() > task.deadline_ms or task.bundle in validator.lost:
-            log.warning("bundle %s: its time passed before it was judged; another validator gets it", task.bundle[:12])
-            validator.drop(task.bundle)
-            continue
-        opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
-        proven = opened if isinstance(opened, Judgement) else await _proven(validator, task, opened)
-        if proven is None or isinstance(opened, Judgement) or not proven.verdict.accepted:
+
+    async def finish(task: CheckTask, opened: OpenedBundle, proven: Judgement | None) -> None:
+        if proven is None or not proven.verdict.accepted:
             if proven is not None:
                 await _answer(validator, task, proven)
             validator.drop(task.bundle)
@@ -195,6 +190,53 @@ async def _judge(
             validator.comparisons.begin(proven.comparison)
             group.create_task(_compare(validator, task, opened, proven, waiting))
 
+    while items := await take_waiting(tasks):
+        audits = []
+        for task, parcel in items:
+            task = task.model_copy(update={"deadline_ms": validator.deadlines_ms[task.bundle]})
+            if _is_dropped(validator, task):
+                continue
+            opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
+            if isinstance(opened, Judgement):
+                await _answer(validator, task, opened)
+                validator.drop(task.bundle)
+            elif not task.audit:
+                await finish(task, opened, Judgement(Verdict.accept()))
+            elif validator.config.unsafe_skip_proofs:
+                await finish(task, opened, Judgement(Verdict.accept(), logprobs_T=opened.rollouts.logprobs_T))
+            else:
+                audits.append(Audit(task, opened))
+        for batch in batches(audits, tokens_max=validator.config.batch_tokens):
+            in_time = [audit for audit in batch if not _is_dropped(validator, audit.task)]
+            for audit, proven in zip(in_time, await _proven_batch(validator, in_time), strict=True):
+                await finish(audit.task, audit.bundle, proven)
+
+
+def _is_dropped(validator: Validator, task: CheckTask) -> bool:
+    """Drop a bundle that is another validator's by now."""
+    if validator.clock.now_ms() <= task.deadline_ms and task.bundle not in validator.lost:
+        return False
+    log.warning("bundle %s: its time passed before it was judged; another validator gets it", task.bundle[:12])
+    validator.drop(task.bundle)
+    return True
+
+
+async def _proven_batch(validator: Validator, batch: Sequence[Audit]) -> list[Judgement | None]:
+    """Verify bundles of one batch together; one by one, as `_proven` does, if that fails. Raises LocalError."""
+    if len(batch) > 1:
+        (version,) = policies_of(batch[0].bundle.rollouts)
+        left_s = min(_seconds_left(validator, audit.task) for audit in batch)
+        try:
+            weights = await asyncio.wait_for(validator.policy(version), left_s)
+            async with validator.held.turn({version: weights}) as scorer:
+                planned = [await _planned(validator, audit.task, audit.bundle, scorer) for audit in batch]
+                proven = await prove_bundles([audit.bundle for audit in batch], scorer, run=validator.run)
+        except (EngineMismatch, RemoteError, TimeoutError) as error:
+            log.warning("%d bundles at once: %r; they are judged one by one", len(batch), error)
+        else:
+            return [replace(one, comparison=plan) for one, plan in zip(proven, planned, strict=True)]
+    return [await _proven(validator, audit.task, audit.bundle) for audit in batch]
+
 
 async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -> Judgement | None:
     """Verify one bundle with the right policy.
@@ -202,10 +244,6 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
     Returns None if the policy does not arrive in time, or the scorer's processes end: another validator gets the bundle. Raises
     LocalError if the scorer does not compute what a policy's weights imply: its verdicts would be worthless.
     """
-    if not task.audit:
-        return Judgement(Verdict.accept())
-    if validator.config.unsafe_skip_proofs:
-        return Judgement(Verdict.accept(), logprobs_T=bundle.rollouts.logprobs_T)  # unverified in this mode
     versions = policies_of(bundle.rollouts)
     policies: dict[int, Weights] = {}
     try:
@@ -249,7 +287,7 @@ async def _planned(
         engine=scorer,
         clock=validator.clock,
         deadline_ms=task.deadline_ms,
-        turns_max=validator.config.prefetch + 2,  # the most bundles that can be here at once
+        turns_max=2 * validator.config.prefetch + 2,  # the most bundles that can be here at once
     )
 
 
