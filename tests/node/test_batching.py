@@ -18,7 +18,7 @@ from tests.node.validator_world import (
 )
 
 from prime_node.ports.engine import EngineDied, ScoreRequest
-from prime_node.validator.batching import Audit, batches
+from prime_node.validator.batching import BundleAudit, batches
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import OpenedBundle, open_bundle
 from prime_node.validator.loop import run_validator
@@ -100,13 +100,13 @@ async def test_bundles_whose_shared_pass_fails_are_judged_one_by_one() -> None:
     assert scorer.passes == [1, 3, 1, 1, 1]
 
 
-async def make_audit(version: int, *, temperature: float = 1.0) -> Audit:
+async def make_audit(version: int, *, temperature: float = 1.0) -> BundleAudit:
     lease = make_lease(version)
     lease = lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
     parcel = make_bundle(lease, await generate(lease, table_weights(version)))
     opened = open_bundle(parcel, lease, make_validator(MemoryCheckQueue([], asyncio.Event()), TableScorer()).run)
     assert isinstance(opened, OpenedBundle)
-    return Audit(CheckTask(bundle="0" * 64, lease=lease, deadline_ms=0), opened)
+    return BundleAudit(CheckTask(bundle="0" * 64, lease=lease, deadline_ms=0), opened)
 
 
 @pytest.mark.parametrize(("tokens_max", "sizes"), [(10**6, [3, 1, 1]), (1, [1, 1, 1, 1, 1])])

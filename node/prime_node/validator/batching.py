@@ -14,7 +14,7 @@ from prime_protocol.replies import CheckTask
 T = TypeVar("T")
 
 
-class Audit(NamedTuple):
+class BundleAudit(NamedTuple):
     """A bundle to verify by a forward pass."""
 
     task: CheckTask
@@ -31,10 +31,10 @@ class BatchKey(NamedTuple):
     has_proofs: bool
 
 
-def batches(audits: Iterable[Audit], *, tokens_max: int) -> list[list[Audit]]:
+def batches(audits: Iterable[BundleAudit], *, tokens_max: int) -> list[list[BundleAudit]]:
     """Divide bundles into batches of one key and at most `tokens_max` completion tokens. A larger bundle is alone."""
-    found: list[list[Audit]] = []
-    open_batches: dict[BatchKey, list[Audit]] = {}
+    found: list[list[BundleAudit]] = []
+    open_batches: dict[BatchKey, list[BundleAudit]] = {}
     for audit in audits:
         key = _key(audit.bundle)
         batch = open_batches.get(key)

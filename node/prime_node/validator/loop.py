@@ -30,7 +30,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.environment import Tokenizer
 from prime_node.ports.transport import Unreachable, ValidatorPort
-from prime_node.validator.batching import Audit, batches, take_waiting
+from prime_node.validator.batching import BundleAudit, batches, take_waiting
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.held import HeldScorer
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, prove_bundles, reward_bundle
@@ -205,7 +205,7 @@ async def _judge(
             elif validator.config.unsafe_skip_proofs:
                 await finish(task, opened, Judgement(Verdict.accept(), logprobs_T=opened.rollouts.logprobs_T))
             else:
-                audits.append(Audit(task, opened))
+                audits.append(BundleAudit(task, opened))
         for batch in batches(audits, tokens_max=validator.config.batch_tokens):
             in_time = [audit for audit in batch if not _is_dropped(validator, audit.task)]
             for audit, proven in zip(in_time, await _proven_batch(validator, in_time), strict=True):
@@ -221,7 +221,7 @@ def _is_dropped(validator: Validator, task: CheckTask) -> bool:
     return True
 
 
-async def _proven_batch(validator: Validator, batch: Sequence[Audit]) -> list[Judgement | None]:
+async def _proven_batch(validator: Validator, batch: Sequence[BundleAudit]) -> list[Judgement | None]:
     """Verify bundles of one batch together; one by one, as `_proven` does, if that fails. Raises LocalError."""
     if len(batch) > 1:
         (version,) = policies_of(batch[0].bundle.rollouts)
