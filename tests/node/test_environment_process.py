@@ -115,12 +115,20 @@ async def test_an_episode_whose_process_ends_says_so(
 
 HANGS = """
 import asyncio, concurrent.futures, contextlib, threading, time
+from prime_node.adapters.environments.separate_grading import SeparateGrading
 from prime_node.cli import environment_process
 
 GATE = threading.Event()
 
 class World:
-    prompt = score = answer = held_out = len
+    prompt = answer = held_out = len
+
+    def score(self, index, completion, *, finished):
+        return SeparateGrading(self, seconds_max=0.2).grade(None, completion)
+
+    def grade(self, problem, answer):
+        time.sleep(1_000 * (answer == "hang"))
+        return 1.0
 
     async def play(self, index, prompt_token_ids, ask):
         if index == 0:
@@ -230,6 +238,14 @@ async def test_many_graders_that_hang_at_once_lose_no_honest_episode_of_their_pr
     *silent, honest = await asyncio.gather(*hung, world.play(7, (1,), yes), return_exceptions=True)
     assert all(isinstance(each, EnvironmentSilent) for each in silent)
     assert honest == 1.0
+
+
+def test_an_answer_that_hangs_its_scorer_is_told_from_one_that_breaks_it(hanging: EnvironmentProcess) -> None:
+    world, first = ProcessTurnEnvironment(hanging, "world"), hanging.pid
+    with pytest.raises(EnvironmentSilent, match="not graded within"):
+        world.score(0, "hang", finished=True)
+    assert world.score(0, "right", finished=True) == 1.0
+    assert hanging.pid == first
 
 
 async def test_graders_that_leave_their_threads_behind_wear_a_process_out(hanging: EnvironmentProcess) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import io
 import os
 import sys
 import textwrap
@@ -15,16 +16,21 @@ from typing import Any
 
 import pytest
 from reasoning_gym.factory import DATASETS
+from tests.node.validator_world import RUN, LetterTokenizer, generate, make_lease
 from tests.security.hostile_world import BOUNDS, running
+from tests.time_world import until
 
 from prime_node.adapters.environments.child import EnvironmentFailed
 from prime_node.adapters.environments.math_answers import is_same_math
 from prime_node.adapters.environments.reasoning_gym import RUNS_ANSWERS
 from prime_node.adapters.environments.separate_grading import GradingFailed, SeparateGrading
+from prime_node.cli.environment_service import Host, Service, Threads
 from prime_node.cli.wire_environments import build_environments, end_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.envs.source import SourceProblem
-from prime_node.ports.environment import graded_together
+from prime_node.envs.split import Judge, SplitEnvironment
+from prime_node.ports.environment import Ask, graded_together
+from prime_node.validator.scoring import score_rollouts
 from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import EnvironmentSpec, Option
 
@@ -185,19 +191,19 @@ class Scorer:
 
 
 @pytest.mark.parametrize(
-    ("answer", "why"),
+    ("answer", "why", "seconds_max"),
     [
-        ("hang", "not graded within 0.5 s"),
-        ("exit", "ended without a result"),
-        ("raise", "KeyError: 'yyy"),
-        ("nan", "no credit from 0 to 1"),
-        ("inf", "no credit from 0 to 1"),
-        ("1e9", "no credit from 0 to 1"),
+        ("hang", "not graded within 0.5 s", 0.5),
+        ("exit", "ended without a result", 45.0),
+        ("raise", "KeyError: 'yyy", 45.0),
+        ("nan", "no credit from 0 to 1", 45.0),
+        ("inf", "no credit from 0 to 1", 45.0),
+        ("1e9", "no credit from 0 to 1", 45.0),
     ],
 )
-def test_an_answer_that_breaks_its_scorer_fails_alone(answer: str, why: str) -> None:
+def test_an_answer_that_breaks_its_scorer_fails_alone(answer: str, why: str, seconds_max: float) -> None:
     scorer = Scorer()
-    source = SeparateGrading(scorer, seconds_max=0.5)
+    source = SeparateGrading(scorer, seconds_max=seconds_max)
     with pytest.raises(GradingFailed, match=why) as raised:
         source.grade(source.draw(1), answer)
     assert len(str(raised.value)) <= 400
@@ -206,11 +212,6 @@ def test_an_answer_that_breaks_its_scorer_fails_alone(answer: str, why: str) -> 
 
 
 def test_only_answers_of_one_set_share_a_process() -> None:
-    class Counting(Scorer):
-        def grade(self, problem: SourceProblem, answer: str) -> float:
-            self.graded.append(answer)
-            return len(self.graded) / 10
-
     source = SeparateGrading(Counting())
     problem = source.draw(1)
     assert [source.grade(problem, "x") for _ in range(2)] == [0.1, 0.1]
@@ -218,3 +219,50 @@ def test_only_answers_of_one_set_share_a_process() -> None:
         with graded_together():
             assert [source.grade(problem, "x") for _ in range(3)] == [0.1, 0.2, 0.3]
     assert source.grade(problem, "x") == 0.1
+
+
+class Counting(Scorer):
+    """A source whose credit is a tenth of the answers that its process has graded."""
+
+    def grade(self, problem: SourceProblem, answer: str) -> float:
+        self.graded.append(answer)
+        return len(self.graded) / 10
+
+
+async def test_an_episode_is_graded_in_the_set_of_its_own_request() -> None:
+    """An earlier request has named a set; an episode that inherited it would share a process with other workers' answers."""
+    found: list[float] = []
+
+    class Told(Host):
+        def tell(self, **message: Any) -> None:
+            found.append(message["result"])
+
+    class World(SplitEnvironment):
+        async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+            return self.score(index, "x", finished=True)
+
+    world = World(Judge(SeparateGrading(Counting()), exact_share=0.0), seed=1)
+    service = Service(Told(io.BytesIO()), {"world": world}, Threads())
+    about: dict[str, Any] = {"environment": "world", "index": 1}
+    service.handle({"id": 0, "method": "score", "together": "a", "completion": "x", "finished": True, **about})
+    for number, together in enumerate(("b", "b", "c", "", ""), start=1):
+        service.handle({"id": number, "method": "play", "together": together, "prompt": [1], **about})
+        await until(lambda: len(found) > number)  # noqa: B023 (it is awaited here)
+    assert found == [0.1, 0.1, 0.2, 0.1, 0.1, 0.1]
+
+
+async def test_answers_that_hang_their_scorer_cost_a_bundle_one_time_limit_and_not_one_each() -> None:
+    """Otherwise one bundle of 128 such answers would hold a scoring worker for hours."""
+    lease = make_lease()
+    begun: list[str] = []
+
+    class Hanging(SeparateGrading):
+        def grade(self, problem: SourceProblem, answer: str) -> float:
+            begun.append(answer)
+            return super().grade(problem, "hang")
+
+    judge = Judge(Hanging(Scorer(), seconds_max=0.1), score_cut_off=True)
+    worlds = {"toy": SplitEnvironment(judge, seed=1)}
+    scored = await score_rollouts(lease, await generate(lease), worlds, LetterTokenizer(), spec=RUN.spec)
+    assert not scored.enough
+    assert len(begun) == 1

@@ -24,6 +24,7 @@ from prime_node.inside import write_inside
 from prime_node.ports.environment import (
     GRADED_TOGETHER,
     Environment,
+    EnvironmentSilent,
     HeldOutProblem,
     TurnEnvironment,
     TurnProblem,
@@ -122,7 +123,7 @@ class Service:
             try:
                 self._host.tell(id=number, result=self._answer(**message))
             except Exception as error:  # noqa: BLE001 (the code is not ours; the host gets the error and decides)
-                self._host.tell(id=number, error=f"{type(error).__name__}: {error}"[:500])
+                self._host.tell(id=number, **_failure(error))
 
     def _answer(self, method: str, environment: str, *, together: str, **its: Any) -> Any:
         world = self._environments[environment]
@@ -151,6 +152,7 @@ class Service:
             return await self._host.sample(id, prompt_token_ids)
 
         EPISODE.set(id)
+        GRADED_TOGETHER.set(its.pop("together", ""))  # else an episode would inherit the set of an earlier request
         try:
             if "number" in its:
                 problem = self._problems(environment, its["count"])[its["number"]]
@@ -163,7 +165,12 @@ class Service:
             is_worn = self._threads.left_behind(self._episodes) >= LEFT_BEHIND_MAX
             self._host.tell(id=id, result=reward, **({"worn": True} if is_worn else {}))
         except Exception as error:  # noqa: BLE001 (the same)
-            self._host.tell(id=id, error=f"{type(error).__name__}: {error}"[:500])
+            self._host.tell(id=id, **_failure(error))
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    silent = {"silent": True} if isinstance(error, EnvironmentSilent) else {}
+    return {"error": f"{type(error).__name__}: {error}"[:500], **silent}
 
 
 def kept_model(files: Mapping[str, str], folder: Path) -> Path:

@@ -28,7 +28,7 @@ from typing import Any
 from prime_node.adapters.environments.frames import Answered, Asked, read_message_frame
 from prime_node.adapters.environments.launcher import Launched
 from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
-from prime_node.ports.environment import Ask, EnvironmentGone
+from prime_node.ports.environment import Ask, EnvironmentGone, EnvironmentSilent
 from prime_node.scratch import Scratch
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
@@ -68,6 +68,10 @@ class EnvironmentFailed(Exception):
 
 class Ended(EnvironmentFailed, EnvironmentGone):
     """The process itself failed."""
+
+
+class Hung(EnvironmentFailed, EnvironmentSilent):
+    """One episode or one grading took too long."""
 
 
 class EnvironmentChild:
@@ -197,7 +201,7 @@ class EnvironmentChild:
         if not answer.set_running_or_notify_cancel():
             return
         if frame.error is not None:
-            answer.set_exception(EnvironmentFailed(frame.error))
+            answer.set_exception((Hung if frame.is_silent else EnvironmentFailed)(frame.error))
         else:
             answer.set_result(frame.result)
 

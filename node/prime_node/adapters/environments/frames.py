@@ -1,8 +1,8 @@
 """Lines of JSON from an environment process.
 
 Its code is untrusted: each line is checked before it is used. {"id", "result"} and {"id", "error"} answer a request, with
-"worn" if the process should be replaced. {"ask", "id", "prompt"} asks for a completion in episode `id`. A process that writes
-anything else is ended.
+"worn" if the process should be replaced, and "silent" if a grading took too long. {"ask", "id", "prompt"} asks for a
+completion in episode `id`. A process that writes anything else is ended.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Answered:
     error: str | None
     """Error of the environment, if it failed."""
     is_worn: bool
+    is_silent: bool = False
+    """Whether a grading took too long."""
 
 
 def read_message_frame(line: bytes) -> Asked | Answered:
@@ -58,7 +60,7 @@ def read_message_frame(line: bytes) -> Asked | Answered:
     if ("error" in found) == ("result" in found):
         raise ValueError("neither a result nor an error")
     error = printable(str(found["error"]), limits.TEXT_CHARS_MAX) if "error" in found else None
-    return Answered(found["id"], found.get("result"), error, "worn" in found)
+    return Answered(found["id"], found.get("result"), error, "worn" in found, "silent" in found)
 
 
 def as_text(found: object) -> str:

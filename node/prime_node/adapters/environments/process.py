@@ -24,9 +24,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from prime_node.adapters.environments.child import Command, Ended, EnvironmentChild, EnvironmentFailed, new_number
+from prime_node.adapters.environments.child import (
+    Command,
+    Ended,
+    EnvironmentChild,
+    EnvironmentFailed,
+    Hung,
+    new_number,
+)
 from prime_node.adapters.environments.frames import as_flag, as_reward, as_text, as_texts
-from prime_node.ports.environment import GRADED_TOGETHER, Ask, EnvironmentSilent
+from prime_node.ports.environment import GRADED_TOGETHER, Ask
 from prime_protocol.rollout import Completion
 
 log = logging.getLogger(__name__)
@@ -40,10 +47,6 @@ SILENCE_S_MAX = 300.0
 CACHED_PROMPTS = 4_096
 CACHED_CHARS_MAX = 2**16
 """Limit on the length of a cached prompt: a longer one is requested again."""
-
-
-class _Silent(EnvironmentFailed, EnvironmentSilent):
-    """A single episode failed."""
 
 
 class EnvironmentProcess:
@@ -102,13 +105,14 @@ class EnvironmentProcess:
         try:
             async with asyncio.timeout(self.silence_s_max) as silence:
                 child.asks[number] = (loop, answered)
-                _, answer = child.send(number, method="play", environment=environment, **arguments)
+                together = GRADED_TOGETHER.get()
+                _, answer = child.send(number, method="play", environment=environment, together=together, **arguments)
                 return _checked(as_reward, await asyncio.wrap_future(answer))
         except TimeoutError:
             self._retired.add(child)
             child.tell(cancel=number)
             await self._hear(child)
-            raise _Silent(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
+            raise Hung(f"an episode did nothing for {self.silence_s_max:.0f} s") from None
         except asyncio.CancelledError:
             child.tell(cancel=number)
             raise

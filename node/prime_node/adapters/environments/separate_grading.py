@@ -26,7 +26,7 @@ from prime_node.adapters.sandbox import landlock, privileges
 from prime_node.adapters.sandbox.confine import confine
 from prime_node.adapters.sandbox.rules import ProcessLimits, SandboxRules
 from prime_node.envs.source import ProblemSource, SourceProblem
-from prime_node.ports.environment import GRADED_TOGETHER
+from prime_node.ports.environment import GRADED_TOGETHER, EnvironmentSilent
 
 GRADE_S_MAX = 45.0
 """Limit on one grading: shorter than the host's limit on one score, after which the host ends the whole process."""
@@ -44,6 +44,10 @@ Grade = Callable[[SourceProblem, str], float]
 
 class GradingFailed(Exception):
     """A scorer raised, took too long, or gave no credit in [0, 1]."""
+
+
+class GradingHung(GradingFailed, EnvironmentSilent):
+    """A scorer took too long: a bundle's next answers may hang it too, so that each of them would cost as much time."""
 
 
 class SeparateGrading:
@@ -74,7 +78,7 @@ class SeparateGrading:
             return _credit(self._child.answer(until))
         except TimeoutError:
             self._end()
-            raise GradingFailed(f"an answer was not graded within {self._seconds_max:g} s") from None
+            raise GradingHung(f"an answer was not graded within {self._seconds_max:g} s") from None
         except OSError:
             self._end()
             raise GradingFailed("the process that graded an answer ended without a result") from None
