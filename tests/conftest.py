@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
@@ -19,6 +20,9 @@ os.environ.update(
     VLLM_DO_NOT_TRACK="1",
     VLLM_NO_USAGE_STATS="1",
 )
+
+# Collecting imports torch, transformers and every test. All of it stays, so a search for garbage among it is for nothing.
+gc.disable()
 
 PROCESSES_MAX = 8
 """Processes that run tests. Each needs about 1 GB of memory."""
@@ -61,6 +65,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="vLLM has no build for this machine"))
     if hasattr(config, "workerinput"):
         _distribute(items)
+
+
+def pytest_collection_finish() -> None:
+    """Search for garbage from here on, but not among what is imported: each time, that would take as long as many a test."""
+    import hypothesis  # noqa: F401 - it looks for referrers of what is registered with it, and finds none that are frozen
+
+    gc.freeze()
+    gc.enable()
 
 
 def _is_heavy(item: pytest.Item) -> bool:

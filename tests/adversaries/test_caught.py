@@ -65,19 +65,6 @@ EXPECTED = {
     "colluding": {SEEDS},
 }
 """Reasons that a cheat's rejected bundles may have, in addition to those of ANY_CHEAT."""
-QUICK = (
-    "int4",
-    "smaller-rescored",
-    "easy-problem-swap",
-    "truncated",
-    "forged-logprobs",
-    "forged-seed",
-    "greedy",
-    "copied-proofs",
-    "missing-proofs",
-    "colluding",
-)
-"""One for each check and kind of cheat. Every case is a whole run, so the others are marked slow."""
 ANY_CHEAT = {RejectReason.STATISTICAL, RejectReason.BAD_TERMINATION}
 """Reasons that any cheat's bundles may have. If tokens are wrong, a stop token that its seed does not choose is found first."""
 BY_DESIGN = (
@@ -103,9 +90,8 @@ IN_THE_BENCH = (
 """Found as another one is, or as late: scripts/bench/adversaries.py."""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXPECTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPECTED)
 async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena, name: str) -> None:
     # Steps large enough that the run does not end before a cheat in part has cheated.
     outcome = await arena.fight(name, rollouts_max=400, groups_per_step=20, **conditions_for(name))
@@ -118,6 +104,7 @@ async def test_a_cheat_is_banned_for_what_it_did_and_nobody_else_is(arena: Arena
     _nobody_else_is_hurt(outcome, cheat)
 
 
+@pytest.mark.slow
 async def test_one_dishonest_completion_in_a_hundred_is_enough(arena: Arena) -> None:
     # Alone, so that others' speed does not change its work. Its forged completions depend on the digest, so the run is long.
     outcome = await arena.fight("partial-1", honest=0, rollouts_max=1_600, groups_per_step=40, seed=13)
@@ -137,6 +124,7 @@ async def test_the_best_of_several_unseeded_samples_are_found_by_their_rewards(a
     _nobody_else_is_hurt(outcome, cheat)
 
 
+@pytest.mark.slow
 async def test_two_bundles_for_one_lease_are_never_both_taken(arena: Arena) -> None:
     outcome = await arena.fight("equivocation", rollouts_max=32)
     cheat = outcome.parts[0]
