@@ -133,10 +133,11 @@ def test_a_line_without_an_end_is_read_no_further_than_its_bound(tmp_path: Path)
         assert world.score(0, "right", finished=True) == 1.0
 
 
-@pytest.mark.parametrize("odd", ["nan", "infinity", "huge", "negative", "text", "none", "dict", "object", "big"])
-def test_a_reward_is_a_number_of_a_bounded_size(tmp_path: Path, odd: str) -> None:
-    with running(tmp_path, isolated=False, task="patch") as world, pytest.raises(EnvironmentFailed):
-        world.score(0, odd, finished=True)
+def test_a_reward_is_a_number_of_a_bounded_size(tmp_path: Path) -> None:
+    with running(tmp_path, isolated=False, task="patch") as world:
+        for odd in ("nan", "infinity", "huge", "negative", "text", "none", "dict", "object", "big"):
+            with pytest.raises(EnvironmentFailed):
+                world.score(0, odd, finished=True)
 
 
 def test_a_prompt_is_a_text_of_a_bounded_length_that_can_be_encoded(tmp_path: Path) -> None:
