@@ -151,7 +151,7 @@ class Lengths:
         self.fails_on, self.scored = fails_on, 0
 
     def prompt(self, index: int) -> str:
-        return "p"
+        return " ".join(str(token) for token in REQUESTS[4 * index].prompt_token_ids)
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
         self.scored += 1
@@ -167,12 +167,12 @@ class Lengths:
 
 
 class Letters:
-    """Tokenizer that implements the decoding half of ports.environment.Tokenizer."""
+    """Tokenizer that implements ports.environment.Tokenizer, except `encode`: prompts are numbers of tokens."""
 
     vocab_size, stop_token_id = 264, 3
 
     def encode_prompt(self, text: str) -> list[int]:
-        return [7]
+        return [int(token) for token in text.split()]
 
     def encode(self, text: str) -> list[int]:
         return [7]

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from tests.node.proofs_world import LEASE, RUN
-from tests.node.validator_world import LengthEnvironment, LetterTokenizer, make_bundle
+from tests.node.validator_world import LeasedPrompts, LetterTokenizer, make_bundle
 from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.hidden_rows import SLACK, HiddenRows, bf16_bits
@@ -58,7 +58,7 @@ async def judge(engine: TransformersEngine, rollouts: Rollouts, run: PinnedRun =
     opened = open_bundle(make_bundle(LEASE, rollouts), LEASE, run)
     if not isinstance(opened, OpenedBundle):
         return opened
-    toys = {"toy": LengthEnvironment()}
+    toys = {"toy": LeasedPrompts(LEASE)}
     return await judge_bundle(opened, engine, run=run, environments=toys, tokenizer=LetterTokenizer())
 
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from tests.conformance.engine_world import peaked_weights
 from tests.node.proofs_world import LEASE
-from tests.node.validator_world import LengthEnvironment, LetterTokenizer, make_bundle
+from tests.node.validator_world import LeasedPrompts, LetterTokenizer, make_bundle
 from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -57,7 +57,7 @@ async def judge(
     opened = open_bundle(make_bundle(LEASE, rollouts, engine=info), LEASE, run)
     if not isinstance(opened, OpenedBundle):
         return opened
-    toys = {"toy": LengthEnvironment()}
+    toys = {"toy": LeasedPrompts(LEASE)}
     return await judge_bundle(opened, engine, run=run, environments=toys, tokenizer=LetterTokenizer())
 
 
@@ -114,6 +114,6 @@ async def test_a_greedy_choice_needs_no_seed(engine: TransformersEngine) -> None
     for made, reason in ((rollouts, None), (await sampled(engine, rescored=False), RejectReason.SEED_MISMATCH)):
         opened = open_bundle(make_bundle(lease, made, engine=info), lease, run)
         assert isinstance(opened, OpenedBundle)
-        toys = {"toy": LengthEnvironment()}
+        toys = {"toy": LeasedPrompts(LEASE)}
         judgement = await judge_bundle(opened, engine, run=run, environments=toys, tokenizer=LetterTokenizer())
         assert judgement.verdict.reason is reason

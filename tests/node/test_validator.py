@@ -127,7 +127,7 @@ async def test_flips_that_nothing_explains_are_weighed_where_the_run_says_so_and
         assert max(honest.sums[name].log_e) < 0
     assert (await judge(parcel, lease, make_run(rollouts_per_group=16))).evidence is None
     filtered = lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"top_p": 0.9})})
-    opened = open_bundle(parcel, filtered, run)
+    opened = open_bundle(make_bundle(filtered, replace(other, seeds_N=other.seeds_N - 1)), filtered, run)
     assert isinstance(opened, OpenedBundle)
     assert evidence_in(opened, {}, run, judged_by="table/fp32/cpu") == evidence.model_copy(update={"sums": {}})
 

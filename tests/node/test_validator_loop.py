@@ -34,8 +34,12 @@ from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
 
 
-async def make_queue(stop: asyncio.Event, versions: Sequence[int]) -> MemoryCheckQueue:
+async def make_queue(
+    stop: asyncio.Event, versions: Sequence[int], *, first_problem: int | None = None
+) -> MemoryCheckQueue:
     leases = [make_lease(version) for version in versions]
+    if first_problem is not None:
+        leases[0] = moved(leases[0], first_problem)
     return MemoryCheckQueue(
         [(lease, make_bundle(lease, await generate(lease, table_weights(v)), created_at_ms=number))
          for number, (lease, v) in enumerate(zip(leases, versions, strict=True))],
@@ -183,9 +187,8 @@ class StubbornEnvironment(LengthEnvironment):
 
 async def test_a_grader_that_hangs_holds_up_neither_forward_passes_nor_other_verdicts() -> None:
     stop, let_go = asyncio.Event(), threading.Event()
-    queue = await make_queue(stop, [0, 0])
+    queue = await make_queue(stop, [0, 0], first_problem=7)
     hanging, *others = queue.tasks
-    queue.tasks[:] = [(moved(hanging[0], 7), hanging[1]), *others]
     queue.on_result = lambda result: let_go.set()  # the second one's verdict is what ends the first one's hanging
     validator = make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go))
     await run_validator(validator, stop)
@@ -197,9 +200,9 @@ async def test_a_grader_that_hangs_holds_up_neither_forward_passes_nor_other_ver
 
 async def test_a_bundle_that_is_handed_out_again_while_its_grader_hangs_takes_no_second_lane() -> None:
     stop, let_go = asyncio.Event(), threading.Event()
-    queue = await make_queue(stop, [0, 0])
+    queue = await make_queue(stop, [0, 0], first_problem=7)
     (lease, bundle), *others = queue.tasks
-    queue.tasks[:] = [(moved(lease, 7), bundle), (moved(lease, 7), bundle), *others]
+    queue.tasks[:] = [(lease, bundle), (lease, bundle), *others]
     queue.on_result = lambda result: let_go.set()
     await run_validator(make_validator(queue, TableScorer(), environment=lambda: StubbornEnvironment(7, let_go)), stop)
     assert list(queue.results) == [others[0][1], bundle]
@@ -227,8 +230,8 @@ async def test_where_no_second_set_of_environments_can_be_started_the_first_does
 
 def moved(lease: Lease, index: int) -> Lease:
     """The same lease about another problem."""
-    problem = Problem(environment="toy", index=index)
-    return lease.model_copy(update={"groups": tuple(g.model_copy(update={"problem": problem}) for g in lease.groups)})
+    changes = {"problem": Problem(environment="toy", index=index), "prompt_token_ids": (index,)}
+    return lease.model_copy(update={"groups": tuple(g.model_copy(update=changes) for g in lease.groups)})
 
 
 class ForgetfulScorer(TableScorer):

@@ -87,7 +87,7 @@ class LengthEnvironment:
     """Implements ports.environment.Environment: longer answers are better."""
 
     def prompt(self, index: int) -> str:
-        return str(index)
+        return chr(ord("a") + index)
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
         return min(1.0, len(completion) / 8)
@@ -97,6 +97,16 @@ class LengthEnvironment:
 
     def held_out(self, count: int) -> list[HeldOutProblem]:
         return []
+
+
+class LeasedPrompts(LengthEnvironment):
+    """The same environment for a lease with prompts of its own."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._prompts = {group.problem.index: group.prompt_token_ids for group in lease.groups}
+
+    def prompt(self, index: int) -> str:
+        return "".join(chr(ord("a") + token) for token in self._prompts[index])
 
 
 class LetterTokenizer:

@@ -17,6 +17,7 @@ from prime_node.cli.options import Options
 from prime_node.cli.place import HOME
 from prime_node.cli.wire_classes import worker_kind
 from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
+from prime_node.envs.prompts import is_leasable, prompt_of
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.trainer.config import TrainerConfig
 from prime_node.validator.calibrating import LeaseSeries
@@ -24,6 +25,7 @@ from prime_node.validator.config import ValidatorConfig
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
+from prime_protocol.limits import Limits
 from prime_protocol.run_spec import CONFIG_FILE
 from prime_protocol.weights import Weights
 
@@ -86,7 +88,7 @@ def measurement_of_run(options: Options, scratch: Path, *, policy: Path | None =
             made,
             {one.name: one.weight for one in run.environments},
             wire.tokenizer(folder),
-            run.limits.prompt_tokens_max,
+            run.limits,
         )
     except EnvironmentFailed as error:
         raise LocalError(f"an environment gives no prompts to measure with: {error}") from None
@@ -134,7 +136,7 @@ def _weights(model: TinyModel | PretrainedModel, initial_weights: str | None, fo
 
 
 def _prompts(
-    environments: Mapping[str, Environment], weights: Mapping[str, float], tokenizer: Tokenizer, tokens_max: int
+    environments: Mapping[str, Environment], weights: Mapping[str, float], tokenizer: Tokenizer, limits: Limits
 ) -> tuple[tuple[int, ...], ...]:
     """Return prompts of the run's problems, by the environments' weights. Raises LocalError if all are too long."""
     rng, names = np.random.default_rng(0), list(environments)
@@ -142,15 +144,14 @@ def _prompts(
     prompts: list[tuple[int, ...]] = []
     for _ in range(DRAWS_MAX):
         name = names[rng.choice(len(names), p=shares)]
-        text = environments[name].prompt(int(rng.integers(INDEX_MAX)))
-        prompt = tuple(tokenizer.encode_prompt(text))
-        if 1 <= len(prompt) <= tokens_max:
+        prompt = prompt_of(environments[name], int(rng.integers(INDEX_MAX)), tokenizer)
+        if is_leasable(prompt, limits):
             prompts.append(prompt)
         if len(prompts) == PROMPTS:
             break
     if not prompts:
         raise LocalError(
-            f"no prompt of 1 to {tokens_max} tokens in {DRAWS_MAX} problems; check the environments' options and "
+            f"no prompt of 1 to {limits.prompt_tokens_max} tokens in {DRAWS_MAX} problems; check the environments' options and "
             "prompt_tokens_max"
         )
     return tuple(prompts)

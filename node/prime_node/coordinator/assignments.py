@@ -23,6 +23,7 @@ from secrets import token_hex
 from blake3 import blake3
 
 from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.envs.prompts import is_leasable, prompt_of
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_protocol.assigned import Assigned, SeedRule, assigned_in
 from prime_protocol.assignment import HELD_OUT_START, GroupAssignment, Lease, Problem
@@ -209,16 +210,15 @@ class Assigner:
         return self._hash("network", network, num_bytes=16).hex()
 
     def _render(self, slot: int, first_draw: int) -> tuple[Problem, tuple[int, ...], int]:
-        longest = self._run.spec.limits.prompt_tokens_max
+        limits = self._run.spec.limits
         is_held_out = slot >= self._slots_end
         for draw in range(first_draw, first_draw + (1 if is_held_out else DRAWS_MAX)):
             problem = self._problem(slot, draw)
-            text = self._environments[problem.environment].prompt(problem.index)
-            prompt = tuple(self._tokenizer.encode_prompt(text))
-            if 1 <= len(prompt) <= longest:
+            prompt = prompt_of(self._environments[problem.environment], problem.index, self._tokenizer)
+            if is_leasable(prompt, limits):
                 return problem, prompt, draw
         raise LocalError(
-            f"slot {slot}: no prompt of 1 to {longest} tokens in {DRAWS_MAX} problems; "
+            f"slot {slot}: no prompt of 1 to {limits.prompt_tokens_max} tokens in {DRAWS_MAX} problems; "
             "check the environments' options and prompt_tokens_max"
         )
 

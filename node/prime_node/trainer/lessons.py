@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from prime_node.envs.prompts import prompt_of
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.ports.train_backend import TrainingMode, TrainSample
 
@@ -46,7 +47,7 @@ class Lessons:
         sample = self._made.get((name, index))
         if sample is None:
             environment = self._environments[name]
-            prompt = tuple(self._tokenizer.encode_prompt(environment.prompt(index)))
+            prompt = prompt_of(environment, index, self._tokenizer)
             answer = (*self._tokenizer.encode(environment.answer(index)), self._tokenizer.stop_token_id)
             sample = TrainSample(prompt, answer, (0.0,) * len(answer), advantage=1.0, mode=TrainingMode.SFT)
             self._made[name, index] = sample

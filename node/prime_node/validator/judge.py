@@ -1,13 +1,14 @@
 """From a bundle's bytes to a verdict with rewards. The scorer's forward pass is the only I/O.
 
 The order: framing and signature, body, assignment, a forward pass of exactly the lease's policy, logprobs and seeds,
-rewards, computed here from the tokens, copies within the bundle. The first failing check decides. prime_protocol/verify.py
-numbers the checks of the content.
+prompts, rendered here, rewards, computed here from the tokens, copies within the bundle. The first failing check decides.
+prime_protocol/verify.py numbers the checks of the content.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -19,6 +20,7 @@ from prime_node.envs.episodes import CutShort, WrongContext
 from prime_node.ports.engine import Scorer, ScoreRequest
 from prime_node.ports.environment import Environment, Tokenizer, graded_together
 from prime_node.training_data.staleness import versions_of
+from prime_node.validator.prompts import lease_fault
 from prime_node.validator.references import ReferenceComparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
@@ -26,6 +28,7 @@ from prime_protocol.assignment import Lease
 from prime_protocol.calibration import evidence_of
 from prime_protocol.close_flips import CLOSE_FLIPS, close_flip_sums, contexts_of
 from prime_protocol.copies import fingerprints, is_repetitive
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
@@ -50,6 +53,10 @@ from prime_protocol.verify import (
     verdict_on,
 )
 from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
+
+OTHER_LEASE = "the coordinator sent another lease to this validator than the one that the bundle's header names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,9 @@ def open_bundle(
         require_proofs(rollouts, run.spec.checks)
     except RemoteError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
+    if header.lease_digest not in (None, digest_of(lease.model_dump_json().encode())):
+        log.error("bundle of lease %s: %s", lease.lease_id[:12], OTHER_LEASE)
+        return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, OTHER_LEASE))
     newest = newest_policy if run.spec.schedule.swap.spans_policies else None
     vocab_size = run.spec.vocab_size
     try:
@@ -225,10 +235,14 @@ async def reward_bundle(
 ) -> Judgement:
     """Run checks (6) and (7): compute an accepted bundle's rewards, and look for texts that its completions share.
 
-    `proven` is the result of (4) and (5), if the bundle was audited.
+    Compare the lease's prompts with its problems' first. `proven` is the result of (4) and (5), if the bundle was audited.
     """
     lease, rollouts = bundle.lease, bundle.rollouts
     so_far, spec = proven or Judgement(Verdict.accept()), run.spec
+    if (fault := await lease_fault(lease, environments, tokenizer, spec.limits)) is not None:
+        verdict, evidence = Verdict.refuse(RejectReason.UNVERIFIABLE, fault.detail), so_far.evidence
+        weighed = evidence if fault.unscored else None  # a wrong lease tells nothing about its worker
+        return replace(so_far, verdict=verdict, unscored=fault.unscored, evidence=weighed)
     try:
         with graded_together():
             scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=spec)
