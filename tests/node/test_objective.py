@@ -140,7 +140,7 @@ def test_aggregations_weigh_tokens_as_their_names_say() -> None:
 
 def test_losses_are_aggregated_as_in_their_papers_by_default() -> None:
     kinds = {name: find_loss(name, constant_length=8).aggregation.kind for name in LOSSES}
-    assert kinds.pop("gspo") is AggregationKind.SEQUENCE_MEAN
+    assert {kinds.pop(name) for name in ("gspo", "gmpo", "sapo")} == {AggregationKind.SEQUENCE_MEAN}
     assert kinds.pop("dr_grpo") is AggregationKind.CONSTANT_LENGTH
     assert set(kinds.values()) == {AggregationKind.TOKEN_MEAN}
     gspo = find_loss("gspo", aggregation=AggregationKind("seq-mean-token-sum-norm"), constant_length=4)

@@ -68,6 +68,12 @@ class AggregationKind(StrEnum):
     """Mean over completions: a token of a long one weighs less."""
     CONSTANT_LENGTH = "constant_length"
     """Sum divided by a constant: every token weighs the same in every batch, whatever their number."""
+    PROMPT_MEAN = "prompt_mean"
+    """Mean over prompts of the mean over the tokens of their completions."""
+    SEQUENCE_SUM = "sequence_sum"
+    """Sum over tokens divided by the number of completions."""
+    TOKEN_SUM = "token_sum"
+    """Sum over tokens: the learning rate is that of one token."""
 
     @classmethod
     def _missing_(cls, value: object) -> AggregationKind | None:
@@ -94,6 +100,8 @@ _VERL_NAMES = {
     "token-mean": AggregationKind.TOKEN_MEAN,
     "seq-mean-token-mean": AggregationKind.SEQUENCE_MEAN,
     "seq-mean-token-sum-norm": AggregationKind.CONSTANT_LENGTH,
+    "seq-mean-token-sum": AggregationKind.SEQUENCE_SUM,
+    "token-sum": AggregationKind.TOKEN_SUM,
 }
 
 
@@ -119,6 +127,8 @@ class TrainSample:
     """Logprobs (nats) under the proximal policy. Empty: that is the policy at the start of the step."""
     reference_logprobs: tuple[float, ...] = ()
     """Logprobs (nats) under the reference policy, for a loss that needs them."""
+    prompt_weight: float = 1.0
+    """Factor of the aggregation prompt_mean: trainable tokens of the batch / (its prompts x those of this prompt)."""
     claim_nats_max: float = math.inf
     """Distance (nats) of `inference_logprobs` from the trainer's beyond which a token is not trained. Infinite unless
     they are a worker's claim."""

@@ -80,10 +80,11 @@ def _fitting(prepared: Prepared, tokens_max: int, *, step: int) -> Prepared:
 
 def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
     """Compute advantages inside each group, then apply the filters; the order of the rollouts stays."""
-    samples: list[TrainSample] = []
+    samples: list[list[TrainSample]] = []
     counts: Counter[str] = Counter({_count_name(its.name, its.enforce): 0 for its in recipe.filters})
     num_flat = 0
     for group in groups:
+        samples.append([])
         inputs, mode = inputs_of(group), recipe.mode_of(group.environment)
         num_flat += inputs.is_flat
         # Only mode rl trains on rewards; in the other modes every rollout counts the same.
@@ -99,8 +100,21 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
             if flag is not None:
                 counts[_count_name(flag.name, flag.enforce)] += 1
             if flag is None or not flag.enforce:
-                samples += _samples(group, number, advantage=value, mode=mode, claim_nats_max=claim_nats_max)
-    return Prepared(tuple(samples), {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
+                samples[-1] += _samples(group, number, advantage=value, mode=mode, claim_nats_max=claim_nats_max)
+    if recipe.is_prompt_mean:
+        samples = prompt_weighed(samples)
+    chosen = tuple(sample for prompt in samples for sample in prompt)
+    return Prepared(chosen, {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
+
+
+def prompt_weighed(prompts: Sequence[Sequence[TrainSample]]) -> list[list[TrainSample]]:
+    """Return the samples of one optimizer step by prompt, with their factors of the aggregation prompt_mean."""
+    tokens = [sum(sample.num_trained for sample in prompt) for prompt in prompts]
+    num_prompts = sum(count > 0 for count in tokens)
+    return [
+        [replace(sample, prompt_weight=sum(tokens) / max(1, num_prompts * count)) for sample in prompt]
+        for prompt, count in zip(prompts, tokens, strict=True)
+    ]
 
 
 def _samples(

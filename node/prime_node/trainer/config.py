@@ -104,7 +104,8 @@ class LossConfig(Chosen):
     import_path: str | None = None
     """Custom loss, "package.module.function"; then `type` is unused."""
     aggregation: AggregationKind | None = None
-    """Aggregation: token_mean, sequence_mean or constant_length. None: that of the loss's paper."""
+    """Aggregation: token_mean, sequence_mean, constant_length, prompt_mean, sequence_sum or token_sum. None: that of the loss's
+    paper."""
     constant_length: int | None = Field(default=None, ge=1)
     """Divisor of the aggregation constant_length, in tokens. None: the run's longest completion."""
     kl_loss_coef: float = Field(default=0.0, ge=0.0)
@@ -113,6 +114,14 @@ class LossConfig(Chosen):
     """Estimator of that divergence: k1, k2, k3 or abs (verl: kl, mse, low_var_kl); with a + the gradient is that of k2."""
     entropy_coeff: float = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss."""
+    rollout_is: str | None = None
+    """Importance weight of any loss between sampler and proximal policy: token, sequence or geometric."""
+    rollout_is_threshold: str = "2"
+    """Its upper bound; "0.5_5" drops tokens outside of both bounds."""
+    rollout_rs: str | None = None
+    """Rejection of tokens or sequences too far from the sampler: token_k1, seq_mean_k1, seq_max_k2, ..."""
+    rollout_rs_threshold: str | None = None
+    """Bound for each name of `rollout_rs`, or one for all."""
 
 
 class LengthPenaltyConfig(BaseModel):

@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from prime_node.algo.advantages import Advantage, find_advantage
 from prime_node.algo.filters import Filter, find_filter
-from prime_node.algo.losses import Penalty, find_loss
+from prime_node.algo.losses import Penalty, RolloutCorrection, find_loss
 from prime_node.algo.schedule import Damping, ParameterSchedule
-from prime_node.ports.train_backend import Loss, LossNeed, TrainingMode
+from prime_node.ports.train_backend import AggregationKind, Loss, LossNeed, TrainingMode
 from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
 from prime_protocol.errors import LocalError
 
@@ -52,6 +52,8 @@ class Recipe:
     proximal: ProximalPolicy
     claim_nats_max: float
     ref_update_interval: int = 0
+    is_prompt_mean: bool = False
+    """Whether the loss is the mean over prompts, so that samples need their factors."""
 
     @classmethod
     def of(cls, config: TrainerConfig, *, max_steps: int, completion_tokens_max: int, vocab_size: int) -> Recipe:
@@ -73,6 +75,7 @@ class Recipe:
             proximal=ProximalPolicy.of(config),
             claim_nats_max=config.claim_nats_max,
             ref_update_interval=config.ref_update_interval,
+            is_prompt_mean=config.loss.aggregation is AggregationKind.PROMPT_MEAN,
         )
 
     @property
@@ -101,6 +104,9 @@ def _loss(config: LossConfig, completion_tokens_max: int) -> Loss:
         kwargs=config.kwargs,
         aggregation=config.aggregation,
         constant_length=config.constant_length or completion_tokens_max,
+        correction=RolloutCorrection(
+            config.rollout_is, config.rollout_is_threshold, config.rollout_rs, config.rollout_rs_threshold
+        ),
         penalty=Penalty(config.kl_loss_coef, config.kl_loss_type, config.entropy_coeff),
     )
 

@@ -45,6 +45,9 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample], entropy_N: T
         prox_logprobs=column_if_any(lambda sample: sample.prox_logprobs),
         reference_logprobs=column_if_any(lambda sample: sample.reference_logprobs),
         entropy=entropy_N,
+        prompt_weights=column(lambda sample: [sample.prompt_weight] * len(sample.completion_token_ids), empty=1.0)
+        if any(sample.prompt_weight != 1.0 for sample in samples)
+        else None,
         lengths=tuple(lengths),
         modes=tuple(sample.mode for sample in samples),
     )

@@ -14,8 +14,11 @@ from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs, n
 from prime_node.algo.losses.cispo import cispo
 from prime_node.algo.losses.dapo import dapo
 from prime_node.algo.losses.decoupled_ppo import decoupled_ppo
+from prime_node.algo.losses.dppo_binary import dppo_binary_kl, dppo_binary_tv
 from prime_node.algo.losses.dppo_kl import dppo_kl
 from prime_node.algo.losses.dr_grpo import dr_grpo
+from prime_node.algo.losses.gmpo import gmpo
+from prime_node.algo.losses.gpg import gpg
 from prime_node.algo.losses.grpo import grpo
 from prime_node.algo.losses.grpo_is import grpo_is
 from prime_node.algo.losses.gspo import gspo
@@ -24,6 +27,8 @@ from prime_node.algo.losses.objective import LOG_RATIO_ABS, BoundLoss, LossSum, 
 from prime_node.algo.losses.opd import opd
 from prime_node.algo.losses.penalty import NO_PENALTY, Penalty
 from prime_node.algo.losses.ppo_clip import ppo_clip
+from prime_node.algo.losses.rollout_correction import NO_CORRECTION, RolloutCorrection
+from prime_node.algo.losses.sapo import sapo
 from prime_node.algo.losses.sft import sft
 from prime_node.algo.losses.tis import tis
 from prime_node.algo.registry import find_by_name, import_object
@@ -40,6 +45,7 @@ __all__ = [
     "LossSum",
     "Objective",
     "Penalty",
+    "RolloutCorrection",
     "find_loss",
     "needs",
 ]
@@ -59,14 +65,19 @@ LOSSES: Mapping[str, KnownLoss] = {
     "cispo": KnownLoss(cispo),
     "dapo": KnownLoss(dapo),
     "decoupled_ppo": KnownLoss(decoupled_ppo),
+    "dppo_binary_kl": KnownLoss(dppo_binary_kl),
+    "dppo_binary_tv": KnownLoss(dppo_binary_tv),
     "dppo_kl": KnownLoss(dppo_kl),
     "dr_grpo": KnownLoss(dr_grpo, AggregationKind.CONSTANT_LENGTH),
+    "gmpo": KnownLoss(gmpo, AggregationKind.SEQUENCE_MEAN),
+    "gpg": KnownLoss(gpg),
     "grpo": KnownLoss(grpo),
     "grpo_is": KnownLoss(grpo_is),
     "gspo": KnownLoss(gspo, AggregationKind.SEQUENCE_MEAN),
     "mis": KnownLoss(mis),
     "opd": KnownLoss(opd),
     "ppo_clip": KnownLoss(ppo_clip),
+    "sapo": KnownLoss(sapo, AggregationKind.SEQUENCE_MEAN),
     "sft": KnownLoss(sft),
     "tis": KnownLoss(tis),
 }
@@ -80,12 +91,13 @@ def find_loss(
     aggregation: AggregationKind | None = None,
     constant_length: int | None = None,
     penalty: Penalty = NO_PENALTY,
+    correction: RolloutCorrection = NO_CORRECTION,
 ) -> Objective:
     """Return an objective whose mode `rl` is the loss of this name, or a custom one by `import_path`.
 
     `import_path` is "package.module.function". `kwargs` are the loss's settings; `aggregation` defaults to the paper's.
-    `penalty` is added to it. A custom loss is called for each sequence separately. The modes `sft` and `opd` are the
-    losses of these names. Raises LocalError.
+    `penalty` is added to it, after `correction` has weighed it. A custom loss is called for each sequence separately. The
+    modes `sft` and `opd` are the losses of these names. Raises LocalError.
     """
     settings = dict(kwargs or {})
     known = find_by_name("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))
@@ -95,7 +107,13 @@ def find_loss(
         raise LocalError(f"loss {import_path or name}: {error}") from None
     return Objective(
         {
-            TrainingMode.RL: BoundLoss(known.function, settings, per_sequence=import_path is not None, penalty=penalty),
+            TrainingMode.RL: BoundLoss(
+                known.function,
+                settings,
+                per_sequence=import_path is not None,
+                penalty=penalty,
+                correction=correction,
+            ),
             TrainingMode.OPD: BoundLoss(opd, settings if name == "opd" else {}),
             TrainingMode.SFT: BoundLoss(sft, {}),
         },

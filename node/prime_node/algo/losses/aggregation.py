@@ -3,9 +3,13 @@
     token_mean        sum over tokens of l                    / trainable tokens of the batch
     sequence_mean     sum over sequences of mean over it of l / sequences of the batch
     constant_length   sum over tokens of l                    / (sequences of the batch * constant_length)    arXiv 2503.20783
+    sequence_sum      sum over tokens of l                    / sequences of the batch
+    token_sum         sum over tokens of l
+    prompt_mean       sum over prompts of mean over all tokens of its sequences of l / prompts of the batch
 
-A sequence's tokens are its trainable ones. Both counts are of the whole batch, over all micro-batches and ranks. The
-first factor is summed per micro-batch, the divisor is global, so no split of a batch changes loss or gradient.
+`prompt_mean` is computed as token_mean with a factor for each sequence (TrainSample.prompt_weight). A sequence's tokens are its
+trainable ones. All counts are of the whole batch, over all micro-batches and ranks. The first factor is summed per micro-batch,
+the divisor is global, so no split of a batch changes loss or gradient.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ class Aggregation:
     def weights(self, inputs: LossInputs) -> Tensor:
         """Return [N] the factor of each token's loss before the sum; 0 on masked ones."""
         trained = inputs.loss_mask.to(inputs.trainer_logprobs.dtype)
+        if self.kind is AggregationKind.PROMPT_MEAN and inputs.prompt_weights is not None:
+            return trained * inputs.prompt_weights
         if self.kind is not AggregationKind.SEQUENCE_MEAN:
             return trained
         return trained / sequence_sum(trained, inputs).clamp(min=1.0)
@@ -48,9 +54,11 @@ class Aggregation:
 
     def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
         """Return the divisor for the whole batch, from its trainable tokens and its sequences with any. At least 1."""
-        if self.kind is AggregationKind.TOKEN_MEAN:
+        if self.kind in (AggregationKind.TOKEN_MEAN, AggregationKind.PROMPT_MEAN):
             return float(max(1, num_tokens))
-        if self.kind is AggregationKind.SEQUENCE_MEAN:
+        if self.kind is AggregationKind.TOKEN_SUM:
+            return 1.0
+        if self.kind in (AggregationKind.SEQUENCE_MEAN, AggregationKind.SEQUENCE_SUM):
             return float(max(1, num_sequences))
         assert self.constant_length is not None
         return float(max(1, num_sequences) * self.constant_length)

@@ -11,7 +11,7 @@ Letters: N completion tokens, S sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -39,6 +39,7 @@ class LossInputs:
     prox_logprobs: Tensor | None = None  # [N] nats, of the proximal policy; None: the weights at the start of the step
     reference_logprobs: Tensor | None = None  # [N] nats, of the reference policy, if the loss needs them
     entropy: Tensor | None = None  # [N] nats, of the trained policy, with its gradient, if the loss needs it
+    prompt_weights: Tensor | None = None  # [N] factors of the aggregation prompt_mean
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, masked ones included, in order; empty: one sequence."""
     modes: tuple[TrainingMode, ...] = ()
@@ -75,6 +76,11 @@ def needs(*names: str) -> Callable[[_Function], _Function]:
 def needs_of(function: Callable[..., Any]) -> frozenset[LossNeed]:
     """Return what a loss asked for with `needs`."""
     return frozenset(getattr(function, "needs", ()))
+
+
+def from_proximal(inputs: LossInputs) -> LossInputs:
+    """Return the inputs as if the proximal policy had sampled: r is rho, and w is 1."""
+    return replace(inputs, inference_logprobs=_prox(inputs))
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
@@ -118,6 +124,13 @@ def sequence_sum(values: Tensor, inputs: LossInputs) -> Tensor:
     sequence_of_N = sequence_ids(inputs)
     sums_S = values.new_zeros(max(1, len(inputs.lengths))).index_add(0, sequence_of_N, values)
     return sums_S[sequence_of_N]
+
+
+def sequence_max(values: Tensor, inputs: LossInputs) -> Tensor:
+    """Return [N] at each token the maximum over its sequence of `values`, which are not negative and 0 on masked tokens."""
+    sequence_of_N = sequence_ids(inputs)
+    largest_S = values.new_zeros(max(1, len(inputs.lengths))).scatter_reduce(0, sequence_of_N, values, "amax")
+    return largest_S[sequence_of_N]
 
 
 def sequence_ids(inputs: LossInputs) -> Tensor:

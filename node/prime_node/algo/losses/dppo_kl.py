@@ -8,7 +8,8 @@ tokens near the sampler.
 
 The mask compares probabilities (total variation), not ratios: a rare token may change its ratio much, a frequent one
 may not. The second term covers dropped tokens too. prime-rl's documents write min(r, delta), but its code has no delta:
-None is the default.
+None is the default. With `dppo_mask_by_sign` = false a token is dropped on either side whatever its advantage: IPO, prime-rl's
+default before DPPO.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def dppo_kl(
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
     delta: float | None = None,
+    dppo_mask_by_sign: bool = True,
 ) -> LossOutputs:
     """Compute the loss.
 
@@ -35,7 +37,8 @@ def dppo_kl(
     log_r = log_ratio(inputs)
     ratio = log_r.exp()
     moved = inputs.trainer_logprobs.detach().exp() - inputs.inference_logprobs.exp()
-    dropped = torch.where(advantages > 0.0, moved > dppo_mask_high, moved < -dppo_mask_low)
+    rose, fell = moved > dppo_mask_high, moved < -dppo_mask_low
+    dropped = torch.where(advantages > 0.0, rose, fell) if dppo_mask_by_sign else rose | fell
     counted = ratio if delta is None else ratio.clamp(max=delta)
     policy_term = torch.where(dropped, 0.0, -adv_tau * advantages * counted)
     return LossOutputs(

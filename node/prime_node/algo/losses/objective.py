@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from prime_node.algo.losses.aggregation import Aggregation
-from prime_node.algo.losses.base import LossFunction, LossInputs, needs_of
+from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs, from_proximal, needs_of, share_of_tokens
 from prime_node.algo.losses.penalty import NO_PENALTY, Penalty
+from prime_node.algo.losses.rollout_correction import NO_CORRECTION, RolloutCorrection
 from prime_node.ports.train_backend import LossNeed, TrainingMode
+from prime_protocol.errors import LocalError
 
 LOG_RATIO_ABS = "log_ratio_abs"
 """Metric of every objective: mean |log pi - log mu| over the sampled tokens, nats."""
@@ -44,6 +46,7 @@ class BoundLoss:
     per_sequence: bool = False
     """Whether it is called for each sequence separately, as custom losses are."""
     penalty: Penalty = NO_PENALTY
+    correction: RolloutCorrection = NO_CORRECTION
 
     @property
     def needs(self) -> frozenset[LossNeed]:
@@ -58,7 +61,7 @@ class BoundLoss:
         return added(parts, like=inputs.trainer_logprobs)
 
     def _sum(self, inputs: LossInputs, aggregation: Aggregation) -> LossSum:
-        outputs = self.function(inputs, **self.settings)
+        outputs = self._corrected(inputs) if self.correction.is_active else self.function(inputs, **self.settings)
         weights_N = aggregation.weights(inputs)
         is_sum = outputs.loss.dim() == 0  # of one sequence, whose trainable tokens all weigh the same
         loss = outputs.loss * weights_N.max() if is_sum else aggregation.sum(outputs.loss, inputs)
@@ -68,6 +71,14 @@ class BoundLoss:
             loss = loss + aggregation.sum(terms.loss, inputs)
             metrics |= terms.metrics
         return LossSum(loss, {name: _tally(value.detach(), inputs.loss_mask) for name, value in metrics.items()})
+
+    def _corrected(self, inputs: LossInputs) -> LossOutputs:
+        outputs = self.function(from_proximal(inputs), **self.settings)
+        if outputs.loss.dim() == 0:
+            raise LocalError("rollout_is and rollout_rs need a loss of one value a token; this one returns a sum")
+        weight = self.correction.weights(inputs)
+        metrics = {"rollout_is_mean": weight, "rollout_rejected_share": share_of_tokens(weight == 0.0)}
+        return LossOutputs(outputs.loss * weight, {**outputs.metrics, **metrics})
 
 
 class Objective:
@@ -134,6 +145,7 @@ def _zeroed(inputs: LossInputs) -> LossInputs:
         trainer_logprobs=torch.where(mask, inputs.trainer_logprobs, 0.0).clamp(min=_LOGPROB_MIN),
         inference_logprobs=torch.where(mask, inputs.inference_logprobs, 0.0).clamp(min=_LOGPROB_MIN),
         advantages=torch.where(mask, inputs.advantages, 0.0),
+        prompt_weights=zeroed(inputs.prompt_weights),
         teacher_logprobs=zeroed(inputs.teacher_logprobs),
         prox_logprobs=zeroed(inputs.prox_logprobs),
         reference_logprobs=zeroed(inputs.reference_logprobs),
