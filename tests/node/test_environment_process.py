@@ -76,6 +76,20 @@ def test_a_process_answers_as_the_environment_itself(
     ]
 
 
+def test_processes_agree_on_problems_whatever_order_their_sets_have(model: Path) -> None:
+    """These tasks iterate over sets of strings, which Python orders by hashes that differ from process to process."""
+    tasks = ["isomorphic_strings", "polynomial_multiplication", "ransom_note"]
+    specs = [
+        EnvironmentSpec(name=task, id="reasoning_gym", options={"task": task, "compare": "text"}) for task in tasks
+    ]
+    prompts = []
+    for _ in range(2):
+        made = start_environments(specs, model, hidden=[], settings=EnvironmentSettings())
+        prompts.append([made[task].prompt(index) for task in tasks for index in range(10)])
+        made[tasks[0]].process.close()
+    assert prompts[0] == prompts[1]
+
+
 async def test_an_episode_is_played_across_the_pipe(started: dict[str, ProcessEnvironment], model: Path) -> None:
     world, tokenizer = started["again"], HfTokenizer(model)
     assert isinstance(world, TurnEnvironment)

@@ -15,6 +15,9 @@ FOR_LAUNCHER = ("HOME", "TMPDIR")
 """Further variables of a launcher, which finds the same folders as its role."""
 FOR_ENVIRONMENTS = "PRIME_ENVIRONMENT_"
 """Prefix for judges that need their own key: our variable PRIME_ENVIRONMENT_X is X in an environment."""
+SAME_HASHES = {"PYTHONHASHSEED": "0"}
+"""Python's random hashes order sets of strings. Tasks that iterate over one, such as ransom_note of reasoning_gym, would give
+other problems in each process."""
 SECRET = re.compile(r"TOKEN|KEY|AUTH|SECRET")
 
 
@@ -27,7 +30,7 @@ def passed_on(folder: Path, *, network: bool = False) -> dict[str, str]:
     of_the_hub = {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_TOKEN_PATH": str(folder / "token")}
     if not network:
         kept["HF_HUB_OFFLINE"] = "1"  # without this the library would retry for minutes
-    return kept | of_the_hub | {"HOME": str(folder), "TMPDIR": str(folder)}
+    return kept | of_the_hub | SAME_HASHES | {"HOME": str(folder), "TMPDIR": str(folder)}
 
 
 def for_launcher(*, network: bool) -> dict[str, str]:
