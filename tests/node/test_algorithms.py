@@ -10,11 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.algo.advantages import ADVANTAGES, AdvantageInputs, LengthCost, RolloutView, find_advantage, inputs_of
+from prime_node.algo.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    LengthCost,
+    OverlongPenalty,
+    RolloutView,
+    find_advantage,
+    inputs_of,
+)
+from prime_node.algo.advantages.batch_whitening import whitened
 from prime_node.algo.filters import FILTERS, Filter, FilterInputs, find_filter, flags
 from prime_node.algo.losses import LOSSES
 from prime_node.algo.schedule import Damping, Decay, ParameterSchedule
 from prime_node.ports.train_backend import Group
+from prime_node.trainer.batch import prepare
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
 
@@ -48,7 +60,9 @@ def rewarded(*rewards: float, lengths: tuple[int, ...] = (), turns: tuple[int, .
 def test_advantages_are_their_formulas_for_groups_of_any_size(size: int) -> None:
     """Tolerance: roundings of float64."""
     rewards = [0.1, 0.9, 0.4, 0.0, 1.0, 0.3, 0.3, 0.7][:size]
-    mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards)
+    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards) if size > 1 else 0.0
+    lengths = (5, 1, 2, 9, 4, 4, 3, 7)[:size]
+    weighted = sum(length * reward for length, reward in zip(lengths, rewards, strict=True)) / sum(lengths)
     expected = {
         "group_mean": [reward - mean for reward in rewards],
         "normalized": [(reward - mean) / (deviation + 1e-8) for reward in rewards],
@@ -57,13 +71,70 @@ def test_advantages_are_their_formulas_for_groups_of_any_size(size: int) -> None
             for index, reward in enumerate(rewards)
         ],
     }
-    expected["default"] = expected["group_mean"]
+    expected["default"] = expected["reinforce_plus_plus_baseline"] = expected["group_mean"]
+    expected["opo"] = [reward - weighted for reward in rewards]
+    expected["max_rl"] = [(reward - mean) / mean for reward in rewards]
+    expected["reinforce_plus_plus"] = rewards
     assert expected.keys() == ADVANTAGES.keys()
     for name, values in expected.items():
-        assert find_advantage(name)(rewarded(*rewards)) == pytest.approx(values, abs=1e-12)
+        assert find_advantage(name)(rewarded(*rewards, lengths=lengths)) == pytest.approx(values, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_a_deviation_is_the_samples_or_the_populations() -> None:
+    for std, deviation in (("sample", 0.5**0.5), ("population", 0.5)):
+        found = find_advantage("normalized", kwargs={"std": std})(rewarded(1.0, 0.0))
+        assert found == pytest.approx((0.5 / deviation, -0.5 / deviation))
+    with pytest.raises(LocalError, match="expected sample or population"):
+        find_advantage("normalized", kwargs={"std": "none"})(rewarded(1.0, 0.0))
+
+
+def test_max_rl_of_a_mean_that_is_not_positive_is_the_plain_difference() -> None:
+    assert find_advantage("max_rl")(rewarded(-1.0, 0.0)) == (-0.5, 0.5)
+
+
+def test_whitening_is_over_the_tokens_of_all_groups() -> None:
+    """Values 1, 0, 0, -1, -1, -1: mean -1/3, squares 16/9 + 2/9 + 12/9 = 10/3, sample variance 2/3."""
+    found = whitened([(1.0, 0.0), (-1.0,)], [(1, 2), (3,)])
+    scale = math.sqrt(2 / 3 + 1e-8)
+    assert found == [pytest.approx((4 / 3 / scale, 1 / 3 / scale)), pytest.approx((-2 / 3 / scale,))]
+    assert whitened([(0.5, 0.5), (0.5,)], [(1, 2), (3,)]) == [(0.0, 0.0), (0.0,)]
+    assert whitened([(0.5,), ()], [(1,), ()]) == [(0.0,), ()]
+    assert find_advantage("reinforce_plus_plus").is_whitened
+    assert find_advantage("group_mean", whiten=True).is_whitened
+    assert not find_advantage("reinforce_plus_plus_baseline", whiten=False).is_whitened
+
+
+def test_long_rollouts_lose_reward_within_the_buffer() -> None:
+    """The longest length is 10 and the buffer 4: no penalty up to 6, half of it at 8, all of it at 10."""
+    overlong = OverlongPenalty(buffer_tokens=4, penalty_factor=0.5, longest_tokens=10)
+    shaped = overlong.shaped(rewarded(1.0, 1.0, 1.0, 1.0, lengths=(1, 6, 8, 10)))
+    assert shaped.rewards == (1.0, 1.0, 0.75, 0.5)
+    found = find_advantage("group_mean", overlong=overlong)(rewarded(1.0, 1.0, lengths=(6, 10)))
+    assert found == (0.25, -0.25)
+
+
+def test_the_settings_whiten_and_shape_the_batch() -> None:
+    """Lengths 2: rewards 1 and 0 of one prompt, 0 and 0 of another; of eight tokens the sample variance is 3/14."""
+    config = TrainerConfig.model_validate({"advantage": {"type": "reinforce_plus_plus"}, "filters": []})
+    recipe = Recipe.of(config, max_steps=1, completion_tokens_max=4, vocab_size=8)
+    samples = prepare([group(1.0, 0.0), group(0.0, 0.0)], recipe, step=0).samples
+    scale = math.sqrt(3 / 14 + 1e-8)
+    assert [sample.advantage for sample in samples] == pytest.approx([0.75 / scale, *[-0.25 / scale] * 3])
+    buffer = {
+        "advantage": {"type": "reinforce_plus_plus", "whiten": False, "overlong_buffer": {"len": 4}},
+        "filters": [],
+    }
+    recipe = Recipe.of(TrainerConfig.model_validate(buffer), max_steps=1, completion_tokens_max=4, vocab_size=8)
+    assert [sample.advantage for sample in prepare([group(1.0, 0.0)], recipe, step=0).samples] == [0.5, -0.5]
+
+
+def test_truncated_rollouts_are_flagged() -> None:
+    stopped, cut = (Completion((1,), (-0.1,), finish) for finish in (FinishReason.STOP, FinishReason.LENGTH))
+    group = Group(0, (9,), (stopped, cut), (1.0, 0.0), (0, 0), "worker")
+    assert list(find_filter("truncated")(FilterInputs(group, (0.5, -0.5), 8))) == [False, True]
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"reinforce_plus_plus"}))
 def test_equal_rewards_give_exactly_nothing(name: str) -> None:
     advantage = find_advantage(name)
     assert advantage(rewarded(*(0.1,) * 7)) == (0.0,) * 7
@@ -76,7 +147,7 @@ def test_the_seeds_example_of_an_advantage_runs(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     found = find_advantage("custom", import_path="seed_advantage.normalized_advantage", kwargs={"eps": 1e-3})
     group = rewarded(1.0, 0.0, 0.5, 0.5)
-    assert found(group) == pytest.approx(find_advantage("normalized", kwargs={"eps": 1e-3})(group))
+    assert found(group) == pytest.approx(find_advantage("normalized", kwargs={"eps": 1e-3, "std": "population"})(group))
     assert found(rewarded(0.3)) == (0.0,)
     with pytest.raises(LocalError, match=r"advantage seed_advantage\.short: expected 2 finite numbers"):
         find_advantage("custom", import_path="seed_advantage.short")(rewarded(1.0, 0.0))
@@ -97,12 +168,14 @@ def test_a_rollout_answers_by_name_and_by_attribute() -> None:
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_length_penalties_shape_the_rewards_before_any_advantage(name: str) -> None:
     """The two best cost 2 and 6, mean 4. The cheap one gets half as much again, the expensive one and the wrong ones nothing."""
-    shaped = rewarded(1.0 * 1.5, 1.0, 0.5, 0.0)
+    shaped, lengths = (1.0 * 1.5, 1.0, 0.5, 0.0), (2, 6, 1, 1)
     plain = find_advantage(name)
     tokens = find_advantage(name, length_cost=LengthCost.TOKENS)
-    assert tokens(rewarded(1.0, 1.0, 0.5, 0.0, lengths=(2, 6, 1, 1))) == pytest.approx(plain(shaped))
+    assert tokens(rewarded(1.0, 1.0, 0.5, 0.0, lengths=lengths)) == pytest.approx(
+        plain(rewarded(*shaped, lengths=lengths))
+    )
     turns = find_advantage(name, length_cost=LengthCost.TURNS)
-    assert turns(rewarded(1.0, 1.0, 0.5, 0.0, turns=(2, 6, 1, 1))) == pytest.approx(plain(shaped))
+    assert turns(rewarded(1.0, 1.0, 0.5, 0.0, turns=(2, 6, 1, 1))) == pytest.approx(plain(rewarded(*shaped)))
 
 
 def test_being_short_never_pays_for_being_wrong() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prime_node.algo.advantages import inputs_of
+from prime_node.algo.advantages.batch_whitening import whitened
 from prime_node.algo.filters import FilterInputs, flags
 from prime_node.algo.trajectories import interleave
 from prime_node.ports.train_backend import Group, PackedBatch, TrainBackend, TrainingMode, TrainSample
@@ -83,12 +84,10 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
     samples: list[list[TrainSample]] = []
     counts: Counter[str] = Counter({_count_name(its.name, its.enforce): 0 for its in recipe.filters})
     num_flat = 0
-    for group in groups:
+    for group, advantages in zip(groups, _advantages(groups, recipe), strict=True):
         samples.append([])
-        inputs, mode = inputs_of(group), recipe.mode_of(group.environment)
-        num_flat += inputs.is_flat
-        # Only mode rl trains on rewards; in the other modes every rollout counts the same.
-        advantages = recipe.advantage(inputs) if mode is TrainingMode.RL else (1.0,) * len(inputs.rollouts)
+        mode = recipe.mode_of(group.environment)
+        num_flat += len(set(group.rewards)) < 2
         found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
         is_masked = group.masked or (False,) * len(group.completions)
         # Mode sft uses no sampler's logprobs, so a false claim changes nothing.
@@ -105,6 +104,22 @@ def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
         samples = prompt_weighed(samples)
     chosen = tuple(sample for prompt in samples for sample in prompt)
     return Prepared(chosen, {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
+
+
+def _advantages(groups: Sequence[Group], recipe: Recipe) -> list[tuple[float, ...]]:
+    """Return the advantages of each group. Only mode rl has rewards; in the other modes every rollout counts the same."""
+    views = [inputs_of(group) for group in groups]
+    is_rl = [recipe.mode_of(group.environment) is TrainingMode.RL for group in groups]
+    found = [
+        recipe.advantage(view) if rewarded else (1.0,) * len(view.rollouts)
+        for view, rewarded in zip(views, is_rl, strict=True)
+    ]
+    if recipe.advantage.is_whitened:
+        chosen = [index for index, rewarded in enumerate(is_rl) if rewarded]
+        tokens = [[rollout.completion_len for rollout in views[index].rollouts] for index in chosen]
+        for index, values in zip(chosen, whitened([found[index] for index in chosen], tokens), strict=True):
+            found[index] = values
+    return found
 
 
 def prompt_weighed(prompts: Sequence[Sequence[TrainSample]]) -> list[list[TrainSample]]:

@@ -137,6 +137,17 @@ class LengthPenaltyConfig(BaseModel):
     """Weight of the environment's tokens."""
 
 
+class OverlongConfig(BaseModel):
+    """Soft penalty of rollouts that are almost as long as the run allows (DAPO)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    len: int = Field(ge=1)
+    """Tokens before the run's longest completion in which the penalty rises."""
+    penalty_factor: float = Field(default=1.0, ge=0.0)
+    """Penalty of a rollout of the longest length."""
+
+
 class AdvantageConfig(Chosen):
     """The advantage and its settings."""
 
@@ -146,6 +157,10 @@ class AdvantageConfig(Chosen):
     """Custom advantage, "package.module.function"; then `type` is unused."""
     length_penalty: LengthPenaltyConfig | None = None
     """Shaping of the rewards before any advantage."""
+    overlong_buffer: OverlongConfig | None = None
+    """Penalty of long rollouts, before the other shaping."""
+    whiten: bool | None = None
+    """Whiten the advantages of each optimizer step over its tokens. None: as the algorithm does."""
 
 
 class FilterConfig(Chosen):

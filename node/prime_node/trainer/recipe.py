@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prime_node.algo.advantages import Advantage, find_advantage
+from prime_node.algo.advantages import Advantage, OverlongPenalty, find_advantage
 from prime_node.algo.filters import Filter, find_filter
 from prime_node.algo.losses import Penalty, RolloutCorrection, find_loss
 from prime_node.algo.schedule import Damping, ParameterSchedule
@@ -63,7 +63,7 @@ class Recipe:
             raise LocalError("mode opd needs a teacher: set trainer.teacher.url and trainer.teacher.model")
         return cls(
             loss=_loss(config.loss, completion_tokens_max),
-            advantage=_advantage(config.advantage),
+            advantage=_advantage(config.advantage, completion_tokens_max),
             filters=tuple(find_filter(each.type, kwargs=each.kwargs, enforce=each.enforce) for each in config.filters),
             schedule=ParameterSchedule(
                 optimizer.lr, optimizer.warmup_steps, max_steps, config.lr_final_share, config.lr_decay
@@ -111,12 +111,14 @@ def _loss(config: LossConfig, completion_tokens_max: int) -> Loss:
     )
 
 
-def _advantage(config: AdvantageConfig) -> Advantage:
-    penalty = config.length_penalty
+def _advantage(config: AdvantageConfig, completion_tokens_max: int) -> Advantage:
+    penalty, buffer = config.length_penalty, config.overlong_buffer
     return find_advantage(
         config.type,
         import_path=config.import_path,
         kwargs=config.kwargs,
         length_cost=None if penalty is None else penalty.type,
         length_weights={} if penalty is None else penalty.model_dump(exclude={"type"}),
+        overlong=None if buffer is None else OverlongPenalty(buffer.len, buffer.penalty_factor, completion_tokens_max),
+        whiten=config.whiten,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from prime_node.algo.filters.base import FilterFunction, FilterInputs
 from prime_node.algo.filters.gibberish import gibberish
 from prime_node.algo.filters.repetition import repetition
+from prime_node.algo.filters.truncated import ended_truncated
 from prime_node.algo.filters.zero_advantage import zero_advantage
 from prime_node.algo.registry import find_by_name
 from prime_protocol.errors import LocalError
@@ -19,6 +20,7 @@ __all__ = ["FILTERS", "Filter", "FilterInputs", "find_filter", "flags"]
 FILTERS: Mapping[str, FilterFunction] = {
     "gibberish": gibberish,
     "repetition": repetition,
+    "truncated": ended_truncated,
     "zero_advantage": zero_advantage,
 }
 
