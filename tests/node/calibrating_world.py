@@ -32,6 +32,11 @@ class Judged:
     weights: Weights
     leases: list[Lease]
 
+    def first(self, num_tokens: int) -> Judged:
+        """Return the same with only the first leases, of at least so many tokens: the rest of a life that ends by then."""
+        leases = [lease for place, lease in enumerate(self.leases) if _tokens_of(self.leases[:place]) < num_tokens]
+        return replace(self, leases=leases)
+
     async def statistics(self, sampled: list[Rollouts], judge: TransformersEngine | None = None) -> Errors:
         return await measure_pair(judge or self.engine, self.leases, sampled)
 
@@ -41,6 +46,10 @@ class Judged:
         sampled = await sample_honestly(self.engine, self.leases)
         await self.engine.load(self.weights, policy_version=0)
         return sampled
+
+
+def _tokens_of(leases: list[Lease]) -> int:
+    return LENGTH * sum(lease.num_rollouts for lease in leases)
 
 
 def leases_of(seed: int) -> list[Lease]:

@@ -71,6 +71,7 @@ def tokens_needed(errors: Errors) -> float:
 async def test_altered_weights_are_banned_by_their_logprobs_and_rescored_ones_by_their_flips(judged: Judged) -> None:
     rng = np.random.default_rng(1)
     other = mapped(judged.weights, lambda values: values + rng.normal(0.0, 0.02 * values.std(), values.shape))
+    judged = judged.first(1_000)
     sampled = await judged.cheating(other)
     assert tokens_needed(await judged.statistics(sampled)) <= 64
     assert tokens_needed(await judged.statistics(await rescored(judged, sampled))) <= 1_000
@@ -80,6 +81,7 @@ async def test_altered_weights_are_banned_by_their_logprobs_and_rescored_ones_by
 async def test_another_temperature_is_banned_though_its_logprobs_are_the_right_ones(
     judged: Judged, temperature: float, tokens_max: int
 ) -> None:
+    judged = judged.first(tokens_max)
     colder = [
         lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
         for lease in judged.leases
@@ -89,7 +91,8 @@ async def test_another_temperature_is_banned_though_its_logprobs_are_the_right_o
 
 
 async def test_forged_seeds_are_banned_at_once(judged: Judged) -> None:
-    forged = leases_of(seed=6)
+    judged = judged.first(LENGTH)
+    forged = leases_of(seed=6)[: len(judged.leases)]
     forged = [
         lease.model_copy(
             update={

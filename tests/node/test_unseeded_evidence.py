@@ -69,6 +69,7 @@ async def test_honest_choices_are_not_suspected_whatever_their_order(
 async def test_another_temperature_is_banned_without_any_seed(
     judged: Judged, temperature: float, tokens_max: int
 ) -> None:
+    judged = judged.first(tokens_max)
     other = [
         lease.model_copy(update={"sampling": lease.sampling.model_copy(update={"temperature": temperature})})
         for lease in judged.leases
@@ -80,6 +81,7 @@ async def test_another_temperature_is_banned_without_any_seed(
 async def test_another_model_is_banned_though_the_right_one_gives_its_logprobs(judged: Judged) -> None:
     rng = np.random.default_rng(1)
     other = mapped(judged.weights, lambda values: values + rng.normal(0.0, 0.3 * values.std(), values.shape))
+    judged = judged.first(1_000)
     sampled = await rescored(judged, await judged.cheating(other))
     assert tokens_needed(await choices(judged, sampled)) <= 1_000
 

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import re
 import sys
-import textwrap
 import types
 import typing
 from collections import Counter
@@ -116,11 +115,17 @@ def _bounds(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the classes of a module by name. `inspect.getsource` would parse the module again for each of them."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
 def in_source(model: type[BaseModel]) -> dict[str, list[tuple[str, Any]]]:
     """Return field -> constraints in the `Field(...)` after its `=`, from the source text."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
     found: dict[str, list[tuple[str, Any]]] = {}
-    for node in ast.walk(tree):
+    for node in ast.walk(_classes(model.__module__)[model.__qualname__]):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
             scope = vars(sys.modules[model.__module__])
             found[node.target.id] = [
