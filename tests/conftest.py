@@ -72,6 +72,7 @@ def pytest_collection_finish() -> None:
     import hypothesis  # noqa: F401 - it looks for referrers of what is registered with it, and finds none that are frozen
 
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,12 @@ def modules() -> Iterator[tuple[str, Path]]:
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
             yield ".".join([package, *(part for part in parts if part != "__init__")]), path
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file. Tests that read all modules share it: they are one group of pytest-xdist."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def statements(tree: ast.AST) -> Iterator[ast.AST]:

@@ -9,11 +9,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tests.source_tree import PACKAGES, ROOT, imports_of, modules, within
+from tests.source_tree import PACKAGES, ROOT, imports_of, modules, parsed, within
 
 from prime_node.cli.main import SUMMARIES
 from prime_protocol.envelope import PayloadType
 
+pytestmark = pytest.mark.xdist_group("source tree")
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 LINES_MAX = 250
@@ -49,7 +50,7 @@ def definitions(nodes: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 def defines(file: Path, name: str) -> bool:
     """Return whether a module defines a dotted name."""
-    body = ast.parse(file.read_text(encoding="utf-8")).body
+    body = parsed(file).body
     for part in name.split("."):
         known = dict(definitions(body))
         if part not in known:
@@ -91,7 +92,7 @@ def imports() -> tuple[tuple[str, str], ...]:
     return tuple(
         (module, name)
         for module, path in modules()
-        for _, name in imports_of(module, ast.parse(path.read_text()), is_package=path.name == "__init__.py")
+        for _, name in imports_of(module, parsed(path), is_package=path.name == "__init__.py")
     )
 
 
@@ -123,7 +124,7 @@ def test_every_name_of_the_page_is_defined_in_its_file() -> None:
 
 
 def test_every_endpoint_of_the_page_is_served() -> None:
-    tree = ast.parse(ROUTES.read_text(encoding="utf-8"))
+    tree = parsed(ROUTES)
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     named = set(re.findall(r"/v1/(\w+)", TEXT))
     served = texts | {text.split("/")[2] for text in texts if text.startswith("/v1/")}

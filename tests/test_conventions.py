@@ -7,8 +7,10 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.source_tree import modules
+import pytest
+from tests.source_tree import modules, parsed
 
+pytestmark = pytest.mark.xdist_group("source tree")
 TESTS = Path(__file__).parent
 LIBRARIES = {"_get_observed_addrs", "_teardown_if_connected"}
 """Private names of libp2p, which the product's subclasses override."""
@@ -32,7 +34,7 @@ SLOW_PEERS = {
 def nodes_of_files() -> dict[str, list[ast.AST]]:
     """Return the syntax nodes of each file of the tests."""
     paths = sorted(TESTS.rglob("*.py"))
-    return {path.relative_to(TESTS).as_posix(): list(ast.walk(ast.parse(path.read_text("utf-8")))) for path in paths}
+    return {path.relative_to(TESTS).as_posix(): list(ast.walk(parsed(path))) for path in paths}
 
 
 def dotted(node: ast.expr) -> str:
@@ -90,7 +92,7 @@ def private_names() -> Iterator[str]:
     """Yield names with a leading underscore that the product defines: modules, functions, classes, attributes and constants."""
     for module, path in modules():
         yield from (part for part in module.split(".") if part.startswith("_"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 name = node.name
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.source_tree import parsed
 
 from prime_node.cli import launch, up
 from prime_node.cli.supervisor import Child, Supervisor
@@ -57,15 +58,16 @@ async def test_ranks_of_the_trainer_import_nothing_from_the_current_folder(plant
     assert not has_run(planted)
 
 
+@pytest.mark.xdist_group("source tree")
 def test_every_python_that_we_start_leaves_the_current_folder_out() -> None:
     starts = 0
     for path in NODE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             words = node.elts if isinstance(node, ast.List | ast.Tuple) else getattr(node, "args", None)
             if not isinstance(words, list):
                 continue
             for word, after in pairwise([*words, None]):
-                if isinstance(word, ast.expr) and ast.unparse(word) == "sys.executable":
+                if isinstance(word, ast.Attribute) and ast.unparse(word) == "sys.executable":
                     starts += 1
                     assert isinstance(after, ast.Constant), f"{path}:{word.lineno}"
                     assert after.value == "-P", f"{path}:{word.lineno}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.security.hostile_world import NEVER, NO_MODEL_FILES
+from tests.source_tree import parsed
 
 import prime_node
 from prime_node.broadcast.swarm.part_store import PartStore
@@ -67,7 +68,7 @@ ALLOWED = {
 
 def made_of_more_than_constants(path: Path) -> Iterator[int]:
     """Return the lines that build a path from anything but constants."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         match node:
             case ast.BinOp(left=left, op=ast.Div(), right=part):
                 is_path = LOOKS_LIKE_A_FOLDER.search(ast.unparse(left)) is not None
@@ -83,6 +84,7 @@ def _is_constant(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
+@pytest.mark.xdist_group("source tree")
 def test_paths_are_made_by_the_one_function() -> None:
     files = [path for path in NODE.rglob("*.py") if "sim" not in path.parts and path.name != "inside.py"]
     found = {str(path.relative_to(NODE)): list(made_of_more_than_constants(path)) for path in files}
