@@ -29,7 +29,7 @@ from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.rules import SchedulerRules
 from prime_node.coordinator.state.scheduler import NothingToLease, choose_slots
 from prime_node.coordinator.state.tick import tick
-from prime_protocol.schedule import Schedule, Selection, SwapPolicy, lag_of, slots_ahead
+from prime_protocol.schedule import Schedule, Selection, SwapPolicy
 
 _NOTHING_S = 1e-6
 """Time below which a remainder is rounding error."""
@@ -105,11 +105,10 @@ def make_rules(
     rollouts_per_group: int = 8,
 ) -> SchedulerRules:
     """Return a run's rules without a run. Leases never expire by themselves."""
-    eta = float(async_level) if schedule.staleness_threshold is None else schedule.staleness_threshold
     is_window = schedule.selection is Selection.WINDOW
     return SchedulerRules(
         run="0" * 64,
-        async_level=lag_of(eta),
+        async_level=schedule.async_level(groups_per_step, otherwise=async_level),
         groups_per_step=groups_per_step,
         rollouts_per_group=rollouts_per_group,
         max_steps=max_steps,
@@ -118,7 +117,9 @@ def make_rules(
         workers_max=max(workers, 1),
         leases_per_worker_max=16,
         bundles_pending_per_worker_max=32,
-        slots_ahead=slots_ahead(eta, groups_per_step),
+        slots_ahead=schedule.slots_ahead(groups_per_step, async_level=async_level),
+        max_run_ahead=schedule.max_run_ahead,
+        inflight_max=schedule.inflight_max(groups_per_step),
         selection=schedule.selection,
         window_groups=schedule.window_steps * groups_per_step if is_window else 0,
         batches_per_step=schedule.batches_per_step,

@@ -28,7 +28,7 @@ from prime_protocol.key_ring import KeyChain, RoleKeys
 from prime_protocol.limits import Limits
 from prime_protocol.names import ModelFileName
 from prime_protocol.reward_ranks import REWARD_RANKS
-from prime_protocol.schedule import Schedule, Selection, StalePolicy, lag_of, slots_ahead
+from prime_protocol.schedule import Schedule, Selection, StalePolicy
 from prime_protocol.seed_chain import SeedChain
 from prime_protocol.shading import SHADING, SHADING_BY_REWARD
 from prime_protocol.step import Admission
@@ -274,8 +274,12 @@ class RunSpec(WireModel):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Self:
         schedule, eta = self.schedule, self.schedule.staleness_threshold
-        if eta is not None and self.async_level != lag_of(eta):
-            raise ValueError(f"async_level must be {lag_of(eta)}, for schedule.staleness_threshold is {eta:g}")
+        level = schedule.async_level(self.groups_per_step, otherwise=self.async_level)
+        if self.async_level != level:
+            cause = (
+                f"staleness_threshold is {eta:g}" if eta is not None else f"max_run_ahead is {schedule.max_run_ahead}"
+            )
+            raise ValueError(f"async_level must be {level}, for schedule.{cause}")
         num_batches = schedule.trigger_parameter_sync_step * schedule.require_batches
         if self.groups_per_step % num_batches:
             raise ValueError(
@@ -289,12 +293,12 @@ class RunSpec(WireModel):
     @property
     def admission(self) -> Admission:
         """Rule that decides which policy may serve which slot."""
-        schedule, eta = self.schedule, self.schedule.staleness_threshold
+        schedule = self.schedule
         return Admission(
             groups_per_step=self.groups_per_step,
-            slots_ahead=slots_ahead(self.async_level if eta is None else eta, self.groups_per_step),
+            slots_ahead=schedule.slots_ahead(self.groups_per_step, async_level=self.async_level),
             is_in_order=schedule.selection is Selection.IN_ORDER,
-            lag_max=schedule.max_off_policy_steps if schedule.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None,
+            lag_max=schedule.max_off_policy_steps if schedule.stale is StalePolicy.DROP else None,
         )
 
     def context_tokens_max(self, environment: EnvironmentSpec) -> int:

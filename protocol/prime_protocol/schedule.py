@@ -26,8 +26,14 @@ class Selection(StrEnum):
     """Order of slots: step n takes slots nR to (n + 1)R - 1 and waits for each. Only this keeps every group at most k behind."""
     READY_FIRST = "ready_first"
     """Order of acceptance, regardless of slots."""
+    LOWEST_SLOT_FIRST = "lowest_slot_first"
+    """Order of slots among the accepted groups: it waits for none."""
     LOWEST_VERSION_FIRST = "lowest_version_first"
-    """Order of policies, the oldest first."""
+    """Order of policies among the accepted groups, the oldest first."""
+    FRESHEST_FIRST = "freshest_first"
+    """Order of policies among the accepted groups, the newest first, then of slots."""
+    VERSION_FIFO = "version_fifo"
+    """Order of policies among the groups that are begun, then of slots: it waits for the groups of the oldest policy."""
     WINDOW = "window"
     """Order of acceptance, but only among the lowest `window_steps` steps' worth of untrained slots."""
 
@@ -40,7 +46,7 @@ class StalePolicy(StrEnum):
     DROP = "drop_and_refill"
     """Removal; its slot is leased again on a newer policy."""
     WAIT = "wait"
-    """Prevention: a batch waits for every group that would be too old for the next one."""
+    """Patience: a batch waits for every group that is begun and would be too old for the next batch. None is dropped."""
     MASK = "mask"
     """Masking: it counts as part of its batch, but its tokens do not contribute to the loss."""
 
@@ -76,6 +82,10 @@ class SwapPolicy(StrEnum):
         return self in (SwapPolicy.ABORT_AND_RESUME, SwapPolicy.KEEP_KV, SwapPolicy.KEEP_AND_RECOMPUTE)
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class Schedule(WireModel):
     """Asynchronous mode of a run. Defaults: in order, at most `async_level` behind, drained at a swap.
 
@@ -86,6 +96,12 @@ class Schedule(WireModel):
     """Name of the preset that gave the other values. For display only."""
     staleness_threshold: float | None = Field(default=None, ge=0.0, le=64.0)
     """eta: groups of (1 + eta) steps may be in flight beyond those of earlier policies. None: the run's async_level."""
+    max_run_ahead: int | None = Field(default=None, ge=0, le=64, exclude_if=_is_none)
+    """Steps that may be shipped and not yet published. Beyond, no group is begun and no batch is fixed. Replaces eta."""
+    max_inflight_groups: int | None = Field(default=None, ge=1, le=limits.STEP_GROUPS_MAX, exclude_if=_is_none)
+    """Groups that may be leased or wait for a verdict at once. None: no bound."""
+    oversampling_factor: float | None = Field(default=None, gt=0.0, le=64.0, exclude_if=_is_none)
+    """The same bound as a multiple of groups_per_step."""
     trigger_parameter_sync_step: int = Field(default=1, ge=1, le=limits.STEP_GROUPS_MAX)
     """K: batches of one step, each fetched and trained separately; a policy is published after the last one."""
     require_batches: int = Field(default=1, ge=1, le=limits.STEP_GROUPS_MAX)
@@ -117,12 +133,43 @@ class Schedule(WireModel):
     def _fits_together(self) -> Self:
         if self.stale is not StalePolicy.KEEP and self.max_off_policy_steps is None:
             raise ValueError(f"stale = {self.stale.value!r} needs max_off_policy_steps: from where on a group is stale")
+        if self.max_inflight_groups is not None and self.oversampling_factor is not None:
+            raise ValueError("max_inflight_groups and oversampling_factor set the same; give one of them")
+        if self.max_run_ahead is not None:
+            if self.staleness_threshold is not None:
+                raise ValueError(
+                    "max_run_ahead and staleness_threshold both bound how far groups are begun ahead; give one"
+                )
+            if self.max_inflight_groups is None and self.oversampling_factor is None:
+                raise ValueError("max_run_ahead needs max_inflight_groups or oversampling_factor")
+            if self.selection is Selection.IN_ORDER:
+                raise ValueError("max_run_ahead needs another selection than in_order, for example ready_first")
         return self
 
     @property
     def batches_per_step(self) -> int:
         """Number of batches of one step, K."""
         return self.trigger_parameter_sync_step
+
+    def inflight_max(self, groups_per_step: int) -> int | None:
+        """Return the number of groups that may be in progress at once; None: no bound."""
+        if self.oversampling_factor is not None:
+            return max(1, floor(groups_per_step * Fraction(str(self.oversampling_factor))))
+        return self.max_inflight_groups
+
+    def slots_ahead(self, groups_per_step: int, *, async_level: int) -> int:
+        """Return the number of groups that may be begun beyond those of earlier policies."""
+        if self.max_run_ahead is not None:
+            return groups_per_step * (1 + self.max_run_ahead) + (self.inflight_max(groups_per_step) or 0)
+        return slots_ahead(
+            async_level if self.staleness_threshold is None else self.staleness_threshold, groups_per_step
+        )
+
+    def async_level(self, groups_per_step: int, *, otherwise: int) -> int:
+        """Return the run's async_level: its own value `otherwise`, unless this schedule determines it."""
+        if self.max_run_ahead is None and self.staleness_threshold is None:
+            return otherwise
+        return -(-self.slots_ahead(groups_per_step, async_level=otherwise) // groups_per_step) - 1
 
     @property
     def is_default(self) -> bool:
@@ -149,10 +196,10 @@ def lag_of(staleness: float) -> int:
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "prime_rl": {},
     "prime_rl_lag1": {
-        "staleness_threshold": 1.0,
+        "max_run_ahead": 1,
+        "oversampling_factor": 2.0,
         "selection": Selection.READY_FIRST,
         "max_off_policy_steps": 8,
-        "staleness_from": StalenessFrom.OLDEST,
         "stale": StalePolicy.DROP,
         "swap": SwapPolicy.KEEP_KV,
     },
@@ -174,8 +221,34 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "staleness_from": StalenessFrom.END,
         "swap": SwapPolicy.ABORT_AND_RESUME,
     },
+    "verl_v1": {
+        "staleness_threshold": 1.0,
+        "selection": Selection.LOWEST_VERSION_FIRST,
+        "max_off_policy_steps": 7,
+        "stale": StalePolicy.DROP,
+        "swap": SwapPolicy.ABORT_AND_RESUME,
+    },
     "nemo_async": {"staleness_threshold": 1.0},
+    "nemo_ready_first": {"staleness_threshold": 1.0, "selection": Selection.LOWEST_SLOT_FIRST},
+    "nemo_weight_fifo": {
+        "staleness_threshold": 1.0,
+        "selection": Selection.VERSION_FIFO,
+        "max_off_policy_steps": 1,
+        "stale": StalePolicy.DROP,
+    },
+    "nemo_windowed": {
+        "staleness_threshold": 1.0,
+        "selection": Selection.LOWEST_SLOT_FIRST,
+        "max_off_policy_steps": 1,
+        "stale": StalePolicy.DROP,
+    },
     "areal": {
+        "staleness_threshold": 4.0,
+        "selection": Selection.LOWEST_SLOT_FIRST,
+        "staleness_from": StalenessFrom.OLDEST,
+        "swap": SwapPolicy.ABORT_AND_RESUME,
+    },
+    "skyrl": {
         "staleness_threshold": 4.0,
         "selection": Selection.READY_FIRST,
         "staleness_from": StalenessFrom.OLDEST,
@@ -185,27 +258,58 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Values that differ from the defaults. `prime_rl` is the default with k = async_level."""
 
 _SAME: Mapping[str, tuple[str, Callable[[float], float]]] = {
-    "max_trajectory_age_steps": ("staleness_threshold", float),  # NeMo-RL
-    "max_async_level": ("staleness_threshold", float),  # prime-rl
+    "max_trajectory_age_steps": ("staleness_threshold", float),  # NeMo-RL, asynchronous GRPO
+    "generation_lead_steps": ("staleness_threshold", float),  # the same
+    "max_lookahead_versions": ("staleness_threshold", float),  # NeMo-RL, sampler in_order
+    "max_async_level": ("staleness_threshold", float),  # prime-rl until 2025
     "max_staleness_steps": ("staleness_threshold", float),  # SkyRL
     "max_head_offpolicyness": ("staleness_threshold", float),  # AReaL
-    "oversampling_factor": ("staleness_threshold", lambda factor: factor - 1.0),  # that many times R groups in flight
+    "num_warmup_batches": ("staleness_threshold", float),  # verl V1
+    "parameter_sync_step": ("trigger_parameter_sync_step", int),  # verl V1
+    "max_off_policy_threshold": ("max_off_policy_steps", lambda policies: int(policies) - 1),  # verl V1
+    "max_concurrent_rollouts": ("max_inflight_groups", int),  # AReaL: its rollout is a group
+    "num_parallel_generation_workers": ("max_inflight_groups", int),  # SkyRL
+    "max_inflight_prompts": ("max_inflight_groups", int),  # NeMo-RL
 }
 """Other names of a setting, with the conversion of their values."""
+_STALE = {"drop": StalePolicy.DROP, "wait": StalePolicy.WAIT}
+"""Values of verl V1's max_off_policy_strategy."""
+_WINDOWS: Mapping[str, tuple[str, ...]] = {
+    "nemo_ready_first": ("staleness_threshold",),
+    "nemo_weight_fifo": ("staleness_threshold", "max_off_policy_steps"),
+    "nemo_windowed": ("max_off_policy_steps",),
+}
+"""NeMo-RL's samplers as presets, with what max_staleness_versions sets in each."""
+_INSTEAD: Mapping[str, str] = {
+    "max_inflight": "counts completions: set max_inflight_groups to it divided by run.rollouts_per_group",
+    "max_inflight_rollouts": "counts completions: set max_inflight_groups to it divided by run.rollouts_per_group",
+    "min_inflight": "belongs to a controller of engine load: workers measure their own; max_inflight_groups bounds all of them",
+    "tasks_per_minute": "is a rate: bound the groups in progress by max_inflight_groups",
+    "token_batch_size": "counts tokens: a batch is a number of groups, run.groups_per_step; the trainer packs by tokens",
+    "sample_full_batch": "replaces groups without signal: set online_difficulty_filtering (docs/algorithms.md)",
+    "max_buffered_rollouts": "counts groups: set staleness_threshold to it divided by run.groups_per_step, minus 1",
+    "min_groups_for_streaming_train": "is a part of a step: divide the step by trigger_parameter_sync_step",
+    "warmup_lookahead_versions": "changes during the run: use max_lookahead_versions, which is fixed",
+    "warmup_generation_lead_steps": "changes during the run: use generation_lead_steps, which is fixed",
+}
+"""Names that have no equal here, with what to set instead."""
+_WRITTEN = {name for name, field in Schedule.model_fields.items() if field.exclude_if is None}
+"""Fields that every signed schedule has. With all of them, the preset fills in nothing: its values may change later."""
 _SWAPS = ("partial_rollout", "in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
 
 
 def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Translate other frameworks' names and fill in a preset's values. Raises ValueError."""
     given = dict(fields)
+    for name in given.keys() & _INSTEAD.keys():
+        raise ValueError(f"{name} {_INSTEAD[name]}")
+    preset = given.get("preset")
+    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
+        raise ValueError(f"preset {preset!r:.40} is unknown; known are {', '.join(PRESETS)}")
+    _translate_samplers(given, preset)
     for name, (target, convert) in _SAME.items():
         if name in given:
-            value = given.pop(name)
-            if target in given:
-                raise ValueError(f"{name} and another setting both set {target}; give one of them")
-            if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= limits.COUNT_MAX:
-                raise ValueError(f"{name} must be a number")
-            given[target] = convert(value)
+            _put(given, name, target, convert(_number(name, given.pop(name))))
     if any(name in given for name in _SWAPS):
         if "swap" in given:
             raise ValueError(f"swap and {', '.join(name for name in _SWAPS if name in given)} set the same; give one")
@@ -213,12 +317,50 @@ def translated(fields: Mapping[str, Any]) -> dict[str, Any]:
         if not all(isinstance(flag, bool) for flag in flags.values()):
             raise ValueError(f"{', '.join(_SWAPS)} must be true or false")
         given["swap"] = _swap_of(*flags.values())
-    preset = given.get("preset")
-    if preset is not None:
-        if not isinstance(preset, str) or preset not in PRESETS:
-            raise ValueError(f"preset {preset!r:.40} is unknown; known are {', '.join(PRESETS)}")
-        given = {**PRESETS[preset], **given}
+    if preset is not None and not given.keys() >= _WRITTEN:
+        values = dict(PRESETS[preset])
+        if given.get("max_inflight_groups") is not None:
+            values.pop("oversampling_factor", None)
+        given = {**values, **given}
     return given
+
+
+def _translate_samplers(given: dict[str, Any], preset: str | None) -> None:
+    """Translate the settings whose meaning depends on the sampler, and those that are words."""
+    if "max_off_policy_strategy" in given:
+        strategy = given.pop("max_off_policy_strategy")
+        if strategy not in _STALE:
+            raise ValueError(f"max_off_policy_strategy must be one of {', '.join(_STALE)}")
+        _put(given, "max_off_policy_strategy", "stale", _STALE[strategy])
+    if "sample_freshest_first" in given:
+        freshest = given.pop("sample_freshest_first")
+        if not isinstance(freshest, bool):
+            raise ValueError("sample_freshest_first must be true or false")
+        if freshest:
+            _put(given, "sample_freshest_first", "selection", Selection.FRESHEST_FIRST)
+    if "max_staleness_versions" in given:
+        if preset is None or preset not in _WINDOWS:
+            raise ValueError(f"max_staleness_versions depends on the sampler: give preset = {' or '.join(_WINDOWS)}")
+        versions = _number("max_staleness_versions", given.pop("max_staleness_versions"))
+        for target in _WINDOWS[preset]:
+            value = float(versions) if target == "staleness_threshold" else int(versions)
+            _put(given, "max_staleness_versions", target, value)
+
+
+def _put(given: dict[str, Any], name: str, target: str, value: object) -> None:
+    if target in given:
+        raise ValueError(f"{name} and another setting both set {target}; give one of them")
+    given[target] = value
+
+
+def _number(name: str, value: object) -> int | float:
+    """Return a value that is a number; a whole one for settings that are whole numbers here."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= limits.COUNT_MAX:
+        raise ValueError(f"{name} must be a number")
+    is_whole = name == "max_staleness_versions" or _SAME[name][0] != "staleness_threshold"
+    if is_whole and value != int(value):
+        raise ValueError(f"{name} must be a whole number")
+    return value
 
 
 def _swap_of(partial_rollout: bool, in_flight: bool, recompute: bool) -> SwapPolicy:

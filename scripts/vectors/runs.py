@@ -52,6 +52,10 @@ def runs(folder: Folder) -> Envelope:
     partial = Schedule.model_validate({"preset": "verl_partial", "trigger_parameter_sync_step": 2})
     scheduled = spec.model_copy(update={"async_level": 1, "schedule": partial})
     timed = seal(scheduled, PayloadType.RUN_SPEC, ROOT)
+    ahead = Schedule.model_validate({"preset": "prime_rl_lag1", "selection": "lowest_slot_first"})
+    bounded = spec.model_copy(update={"async_level": 3, "schedule": ahead})
+    gated = seal(bounded, PayloadType.RUN_SPEC, ROOT)
+    unbounded = seal(bounded.model_copy(update={"async_level": 1}), PayloadType.RUN_SPEC, ROOT)
     folder.cases(
         "run_spec",
         [
@@ -62,6 +66,12 @@ def runs(folder: Folder) -> Envelope:
                 "pinned": timed.digest,
                 "expect": fields(scheduled),
             },
+            {
+                "name": "a schedule with a run-ahead",
+                "text": gated.to_bytes().decode(),
+                "pinned": gated.digest,
+                "expect": fields(bounded),
+            },
             wire | {"name": "another run", "pinned": digest_of(b"other"), "error": E.WRONG_RUN},
             *(
                 {"name": name, "text": other.to_bytes().decode(), "pinned": other.digest, "error": code}
@@ -69,6 +79,7 @@ def runs(folder: Folder) -> Envelope:
                     ("signed by another key", strange, E.BAD_SIGNATURE),
                     ("another protocol version", later, E.VERSION_UNSUPPORTED),
                     ("unknown field", unknown, E.UNKNOWN_FIELD),
+                    ("a run-ahead with another async_level", unbounded, E.WRONG_TYPE),
                 ]
             ),
         ],

@@ -91,7 +91,7 @@ async def test_a_policy_names_the_last_batch_of_its_step() -> None:
 
 async def test_groups_that_became_too_old_are_dropped_and_leased_again() -> None:
     schedule = {"preset": "prime_rl_lag1", "max_off_policy_steps": 0, "selection": "ready_first"}
-    async with running(memory_parts(make_run(async_level=1, schedule=schedule, groups_per_step=2))) as world:
+    async with running(memory_parts(make_run(async_level=3, schedule=schedule, groups_per_step=2))) as world:
         await world.join(ANNA)
         await world.publish()
         assert await finish(world, ANNA, rollouts_max=4) == (0, 1)

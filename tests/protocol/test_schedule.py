@@ -27,6 +27,19 @@ def test_a_preset_is_its_values_and_survives_the_wire(preset: str) -> None:
     assert Schedule.model_validate_json(schedule.model_dump_json()) == schedule
 
 
+def test_a_signed_schedule_keeps_its_values_when_its_preset_changes() -> None:
+    written = Schedule().model_dump() | {
+        "preset": "prime_rl_lag1",
+        "staleness_threshold": 1.0,
+        "selection": "ready_first",
+    }
+    read = Schedule.model_validate(written)
+    assert (read.max_run_ahead, read.oversampling_factor, read.staleness_threshold) == (None, None, 1.0)
+    bounded = Schedule.model_validate({"preset": "prime_rl_lag1", "max_inflight_groups": 8})
+    assert Schedule.model_validate_json(bounded.model_dump_json()) == bounded
+    assert (bounded.oversampling_factor, bounded.max_run_ahead) == (None, 1)
+
+
 def test_a_setting_overrides_its_preset() -> None:
     schedule = Schedule.model_validate(
         {"preset": "verl_partial", "staleness_threshold": 0.25, "partial_rollout": False}
@@ -42,7 +55,24 @@ def test_a_setting_overrides_its_preset() -> None:
         ({"max_staleness_steps": 2}, "staleness_threshold", 2.0),
         ({"max_head_offpolicyness": 8}, "staleness_threshold", 8.0),
         ({"max_async_level": 1}, "staleness_threshold", 1.0),
-        ({"oversampling_factor": 1.5}, "staleness_threshold", 0.5),
+        ({"generation_lead_steps": 2}, "staleness_threshold", 2.0),
+        ({"max_lookahead_versions": 2}, "staleness_threshold", 2.0),
+        ({"num_warmup_batches": 1}, "staleness_threshold", 1.0),
+        ({"parameter_sync_step": 4}, "trigger_parameter_sync_step", 4),
+        ({"max_off_policy_threshold": 8}, "max_off_policy_steps", 7),
+        ({"max_off_policy_strategy": "drop", "max_off_policy_threshold": 1}, "stale", StalePolicy.DROP),
+        ({"max_off_policy_strategy": "wait", "max_off_policy_threshold": 1}, "stale", StalePolicy.WAIT),
+        ({"max_concurrent_rollouts": 64}, "max_inflight_groups", 64),
+        ({"num_parallel_generation_workers": 64}, "max_inflight_groups", 64),
+        ({"max_inflight_prompts": 32}, "max_inflight_groups", 32),
+        ({"preset": "nemo_ready_first", "max_staleness_versions": 3}, "staleness_threshold", 3.0),
+        ({"preset": "nemo_ready_first", "max_staleness_versions": 3}, "max_off_policy_steps", None),
+        ({"preset": "nemo_weight_fifo", "max_staleness_versions": 3}, "staleness_threshold", 3.0),
+        ({"preset": "nemo_weight_fifo", "max_staleness_versions": 3}, "max_off_policy_steps", 3),
+        ({"preset": "nemo_windowed", "max_staleness_versions": 3}, "max_off_policy_steps", 3),
+        ({"preset": "nemo_windowed", "sample_freshest_first": True}, "selection", Selection.FRESHEST_FIRST),
+        ({"preset": "nemo_windowed", "sample_freshest_first": False}, "selection", Selection.LOWEST_SLOT_FIRST),
+        ({"oversampling_factor": 1.5}, "staleness_threshold", None),
         ({"partial_rollout": True}, "swap", SwapPolicy.ABORT_AND_RESUME),
         ({"in_flight_weight_updates": False}, "swap", SwapPolicy.DRAIN),
         ({"in_flight_weight_updates": True}, "swap", SwapPolicy.KEEP_KV),
@@ -71,6 +101,20 @@ def test_the_names_of_other_frameworks_are_understood(settings: dict[str, Any], 
         ({"stale": "mask"}, "needs max_off_policy_steps"),
         ({"staleness_treshold": 1.0}, "Extra inputs"),
         ({"staleness_threshold": -0.5}, "greater than or equal to 0"),
+        ({"max_inflight": 64}, "counts completions: set max_inflight_groups"),
+        ({"token_batch_size": 65_536}, "counts tokens: a batch is a number of groups"),
+        ({"sample_full_batch": True}, "set online_difficulty_filtering"),
+        ({"max_buffered_rollouts": 64}, "divided by run.groups_per_step, minus 1"),
+        ({"warmup_lookahead_versions": 4}, "use max_lookahead_versions"),
+        ({"max_staleness_versions": 1}, "give preset = nemo_ready_first or"),
+        ({"max_off_policy_strategy": "keep"}, "one of drop, wait"),
+        ({"sample_freshest_first": 1}, "true or false"),
+        ({"sample_freshest_first": True, "selection": "window"}, "both set selection"),
+        ({"max_inflight_prompts": 1.5}, "whole number"),
+        ({"max_inflight_groups": 8, "oversampling_factor": 1.0}, "set the same"),
+        ({"max_run_ahead": 1, "selection": "ready_first"}, "needs max_inflight_groups or"),
+        ({"max_run_ahead": 1, "max_inflight_groups": 8}, "needs another selection"),
+        ({"preset": "prime_rl_lag1", "staleness_threshold": 1.0}, "give one"),
     ],
 )
 def test_contradicting_settings_are_reported(settings: dict[str, Any], what: str) -> None:
@@ -90,6 +134,31 @@ def test_contradicting_settings_are_reported(settings: dict[str, Any], what: str
 def test_a_schedule_fits_its_run(spec: RunSpec, changes: dict[str, Any], what: str) -> None:
     with pytest.raises(ValidationError, match=what):
         RunSpec.model_validate({**spec.model_dump(), **changes})
+
+
+def test_prime_rls_capacity_does_not_depend_on_its_asynchronous_level() -> None:
+    both = Schedule.model_validate({"max_async_level": 2, "oversampling_factor": 2.0})
+    assert both.staleness_threshold == 2.0
+    assert (both.inflight_max(6), both.slots_ahead(6, async_level=0)) == (12, 18)
+    assert Schedule.model_validate({"max_async_level": 1, "oversampling_factor": 1.0}).inflight_max(6) == 6
+    assert Schedule.model_validate({"oversampling_factor": 0.01}).inflight_max(6) == 1
+
+
+def test_a_run_ahead_and_its_capacity_bound_the_slots(spec: RunSpec) -> None:
+    schedule = Schedule.model_validate({"preset": "prime_rl_lag1", "oversampling_factor": 1.5})
+    changes = {"schedule": schedule.model_dump(), "groups_per_step": 6}
+    bounded = RunSpec.model_validate({**spec.model_dump(), **changes, "async_level": 3})
+    assert bounded.admission.slots_ahead == 6 * 2 + 9
+    assert bounded.admission.lag_leased == 3
+    with pytest.raises(ValidationError, match=r"async_level must be 3, for schedule\.max_run_ahead is 1"):
+        RunSpec.model_validate({**spec.model_dump(), **changes, "async_level": 1})
+
+
+def test_a_bound_that_is_not_given_leaves_the_bytes_of_a_schedule_as_they_were() -> None:
+    assert (
+        not {"max_run_ahead", "max_inflight_groups", "oversampling_factor"}
+        & Schedule(window_steps=3).model_dump().keys()
+    )
 
 
 def test_the_default_schedule_leaves_the_bytes_of_a_run_as_they_were(spec: RunSpec) -> None:

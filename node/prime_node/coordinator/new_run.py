@@ -33,7 +33,7 @@ from prime_protocol.run_spec import (
     PinnedRun,
     RunSpec,
 )
-from prime_protocol.schedule import Schedule, lag_of
+from prime_protocol.schedule import Schedule
 from prime_protocol.seed_chain import committed
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 
@@ -211,7 +211,6 @@ def build_run_spec(
         known = calibration if checks.unseeded else calibration.without(LIKELIHOOD_RATIOS)
         checks = checks.model_copy(update={"calibration": known})
     limits_of_run = fit_positions(config, model_files[CONFIG_FILE]) if CONFIG_FILE in model_files else config.limits
-    eta = config.schedule.staleness_threshold
     try:
         spec = RunSpec(
             name=config.name,
@@ -236,7 +235,7 @@ def build_run_spec(
                 completion_tokens_max=config.completion_tokens_max,
                 stop_token_ids=stop_token_ids,
             ),
-            async_level=config.async_level if eta is None else lag_of(eta),
+            async_level=config.schedule.async_level(config.groups_per_step, otherwise=config.async_level),
             max_steps=config.max_steps,
             groups_per_step=config.groups_per_step,
             rollouts_per_group=config.rollouts_per_group,

@@ -1,15 +1,11 @@
-"""Selection of accepted groups for the next batch, and of those too old for it. Pure; used by the coordinator and by planners.
-
-A group's *deadline* is the last step that may train it: the policy that its staleness is counted from, plus
-max_off_policy_steps.
-"""
+"""Selection of accepted groups for the next batch, and of those too old for it. Pure; used by the coordinator and by planners."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prime_protocol.schedule import Selection
 
@@ -29,60 +25,40 @@ def stale(ready: Iterable[Ready], *, step: int, lag_max: int) -> tuple[int, ...]
     return tuple(sorted(group.slot for group in ready if step - group.policy_version > lag_max))
 
 
-def choose_ready(ready: Sequence[Ready], count: int, *, selection: Selection, slots_end: int) -> tuple[int, ...] | None:
+def is_overdue(begun_versions: Iterable[int], *, step: int, lag_max: int) -> bool:
+    """Return whether a group that is begun and not accepted would be too old for the batch after `step` (StalePolicy.WAIT)."""
+    return any(step - version >= lag_max for version in begun_versions)
+
+
+def choose_ready(
+    ready: Sequence[Ready],
+    count: int,
+    *,
+    selection: Selection,
+    slots_end: int,
+    begun_versions: Iterable[int] = (),
+) -> tuple[int, ...] | None:
     """Return the slots of a batch of `count` groups, ascending; None if it must wait.
 
-    `slots_end` bounds Selection.WINDOW.
+    `slots_end` bounds Selection.WINDOW. `begun_versions` holds the policy of each group that is begun and not accepted:
+    Selection.VERSION_FIFO waits for those that come before a group that it would take.
     """
     if selection is Selection.WINDOW:
         ready = [group for group in ready if group.slot < slots_end]
     if len(ready) < count:
         return None
-    return tuple(sorted(group.slot for group in _ranked(ready, selection)[:count]))
-
-
-def choose_in_time(
-    ready: Sequence[Ready],
-    begun_versions: Iterable[int],
-    count: int,
-    *,
-    step: int,
-    capacity_left: int,
-    groups_per_step: int,
-    lag_max: int,
-    selection: Selection,
-) -> tuple[int, ...] | None:
-    """Choose under StalePolicy.WAIT: include, or wait for, every group that would be too old for the next batch.
-
-    For each deadline d, the steps up to d can still train `capacity_left` (of this step, after this batch) plus a whole
-    step for each later one. Groups beyond that must be in this batch; it waits for those that are not ready.
-    """
-    due = Counter(max(step, group.policy_version + lag_max) for group in ready)
-    due.update(max(step, version + lag_max) for version in begun_versions)
-    by_rank = _ranked(ready, selection)
-    chosen: dict[int, Ready] = {}
-    num_due = 0
-    for deadline in sorted(due):
-        num_due += due[deadline]
-        needed = num_due - capacity_left - groups_per_step * (deadline - step)
-        in_time = [group for group in by_rank if group.policy_version + lag_max <= deadline]
-        have = sum(group.slot in chosen for group in in_time)
-        for group in in_time:
-            if have >= min(needed, count):
-                break
-            if group.slot not in chosen:
-                chosen[group.slot] = group
-                have += 1
-        if have < min(needed, count):
-            return None
-    assert len(chosen) <= count
-    if len(ready) < count:
+    chosen = sorted(ready, key=_RANKS[selection])[:count]  # mostly sorted already, which makes sorting fast
+    if selection is Selection.VERSION_FIFO and min(begun_versions, default=inf) < chosen[-1].policy_version:
         return None
-    rest = (group for group in by_rank if group.slot not in chosen)
-    return tuple(sorted([*chosen, *(group.slot for group, _ in zip(rest, range(count - len(chosen)), strict=False))]))
+    return tuple(sorted(group.slot for group in chosen))
 
 
-def _ranked(ready: Iterable[Ready], selection: Selection) -> list[Ready]:
-    """Return the groups in training order. The input is mostly sorted already, which makes sorting fast."""
-    names = ("policy_version", "order") if selection is Selection.LOWEST_VERSION_FIRST else ("order",)
-    return sorted(ready, key=attrgetter(*names))
+_RANKS: Mapping[Selection, Callable[[Ready], Any]] = {
+    Selection.READY_FIRST: attrgetter("order"),
+    Selection.WINDOW: attrgetter("order"),
+    Selection.LOWEST_SLOT_FIRST: attrgetter("slot"),
+    Selection.LOWEST_VERSION_FIRST: attrgetter("policy_version", "order"),
+    Selection.VERSION_FIFO: attrgetter("policy_version", "slot"),
+    Selection.FRESHEST_FIRST: lambda group: (-group.policy_version, group.slot),
+}
+"""Training order of ready groups, by selection."""

@@ -15,10 +15,16 @@ from typing import Any
 
 from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.effects import LEASE_CHANGED, LEASE_CHANGED_FOR_ALL, BundleForgotten, Effect
+from prime_node.coordinator.state.effects import (
+    BATCH_CHANGED,
+    LEASE_CHANGED,
+    LEASE_CHANGED_FOR_ALL,
+    BundleForgotten,
+    Effect,
+)
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State, WorkerRecord
 from prime_node.coordinator.state.slot_records import StepSlots
-from prime_node.training_data.selection import Ready, choose_in_time, choose_ready, stale
+from prime_node.training_data.selection import Ready, choose_ready, is_overdue, stale
 from prime_protocol.schedule import Selection, StalePolicy
 
 
@@ -49,10 +55,7 @@ def next_step(state: State) -> int:
 
 
 def stale_slots(state: State, step: int) -> tuple[int, ...]:
-    """Return the accepted groups that are too old for `step`. They are dropped before its batch is chosen.
-
-    Under StalePolicy.WAIT there are some only if more groups were leased late, on an old policy, than a step can take.
-    """
+    """Return the accepted groups that are too old for `step`. They are dropped before its batch is chosen."""
     lag_max = state.rules.admission.lag_max
     return () if lag_max is None else stale(_ready(state), step=step, lag_max=lag_max)
 
@@ -68,23 +71,37 @@ def choose_batch(state: State) -> tuple[int, ...] | None:
         first = step * rules.groups_per_step + num_given * count
         accepted = state.steps[step].accepted if step in state.steps else {}
         return tuple(range(first, first + count)) if all(s in accepted for s in range(first, first + count)) else None
-    if state.num_ready < count:
+    if state.num_ready < count or is_too_far_ahead(state, step):
         return None
-    ready = list(_ready(state))
+    begun = list(_begun_versions(state)) if rules.waits_for_begun else []
     if rules.stale is StalePolicy.WAIT:
         assert rules.lag_max is not None
-        return choose_in_time(
-            ready,
-            _begun_versions(state),
-            count,
-            step=step,
-            capacity_left=count * (rules.batches_per_step - 1 - num_given),
-            groups_per_step=rules.groups_per_step,
-            lag_max=rules.lag_max,
-            selection=rules.selection,
-        )
+        if is_overdue(begun, step=step, lag_max=rules.lag_max):
+            return None
+    if (lag_max := rules.admission.lag_max) is not None:  # what is too old is not waited for
+        begun = [version for version in begun if step - version <= lag_max]
     slots_end = _window_end(state) if rules.selection is Selection.WINDOW else 0
-    return choose_ready(ready, count, selection=rules.selection, slots_end=slots_end)
+    return choose_ready(
+        list(_ready(state)), count, selection=rules.selection, slots_end=slots_end, begun_versions=begun
+    )
+
+
+def is_too_far_ahead(state: State, step: int) -> bool:
+    """Return whether `step`, the first one that is not given completely, is beyond what may be given or begun."""
+    bound = state.rules.max_run_ahead
+    return bound is not None and step - state.head > bound
+
+
+def places_left(state: State) -> int | None:
+    """Return how many groups may be begun now; None: no such bound."""
+    rules = state.rules
+    if rules.max_run_ahead is not None and is_too_far_ahead(state, next_step(state)):
+        return 0
+    if rules.inflight_max is None:
+        return None
+    return max(
+        0, rules.inflight_max - sum(len(step.held.keys() - step.accepted.keys()) for step in state.steps.values())
+    )
 
 
 def _ready(state: State) -> Iterator[Ready]:
@@ -205,7 +222,8 @@ def _manifest_published(state: State, event: ev.ManifestPublished, at_ms: int) -
     size = state.rules.groups_per_step
     for number in range(first, state.last_step + 1):
         state.steps[number] = StepSlots(open=list(range((number + 1) * size - 1, number * size - 1, -1)))
-    return [LEASE_CHANGED_FOR_ALL, *evaluations.retire(state)]
+    held_back = [BATCH_CHANGED] if state.rules.max_run_ahead is not None else []
+    return [LEASE_CHANGED_FOR_ALL, *held_back, *evaluations.retire(state)]
 
 
 def _encodings_forgotten(state: State, event: ev.EncodingsForgotten, at_ms: int) -> list[Effect]:

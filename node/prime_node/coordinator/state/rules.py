@@ -26,6 +26,10 @@ class SchedulerRules:
     bundles_pending_per_worker_max: int
     slots_ahead: int | None = None
     """Slots that may be begun ahead, floor(R (1 + eta)), if the schedule names eta; None: eta is async_level."""
+    max_run_ahead: int | None = None
+    """Steps that may be given to the trainer and not be published; beyond, nothing is begun or given. None: no such bound."""
+    inflight_max: int | None = None
+    """Groups that may be leased or wait for a verdict at once. None: no bound."""
     selection: Selection = Selection.IN_ORDER
     window_groups: int = 0
     """Slots that Selection.WINDOW chooses from."""
@@ -57,8 +61,13 @@ class SchedulerRules:
         """The admission rule of step.py."""
         size = self.groups_per_step
         ahead = (1 + self.async_level) * size if self.slots_ahead is None else self.slots_ahead
-        lag_max = self.lag_max if self.stale in (StalePolicy.DROP, StalePolicy.WAIT) else None
+        lag_max = self.lag_max if self.stale is StalePolicy.DROP else None
         return Admission(size, ahead, self.selection is Selection.IN_ORDER, lag_max)
+
+    @cached_property
+    def waits_for_begun(self) -> bool:
+        """Whether a batch may wait for a group that is begun, so that the end of its lease may complete the batch."""
+        return self.stale is StalePolicy.WAIT or self.selection is Selection.VERSION_FIFO
 
     @cached_property
     def slots_end(self) -> int:
@@ -96,7 +105,9 @@ def rules_of(run: PinnedRun) -> SchedulerRules:
         workers_max=spec.limits.workers_max,
         leases_per_worker_max=spec.limits.leases_per_worker_max,
         bundles_pending_per_worker_max=spec.limits.bundles_pending_per_worker_max,
-        slots_ahead=None if schedule.staleness_threshold is None else spec.admission.slots_ahead,
+        slots_ahead=spec.admission.slots_ahead,
+        max_run_ahead=schedule.max_run_ahead,
+        inflight_max=schedule.inflight_max(spec.groups_per_step),
         selection=schedule.selection,
         window_groups=schedule.window_steps * spec.groups_per_step if schedule.selection is Selection.WINDOW else 0,
         batches_per_step=schedule.batches_per_step,

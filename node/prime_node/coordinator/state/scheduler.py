@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from prime_node.coordinator.state import failing, newcomers
+from prime_node.coordinator.state import batches, failing, newcomers
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.records import LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.slots import lowest_open
@@ -87,7 +87,9 @@ def choose_slots(
     if state.is_complete:
         return NothingToLease("the run has all its rollouts", is_worth_waiting=False)
     groups_max = max(1, min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group)
-    again = _find_left(state, worker, policy_version=policy_version, count_max=groups_max) if worker.left else None
+    places = batches.places_left(state)
+    begun_max = groups_max if places is None else min(groups_max, places)
+    again = _find_left(state, worker, policy_version=policy_version, count_max=begun_max) if worker.left else None
     is_wasteful = worker.is_wasteful and again is None
     if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
@@ -114,8 +116,8 @@ def choose_slots(
     found = None
     if state.evaluations:
         found = _find_held_out(state, worker, policy_version=policy_version, count_max=count_max)
-    if found is None:
-        found = _find_open(state, worker, policy_version=policy_version, count_max=count_max)
+    if found is None and places != 0:
+        found = _find_open(state, worker, policy_version=policy_version, count_max=min(count_max, begun_max))
     if found is None:
         found = _find_straggler(state, worker, policy_version=policy_version, count_max=count_max, now_ms=now_ms)
     if found is not None:
@@ -123,6 +125,8 @@ def choose_slots(
     if policy_version < state.head:
         reason = f"policy {policy_version} has no open work left; policy {state.head} is the newest"
         return NothingToLease(reason, is_worth_waiting=False)
+    if places == 0:
+        return NothingToLease("the schedule allows no more groups in progress now", is_worth_waiting=True)
     return NothingToLease(
         f"all work for policy {policy_version} is leased; more opens with the next policy or when a lease expires",
         is_worth_waiting=True,
@@ -133,10 +137,11 @@ def is_work_left(state: State) -> bool:
     """Return whether a worker with the newest policy could lease an open slot, apart from its own limits."""
     if state.is_ending:
         return False
+    if any(evaluation.open for evaluation in state.evaluations.values()):
+        return True
     slots_end = state.rules.admission.slots_end(state.head)
-    return any(step.open and step.open[-1] < slots_end for step in state.steps.values()) or any(
-        evaluation.open for evaluation in state.evaluations.values()
-    )
+    is_open = any(step.open and step.open[-1] < slots_end for step in state.steps.values())
+    return is_open and batches.places_left(state) != 0
 
 
 def _find_held_out(state: State, worker: WorkerRecord, *, policy_version: int, count_max: int) -> Grant | None:

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from operator import neg
 
 from prime_node.coordinator.state import evaluations
-from prime_node.coordinator.state.effects import LEASE_CHANGED, Effect
+from prime_node.coordinator.state.effects import BATCH_CHANGED, LEASE_CHANGED, Effect
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.coordinator.state.slot_records import AcceptedGroup, Evaluation, StepSlots
 
@@ -55,7 +55,8 @@ def release_slots(state: State, step: StepSlots | None, lease: LeaseRecord) -> l
             insort(step.open, slot, key=neg)
             reopened = True
     ended = evaluations.settle_evaluation(state, lease.step) if isinstance(step, Evaluation) else []
-    return [LEASE_CHANGED, *ended] if reopened else ended
+    waiting = [BATCH_CHANGED] if state.rules.waits_for_begun else []
+    return [LEASE_CHANGED, *waiting, *ended] if reopened else [*waiting, *ended]
 
 
 def fill(state: State, step: StepSlots, slot: int, group: AcceptedGroup) -> None:
