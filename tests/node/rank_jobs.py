@@ -20,7 +20,7 @@ from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
-from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainSample
 from prime_protocol.checkpoint import EncodedCheckpoint, root_of_table
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import BasePolicy
@@ -120,6 +120,24 @@ def agreement(
     for seed in (1, 2):
         backend.train_step(samples(seed=seed), find_loss("aipo", constant_length=16), lr=1e-3)
     return backend.logprobs(samples()), backend.snapshot()
+
+
+def reference_logprobs(ranks: Ranks, *, model: Path, folder: Path, lora: LoraSettings | None) -> tuple[bool, bool]:
+    """Return whether the reference kept its logprobs while the policy moved, and again after a save and a resumption."""
+
+    def made() -> TorchBackend:
+        return TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48, lora=lora)
+
+    backend, batch = made(), samples()
+    before = backend.logprobs(batch)
+    backend.keep_policy(KeptPolicy.REFERENCE)
+    curve(backend, [1, 2])
+    moved = backend.logprobs(batch) != before
+    kept = backend.kept_logprobs(batch, KeptPolicy.REFERENCE) == before
+    backend.save(folder)()
+    resumed = made()
+    resumed.load(folder)
+    return moved and kept, resumed.kept_logprobs(batch, KeptPolicy.REFERENCE) == before
 
 
 def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path, published_dtype: str = "fp32") -> Curve:

@@ -218,6 +218,14 @@ def test_masters_survive_a_checkpoint_bit_by_bit(pool: RankPool, model: Path, tm
     assert (found.losses, found.norms, found.root) == (expected.losses, expected.norms, expected.root)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, alpha=8)])
+def test_the_reference_is_sharded_and_survives_a_checkpoint(
+    pool: RankPool, model: Path, tmp_path: Path, lora: LoraSettings | None
+) -> None:
+    found = pool.run(rank_jobs.reference_logprobs, ranks=2, model=model, folder=tmp_path, lora=lora)
+    assert found == [(True, True)] * 2
+
+
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 4), (4, 1), (1, 2)])
 def test_a_checkpoint_is_resumed_on_another_number_of_ranks(
     pool: RankPool, model: Path, tmp_path: Path, before: int, after: int
