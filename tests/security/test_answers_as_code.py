@@ -183,6 +183,9 @@ class Scorer:
         self.graded.append(answer)
         if answer == "hang":
             threading.Event().wait()
+        if answer == "share":
+            os.set_blocking(2, False)
+            return 1.0
         if answer == "exit":
             os._exit(0)
         if answer == "raise":
@@ -227,6 +230,15 @@ class Counting(Scorer):
     def grade(self, problem: SourceProblem, answer: str) -> float:
         self.graded.append(answer)
         return len(self.graded) / 10
+
+
+def test_an_answer_leaves_what_its_process_shares_with_the_next_as_it_was() -> None:
+    """A stderr that does not wait would fail every later scorer that prints more than its pipe holds."""
+    source = SeparateGrading(Scorer())
+    was_blocking = os.get_blocking(2)
+    assert source.grade(source.draw(1), "share") == 1.0
+    assert was_blocking
+    assert os.get_blocking(2)
 
 
 async def test_an_episode_is_graded_in_the_set_of_its_own_request() -> None:

@@ -11,6 +11,7 @@ in the child; a lock that one of them held at that moment stays locked there, an
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import pickle
@@ -34,8 +35,8 @@ RESULT_BYTES_MAX = 4_096
 ERROR_CHARS_MAX = 400
 _PR_SET_PDEATHSIG = 1
 _SIZE = struct.Struct("<Q")
-_FIRST_FREE = 3
-"""First file descriptor after stdin, stdout and stderr."""
+_STDERR, _FIRST_FREE = 2, 3
+"""Descriptor of stderr, and the first one after stdin, stdout and stderr."""
 _RULES = SandboxRules(read=(Path("/"),), shared_ipc=False, log_denials=False, limits=ProcessLimits(processes=0))
 """Rules on top of those of the environments' process: reading where that one may read, and nothing else."""
 
@@ -96,6 +97,7 @@ class _Child:
     """A fork of this process that grades."""
 
     def __init__(self, grade: Grade) -> None:
+        self._flags = fcntl.fcntl(_STDERR, fcntl.F_GETFL)
         (requests, self._requests), (self._results, results) = os.pipe(), os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
@@ -126,11 +128,12 @@ class _Child:
         return found
 
     def end(self) -> None:
-        """End the child."""
+        """End the child. It shares stderr, and may have made it fail later sets' scorers that print (O_NONBLOCK)."""
         os.close(self._requests)
         os.close(self._results)
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
+        fcntl.fcntl(_STDERR, fcntl.F_SETFL, self._flags)
 
 
 def close_memory() -> None:
