@@ -40,6 +40,8 @@ class AnyRun(RuleBasedStateMachine):
         copies=st.integers(1, 3),
         slow_factor=st.none() | st.just(1.5),
         escrow=st.integers(0, 3),
+        run_ahead=st.none() | st.integers(0, 2),
+        inflight=st.none() | st.integers(1, 6),
     )
     def begin(
         self,
@@ -56,15 +58,25 @@ class AnyRun(RuleBasedStateMachine):
         copies: int,
         slow_factor: float | None,
         escrow: int,
+        run_ahead: int | None,
+        inflight: int | None,
     ) -> None:
         size = mini_batch * num_batches
         eta = k if quarters is None else quarters / 4
         k = lag_of(eta)
+        ahead = None if quarters is None else slots_ahead(eta, size)
+        if selection is Selection.IN_ORDER or inflight is None:
+            run_ahead = None
+        elif run_ahead is not None:
+            ahead = size * (1 + run_ahead) + inflight
+            k = -(-ahead // size) - 1
         self.run_ = Run(
             dataclasses.replace(
                 RULES,
                 async_level=k,
-                slots_ahead=None if quarters is None else slots_ahead(eta, size),
+                slots_ahead=ahead,
+                max_run_ahead=run_ahead,
+                inflight_max=inflight,
                 groups_per_step=size,
                 batches_per_step=num_batches,
                 max_steps=max_steps,

@@ -1,4 +1,4 @@
-"""Selection of groups for the next batch when they are not taken in order."""
+"""Selection of groups for the next batch when they are not taken in order, and the bounds on those in progress."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def test_freshest_first_takes_the_newest_policy_and_version_fifo_waits_for_the_o
 
 def prime_rl_today(*, permits: int) -> Run:
     rules = replace(RULES, groups_per_step=6, slots_ahead=12 + permits, async_level=3, max_steps=20)
-    bounds = {"leases_per_worker_max": 100, "bundles_pending_per_worker_max": 100, "max_run_ahead": 1}
-    run = Run(replace(rules, selection=Selection.READY_FIRST, inflight_max=permits, **bounds))
+    rules = replace(rules, leases_per_worker_max=100, bundles_pending_per_worker_max=100)
+    run = Run(replace(rules, selection=Selection.READY_FIRST, inflight_max=permits, max_run_ahead=1))
     run.join("anna", "ben")
     run.publish()
     return run
