@@ -36,6 +36,7 @@ def test_a_dry_run_does_every_step_but_vllm() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_step_names_the_package_that_is_missing(tmp_path: Path) -> None:
     hides = "import sys\nsys.modules['pydantic'] = None\nsys.argv = ['gpu_check', 'validator', '--dry-run']\n"

@@ -45,6 +45,7 @@ def log_evidence_of(bundles: list[Statistics], judge: str = "transformers/fp32/c
     return logs
 
 
+@pytest.mark.slow  # 2,400 bundles a class
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 async def test_honest_workers_of_a_model_that_was_not_measured_are_not_suspected(
     judged: Judged, folder: Path, dtype: str

@@ -49,6 +49,7 @@ def tokens_needed(errors: Errors) -> float:
     return next((LENGTH * (n + 1) for n, log_m in enumerate(logs) if log_m >= math.log(EVIDENCE_MAX)), math.inf)
 
 
+@pytest.mark.slow  # 2,400 bundles a class
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 async def test_honest_choices_are_not_suspected_whatever_their_order(
     judged: Judged, folder: object, dtype: str
