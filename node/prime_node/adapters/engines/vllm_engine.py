@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from prime_node.adapters.engines.engine_watch import EngineWatch
 from prime_node.adapters.engines.shared_weights import digests_by_name, share_weights, to_replace
@@ -38,7 +37,7 @@ from prime_node.adapters.engines.vllm_probe import (
     is_honest_noise,
     prompts_of_probe,
 )
-from prime_node.adapters.engines.vllm_runner import runner_arguments
+from prime_node.adapters.engines.vllm_runner import executor_of, runner_arguments, start_engine
 from prime_node.adapters.engines.vllm_worker_extension import OWNER_SETTING, WorkerExtension
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
@@ -248,6 +247,7 @@ class VllmEngine:
             max_num_seqs=self._sequences_max,
             gpu_memory_utilization=self._gpu_memory_share,
             tensor_parallel_size=self._tensor_parallel,
+            distributed_executor_backend=executor_of(self._tensor_parallel),
             kv_cache_memory_bytes=int(self._cpu_cache_gib * 2**30) if current_platform.is_cpu() else None,
             # On a CPU the head is a packed copy, and reloading a tied one leaves it on the old weights. So untie it.
             hf_overrides=({"tie_word_embeddings": False} if self._unties else {})
@@ -261,7 +261,7 @@ class VllmEngine:
             disable_log_stats=True,
         )
         log.info("starting vLLM %s; this takes tens of seconds", vllm.__version__)
-        self._starting = asyncio.create_task(asyncio.to_thread(AsyncLLM.from_engine_args, arguments))
+        self._starting = asyncio.create_task(asyncio.to_thread(start_engine, arguments))
         try:
             self._llm = await asyncio.shield(self._starting)
         except (RuntimeError, ValueError) as error:
