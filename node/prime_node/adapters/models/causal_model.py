@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from prime_node.adapters.models.borrowed_layers import borrowed, layers_of
 from prime_node.adapters.models.hub_names import hub_names
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.storage.batch_cache import BatchCache
@@ -159,19 +160,26 @@ class CausalModel:
         """Yield the logits [T - 1, V] for each token but the first of each sequence, directly from `weights`, in fp32.
 
         It is independent of `load` and of all methods above: the model's plain forward pass, without cache, sharing or padding,
-        over tensors made here from `weights`; shared parameters, which `load` has compared with them, need no second copy.
+        over tensors made here from `weights`, a layer at a time; shared parameters, which `load` has compared with them, need no
+        second copy.
         """
-        tensors = (
-            self._parameters
-            if self._shares
-            else {
-                name: self._names.rows(name, shape, weights).to(self.device, self.dtype)
-                for name, shape in self._shapes.items()
-            }
-        )
-        for sequence in sequences:
-            inputs = {"input_ids": self._tensor([sequence]), "use_cache": False}
-            yield torch.func.functional_call(self._model, tensors, kwargs=inputs).logits[0, :-1].float()
+        layers = [] if self._shares else layers_of(self._model, self.num_layers)
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+        outside = {
+            name: self._converted(name, weights)
+            for name, parameter in self._parameters.items()
+            if not self._shares and id(parameter) not in inside
+        }
+        name_of = {id(parameter): name for name, parameter in self._parameters.items()}
+        with borrowed(layers, lambda parameter: self._converted(name_of[id(parameter)], weights)):
+            for sequence in sequences:
+                inputs = {"input_ids": self._tensor([sequence]), "use_cache": False}
+                found = torch.func.functional_call(self._model, outside, kwargs=inputs)
+                yield found.logits[0, :-1].float()
+
+    def _converted(self, name: str, weights: Weights) -> Tensor:
+        """Return a parameter's tensor, made from `weights`."""
+        return self._names.rows(name, self._shapes[name], weights).to(self.device, self.dtype)
 
     def _tensor(self, values: Any) -> Tensor:
         return torch.tensor(values, device=self.device)
