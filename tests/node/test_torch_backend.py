@@ -156,6 +156,23 @@ def test_updates_below_the_rounding_add_up(folder: Path, tmp_path: Path) -> None
     assert root_of(again.snapshot()) == root_of(whole.snapshot())
 
 
+def test_a_checkpoint_is_the_state_at_its_save_even_if_steps_come_before_its_write(
+    folder: Path, tmp_path: Path
+) -> None:
+    backend = TorchBackend(folder)
+    backend.train_step(samples(seed=0), AIPO, lr=1e-3)
+    before = root_of(backend.snapshot())
+    write = backend.save(tmp_path / "state")
+    backend.train_step(samples(seed=1), AIPO, lr=1e-3)
+    after = root_of(backend.snapshot())
+    write()
+    again = TorchBackend(folder, seed=1)
+    again.load(tmp_path / "state")
+    assert root_of(again.snapshot()) == before
+    again.train_step(samples(seed=1), AIPO, lr=1e-3)
+    assert root_of(again.snapshot()) == after
+
+
 @pytest.mark.parametrize(("row_tokens", "micro_batch_tokens"), [(1, 10_000), (8, 30), (64, 10_000)])
 def test_rows_and_micro_batches_change_nothing_but_rounding(
     folder: Path, row_tokens: int, micro_batch_tokens: int

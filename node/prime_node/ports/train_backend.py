@@ -298,7 +298,7 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Copy model, optimizer and RNG; return a function that writes the copy durably into the empty folder.
+        """Return a function that writes model, optimizer and RNG, as they are now, durably into the empty folder.
 
         The function may run once in another thread, concurrently with later steps but not with another `save`'s
         function. The caller completes the checkpoint by renaming the folder. Both raise LocalError or OSError.

@@ -36,6 +36,7 @@ from prime_node.adapters.training.kept_policies import KeptPolicies
 from prime_node.adapters.training.masters import Masters, round_in_place
 from prime_node.adapters.training.packed_attention import Layout
 from prime_node.adapters.training.ranks import ALONE, Ranks
+from prime_node.adapters.training.saved_state import SavedState
 from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.shard_copies import ShardCopies
 from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, dealt, gathered, local_rows, units
@@ -128,6 +129,8 @@ class TorchBackend:
         """Number of positions of the model, under whatever name its config has it."""
         is_bf16 = lora is None and published_dtype == "bf16"
         self._kept = KeptPolicies(trained, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+        self._saved = SavedState({}, is_copy=True)
+        """State that may not be written yet: nothing changes its tensors without `before_change`."""
         self.new_optimizer(OptimizerSettings())
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
@@ -231,6 +234,7 @@ class TorchBackend:
 
     def share_kept_logprobs(self, share: RankShare, num_samples: int, which: KeptPolicy) -> list[list[float]]:
         """Return a kept policy's logprobs of the whole batch, on every rank. Raises LocalError."""
+        self._saved.before_change()
         try:
             with self._kept.in_place(which):
                 self._merged.merge()
@@ -285,18 +289,19 @@ class TorchBackend:
         return held_bytes(self._optimizer) + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
-        """Copy the training state, and return a function that writes it."""
+        """Return a function that writes the present state. A step that would change it before waits or copies it."""
         settings = json.dumps(asdict(self._settings)).encode()
         reference = self._kept.tensors(KeptPolicy.REFERENCE)
-        state = train_state.copied_train_state(
+        self._saved = train_state.current_train_state(
             self._masters.tensors, self._optimizer, self._ranks, note=settings, reference=reference
         )
-        return train_state.writer(state, folder, self._ranks)
+        return train_state.writer(self._saved, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
         """Restore the training state. Raises LocalError."""
         settings = json.loads(train_state.note_of(folder, self._ranks))
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
+        self._saved.before_change()
         train_state.restore_train_state(self._masters.tensors, self._optimizer, folder, self._ranks)
         self._kept.put(KeptPolicy.REFERENCE, train_state.stored_reference(self._kept.room, folder, self._ranks))
         self._round()
@@ -360,6 +365,7 @@ class TorchBackend:
                 f"the gradient's norm is {norm}; lower the learning rate and resume from the last checkpoint"
             )
         set_learning_rate(self._optimizer, lr)
+        self._saved.before_change()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._round()

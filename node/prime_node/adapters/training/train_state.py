@@ -29,37 +29,45 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.training.ranks import Ranks
+from prime_node.adapters.training.saved_state import SavedState
 from prime_node.adapters.training.torch_optimizers import plain_state, put_state
 from prime_protocol.errors import LocalError
 
 
-def copied_train_state(
+def current_train_state(
     masters: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
     *,
     note: bytes,
     reference: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    """Copy the current state to the host's memory, so that later steps do not change it. `note` is the same on all ranks."""
+) -> SavedState:
+    """Return the current state. `note` is the same on all ranks.
+
+    A single process on a CPU copies nothing: it calls `before_change` before a step changes the tensors. Otherwise all of them
+    are copied to the host's memory: a rank that waited for its own write would wait for all ranks.
+    """
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
-    state |= {f"reference.{name}": _copy(tensor) for name, tensor in reference.items()}
+    state |= {f"reference.{name}": tensor for name, tensor in reference.items()}
     for name, parameter in masters.items():
-        state[f"model.{name}"] = _copy(parameter.detach())
+        state[f"model.{name}"] = parameter.detach()
         for key, value in plain_state(optimizer, parameter).items():
-            state[f"optimizer.{name}.{key}"] = _copy(value) if isinstance(value, Tensor) else value
-    return state
+            state[f"optimizer.{name}.{key}"] = value
+    if ranks.mesh is None and not any(isinstance(value, Tensor) and value.is_cuda for value in state.values()):
+        return SavedState(state)
+    copies = {key: _copy(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return SavedState(copies, is_copy=True)
 
 
-def writer(state: dict[str, Any], folder: Path, ranks: Ranks) -> Callable[[], None]:
-    """Return a function that writes the state durably.
+def writer(saved: SavedState, folder: Path, ranks: Ranks) -> Callable[[], None]:
+    """Return a function that writes the state durably, once.
 
     It is a collective, for one thread of each rank; all raise its LocalError.
     """
 
     def write() -> None:
         try:
-            with _without_advice():
+            with saved.writing() as state, _without_advice():
                 save(
                     state,
                     storage_writer=FileSystemWriter(folder, sync_files=True),
