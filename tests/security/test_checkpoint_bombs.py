@@ -15,6 +15,7 @@ from prime_node import memory
 from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.audit.one_tensor import prove_tensor
 from prime_node.cli.main import app
+from prime_node.memory import ROOM_PAUSE_S, ROOM_S_MAX, MachineMemory, MemoryShort
 from prime_protocol.checkpoint import assemble, encode_checkpoint, root_of_table
 from prime_protocol.codec.layout import CHUNK_ELEMENTS, TYPES, Mode, write_chunk
 from prime_protocol.digest import digest_of
@@ -69,12 +70,11 @@ async def test_a_bomb_is_refused_before_it_is_decoded() -> None:
 
 async def test_without_a_setting_the_memory_that_is_available_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     source = bomb()
-    monkeypatch.setattr(
-        memory, "available_bytes", lambda: RAW_BYTES
-    )  # a tenth of it is left to the rest of the process
+    # A tenth of it is left to the rest of the process.
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(RAW_BYTES, RAW_BYTES))
     with pytest.raises(LocalError, match="90% of the available memory"):
         await audit(source, None)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * RAW_BYTES)
+    monkeypatch.setattr(memory, "machine_memory", lambda: MachineMemory(2 * RAW_BYTES, 2 * RAW_BYTES))
     report = await audit(source, None)
     assert report.failure is not None
     assert "wrong digest" in report.failure.detail, "it fits, is decoded, and is not what its manifest says"
@@ -95,6 +95,43 @@ async def test_a_follower_refuses_it_too(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="policies_bytes_max") as refused:
         await follower.fetch(0)
     assert NAMED.search(str(refused.value)) is not None
+
+
+async def test_a_follower_waits_for_memory_that_other_programs_use(tmp_path: Path) -> None:
+    """Before, a worker whose machine was short of memory for a moment ended, and `up` did not restart it."""
+    source = MemorySource(make_run())
+    source.publish(table_weights(0))
+    raw = num_bytes(table_weights(0))
+    free = [0, 0, 2 * raw]
+    follower = make_follower(
+        tmp_path, source, measured=lambda: MachineMemory(2 * raw, free.pop(0) if len(free) > 1 else free[0])
+    )
+    await follower.heads.look()
+    began_s = source.clock.monotonic_s()
+    assert (await follower.fetch(0)).version == 0
+    assert source.clock.monotonic_s() - began_s >= 2 * ROOM_PAUSE_S
+
+
+async def test_a_follower_does_not_wait_longer_than_its_limit_for_memory(tmp_path: Path) -> None:
+    source = MemorySource(make_run())
+    source.publish(table_weights(0))
+    follower = make_follower(tmp_path, source, measured=lambda: MachineMemory(2**40, 0))
+    await follower.heads.look()
+    began_s = source.clock.monotonic_s()
+    with pytest.raises(MemoryShort, match="of the available memory"):
+        await follower.fetch(0)
+    assert source.clock.monotonic_s() - began_s >= ROOM_S_MAX
+
+
+async def test_a_follower_does_not_wait_for_memory_that_the_machine_does_not_have(tmp_path: Path) -> None:
+    source = bomb()
+    follower = make_follower(tmp_path, source, measured=lambda: MachineMemory(RAW_BYTES, RAW_BYTES))
+    await follower.heads.look()
+    began_s = source.clock.monotonic_s()
+    with pytest.raises(LocalError, match="of the available memory") as refused:
+        await follower.fetch(0)
+    assert not isinstance(refused.value, MemoryShort)
+    assert source.clock.monotonic_s() - began_s < ROOM_PAUSE_S
 
 
 async def test_policies_that_are_held_count() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -231,9 +231,9 @@ def check_size(model: Path, run: PinnedRun) -> None:
 
 
 def transformers_engine(
-    model: Path, *, dtype: str, threads: int, device: str = "cpu", tensors: Mapping[str, Any] | None = None
+    model: Path, *, dtype: str, threads: int, device: str = "cpu", **options: Any
 ) -> TransformersEngine:
-    """Return the transformers engine. Raises LocalError."""
+    """Return the transformers engine with further `options`. Raises LocalError."""
     try:
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
     except ImportError as error:
@@ -241,7 +241,7 @@ def transformers_engine(
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype not in ("fp32", "bf16"):
         raise LocalError(f"the transformers engine computes in fp32 or bf16, not in {dtype}: vLLM does")
-    return TransformersEngine(model, dtype=dtype, threads=threads, device=device, tensors=tensors)
+    return TransformersEngine(model, dtype=dtype, threads=threads, device=device, **options)
 
 
 def _vllm() -> type[VllmEngine]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from prime_node.trainer.evaluate import Evaluator
 
 log = logging.getLogger(__name__)
+
+EVALUATION_CACHE_BYTES = 2**28
+"""Keys and values of one batch of an evaluation on a CPU, whose memory the trainer shares with all other roles of `up`."""
 
 
 def is_under_torchrun() -> bool:
@@ -168,9 +171,9 @@ def trainer_evaluator(
     tensors = backend.shared_tensors() if isinstance(backend, TorchBackend) and shares else None
     device = settings.evaluation_device or settings.device
     in_bf16 = tensors is None and device != "cpu" and settings.compute_dtype == "bf16"
-    made = transformers_engine(
-        model, dtype="bf16" if in_bf16 else "fp32", threads=settings.threads, device=device, tensors=tensors
-    )
+    options: dict[str, Any] = {"cache_bytes_max": EVALUATION_CACHE_BYTES} if device == "cpu" else {}
+    dtype = "bf16" if in_bf16 else "fp32"
+    made = transformers_engine(model, dtype=dtype, threads=settings.threads, device=device, tensors=tensors, **options)
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return evaluator_of(run, settings, engine, tokenizer, environments)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from prime_node import __version__
 from prime_node.broadcast.publish.publisher import Published, Publisher
+from prime_node.memory import return_free_memory
 from prime_node.observe import Recorder
 from prime_node.ports.clock import Clock
 from prime_node.ports.teacher import Teacher
@@ -150,6 +151,7 @@ class Trainer:
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
         self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
+        await self.in_thread(return_free_memory)  # keys and values of all problems
         shown = [f"{marks[f'eval_{name}']:.2f} {name}" for name in ("greedy", "sampled") if f"eval_{name}" in marks]
         log.info("step %d: held-out %s", step, ", ".join(shown) or "nothing: no answer could be scored")
 

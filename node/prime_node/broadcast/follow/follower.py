@@ -31,7 +31,7 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
-from prime_node.memory import raw_bytes, require_room
+from prime_node.memory import MachineMemory, raw_bytes, require_room, return_free_memory, until_room
 from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
@@ -50,6 +50,8 @@ HEAD_WAIT_S = 10.0
 """Seconds for which a source that supports long polling may hold a request for the newest policy."""
 PAUSE_S_MAX = 15.0
 """Longest pause in seconds between attempts at a policy that no source gives."""
+LARGE_BYTES = 2**26
+"""Size from which a dropped policy's memory is returned to the system at once. A small one's serves the next."""
 DISK_SHARE_MAX = 2.0
 """Bytes kept on disk for one policy, as a share of its weights."""
 
@@ -98,10 +100,11 @@ class Follower:
         rng: random.Random | None = None,
         plan: DownloadPlan | None = None,
         rate: RateLimit | None = None,
+        measured: Callable[[], MachineMemory] | None = None,
     ) -> None:
         """Follow what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads.
 
-        `policies_bytes_max` bounds the memory of decoded policies; None: what is available when one is decoded.
+        `policies_bytes_max` bounds the memory of decoded policies; None: what is available when one is decoded, by `measured`.
         Raises LocalError if the folder is unusable.
         """
         self.run = run
@@ -113,6 +116,7 @@ class Follower:
         self._poll_s = poll_s
         self._policies_kept = max(2, policies_kept)  # the newest, and one on request
         self._policies_bytes_max = policies_bytes_max
+        self._measured = measured
         self._on_progress = on_progress
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
@@ -284,7 +288,7 @@ class Follower:
 
         async def begin(index: ChunkIndex) -> Decode:
             weights = None if base is None else base.weights
-            self._require_room(manifest, base)
+            await until_room(lambda: self._require_room(manifest, base), clock=self._clock)
             made = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, weights, base_root=root)
             decoders.append(made)
             return made.feed_chunks
@@ -306,6 +310,7 @@ class Follower:
             held_bytes=sum(num_bytes(policy.weights) for policy in held.values()),
             bytes_max=self._policies_bytes_max,
             setting="policies_bytes_max",
+            measured=self._measured,
         )
 
     def _give_up(self, version: int) -> RemoteError:
@@ -321,6 +326,8 @@ class Follower:
         while len(self._policies) > self._policies_kept:
             oldest = next(version for version in self._policies if version not in (self._newest, policy.version))
             del self._policies[oldest]
+            if num_bytes(policy.weights) >= LARGE_BYTES:
+                await asyncio.to_thread(return_free_memory)
         kept = {blob.digest for held in self._policies.values() for blob in held.blobs}
         self.have_set.keep_only(kept)
         await self._local(self.parts.keep_only, kept)
