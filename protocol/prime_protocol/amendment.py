@@ -11,7 +11,7 @@ worker's evidence has its bound only if they do not depend on the worker's own t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pydantic import Field, ValidationError
 
@@ -100,6 +100,10 @@ class CalibrationChain:
         self._extended.append(self._with(amendment))
         self.amendments.append((amendment, envelope))
         return amendment
+
+    def copy(self) -> CalibrationChain:
+        """Return a chain that grows apart from this one."""
+        return replace(self, amendments=[*self.amendments], _extended=[*self._extended])
 
     def _ring_of(self, envelope: Envelope, oldest: int = 0) -> int:
         """Return the newest key ring whose root keys signed an amendment, from version `oldest` on. Raises RemoteError."""

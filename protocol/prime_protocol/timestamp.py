@@ -30,6 +30,8 @@ class Timestamp(WireModel):
     """Version of the newest key ring; 0 is the RunSpec."""
     calibration: int = Field(default=0, ge=0, le=limits.CALIBRATIONS_MAX, exclude_if=lambda version: version == 0)
     """Version of the newest amendment of the calibration; 0 is the RunSpec."""
+    amendment: Digest | None = Field(default=None, exclude_if=lambda digest: digest is None)
+    """Digest of that amendment, so that a former root's keys can show no other one."""
     issued_at_ms: Count
     expires_at_ms: Count
 
@@ -94,6 +96,9 @@ def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
         raise RemoteError(
             ErrorCode.CHAIN_BROKEN, f"rollback: {_what(later)} come in a newer timestamp than {_what(earlier)}"
         )
+    same_version = later.calibration == earlier.calibration and None not in (later.amendment, earlier.amendment)
+    if same_version and later.amendment != earlier.amendment:
+        raise RemoteError(ErrorCode.FORK, f"two timestamps name different amendments {later.calibration}")
     if later.policy_version == earlier.policy_version and later.head != earlier.head:
         raise RemoteError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
     return is_newer

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.node.trust_world import CALIBRATED, amend, make_source, make_trust
-from tests.node.worker_world import names_in
+from tests.node.trust_world import CALIBRATED, amend, make_source, make_trust, rotate
+from tests.node.worker_world import ROOT, names_in
 from tests.time_world import VirtualClock
 
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.identity import SigningKey
 
 BF16, FP8 = "table/bf16/cpu", "table/fp8/cpu"
 
@@ -50,7 +51,7 @@ async def test_an_older_calibration_in_a_newer_timestamp_is_a_contradiction(tmp_
     trust = make_trust(tmp_path, clock, source)
     await trust.refresh()
     clock.seconds += 1
-    source.shown_timestamp = source.timestamp_of(source.shown_head, calibration=0)
+    source.shown_timestamp = source.timestamp_of(source.shown_head, calibration=0, amendment=None)
     await trust.refresh()
     assert trust.newest is not None
     assert trust.newest.calibration == 1
@@ -81,3 +82,32 @@ async def test_a_damaged_amendment_is_asked_for_again_and_a_forged_one_is_not_ta
     assert caught.value.code is ErrorCode.BAD_SIGNATURE
     await again.refresh()
     assert again.run.calibrations.version == 1
+
+
+async def test_a_thief_of_the_former_roots_keys_can_show_no_other_amendment(tmp_path: Path) -> None:
+    """The thief answers as one source, a mirror for example; newcomers accept what a former root has signed."""
+    clock, new_root = VirtualClock(), SigningKey(b"\x77" * 32)
+    honest, mirror = (make_source(clock, checks=CALIBRATED) for _ in range(2))
+    ring = rotate(honest, ROOT, new_root, root=(new_root,))
+    mirror.run.keys.add(ring)
+    mirror.key_rings.append(ring)
+    amend(honest, BF16, new_root)
+    amend(mirror, FP8, ROOT)
+    mirror.shown_timestamp = honest.timestamp_of(honest.shown_head)
+    trust = make_trust(tmp_path, clock, mirror, honest)
+    await trust.refresh()
+    assert FP8 not in trust.run.checks.worker_classes
+    assert BF16 in trust.run.checks.worker_classes
+    assert trust.run.calibrations.digest == honest.run.calibrations.digest
+
+
+async def test_two_timestamps_that_name_other_amendments_of_one_version_convict(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    source = make_source(clock, checks=CALIBRATED)
+    amend(source, BF16)
+    trust = make_trust(tmp_path, clock, source)
+    await trust.refresh()
+    clock.seconds += 1
+    source.shown_timestamp = source.timestamp_of(source.shown_head, amendment="00" * 32)
+    await trust.refresh()
+    assert len(names_in(tmp_path / "evidence")) == 2

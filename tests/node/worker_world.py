@@ -194,6 +194,7 @@ class MemorySource:
             "head": point,
             "key_ring": len(self.key_rings),
             "calibration": self.run.calibrations.version,
+            "amendment": self.run.calibrations.digest if self.run.calibrations.version else None,
             "issued_at_ms": issued_at_ms,
             "expires_at_ms": issued_at_ms + 600_000,
         }

@@ -196,24 +196,31 @@ class Trust:
             log.warning("key ring %d of the run's root is in force: %s", version, ring.reason or "no reason given")
 
     async def _follow_calibrations(self, source: StatementSource) -> None:
-        """Take the amendments that the newest timestamp names, as far as the source has them."""
-        known = self.run.calibrations
-        while self.newest is not None and known.version < self.newest.calibration:
-            version = known.version + 1
+        """Take the amendments up to the one that the newest timestamp names, if the source has all of them.
+
+        Keys of a former root may have signed some, and may be stolen: only the timestamp's digest says which are the run's.
+        """
+        stamp, shown = self.newest, self.run.calibrations.copy()
+        while stamp is not None and shown.version < stamp.calibration:
             try:
                 async with asyncio.timeout(ANSWER_S_MAX):
-                    envelope = await source.calibration(version)
+                    shown.add(await source.calibration(shown.version + 1))
             except RemoteError as error:
                 if error.code is ErrorCode.NOT_FOUND:  # the source lags behind the timestamp of another one
                     return
                 raise
-            if known.version >= version:  # another source was faster
-                continue
-            amendment = known.check(envelope)
-            self._write(f"calibrations/{version:04d}.json", envelope)
+        known = self.run.calibrations
+        if stamp is None or known.version >= shown.version:  # another source was faster
+            return
+        if shown.version == stamp.calibration and stamp.amendment not in (None, shown.digest):
+            raise RemoteError(
+                ErrorCode.FORK, f"its calibration {shown.version} is not the one that the timestamp names"
+            )
+        for amendment, envelope in shown.amendments[known.version :]:
+            self._write(f"calibrations/{amendment.version:04d}.json", envelope)
             known.add(envelope)
             classes = ", ".join(sorted({pair.worker for pair in amendment.pairs}))
-            log.warning("calibration %d is in force: the run now knows the noise of %s", version, classes)
+            log.warning("calibration %d is in force: the run now knows the noise of %s", amendment.version, classes)
 
     async def _is_shown(self, head: ChainPoint, source: TimestampSource) -> bool:
         """Return whether the source shows this manifest, signed by the trainer. Raises RemoteError and Unreachable."""

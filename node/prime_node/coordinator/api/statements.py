@@ -170,18 +170,20 @@ class TimestampSigner:
         async with self.turn:
             now_ms, head = self.clock.now_ms(), None if self.manifests.head is None else self.manifests.head.point
             last_ms = self.issued_ms if self.issued_ms <= now_ms + _AHEAD_MS_MAX else 0
+            known = self.run.calibrations
             if self.newest is not None:
                 last = self.newest[0]
                 is_new = last_ms > 0 and now_ms - last_ms < self.interval_s * 1_000
                 said = (last.head, last.key_ring, last.calibration)
-                if is_new and said == (head, self.run.keys.version, self.run.calibrations.version):
+                if is_new and said == (head, self.run.keys.version, known.version):
                     return
             issued_ms = max(now_ms, last_ms + 1)
             stamp = Timestamp(
                 run=self.run.digest,
                 head=head,
                 key_ring=self.run.keys.version,
-                calibration=self.run.calibrations.version,
+                calibration=known.version,
+                amendment=known.digest if known.version else None,
                 issued_at_ms=issued_ms,
                 expires_at_ms=issued_ms + round(self.lifetime_s * 1_000),
             )
