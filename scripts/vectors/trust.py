@@ -68,10 +68,12 @@ def trust(folder: Folder, run: Envelope) -> None:
 def _timestamps(folder: Folder, run: Envelope, rings: list[str]) -> None:
     stamp = Timestamp(run=run.digest, head=HEAD, key_ring=2, issued_at_ms=NOW_MS, expires_at_ms=NOW_MS + 600_000)
     other, amended = stamp.model_copy(update={"run": "00" * 32}), stamp.model_copy(update={"calibration": 2})
+    named = amended.model_copy(update={"amendment": "77" * 32})
     cases: list[Case] = []
     for name, timestamp, key, now_ms, result in [
         ("fresh", stamp, STRANGER, NOW_MS + 1_000, None),
         ("with an amended calibration", amended, STRANGER, NOW_MS, None),
+        ("with the digest of its amendment", named, STRANGER, NOW_MS, None),
         ("expired within the clocks' difference", stamp, STRANGER, NOW_MS + 719_000, None),
         ("expired", stamp, STRANGER, NOW_MS + 721_000, E.EXPIRED),
         ("ahead of the clock", stamp, STRANGER, NOW_MS - 121_000, E.EXPIRED),
