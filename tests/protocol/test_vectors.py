@@ -55,8 +55,8 @@ FROZEN = {
     "v1.5": "862af8dcc01386272f7e184c1e6931e1024fd5b8b3847843fa68df19f8409e3b",
     "v1.6": "1c484bb476d7f13bc677be2fdc36782e64d64b5b93ebf15746b13b29dbb28967",
     "v1.7": "9c2f867c6ca3656e9d6ee4990d19addc0743f7e39b092f7b3035dcb8da0bfdf9",
+    "v1.8": "16882e9d52e7e9b3ac2a047d8758bbd0b83c138907a03e2aa441ce1e00301d42",
     "v1.9": "ee41c8b517976fc2a0ed1a36837113dfcbb0f49276076acf765d8e8a2a467af7",
-    "v1.10": "16882e9d52e7e9b3ac2a047d8758bbd0b83c138907a03e2aa441ce1e00301d42",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 
