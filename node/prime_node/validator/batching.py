@@ -46,10 +46,10 @@ def batches(audits: Iterable[BundleAudit], *, tokens_max: int) -> list[list[Bund
     return found
 
 
-async def take_waiting(queue: asyncio.Queue[T | None]) -> list[T]:
-    """Remove and return what waits in a queue, at least one item. None is the end: the list is empty then."""
+async def take_waiting(queue: asyncio.Queue[T | None], *, most: int) -> list[T]:
+    """Remove and return what waits in a queue, 1 to `most` items. None is the end: the list is empty then."""
     found: list[T] = []
-    while not found or not queue.empty():
+    while not found or (len(found) < most and not queue.empty()):
         item = await queue.get()
         if item is None:
             if found:

@@ -38,7 +38,8 @@ class ValidatorConfig(Settings):
     """Bundles fetched ahead of those being verified."""
     batch_tokens: int = Field(default=4096, ge=1)
     """Largest number of completion tokens of bundles that share a forward pass. Only fetched bundles of one policy do, so
-    raise `prefetch` too where a forward pass of few tokens wastes the device. 1: each bundle has its own."""
+    raise `prefetch` too where a forward pass of few tokens wastes the device. 1: each bundle has its own, as in runs that compare
+    rewards of unseeded bundles."""
     scorers: int = Field(default=2, ge=1, le=64)
     """Bundles whose rewards are computed concurrently, in parallel to the forward passes. Each needs a process that
     holds the run's environments. The first one starts at once, others when all are busy."""

@@ -190,7 +190,9 @@ async def _judge(
             validator.comparisons.begin(proven.comparison)
             group.create_task(_compare(validator, task, opened, proven, waiting))
 
-    while items := await take_waiting(tasks):
+    # A comparison of rewards is planned by the number of bundles that can be here at once.
+    most = 1 if validator.run.spec.checks.compares_rewards else validator.config.prefetch + 1
+    while items := await take_waiting(tasks, most=most):
         audits = []
         for task, parcel in items:
             task = task.model_copy(update={"deadline_ms": validator.deadlines_ms[task.bundle]})
@@ -287,7 +289,7 @@ async def _planned(
         engine=scorer,
         clock=validator.clock,
         deadline_ms=task.deadline_ms,
-        turns_max=2 * validator.config.prefetch + 2,  # the most bundles that can be here at once
+        turns_max=validator.config.prefetch + 2,  # the most bundles that can be here at once
     )
 
 
