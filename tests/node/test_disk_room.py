@@ -27,6 +27,10 @@ def test_tensors_do_not_overlap_and_leave_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_policy_that_the_disk_has_no_room_for_is_an_error(tmp_path: Path) -> None:
+def test_a_policy_that_the_disk_has_no_room_for_is_an_error_and_fills_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the system took all that was free before it refused, and every other process met a full disk."""
+    monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("the disk is filled"))
     with pytest.raises(LocalError, match=r"a policy of .* bytes does not fit into .*Free some space there"):
         DiskRoom([entry("fp32", 2**40)], tmp_path)

@@ -1,12 +1,13 @@
 """Disk space for one policy's tensors in an unnamed, mapped file, so that holding them takes no memory.
 
 It ends with the process, however that ends. All space is allocated at once: writing to a mapped file on a full disk would
-kill the process.
+kill the process. What is not free is not asked for: the system would fill the disk before it refuses.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
 from math import prod
@@ -31,6 +32,8 @@ class DiskRoom:
         size = sum(_room(entry.dtype, entry.shape) for entry in tensors)
         with tempfile.TemporaryFile(dir=place) as file:
             try:
+                if size > (free := shutil.disk_usage(place).free):
+                    raise OSError(f"only {free:,} bytes are free")
                 os.posix_fallocate(file.fileno(), 0, max(1, size))
             except OSError as error:
                 raise LocalError(
