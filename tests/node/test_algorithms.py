@@ -252,7 +252,10 @@ def test_the_first_filter_that_matches_names_the_rollout() -> None:
 
 def test_the_documents_list_every_algorithm_with_its_settings() -> None:
     listed = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    rows = {line.split("|")[1].split("`")[1]: line for line in listed.splitlines() if line.startswith("| `")}
+    lines = [line for line in listed.splitlines() if line.startswith("| `")]
+    rows = {
+        line.split("|")[1].split("`")[1]: line for line in reversed(lines)
+    }  # a later table has other frameworks' names
     functions = {name: known.function for name, known in LOSSES.items()} | dict(ADVANTAGES) | dict(FILTERS)
     del functions["default"]  # a second name
     for name, function in functions.items():

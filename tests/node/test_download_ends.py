@@ -19,7 +19,7 @@ from prime_node.broadcast.swarm.download import Download, Downloads
 from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
-from prime_node.ports.transport import CheckpointSource
+from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.digest import digest_of
@@ -64,6 +64,25 @@ async def test_a_part_of_another_digest_ends_its_download_though_it_was_the_last
     download, _ = one_piece(tmp_path, lambda chunks, data: None, digest="0" * 64)
     with pytest.raises(RemoteError, match="published with another digest"):
         await download.run()
+
+
+async def test_a_piece_that_the_disk_changed_is_fetched_again_and_the_publisher_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[range] = []
+    download, _ = one_piece(tmp_path, lambda chunks, data: decoded.append(chunks))
+    kept = PartStore.put
+
+    def rotten(store: PartStore, digest: str, start: int, data: bytes) -> None:
+        kept(store, digest, start, bytes(len(data)))
+
+    monkeypatch.setattr(PartStore, "put", rotten)
+    with pytest.raises(Unreachable, match="on this disk is not what arrived"):
+        await download.run()
+    monkeypatch.setattr(PartStore, "put", kept)
+    decoded.clear()
+    await one_piece(tmp_path, lambda chunks, data: decoded.append(chunks))[0].run()
+    assert decoded
 
 
 async def test_a_download_that_is_cancelled_decodes_nothing_any_more(

@@ -8,6 +8,7 @@ are not regular files (a symbolic link would be served to strangers), are neithe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -15,7 +16,6 @@ from pathlib import Path
 
 from prime_node.inside import NotRegular, open_regular, place, read_regular
 from prime_protocol.digest import digest_of, digest_of_all
-from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import PartEntry
 
 PARTIAL = ".partial"
@@ -53,7 +53,7 @@ class PartStore:
             data = b""
         if len(data) == entry.size and digest_of(data) == entry.digest:
             return data
-        self._forget(entry.digest)
+        self.remove(entry.digest)
         return None
 
     def are_sound(self, entries: Collection[PartEntry]) -> bool:
@@ -62,7 +62,7 @@ class PartStore:
             if entry.digest not in self._sizes:
                 return False
             if digest_of_all(_in_turn(self._whole(entry.digest))) != entry.digest:
-                self._forget(entry.digest)
+                self.remove(entry.digest)
                 return False
         return True
 
@@ -132,20 +132,22 @@ class PartStore:
         finally:
             os.close(descriptor)
 
-    def finish(self, entry: PartEntry) -> None:
-        """Turn a partial part into a whole one, once all its pieces have arrived.
+    def finish(self, entry: PartEntry) -> bool:
+        """Turn a partial part into a whole one, once all its pieces have arrived. Return False if its digest is wrong.
 
-        Raises RemoteError(CHAIN_BROKEN) if its digest is wrong although every piece was right: the publisher signed both.
+        Two threads may finish one part: the later one finds it under its final name.
         """
         if entry.digest in self._sizes:
-            return
-        path = self._partial(entry.digest)
-        if digest_of_all(_in_turn(path)) != entry.digest:
-            self._forget(entry.digest)
-            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
-        path.replace(self._whole(entry.digest))
-        del self._begun[entry.digest]
+            return True
+        partial, whole = self._partial(entry.digest), self._whole(entry.digest)
+        if digest_of_all(_in_turn(partial)) == entry.digest:
+            with contextlib.suppress(FileNotFoundError):
+                partial.replace(whole)
+        elif digest_of_all(_in_turn(whole)) != entry.digest:
+            return False
+        self._begun.pop(entry.digest, None)
         self._sizes[entry.digest] = entry.size
+        return True
 
     def get(self, digest: str, start: int, end: int) -> bytes | None:
         """Return bytes [start, end) of a part, whole or partial. The caller knows whether they have arrived."""
@@ -185,7 +187,7 @@ class PartStore:
     def keep_only(self, digests: Collection[str]) -> None:
         """Remove all other parts."""
         for digest in (self._sizes.keys() | self._begun.keys()) - set(digests):
-            self._forget(digest)
+            self.remove(digest)
 
     def _has_room(self, num_bytes: int) -> bool:
         return sum(self._sizes.values()) + sum(self._begun.values()) + num_bytes <= self._bytes_max
@@ -196,7 +198,8 @@ class PartStore:
     def _partial(self, digest: str) -> Path:
         return place(self._folder, f"{digest}{PARTIAL}")
 
-    def _forget(self, digest: str) -> None:
+    def remove(self, digest: str) -> None:
+        """Remove a part, whole or partial."""
         self._whole(digest).unlink(missing_ok=True)
         self._partial(digest).unlink(missing_ok=True)
         self._sizes.pop(digest, None)

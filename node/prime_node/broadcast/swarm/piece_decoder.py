@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet, members, piece_set
+from prime_node.ports.transport import Unreachable
 from prime_protocol.chunk_index import ChunkIndex
-from prime_protocol.errors import RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding
 from prime_protocol.pieces import Piece, check_piece
 
@@ -105,9 +106,13 @@ class PieceDecoder:
         return stored, loop.run_in_executor(DECODERS, job)
 
     async def finish(self, part: int, have: PieceSet) -> None:
-        """Name a part as whole on the disk, if all its pieces are in `have`. Raises RemoteError for another digest."""
+        """Name a part as whole on the disk, if all its pieces are in `have`.
+
+        Raises RemoteError(CHAIN_BROKEN) if its digest is wrong although every piece is right: the publisher signed both. Raises
+        Unreachable if a piece on the disk is not the one that arrived. The part is removed then, and fetched again.
+        """
         if have & self.of_part[part] == self.of_part[part] and part in self._stored:
-            await asyncio.to_thread(self._parts.finish, self._encoding.parts[part])
+            await asyncio.to_thread(self._finish, part)
 
     def check(self, piece: Piece, data: bytes | memoryview) -> None:
         """Compare a piece with the digests of its chunks. Raises RemoteError."""
@@ -122,17 +127,33 @@ class PieceDecoder:
         if piece.part in self._stored:
             self._parts.put(self._encoding.parts[piece.part].digest, piece.start, data)
 
+    def _finish(self, part: int) -> None:
+        entry = self._encoding.parts[part]
+        if self._parts.finish(entry):
+            return
+        is_sound = all(self._verified(number) is not None for number in members(self.of_part[part]))
+        self._parts.remove(entry.digest)
+        if is_sound:
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, f"part {entry.digest[:12]} was published with another digest")
+        raise Unreachable(
+            f"part {entry.digest[:12]} on this disk is not what arrived: test the disk; fetching it again"
+        )
+
+    def _verified(self, number: int) -> bytes | None:
+        """Return a piece that is on the disk, or None if its bytes are wrong."""
+        piece = self._pieces[number]
+        data = self._parts.get(self._encoding.parts[piece.part].digest, piece.start, piece.end)
+        try:
+            self.check(piece, data or b"")
+        except RemoteError:
+            return None
+        return data
+
     def _take_verified(self, part: int) -> PieceSet:
         """Return the pieces of a part on disk that verify, decoded. It reads one at a time, since a part may be large."""
-        here, digest = [], self._encoding.parts[part].digest
+        here = []
         for number in members(self.of_part[part]):
-            piece = self._pieces[number]
-            data = self._parts.get(digest, piece.start, piece.end)
-            try:
-                self.check(piece, data or b"")
-            except RemoteError:
-                continue
-            assert data is not None
-            self._decode(piece.chunks, data)
-            here.append(number)
+            if (data := self._verified(number)) is not None:
+                self._decode(self._pieces[number].chunks, data)
+                here.append(number)
         return piece_set(here)
