@@ -285,11 +285,11 @@ async def with_ranks(
     mine = _by_group(lease, scored)
     pairs = [(mine[index], rewards) for index, rewards in trusted.items()]
     sums = await asyncio.to_thread(rank_sums, pairs)  # takes a while with many rewards
-    is_told = (
+    is_public = (
         spec.checks.references_public and sum(len(mine) + len(other) for mine, other in pairs) <= COMPARED_REWARDS_MAX
     )
     compared = (
-        [ComparedRewards(mine=tuple(mine), trusted=tuple(other)) for mine, other in pairs] if is_told and sums else ()
+        [ComparedRewards(mine=tuple(mine), trusted=tuple(other)) for mine, other in pairs] if is_public and sums else ()
     )
     return evidence.model_copy(update={"sums": {**evidence.sums, **sums}, "compared": tuple(compared)})
 

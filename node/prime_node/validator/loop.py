@@ -196,7 +196,7 @@ async def _judge(
         audits = []
         for task, parcel in items:
             task = task.model_copy(update={"deadline_ms": validator.deadlines_ms[task.bundle]})
-            if _is_dropped(validator, task):
+            if _drop_if_late(validator, task):
                 continue
             opened = open_bundle(parcel, task.lease, validator.run, newest_policy=task.newest_policy)
             if isinstance(opened, Judgement):
@@ -209,13 +209,13 @@ async def _judge(
             else:
                 audits.append(BundleAudit(task, opened))
         for batch in batches(audits, tokens_max=validator.config.batch_tokens):
-            in_time = [audit for audit in batch if not _is_dropped(validator, audit.task)]
+            in_time = [audit for audit in batch if not _drop_if_late(validator, audit.task)]
             for audit, proven in zip(in_time, await _proven_batch(validator, in_time), strict=True):
                 await finish(audit.task, audit.bundle, proven)
 
 
-def _is_dropped(validator: Validator, task: CheckTask) -> bool:
-    """Drop a bundle that is another validator's by now."""
+def _drop_if_late(validator: Validator, task: CheckTask) -> bool:
+    """Drop a bundle that is another validator's by now, and return whether it was."""
     if validator.clock.now_ms() <= task.deadline_ms and task.bundle not in validator.lost:
         return False
     log.warning("bundle %s: its time passed before it was judged; another validator gets it", task.bundle[:12])
@@ -223,7 +223,7 @@ def _is_dropped(validator: Validator, task: CheckTask) -> bool:
     return True
 
 
-async def _proven_batch(validator: Validator, batch: Sequence[BundleAudit]) -> list[Judgement | None]:
+async def _proven_batch(validator: Validator, batch: Sequence[BundleAudit]) -> Sequence[Judgement | None]:
     """Verify bundles of one batch together; one by one, as `_proven` does, if that fails. Raises LocalError."""
     if len(batch) > 1:
         (version,) = policies_of(batch[0].bundle.rollouts)
@@ -231,12 +231,9 @@ async def _proven_batch(validator: Validator, batch: Sequence[BundleAudit]) -> l
         try:
             weights = await asyncio.wait_for(validator.policy(version), left_s)
             async with validator.held.turn({version: weights}) as scorer:
-                planned = [await _planned(validator, audit.task, audit.bundle, scorer) for audit in batch]
-                proven = await prove_bundles([audit.bundle for audit in batch], scorer, run=validator.run)
+                return await prove_bundles([audit.bundle for audit in batch], scorer, run=validator.run)
         except (EngineMismatch, RemoteError, TimeoutError) as error:
             log.warning("%d bundles at once: %r; they are judged one by one", len(batch), error)
-        else:
-            return [replace(one, comparison=plan) for one, plan in zip(proven, planned, strict=True)]
     return [await _proven(validator, audit.task, audit.bundle) for audit in batch]
 
 

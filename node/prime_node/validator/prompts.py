@@ -33,7 +33,7 @@ async def lease_fault(
     for group in lease.groups:
         environment = environments.get(group.problem.environment)
         if environment is None:
-            return _told(LeaseFault(f"slot {group.slot}: the run has no environment {group.problem.environment}"))
+            return _logged(LeaseFault(f"slot {group.slot}: the run has no environment {group.problem.environment}"))
         try:
             prompt = await asyncio.to_thread(prompt_of, environment, group.problem.index, tokenizer)
         except Exception as error:  # third-party code: whatever it raises, the validator continues
@@ -44,14 +44,16 @@ async def lease_fault(
                 break  # the next one may take as long
         else:
             if prompt != group.prompt_token_ids:
-                return _told(
+                return _logged(
                     LeaseFault(
                         f"{_named(group)}: the coordinator leased another prompt than this validator renders; "
                         "compare their model files and versions of the environment"
                     )
                 )
             if not is_leasable(prompt, limits):
-                return _told(LeaseFault(f"{_named(group)}: its prompt has {len(prompt)} tokens, which the run forbids"))
+                return _logged(
+                    LeaseFault(f"{_named(group)}: its prompt has {len(prompt)} tokens, which the run forbids")
+                )
         first += len(group.seeds)
     return LeaseFault(detail, tuple(failed)) if failed else None
 
@@ -60,6 +62,6 @@ def _named(group: GroupAssignment) -> str:
     return f"slot {group.slot}, environment {group.problem.environment}, problem {group.problem.index}"
 
 
-def _told(fault: LeaseFault) -> LeaseFault:
+def _logged(fault: LeaseFault) -> LeaseFault:
     log.error("the coordinator's lease is wrong: %s", fault.detail)
     return fault

@@ -46,9 +46,6 @@ class EngineWatch:
 
     async def call(self, work: Awaitable[T]) -> T:
         """Await `work`. Raises EngineDied, also where vLLM would never answer."""
-        died = EngineDied(
-            "vLLM's processes ended while they computed; its own messages are above. They are started again"
-        )
         try:
             async with asyncio.timeout(None) as limit:
                 looking = asyncio.create_task(self._look(limit))
@@ -58,10 +55,10 @@ class EngineWatch:
                     looking.cancel()
         except TimeoutError:
             if limit.expired():
-                raise died from None
+                raise _died() from None
             raise
         except EngineDeadError as error:
-            raise died from error
+            raise _died() from error
 
     async def _look(self, limit: asyncio.Timeout) -> None:
         while True:
@@ -69,3 +66,9 @@ class EngineWatch:
                 limit.reschedule(asyncio.get_running_loop().time())
                 return
             await asyncio.sleep(LOOK_S)
+
+
+def _died() -> EngineDied:
+    return EngineDied(
+        "vLLM's processes ended while they computed; its own messages are above. The next load starts them again"
+    )
