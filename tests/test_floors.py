@@ -94,6 +94,7 @@ PICKS_ADAPTERS = {
         "wire_classes",
         "wire_measurement",
         "wire_new",
+        "wire_own_code",
         "wire_rows",
         "wire_sandbox",
         "wire_scorers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from prime_protocol.rollout import Completion, FinishReason
 
 SEED_EXAMPLE = """
 import statistics
+import sys
 from prime_node.algo.advantages import AdvantageInputs, AdvantageOutputs
 
 def normalized_advantage(inputs: AdvantageInputs, eps: float = 1e-8) -> AdvantageOutputs:
@@ -153,6 +155,19 @@ def test_the_seeds_example_of_an_advantage_runs(tmp_path: Path, monkeypatch: pyt
         find_advantage("custom", import_path="seed_advantage.short")(rewarded(1.0, 0.0))
     with pytest.raises(LocalError, match="advantage normalized: got an unexpected keyword argument 'epsilon'"):
         find_advantage("normalized", kwargs={"epsilon": 1.0})
+
+
+def test_an_own_algorithm_is_found_in_the_current_folder_of_any_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The console script `prime-node trainer` has its own folder on the path, and `python -P` none."""
+    (tmp_path / "own_losses.py").write_text("def mine(inputs, scale=1.0):\n    return None\n")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(Path.cwd()))])
+    monkeypatch.chdir(tmp_path)
+    config = TrainerConfig.load({}, {"loss": {"import_path": "own_losses:mine", "kwargs": {"scale": 2.0}}})
+    assert Recipe.of(config, max_steps=1, completion_tokens_max=4, vocab_size=8).loss.needs == frozenset()
+    with pytest.raises(LocalError, match=r"No module named 'no_such_losses' \(current folder: "):
+        find_advantage("custom", import_path="no_such_losses:mine")
 
 
 def test_a_rollout_answers_by_name_and_by_attribute() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_protocol.errors import LocalError
@@ -19,14 +21,20 @@ def find_by_name(kind: str, name: str, known: Mapping[str, T]) -> T:
 
 
 def import_object(path: str) -> Any:
-    """Return the object at "package.module.name". Raises LocalError that names the wrong half of the path."""
-    module_name, _, name = path.rpartition(".")
+    """Return the object at "package.module.name" or "package.module:name".
+
+    Modules are also found in the current folder, in every command. Raises LocalError that names the wrong half of the path.
+    """
+    module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name:
-        raise LocalError(f"import path {path!r}: expected package.module.name")
+        raise LocalError(f"import path {path!r}: expected package.module:name")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # last: it replaces no installed module
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise LocalError(f"import path {path!r}: {error}") from None
+        raise LocalError(f"import path {path!r}: {error} (current folder: {here})") from None
     if not hasattr(module, name):
         raise LocalError(f"import path {path!r}: {module_name} has no {name}")
     return getattr(module, name)

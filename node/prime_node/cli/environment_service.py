@@ -199,6 +199,7 @@ async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder:
                 kept_model(hello["model"], folder / "model"),
                 answers_as_code=hello.get("answers_as_code", ()),
                 grade_apart=not hello.get("grade_together", False),
+                code=None if hello.get("code") is None else Path(hello["code"]),
             )
             for environment in environments.values():
                 if isinstance(environment, contextlib.AbstractAsyncContextManager):

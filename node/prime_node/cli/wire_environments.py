@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.wire_own_code import Renderers, build_own_environment, require_same_code, with_own_reward
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, rows_of_json_lines
 from prime_node.envs.registry import Around, EnvironmentFactory, as_it_is, build_environment, from_source
 from prime_node.envs.settings import EnvironmentSettings
@@ -31,18 +32,21 @@ MODEL_FILES = (".json", ".jinja", ".txt", ".model", ".md")
 MODEL_FILE_BYTES_MAX = 2**26
 READERS = ("jsonl", "parquet")
 """Implementations that read one local file, `options.path`."""
-Renderers = Callable[[str], Renderer]
-"""Function from a name, "template" or one known to the package renderers, to a renderer."""
 
 
 def build_environments(
-    specs: Sequence[EnvironmentSpec], model: Path, *, answers_as_code: Container[str] = (), grade_apart: bool = False
+    specs: Sequence[EnvironmentSpec],
+    model: Path,
+    *,
+    answers_as_code: Container[str] = (),
+    grade_apart: bool = False,
+    code: Path | None = None,
 ) -> dict[str, Environment]:
     """Build environments by name, in this process.
 
     Environments that answer need `model`, the folder of the run's tokenizer. `answers_as_code` names the environments whose
-    scorers may run answers as code. `grade_apart`: run each call of third-party scorers in a process of its own. Raises
-    LocalError.
+    scorers may run answers as code. `grade_apart`: run each call of third-party scorers in a process of its own. `code`:
+    folder of own code. Raises LocalError.
     """
     from prime_node.adapters.environments.separate_grading import SeparateGrading, close_memory
 
@@ -51,9 +55,10 @@ def build_environments(
     if grade_apart:
         close_memory()
     factories: dict[str, EnvironmentFactory] = {
-        "reasoning_gym": partial(_reasoning_gym, renderer, around, answers_as_code),
-        "jsonl": partial(_dataset, renderer, around, rows_of_json_lines),
-        "parquet": partial(_parquet, renderer, around),
+        "reasoning_gym": partial(_reasoning_gym, renderer, around, answers_as_code, code),
+        "jsonl": partial(_dataset, renderer, around, code, rows_of_json_lines),
+        "parquet": partial(_parquet, renderer, around, code),
+        "python": partial(build_own_environment, renderer, around, code),
         "verifiers": partial(_verifiers, model),
     }
     return {spec.name: build_environment(spec, factories) for spec in specs}
@@ -127,6 +132,7 @@ def _start_process(
             "model": _model_files(model),
             "answers_as_code": settings.unsafe_answers_as_code,
             "grade_together": settings.unsafe_grade_together,
+            "code": None if settings.code_folder is None else str(settings.code_folder),
         },
     )
     log.info("environments run in process %d", process.pid)
@@ -202,7 +208,8 @@ def _require_fixed(granted: Sequence[Path], changeable: Sequence[Path], hidden: 
 
 def _readable(settings: EnvironmentSettings) -> list[str]:
     """List the paths that the settings let all environments read."""
-    return [str(path) for path in settings.readable if path.exists()]
+    code = () if settings.code_folder is None else (settings.code_folder,)
+    return [str(path) for path in (*settings.readable, *code) if path.exists()]
 
 
 def _command(hidden: Sequence[Path]) -> list[str]:
@@ -253,13 +260,14 @@ def end_environments(made: Mapping[str, Environment]) -> None:
 def with_file_at_hand(
     spec: EnvironmentSpec, settings: EnvironmentSettings, *, hidden: Sequence[Path] = ()
 ) -> EnvironmentSpec:
-    """Return the spec with the absolute path of its dataset file, whose digest the RunSpec names.
+    """Return the spec with the absolute path of its dataset file. The RunSpec names the digests of this file and of own code.
 
     Raises LocalError. Files of the hub are fetched here: other programs share their cache, and environment code must not change
     it.
     """
     from prime_node.adapters.environments.data_files import digest_of_file, find_file
 
+    require_same_code(spec, settings.code_folder)
     if spec.id not in READERS:
         return spec
     path = str(spec.options.get("path", ""))
@@ -297,27 +305,35 @@ def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:
 
 
 def _reasoning_gym(
-    renderer: Renderers, around: Around, answers_as_code: Container[str], spec: EnvironmentSpec
+    renderer: Renderers, around: Around, answers_as_code: Container[str], code: Path | None, spec: EnvironmentSpec
 ) -> Environment:
     try:
         from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
     except ImportError as error:
         raise missing_extra("envs", "reasoning-gym environments", error) from None
+    if "reward" in spec.options:
+        return with_own_reward(partial(ReasoningGymSource, True), renderer, around, code, spec)
     make = partial(ReasoningGymSource, spec.name in answers_as_code)
     return from_source(make, renderer, as_it_is if spec.options.get("compare") else around)(spec)
 
 
-def _parquet(renderer: Renderers, around: Around, spec: EnvironmentSpec) -> Environment:
+def _parquet(renderer: Renderers, around: Around, code: Path | None, spec: EnvironmentSpec) -> Environment:
     try:
         from prime_node.adapters.environments.parquet_rows import read_parquet
     except ImportError as error:
         raise missing_extra("parquet", "environments over Parquet files", error) from None
-    return _dataset(renderer, around, read_parquet, spec)
+    return _dataset(renderer, around, code, read_parquet, spec)
 
 
 def _dataset(
-    renderer: Renderers, around: Around, read: Callable[[bytes], Iterator[Row]], spec: EnvironmentSpec
+    renderer: Renderers,
+    around: Around,
+    code: Path | None,
+    read: Callable[[bytes], Iterator[Row]],
+    spec: EnvironmentSpec,
 ) -> Environment:
+    if "reward" in spec.options:
+        return with_own_reward(partial(DatasetSource, read, COMPARISONS, True), renderer, around, code, spec)
     comparisons = dict(COMPARISONS)
     grading: Around = as_it_is  # the comparisons above are ours, and parse nothing
     if spec.options.get("compare") == "math":

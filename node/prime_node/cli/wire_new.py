@@ -51,13 +51,15 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
 
 def pin_datasets(config: RunConfig, settings: EnvironmentSettings) -> RunConfig:
-    """Add the digest of each dataset file, which a config may omit and the RunSpec must name.
+    """Add the digests of each dataset file and of own code, which a config may omit and the RunSpec must name.
 
     Raises LocalError for a missing file.
     """
     from prime_node.adapters.environments.data_files import digest_of_file, find_file
+    from prime_node.cli.wire_own_code import pin_code
 
     def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
+        environment = pin_code(environment, settings.code_folder)
         if environment.id not in wire_environments.READERS or "digest" in environment.options:
             return environment
         path = str(environment.options.get("path", ""))

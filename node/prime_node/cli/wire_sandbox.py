@@ -154,7 +154,7 @@ def _hands_on_keys(grants: EnvironmentSettings, launcher: Launcher | None) -> bo
 
 def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:
     """Return the paths in this machine's own settings: the base model if it is a folder, and datasets."""
-    data = () if grants.data_folder is None else (grants.data_folder,)
+    data = tuple(folder for folder in (grants.data_folder, grants.code_folder) if folder is not None)
     return (*(() if model is None else (Path(model),)), *data, *grants.readable)
 
 

@@ -66,6 +66,7 @@ class DatasetSource:
         self,
         read: Callable[[bytes], Iterator[Row]],
         comparisons: Mapping[str, Callable[[str, str], bool]],
+        keep_rows: bool = False,
         *,
         path: str,
         digest: str,
@@ -77,7 +78,7 @@ class DatasetSource:
         """Read the dataset.
 
         `path` names a local file. `answer_after` cuts a worked answer to the text after its last occurrence, as "####"
-        does in GSM8K. Raises ValueError and OSError.
+        does in GSM8K. `keep_rows` keeps each row's fields as the problem's entry. Raises ValueError and OSError.
         """
         data = Path(path).read_bytes()
         if digest_of(data) != digest:
@@ -91,7 +92,8 @@ class DatasetSource:
                     raise ValueError(f"{where}: no field {missing[0]!r} among {', '.join(map(str, fields))}")
                 answer = str(fields[answer_field])
                 answer = answer.rpartition(answer_after)[2] if answer_after else answer
-                self._problems.append(SourceProblem(str(fields[question_field]), answer.strip()))
+                entry = fields if keep_rows else None
+                self._problems.append(SourceProblem(str(fields[question_field]), answer.strip(), entry))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
         if not self._problems:

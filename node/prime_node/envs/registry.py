@@ -8,9 +8,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from typing import Any
 
 from prime_node.envs.dialogue import DialogueEnvironment
-from prime_node.envs.partners import PARTNERS
+from prime_node.envs.partners import PARTNERS, Partner
 from prime_node.envs.source import ProblemSource
 from prime_node.envs.split import Frame, Judge, SplitEnvironment
 from prime_node.ports.environment import Environment
@@ -45,29 +46,38 @@ def from_source(
     make: Callable[..., ProblemSource],
     renderer: Callable[[str], Renderer],
     around: Around = as_it_is,
+    *,
+    exact_share: float = 0.5,
+    partner_of: Callable[[Any], Partner | None] = lambda source: None,
 ) -> EnvironmentFactory:
     """Return a factory of environments over a source.
 
-    It removes the options of split and frame; `make` gets the others. exact_share, score_cut_off, prefix, suffix, answer_tag:
-    see envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py). `around` wraps the source.
+    It removes the options of split and frame; `make` gets the others. exact_share (with this default), score_cut_off, prefix,
+    suffix, answer_tag: see envs/split.py. partner, renderer: for multi-turn environments (envs/dialogue.py). `around` wraps the
+    source. `partner_of` returns the source's own partner.
     """
 
     def build(spec: EnvironmentSpec) -> Environment:
         options = dict(spec.options)
         frame = {field.name: str(options.pop(field.name)) for field in fields(Frame) if field.name in options}
-        exact_share = float(options.pop("exact_share", 0.5))
+        exact = float(options.pop("exact_share", exact_share))
         partner, renders = str(options.pop("partner", "")), str(options.pop("renderer", "template"))
         score_cut_off = options.pop("score_cut_off", False)
         if not isinstance(score_cut_off, bool):
             raise ValueError(f"score_cut_off must be true or false, got {score_cut_off!r}")
-        judge = Judge(around(make(**_known(make, options))), Frame(**frame), exact_share, score_cut_off)
-        if (spec.turns_max > 1) != bool(partner):
-            raise ValueError(f"turns_max above 1 and options.partner ({', '.join(PARTNERS)}) need each other")
-        if not partner:
-            return SplitEnvironment(judge, seed=spec.seed)
-        if partner not in PARTNERS:
+        source = make(**_known(make, options))
+        judge = Judge(around(source), Frame(**frame), exact, score_cut_off)
+        if partner and partner not in PARTNERS:
             raise ValueError(f"partner must be one of {', '.join(PARTNERS)}, got {partner!r}")
-        return DialogueEnvironment(judge, seed=spec.seed, partner=PARTNERS[partner], renderer=renderer(renders))
+        answering = PARTNERS.get(partner) or partner_of(source)
+        if (spec.turns_max > 1) != (answering is not None):
+            known = ", ".join(PARTNERS)
+            raise ValueError(
+                f"turns_max above 1 and a partner (options.partner: {known}; a method reply) need each other"
+            )
+        if answering is None:
+            return SplitEnvironment(judge, seed=spec.seed)
+        return DialogueEnvironment(judge, seed=spec.seed, partner=answering, renderer=renderer(renders))
 
     return build
 

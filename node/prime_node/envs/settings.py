@@ -33,6 +33,9 @@ class EnvironmentSettings(Settings):
     data_folder: Folder | None = None
     """Folder of this machine's datasets. A run's `options.path` is relative to it, and no other local file is opened.
     None refuses runs that name a local file."""
+    code_folder: Folder | None = None
+    """Folder of a run's own Python code (`options.reward`, `options.environment`), which environments' code may read. None
+    refuses runs that name such code."""
     readable: tuple[Folder, ...] = ()
     """Further files and folders that environments' code may read, for example a dataset in the hub's cache."""
     unsafe_network: tuple[str, ...] = ()

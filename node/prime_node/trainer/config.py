@@ -40,7 +40,7 @@ class AdamW(BaseModel):
     moments: Literal["fp32", "8bit"] = "fp32"
     """Type of both running means. 8bit saves 6 bytes a parameter; it needs torchao, which compiles its step once a process."""
     import_path: str | None = None
-    """Custom optimizer, "package.module.Class"; then beta1, beta2 and weight_decay are unused."""
+    """Custom optimizer, "package.module:Class"; then beta1, beta2 and weight_decay are unused."""
     kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
     """Keyword arguments of the custom optimizer besides the parameters."""
 
@@ -102,7 +102,7 @@ class LossConfig(Chosen):
     type: str = "aipo"
     """Name of a loss in prime_node.algo.losses."""
     import_path: str | None = None
-    """Custom loss, "package.module.function"; then `type` is unused."""
+    """Custom loss, "package.module:function", also from the current folder; then `type` is unused."""
     aggregation: AggregationKind | None = None
     """Aggregation: token_mean, sequence_mean, constant_length, prompt_mean, sequence_sum or token_sum. None: that of the loss's
     paper."""
@@ -154,7 +154,7 @@ class AdvantageConfig(Chosen):
     type: str = "group_mean"
     """Name of an advantage in prime_node.algo.advantages."""
     import_path: str | None = None
-    """Custom advantage, "package.module.function"; then `type` is unused."""
+    """Custom advantage, "package.module:function", also from the current folder; then `type` is unused."""
     length_penalty: LengthPenaltyConfig | None = None
     """Shaping of the rewards before any advantage."""
     overlong_buffer: OverlongConfig | None = None
