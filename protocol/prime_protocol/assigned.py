@@ -5,7 +5,8 @@
                             extendable output, in order, the top bit cleared
 
 A receipt that accepts a bundle lists the assigned slots and draws, and a digest of the problems and seeds (`Assigned`).
-Once the step's secret is open (seed_chain.py), anyone can recompute them from the ledger alone. SPEC.md, section 9.
+Once the step's secret is open (seed_chain.py), anyone can recompute them from the ledger alone. If the seed chain commits to
+prompts, it has a digest of these too, for anyone who has the environments. SPEC.md, section 9.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from blake3 import blake3
 from pydantic import Field, model_validator
 
 from prime_protocol import limits
-from prime_protocol.assignment import Count, GroupAssignment, Lease, Problem
+from prime_protocol.assignment import HELD_OUT_START, Count, GroupAssignment, Lease, Problem
 from prime_protocol.digest import Digest, digest_of
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -32,7 +33,7 @@ INDEX_BITS = 48
 
 
 class Assigned(WireModel):
-    """Assignment of a lease, without prompts. Example: Assigned(slots=((16, 2),), seeds="77ab...") is slots 16 and 17."""
+    """Assignment of a lease. Example: Assigned(slots=((16, 2),), seeds="77ab...") is slots 16 and 17."""
 
     slots: tuple[tuple[Count, Annotated[int, Field(ge=1, le=limits.LEASE_ROLLOUTS_MAX)]], ...] = Field(
         min_length=1, max_length=limits.LEASE_ROLLOUTS_MAX
@@ -44,6 +45,8 @@ class Assigned(WireModel):
     """Number of skipped problems for each slot; omitted if all are 0."""
     seeds: Digest
     """Digest of the problems and seeds (`digest_of_groups`)."""
+    prompts: Digest | None = Field(default=None, exclude_if=lambda digest: digest is None)
+    """Digest of the prompts (`digest_of_prompts`), if the seed chain commits to them."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -67,8 +70,16 @@ def digest_of_groups(groups: Iterable[tuple[int, Problem, Sequence[int]]]) -> st
     return digest_of(json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode())
 
 
-def assigned_in(groups: Sequence[GroupAssignment], draws: Sequence[int]) -> Assigned:
-    """Return a receipt's description of a lease's groups. `draws` has one entry per slot, or none."""
+def digest_of_prompts(prompts: Iterable[Sequence[int]]) -> str:
+    """Return the digest of a lease's prompts, in its order of groups. It covers JSON without spaces: [[token,...],...]."""
+    return digest_of(json.dumps([list(prompt) for prompt in prompts], separators=(",", ":")).encode())
+
+
+def assigned_in(groups: Sequence[GroupAssignment], draws: Sequence[int], *, prompts: str | None = None) -> Assigned:
+    """Return a receipt's description of a lease's groups.
+
+    `draws` has one entry per slot, or none. `prompts` is the prompts' digest, if the run commits to it.
+    """
     runs: list[tuple[int, int]] = []
     for group in groups:
         if runs and sum(runs[-1]) == group.slot:
@@ -76,7 +87,7 @@ def assigned_in(groups: Sequence[GroupAssignment], draws: Sequence[int]) -> Assi
         else:
             runs.append((group.slot, 1))
     seeds = digest_of_groups((group.slot, group.problem, group.seeds) for group in groups)
-    return Assigned(slots=tuple(runs), draws=tuple(draws) if any(draws) else (), seeds=seeds)
+    return Assigned(slots=tuple(runs), draws=tuple(draws) if any(draws) else (), seeds=seeds, prompts=prompts)
 
 
 class SeedRule:
@@ -87,6 +98,7 @@ class SeedRule:
         self._run = run
         self._spec = spec
         self._admission = spec.admission
+        self._held_out_start = spec.max_steps * spec.groups_per_step
         self._shares = list(accumulate(environment.weight for environment in spec.environments))
 
     def problem(self, secret: bytes, slot: int, draw: int) -> Problem:
@@ -126,14 +138,21 @@ class SeedRule:
 
         Other slots are places of an evaluation, whose seeds come from a secret that is never opened.
         """
-        return slot < self._spec.max_steps * self._spec.groups_per_step
+        return slot < self._held_out_start
+
+    def evaluation_problem(self, slot: int) -> Problem:
+        """Return the problem of an evaluation's slot."""
+        environments = self._spec.environments
+        number, which = divmod(slot - self._held_out_start, len(environments))
+        return Problem(environment=environments[which].name, index=HELD_OUT_START + number)
 
     def check_slots(self, assigned: Assigned, *, step: int, policy_version: int, num_rollouts: int) -> None:
         """Check a receipt's slots and draws, before its step's secret is open too. Raises RemoteError.
 
         (1) The bundle is no larger than a lease, and has as many groups as there are slots, all of the step; (2) the
         policy may serve these slots: each policy has other seeds, so with any policy a coordinator could pick seeds;
-        (3) no draw is beyond what is ever needed, for the same reason.
+        (3) no draw is beyond what is ever needed, for the same reason; (4) the prompts' digest is there if the run
+        commits to it.
         """
         places, admission = assigned.places(), self._admission
         if not self._has_groups(len(places), num_rollouts) or any(
@@ -147,6 +166,7 @@ class SeedRule:
             raise RemoteError(ErrorCode.MALFORMED, f"policy {policy_version} may not serve the slots of step {step}")
         if any(draw >= limits.LEASE_DRAWS_MAX for draw in assigned.draws):  # (3)
             raise RemoteError(ErrorCode.MALFORMED, f"a draw is not below {limits.LEASE_DRAWS_MAX}")
+        self._require_prompts(assigned)  # (4)
 
     def check_seeds(self, assigned: Assigned, secret: bytes, *, policy_version: int) -> None:
         """Check that a receipt's problems and seeds follow from its step's secret. Raises RemoteError.
@@ -171,6 +191,19 @@ class SeedRule:
                 ErrorCode.MALFORMED,
                 f"not the slots of an evaluation of policy {policy_version}, or their number is wrong",
             )
+        self._require_prompts(assigned)
+
+    def check_prompts(self, assigned: Assigned, prompts: Iterable[Sequence[int]]) -> None:
+        """Check that the prompts of the assigned problems are those that a receipt states. Raises RemoteError."""
+        if digest_of_prompts(prompts) != assigned.prompts:
+            raise RemoteError(ErrorCode.MALFORMED, "the prompts differ from those of the assigned problems")
+
+    def _require_prompts(self, assigned: Assigned) -> None:
+        if (assigned.prompts is not None) is not self._spec.commits_to_prompts:
+            wrong = (
+                "states prompts, to which the run does not commit" if assigned.prompts else "lacks the prompts' digest"
+            )
+            raise RemoteError(ErrorCode.MALFORMED, f"the assignment {wrong}")
 
     def _has_groups(self, num_groups: int, num_rollouts: int) -> bool:
         """Return whether a bundle has this number of groups and is no larger than a lease."""

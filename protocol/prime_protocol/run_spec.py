@@ -306,6 +306,11 @@ class RunSpec(WireModel):
         return environment.context_tokens_max or self.limits.prompt_tokens_max + self.sampling.completion_tokens_max
 
     @property
+    def commits_to_prompts(self) -> bool:
+        """Whether each receipt that accepts a bundle has a digest of its lease's prompts."""
+        return self.seed_chain is not None and self.seed_chain.prompts
+
+    @property
     def turns_max(self) -> int:
         """Largest turns_max of all environments."""
         return max(environment.turns_max for environment in self.environments)

@@ -28,6 +28,8 @@ class SeedChain(WireModel):
     """link(secret of number 0), in hexadecimal digits."""
     length: int = Field(ge=1, le=limits.SEED_CHAIN_LENGTH_MAX)
     """Number of secrets; at most `max_steps`."""
+    prompts: bool = Field(default=False, exclude_if=lambda prompts: not prompts)
+    """Whether receipts commit the coordinator to the prompts of its leases too."""
 
     def number(self, step: int) -> int:
         """Return the number of the secret that serves a step."""
@@ -61,9 +63,9 @@ def chain_from(last: bytes, length: int) -> list[bytes]:
     return secrets[::-1]
 
 
-def committed(secrets: list[bytes]) -> SeedChain:
-    """Return a RunSpec's commitment to the secrets."""
-    return SeedChain(end=link(secrets[0]).hex(), length=len(secrets))
+def committed(secrets: list[bytes], *, prompts: bool = False) -> SeedChain:
+    """Return a RunSpec's commitment to the secrets. `prompts`: whether receipts commit to prompts too."""
+    return SeedChain(end=link(secrets[0]).hex(), length=len(secrets), prompts=prompts)
 
 
 def opened_secrets(chain: SeedChain, opened: OpenSecret) -> list[bytes]:

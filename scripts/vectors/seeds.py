@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prime_protocol.assigned import SeedRule, assigned_in
+from prime_protocol.assigned import SeedRule, assigned_in, digest_of_prompts
 from prime_protocol.assignment import GroupAssignment
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
@@ -81,9 +81,36 @@ def seeds(folder: Folder) -> None:
             receipt_fields | {"assigned": receipt_fields["assigned"] | {"slots": [[6, 1], [8, 1], [7, 1]]}},
         ),
     ]
+    promising = seal(
+        spec.model_copy(update={"seed_chain": committed(secrets, prompts=True)}), PayloadType.RUN_SPEC, ROOT
+    )
+    prompts = [[1, 2], [300], [0, 2**31 - 1, 5]]
+    bound: Case = shown | {"run_spec": promising.to_bytes().decode(), "prompts": prompts}
+    rule = SeedRule(promising.digest, spec)
+    promised = []
+    for slot, draw in zip((6, 7, 8), draws, strict=True):
+        problem = rule.problem(secrets[2], slot, draw)
+        drawn = rule.seeds(secrets[2], 1, problem, slot)
+        promised.append(GroupAssignment(slot=slot, problem=problem, prompt_token_ids=(1,), seeds=drawn))
+    stated = assigned_in(promised, draws, prompts=digest_of_prompts(prompts))
+    promise = fields(receipt.model_copy(update={"run": promising.digest, "assigned": stated}))
+    rows = [[group.slot, group.problem.environment, group.problem.index, list(group.seeds)] for group in promised]
+    lacking = {name: value for name, value in promise["assigned"].items() if name != "prompts"}
+    unasked = receipt_fields | {"assigned": receipt_fields["assigned"] | {"prompts": promise["assigned"]["prompts"]}}
     folder.cases(
         "assigned",
         [
+            bound | {"name": "three groups with their prompts", "receipt": promise, "expect": rows},
+            *(
+                bound | changed | {"name": name, "error": ErrorCode.MALFORMED}
+                for name, changed in [
+                    ("other prompts", {"receipt": promise, "prompts": [*prompts[:2], [0, 2**31 - 1]]}),
+                    ("prompts in another order", {"receipt": promise, "prompts": prompts[::-1]}),
+                    ("no digest of the prompts", {"receipt": promise | {"assigned": lacking}}),
+                ]
+            ),
+            shown
+            | {"name": "prompts to which the run does not commit", "receipt": unasked, "error": ErrorCode.MALFORMED},
             shown | {"name": "three groups of two environments", "receipt": receipt_fields, "expect": expect},
             *(shown | {"name": name, "receipt": opened, "error": ErrorCode.MALFORMED} for name, opened in bad),
         ],

@@ -21,8 +21,8 @@ from prime_protocol.verdict import Receipt
 
 
 def chained(**changes: object) -> PinnedRun:
-    """Make a run as `prime-node new` does: it binds the coordinator to the secrets of its steps."""
-    return make_run(seed_chain=committed(chain_of(secret_of(COORDINATOR), 20)), **changes)
+    """Make a run as `prime-node new` does: it binds the coordinator to the secrets of its steps and to its prompts."""
+    return make_run(seed_chain=committed(chain_of(secret_of(COORDINATOR), 20), prompts=True), **changes)
 
 
 @asynccontextmanager

@@ -164,6 +164,8 @@ def assigned(case: Case, folder: Path) -> Any:
     claims = {"policy_version": receipt.policy_version, "step": receipt.step, "num_rollouts": receipt.num_rollouts}
     rule.check_slots(shown, **claims)
     rule.check_seeds(shown, secret, policy_version=receipt.policy_version)
+    if "prompts" in case:
+        rule.check_prompts(shown, case["prompts"])
     problems = [(slot, rule.problem(secret, slot, draw)) for slot, draw in shown.places()]
     return [
         [slot, one.environment, one.index, list(rule.seeds(secret, receipt.policy_version, one, slot))]

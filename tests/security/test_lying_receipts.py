@@ -131,7 +131,7 @@ def test_a_receipt_of_more_rollouts_than_a_lease_asks_for_is_refused_before_its_
     for num_slots, is_refused in ((1, False), (2, True), (LEASE_ROLLOUTS_MAX, True)):
         for check, first in ((rule.check_slots, 0), (rule.check_evaluation, held_out)):
             sizes = {"step": 0, "policy_version": 0, "num_rollouts": num_slots * LEASE_ROLLOUTS_MAX}
-            assigned = Assigned(slots=((first, num_slots),), seeds="0" * 64)
+            assigned = Assigned(slots=((first, num_slots),), seeds="0" * 64, prompts="0" * 64)
             if is_refused:
                 with pytest.raises(RemoteError, match="or their number is wrong"):
                     check(assigned, **sizes)

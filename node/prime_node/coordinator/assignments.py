@@ -25,7 +25,7 @@ from blake3 import blake3
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.envs.prompts import is_leasable, prompt_of
 from prime_node.ports.environment import Environment, Tokenizer
-from prime_protocol.assigned import Assigned, SeedRule, assigned_in
+from prime_protocol.assigned import Assigned, SeedRule, assigned_in, digest_of_prompts
 from prime_protocol.assignment import HELD_OUT_START, GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -55,7 +55,7 @@ def secrets_of(run: PinnedRun, secret: bytes) -> list[bytes]:
     """Return the secrets of a run's steps; empty if it has no chain. Raise LocalError if the secret belongs to another run."""
     chain = run.spec.seed_chain
     secrets = [] if chain is None else chain_of(secret, chain.length)
-    if secrets and committed(secrets) != chain:
+    if chain is not None and committed(secrets, prompts=chain.prompts) != chain:
         raise LocalError(
             "the assignment secret is not the one that this run began with: restore the coordinator's folder from a "
             "copy, above all assignment.secret"
@@ -84,7 +84,8 @@ class Assigner:
     ) -> None:
         """Read `draws` at each use: the slots whose problem is not the first draw (curriculum.py). Raise LocalError."""
         self._run = run
-        self._rule = SeedRule(run.digest, run.spec)
+        self.rule = SeedRule(run.digest, run.spec)
+        """Rule that derives problems and seeds."""
         self.secrets = secrets_of(run, secret)
         """Secrets by number; those of unfinished steps must not leave the coordinator."""
         self._draws = {} if draws is None else draws
@@ -115,6 +116,13 @@ class Assigner:
         """
         asked = tuple(self.asked_draw(slot, draw) for slot, draw in zip(slots, draws or (0,) * len(slots), strict=True))
         return asked if any(asked) else ()
+
+    def prompts_digest(self, slots: Sequence[int], draws: Sequence[int]) -> str:
+        """Return the digest of the prompts of a new lease, which its receipts state; empty if the run commits to none."""
+        if not self._run.spec.commits_to_prompts:
+            return ""
+        places = zip(slots, draws or (0,) * len(slots), strict=True)
+        return digest_of_prompts(self.problem(slot, draw)[1] for slot, draw in places)
 
     def example(self, slot: int, draw: int) -> str:
         """Return an id of the prompt: the same for indices that give the same prompt."""
@@ -170,7 +178,7 @@ class Assigner:
             problem = self._problem(slot, draw)
             seeds = self.seeds(problem, slot, record)
             groups.append(GroupAssignment.model_construct(slot=slot, problem=problem, prompt_token_ids=(), seeds=seeds))
-        return assigned_in(groups, record.draws)
+        return assigned_in(groups, record.draws, prompts=record.prompts or None)
 
     def _drawn_for(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...], int]]:
         return [self._drawn(slot, draw) for slot, draw in zip(record.slots, _draws_of(record), strict=True)]
@@ -178,9 +186,9 @@ class Assigner:
     def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
         """Return one seed for each completion of a group."""
         if problem.index >= HELD_OUT_START:
-            return self._rule.drawn_seeds(self._secret, "held out", problem.environment, problem.index)
+            return self.rule.drawn_seeds(self._secret, "held out", problem.environment, problem.index)
         policy = record.policy_version if self.secrets else record.policy_digest
-        return self._rule.seeds(self._secret_of(slot), policy, problem, slot)
+        return self.rule.seeds(self._secret_of(slot), policy, problem, slot)
 
     def _secret_of(self, slot: int) -> bytes:
         chain = self._run.spec.seed_chain
@@ -191,11 +199,6 @@ class Assigner:
         counts = [len(self._environments[name].held_out(problems)) for name in self._names]
         places = ((number, which) for number in range(problems) for which in range(len(counts)))
         return [self._slots_end + number * len(counts) + which for number, which in places if number < counts[which]]
-
-    def held_out_problem(self, slot: int) -> Problem:
-        """Return the problem of a slot after the run's last one."""
-        number, which = divmod(slot - self._slots_end, len(self._names))
-        return Problem(environment=self._names[which], index=HELD_OUT_START + number)
 
     def audit_draw(self, bundle: str) -> float:
         """Return an unpredictable number in [0, 1) for an uploaded bundle: it is audited if this is below its share."""
@@ -224,11 +227,11 @@ class Assigner:
 
     def _problem(self, slot: int, draw: int) -> Problem:
         if slot >= self._slots_end:
-            return self.held_out_problem(slot)
-        return self._rule.problem(self._secret_of(slot), slot, draw)
+            return self.rule.evaluation_problem(slot)
+        return self.rule.problem(self._secret_of(slot), slot, draw)
 
     def _hash(self, purpose: str, *fields: str | int, num_bytes: int = 32) -> bytes:
-        return self._rule.hashed(self._secret, purpose, *fields, num_bytes=num_bytes)
+        return self.rule.hashed(self._secret, purpose, *fields, num_bytes=num_bytes)
 
 
 def _draws_of(record: LeaseRecord) -> tuple[int, ...]:

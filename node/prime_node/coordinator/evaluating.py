@@ -55,7 +55,7 @@ class Evaluations:
         marks: dict[str, list[Mark]] = {}
         for slot, mark in results.marks.items():
             if mark.num_completions:
-                marks.setdefault(self._assigner.held_out_problem(slot).environment, []).append(mark)
+                marks.setdefault(self._assigner.rule.evaluation_problem(slot).environment, []).append(mark)
         return {
             **sampled_figures(marks, pass_at=self._config.pass_at),
             "eval_problems": len(results.marks),

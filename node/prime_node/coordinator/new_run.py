@@ -246,7 +246,8 @@ def build_run_spec(
             schedule=config.schedule,
             adapters=adapters,
             seed_chain=committed(
-                chain_of(secret_of(keys["coordinator"]), min(config.max_steps, limits.SEED_CHAIN_LENGTH_MAX))
+                chain_of(secret_of(keys["coordinator"]), min(config.max_steps, limits.SEED_CHAIN_LENGTH_MAX)),
+                prompts=True,
             ),
         )
     except ValidationError as error:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from prime_node.files import write_durably
 from prime_node.inside import open_regular, place, read_regular
 from prime_protocol import limits
-from prime_protocol.assigned import assigned_in
+from prime_protocol.assigned import assigned_in, digest_of_prompts
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -215,5 +215,6 @@ def _agrees(receipt: Receipt, lease: Lease, run: PinnedRun) -> bool:
     assigned, groups = receipt.assigned, lease.groups
     if assigned is None:
         return run.spec.seed_chain is None or receipt.status is not BundleStatus.ACCEPTED
+    prompts = digest_of_prompts(each.prompt_token_ids for each in groups) if run.spec.commits_to_prompts else None
     # The receipt may claim more groups or fewer.
-    return len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws) == assigned
+    return len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws, prompts=prompts) == assigned

@@ -177,6 +177,7 @@ class Leasing:
                 expires_at_ms=self.clock.now_ms() + rules.lease_ms,
                 draws=draws,
                 remembered=leases_remembered(state),
+                prompts=self.assigner.prompts_digest(grant.slots, draws),
             )
         )
         return seal(self.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, self.key)

@@ -95,6 +95,8 @@ class LeaseGranted:
     """Draw of each slot (curriculum.py); empty if all have their first."""
     remembered: int = 64
     """Ended leases that the worker keeps (endings.py)."""
+    prompts: str = ""
+    """Digest of the prompts, if the run commits to them."""
     type: Literal["lease_granted"] = "lease_granted"
 
 

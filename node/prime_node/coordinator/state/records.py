@@ -60,6 +60,8 @@ class LeaseRecord:
     """Draw of each slot if any is not the first. Bundles and bans may refer to it after the curriculum has forgotten it."""
     original: str = ""
     """Earlier bundle that the rejected one is a copy of, if the coordinator found it."""
+    prompts: str = ""
+    """Digest of the prompts that the worker got, if the run commits to them."""
 
 
 @dataclass(slots=True)

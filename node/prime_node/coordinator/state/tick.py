@@ -106,6 +106,7 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
         at_ms,
         event.expires_at_ms,
         draws=event.draws,
+        prompts=event.prompts,
     )
     if worker.left:
         endings.resume(worker, lease)

@@ -1,0 +1,84 @@
+"""Receipts commit a coordinator to the prompts that it leased: a false prompt contradicts its lease or its problem."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, COORDINATOR, Letters, World, make_parcel, memory_parts, running
+from tests.node.ledger_world import receipts_of
+from tests.node.seed_chain_world import audited, chained, said_in, shown_by, two_steps_over
+
+from prime_node.broadcast.audit.ledger_audit import audit_ledger
+from prime_node.worker.receipts import ReceiptBook
+from prime_protocol.assigned import digest_of_prompts
+from prime_protocol.assignment import Lease
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.ledger import LedgerHead
+from prime_protocol.replies import ReceiptList
+
+
+class PraisingLetters(Letters):
+    """Environment of a coordinator that wants to have something else trained: same problems, same rewards."""
+
+    def prompt(self, index: int) -> str:
+        return f"praise the operator, then {super().prompt(index)}"
+
+
+async def leased_and_judged(world: World) -> tuple[Lease, Envelope]:
+    """Have one bundle of Anna's accepted; return its lease and its receipt."""
+    await world.join(ANNA)
+    await world.publish()
+    lease = await world.lease(ANNA, rollouts_max=2)
+    await world.client(ANNA).upload(make_parcel(lease, ANNA))
+    await world.judge()
+    return lease, (await receipts_of(world))[-1]
+
+
+def with_prompt(lease: Lease, prompt: tuple[int, ...]) -> Lease:
+    first, *others = lease.groups
+    return lease.model_copy(update={"groups": (first.model_copy(update={"prompt_token_ids": prompt}), *others)})
+
+
+async def test_a_worker_keeps_a_receipt_that_hides_a_false_prompt_with_its_lease(tmp_path: Path) -> None:
+    async with running(memory_parts(chained())) as world:
+        lease, receipt = await leased_and_judged(world)
+    false = with_prompt(lease, (1, 2, 3))
+    for leased, is_kept in ((lease, False), (false, True)):
+        book = ReceiptBook(tmp_path / str(is_kept), run=world.run, worker=ANNA.key_id)
+        signed = seal(leased, PayloadType.LEASE, COORDINATOR)
+        book.note_lease(leased, signed)
+        book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=world.parts.clock.now_ms())
+        kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
+        assert kept == ([[signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+
+
+async def test_a_receipt_states_the_prompts_of_its_lease_even_if_the_environment_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(memory_parts(chained())) as world:
+        await world.join(ANNA)
+        await world.publish()
+        lease = await world.lease(ANNA, rollouts_max=2)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        monkeypatch.setattr(Letters, "prompt", PraisingLetters.prompt)
+        await world.judge()
+        said = said_in((await shown_by(world)).lines[-1])
+    assert said.assigned is not None
+    assert said.assigned.prompts == digest_of_prompts(group.prompt_token_ids for group in lease.groups)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["after the step", "before the secret is open"])
+async def test_a_receipt_without_its_prompts_is_a_fault(waits: bool) -> None:
+    async with two_steps_over(memory_parts(chained())) as world:
+        shown = await shown_by(world)
+    report = await audit_ledger(shown, world.run)
+    assert report.faults == []
+    receipts = [said_in(line) for line in shown.lines]
+    index = len(receipts) - 1 if waits else 0
+    assigned = receipts[index].assigned
+    assert assigned is not None
+    silent = assigned.model_copy(update={"prompts": None})
+    receipts[index] = receipts[index].model_copy(update={"assigned": silent})
+    report = await audited(world, receipts, parse_json(shown.head.payload, LedgerHead).secret)
+    assert [fault.endswith("the assignment lacks the prompts' digest") for fault in report.faults] == [True]
