@@ -12,6 +12,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from prime_protocol import limits
+from prime_protocol.amendment import CalibrationChain
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, parse_json
@@ -102,6 +103,15 @@ def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
     if later.policy_version == earlier.policy_version and later.head != earlier.head:
         raise RemoteError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
     return is_newer
+
+
+def require_named(shown: CalibrationChain, stamp: Timestamp) -> None:
+    """Raise RemoteError(FORK) if a chain of amendments has another one of the version that a timestamp names."""
+    version = stamp.calibration
+    if stamp.amendment is None or not 1 <= version <= shown.version:
+        return
+    if shown.amendments[version - 1][1].digest != stamp.amendment:
+        raise RemoteError(ErrorCode.FORK, f"calibration {version} is not the one that the timestamp names")
 
 
 def _what(stamp: Timestamp) -> str:

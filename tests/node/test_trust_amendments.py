@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 from tests.node.trust_world import CALIBRATED, amend, make_source, make_trust, rotate
-from tests.node.worker_world import ROOT, names_in
+from tests.node.worker_world import ROOT, make_run, names_in
 from tests.time_world import VirtualClock
 
+from prime_lab.memory_blobs import MemoryDocuments
+from prime_node.broadcast.follow.pinned import fetch_amendments
+from prime_node.coordinator.api.amendments import amendment_name, restore_amendments
+from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.rules import rules_of
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 
 BF16, FP8 = "table/bf16/cpu", "table/fp8/cpu"
@@ -99,6 +104,65 @@ async def test_a_thief_of_the_former_roots_keys_can_show_no_other_amendment(tmp_
     assert FP8 not in trust.run.checks.worker_classes
     assert BF16 in trust.run.checks.worker_classes
     assert trust.run.calibrations.digest == honest.run.calibrations.digest
+
+
+async def test_a_forged_amendment_on_the_disk_is_not_taken_at_the_start(tmp_path: Path) -> None:
+    """Keys of a former root signed it; a release that compared no digests may have stored it."""
+    clock, new_root = VirtualClock(), SigningKey(b"\x77" * 32)
+    honest, forger = (make_source(clock, checks=CALIBRATED) for _ in range(2))
+    forger.run.keys.add(rotate(honest, ROOT, new_root, root=(new_root,)))
+    amend(honest, BF16, new_root)
+    forged = amend(forger, FP8, ROOT)
+    await make_trust(tmp_path, clock, honest).refresh()
+    (tmp_path / "calibrations" / "0001.json").write_bytes(forged.to_bytes())
+    again = make_trust(tmp_path, clock, honest)
+    assert again.run.calibrations.version == 0, "before, the forged one was in force"
+    clock.seconds += 1
+    await again.refresh()
+    assert BF16 in again.run.checks.worker_classes
+    assert FP8 not in again.run.checks.worker_classes
+    (tmp_path / "calibrations" / "0001.json").write_bytes(forged.to_bytes())
+    (tmp_path / "timestamp.json").unlink()
+    assert make_trust(tmp_path, clock, honest).run.calibrations.version == 0, "no timestamp names it"
+
+
+async def test_amendments_that_are_fetched_are_those_of_the_source_s_timestamp() -> None:
+    clock, new_root = VirtualClock(), SigningKey(b"\x77" * 32)
+    honest, forger = (make_source(clock, checks=CALIBRATED) for _ in range(2))
+    ring = rotate(honest, ROOT, new_root, root=(new_root,))
+    forger.run.keys.add(ring)
+    amend(honest, BF16, new_root)
+    amend(forger, FP8, ROOT)
+    stamp = honest.timestamp_of(honest.shown_head)
+    for source, is_taken in ((honest, True), (forger, False)):
+        source.shown_timestamp = stamp
+        run = make_run(checks=CALIBRATED)
+        run.keys.add(ring)
+        if is_taken:
+            await fetch_amendments(source, run)
+        else:
+            with pytest.raises(RemoteError) as caught:
+                await fetch_amendments(source, run)
+            assert caught.value.code is ErrorCode.FORK
+
+
+async def test_a_coordinator_starts_with_no_amendment_of_a_former_root_that_it_has_not_recorded() -> None:
+    clock, new_root = VirtualClock(), SigningKey(b"\x77" * 32)
+    source = make_source(clock, checks=CALIBRATED)
+    ring = rotate(source, ROOT, new_root, root=(new_root,))
+    forged = amend(source, FP8, ROOT)
+    published = MemoryDocuments()
+    await published.write(amendment_name(1), forged.to_bytes())
+    state = State(rules_of(source.run))
+    run = make_run(checks=CALIBRATED)
+    run.keys.add(ring)
+    with pytest.raises(LocalError, match=r"calibrations/0001\.json in the published folder"):
+        await restore_amendments(run, published, state)
+    state.calibrations.append(forged.digest)  # recorded while that root was the present one
+    run = make_run(checks=CALIBRATED)
+    run.keys.add(ring)
+    await restore_amendments(run, published, state)
+    assert run.calibrations.version == 1
 
 
 async def test_two_timestamps_that_name_other_amendments_of_one_version_convict(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.key_ring import KeyChain
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
+from prime_protocol.timestamp import open_timestamp, require_named
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +59,25 @@ async def fetch_key_rings(source: StatementSource, keys: KeyChain) -> None:
 
 
 async def fetch_amendments(source: StatementSource, run: PinnedRun) -> None:
-    """Fetch every amendment of the calibration after the known ones; their number is bounded. Raises RemoteError."""
+    """Fetch every amendment of the calibration after the known ones; their number is bounded.
+
+    Raises RemoteError, also if the source's timestamp names another one: keys of a former root may have signed those.
+    """
     while run.calibrations.version < limits.CALIBRATIONS_MAX:
         try:
             envelope = await source.calibration(run.calibrations.version + 1)
         except RemoteError as error:
             if error.code is not ErrorCode.NOT_FOUND:
                 raise
-            return
+            break
         run.calibrations.add(envelope)
+    try:
+        stamp = open_timestamp(await source.timestamp(), run)
+    except RemoteError as error:
+        if error.code not in (ErrorCode.NOT_FOUND, ErrorCode.REVOKED):
+            raise
+        return  # there is none yet, or a ring has replaced its key
+    require_named(run.calibrations, stamp)
 
 
 async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun, folder: Path) -> Path:

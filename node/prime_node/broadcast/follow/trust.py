@@ -35,7 +35,7 @@ from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import ChainPoint
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp
+from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp, require_named
 
 log = logging.getLogger(__name__)
 
@@ -212,10 +212,7 @@ class Trust:
         known = self.run.calibrations
         if stamp is None or known.version >= shown.version:  # another source was faster
             return
-        if shown.version == stamp.calibration and stamp.amendment not in (None, shown.digest):
-            raise RemoteError(
-                ErrorCode.FORK, f"its calibration {shown.version} is not the one that the timestamp names"
-            )
+        require_named(shown, stamp)
         for amendment, envelope in shown.amendments[known.version :]:
             self._write(f"calibrations/{amendment.version:04d}.json", envelope)
             known.add(envelope)
@@ -285,13 +282,6 @@ class Trust:
             except RemoteError as error:
                 log.warning("%s: %s; asking for it again", path, error)
                 path.unlink()
-        known = self.run.calibrations
-        while (path := place(self._folder, f"calibrations/{known.version + 1:04d}.json")).exists():
-            try:
-                known.add(open_envelope(path.read_bytes()))
-            except RemoteError as error:
-                log.warning("%s: %s; asking for it again", path, error)
-                path.unlink()
         path = self._folder / "timestamp.json"
         if path.exists():
             try:
@@ -299,6 +289,28 @@ class Trust:
                 self.newest, self._newest_envelope = open_timestamp(envelope, self.run), envelope
             except RemoteError as error:  # or its signer's time is over
                 log.warning("%s: %s; asking for it again", path, error)
+        if self.newest is not None:
+            self._restore_amendments(self.newest)
+
+    def _restore_amendments(self, stamp: Timestamp) -> None:
+        """Take the stored amendments if the stored timestamp names them. If not, the sources are asked again.
+
+        Keys of a former root may have signed those on the disk.
+        """
+        shown = self.run.calibrations.copy()
+        path = self._folder
+        try:
+            while shown.version < stamp.calibration:
+                path = place(self._folder, f"calibrations/{shown.version + 1:04d}.json")
+                if not path.exists():
+                    return
+                shown.add(open_envelope(path.read_bytes()))
+            require_named(shown, stamp)
+        except RemoteError as error:
+            log.warning("%s: %s; asking for it again", path, error)
+            return
+        for _, envelope in shown.amendments:
+            self.run.calibrations.add(envelope)
 
     def _write(self, name: str, envelope: Envelope) -> None:
         try:

@@ -2,7 +2,8 @@
 
 Anyone may upload one: its signatures count. An amendment is on disk before its event, and its event is durable before the
 answer. After a restart, each one that the journal names must be on disk. One that is on disk alone was uploaded just before
-a crash, or written by `prime-node operate amend` while the coordinator did not run; it is in force from the restart on.
+a crash, or written by `prime-node operate amend` while the coordinator did not run; it is in force from the restart on, if the
+present root has signed it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ async def restore_amendments(run: PinnedRun, published: Documents, state: State)
             envelope = open_envelope(await published.read(name))
             if is_recorded and envelope.digest != state.calibrations[version - 1]:
                 raise LocalError(f"{name} in the published folder is not the recorded one; restore it from a copy")
+            if not is_recorded:
+                check_new(envelope, run)
             run.calibrations.add(envelope)
         except KeyError:
             if is_recorded:
