@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.cases_world import check_each
 from tests.source_tree import modules
 
 from prime_node.cli.config import all_settings
@@ -42,8 +43,11 @@ def test_the_readme_begins_with_the_two_commands() -> None:
     assert "./scripts/test" in first_screen
 
 
-@pytest.mark.parametrize(("document", "command", "rest"), invocations())
-def test_every_command_that_a_document_names_exists_with_its_options(document: str, command: str, rest: str) -> None:
+def test_every_command_that_a_document_names_exists_with_its_options() -> None:
+    check_each(((f"{one[0]}: {one[1]}{one[2]}", one) for one in invocations()), lambda one: exists(*one))
+
+
+def exists(document: str, command: str, rest: str) -> None:
     assert command in COMMANDS, f"{document} names prime-node {command}"
     found = COMMANDS[command]
     words = rest.split()

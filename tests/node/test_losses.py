@@ -6,12 +6,14 @@ they check but the documented clamp of log ratios.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from tests.cases_world import check_each
 from torch import Tensor
 
 from prime_node.algo.losses import LOSSES, LossInputs, LossSum, find_loss
@@ -220,24 +222,28 @@ def test_every_loss_has_a_reference() -> None:
     assert {name for name, _ in REFERENCES} == set(LOSSES)
 
 
-@pytest.mark.parametrize("prox", [False, True])
-@pytest.mark.parametrize("kind", list(AggregationKind))
 @pytest.mark.parametrize(("name", "settings"), REFERENCES)
-def test_a_loss_is_its_formula_in_float64(
-    name: str, settings: tuple[tuple[str, Any], ...], kind: AggregationKind, prox: bool
-) -> None:
+def test_a_loss_is_its_formula_in_float64(name: str, settings: tuple[tuple[str, Any], ...]) -> None:
     """Tolerance: a few roundings of float32 of the largest token; exp amplifies those of a log ratio twenty times.
 
     The slope of `sapo`'s gate is s (1 - s), whose second factor loses digits where s is near 1.
     """
-    given = inputs(prox=prox)
-    outputs = found(name, kwargs=dict(settings), aggregation=kind)(given)
-    total, slope = in_float64(REFERENCES[name, settings], given, kind)
-    assert outputs.loss.item() == pytest.approx(total, rel=1e-5)
-    torch.testing.assert_close(
-        gradient(outputs, given).double(), slope, rtol=1e-4 if name == "sapo" else 2e-5, atol=1e-7
+
+    def check(case: tuple[AggregationKind, bool]) -> None:
+        kind, prox = case
+        given = inputs(prox=prox)
+        outputs = found(name, kwargs=dict(settings), aggregation=kind)(given)
+        total, slope = in_float64(REFERENCES[name, settings], given, kind)
+        assert outputs.loss.item() == pytest.approx(total, rel=1e-5)
+        torch.testing.assert_close(
+            gradient(outputs, given).double(), slope, rtol=1e-4 if name == "sapo" else 2e-5, atol=1e-7
+        )
+        assert all(tally.isfinite().all() for tally in outputs.metrics.values())
+
+    check_each(
+        ((f"{kind}, prox={prox}", (kind, prox)) for kind, prox in itertools.product(AggregationKind, (False, True))),
+        check,
     )
-    assert all(tally.isfinite().all() for tally in outputs.metrics.values())
 
 
 def test_aipo_gives_no_gradient_above_delta_and_its_other_form_does() -> None:
@@ -288,32 +294,33 @@ def test_dppo_holds_dropped_tokens_to_the_sampler_as_well() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-@pytest.mark.parametrize("trainer", [0.0, -INF, INF, NAN, -1e30])
-@pytest.mark.parametrize("inference", [-INF, INF, NAN, -1e30])
-@pytest.mark.parametrize("advantage", [1.0, INF, NAN])
-def test_masked_tokens_contribute_exactly_nothing(
-    name: str, trainer: float, inference: float, advantage: float
-) -> None:
-    def given(*also: float) -> LossInputs:
-        """One trained token, and optionally a masked one after it."""
-        beside = bool(also)
+def test_masked_tokens_contribute_exactly_nothing(name: str) -> None:
+    loss = found(name)
+
+    def given(*masked: float) -> LossInputs:
+        """One trained token, and optionally a masked one after it: trainer, inference, advantage."""
+        trainer, inference, advantage = [[value] for value in masked] or [[], [], []]
         return LossInputs(
-            torch.tensor([-2.7, trainer][: 1 + beside], requires_grad=True),
-            torch.tensor([-3.0, inference][: 1 + beside]),
-            torch.tensor([0.7, advantage][: 1 + beside]),
-            torch.tensor([True, False][: 1 + beside]),
-            teacher_logprobs=torch.tensor([-2.0, inference][: 1 + beside]),
-            prox_logprobs=torch.tensor([-2.9, trainer][: 1 + beside]),
+            torch.tensor([-2.7, *trainer], requires_grad=True),
+            torch.tensor([-3.0, *inference]),
+            torch.tensor([0.7, *advantage]),
+            torch.tensor([True, *(False for _ in trainer)]),
+            teacher_logprobs=torch.tensor([-2.0, *inference]),
+            prox_logprobs=torch.tensor([-2.9, *trainer]),
         )
 
-    alone, beside = given(), given(1.0)
-    loss = found(name)
-    expected, outputs = loss(alone), loss(beside)
-    assert outputs.loss.item() == expected.loss.item()
-    assert gradient(outputs, beside).tolist() == [float(gradient(expected, alone)[0]), 0.0]
-    assert {key: value.tolist() for key, value in outputs.metrics.items()} == {
-        key: value.tolist() for key, value in expected.metrics.items()
-    }
+    def outcome(inputs: LossInputs) -> tuple[float, list[float], dict[str, object]]:
+        outputs = loss(inputs)
+        tallies = {key: tally.tolist() for key, tally in outputs.metrics.items()}
+        return outputs.loss.item(), gradient(outputs, inputs).tolist(), tallies
+
+    value, slope, tallies = outcome(given())
+
+    def check(masked: tuple[float, float, float]) -> None:
+        assert outcome(given(*masked)) == (value, [*slope, 0.0], tallies)
+
+    masked = itertools.product((0.0, -INF, INF, NAN, -1e30), (-INF, INF, NAN, -1e30), (1.0, INF, NAN))
+    check_each(((str(case), case) for case in masked), check)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases_world import check_each
 
 from prime_node.adapters.training.torch_batch import Tallies, loss_inputs
 from prime_node.algo.losses import LOG_RATIO_ABS, LOSSES, LossInputs, Objective, find_loss
@@ -100,24 +101,25 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(AggregationKind))
 @pytest.mark.parametrize("name", [*sorted(LOSSES), "the seed's example"])
-def test_micro_batches_order_and_padding_change_nothing_but_rounding(
-    name: str, kind: AggregationKind, example: str
-) -> None:
+def test_micro_batches_order_and_padding_change_nothing_but_rounding(name: str, example: str) -> None:
     """Tolerance: 1e-6 of the largest term, some roundings of a float32 sum in another order."""
     path = example if name not in LOSSES else None
-    loss = find_loss(name, import_path=path, aggregation=kind, constant_length=8)
-    batch = samples()
-    total, metrics, gradients = descend(loss, batch, WHOLE)
-    assert total != 0.0
-    for how, split in SPLITS.items():
-        for padding in (0, 5):
-            found, its_metrics, its_gradients = descend(loss, batch, split, padding=padding)
-            assert found == pytest.approx(total, rel=1e-5, abs=1e-6), how
-            assert its_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), how
-            for expected, seen in zip(gradients, its_gradients, strict=True):
-                assert seen == pytest.approx(expected, rel=1e-5, abs=1e-6), how
+
+    def check(kind: AggregationKind) -> None:
+        loss = find_loss(name, import_path=path, aggregation=kind, constant_length=8)
+        batch = samples()
+        total, metrics, gradients = descend(loss, batch, WHOLE)
+        assert total != 0.0
+        for how, split in SPLITS.items():
+            for padding in (0, 5):
+                found, its_metrics, its_gradients = descend(loss, batch, split, padding=padding)
+                assert found == pytest.approx(total, rel=1e-5, abs=1e-6), how
+                assert its_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6), how
+                for expected, seen in zip(gradients, its_gradients, strict=True):
+                    assert seen == pytest.approx(expected, rel=1e-5, abs=1e-6), how
+
+    check_each(((str(kind), kind) for kind in AggregationKind), check)
 
 
 def test_aggregations_weigh_tokens_as_their_names_say() -> None:

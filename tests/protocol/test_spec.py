@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tests.cases_world import check_each
 
 from prime_protocol import (
     amendment,
@@ -149,8 +149,11 @@ def test_every_message_has_its_table() -> None:
     assert sorted(MESSAGES) == sorted(named)
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_has_the_fields_of_its_table(name: str) -> None:
+def test_a_message_has_the_fields_of_its_table() -> None:
+    check_each(((name, name) for name in MESSAGES), has_its_table)
+
+
+def has_its_table(name: str) -> None:
     rows = rows_after(f"\n**{name}**")
     fields = model(name).model_fields
     assert [row[0] for row in rows] == list(fields)

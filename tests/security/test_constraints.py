@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
+from tests.cases_world import check_each
 
 import prime_node
 import prime_protocol
@@ -114,6 +115,9 @@ def _bounds(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((kind, getattr(item, kind)) for kind in KINDS if getattr(item, kind, None) is not None)
 
 
+Case = tuple[type[BaseModel], str, Constraint]
+
+
 @functools.cache
 def _classes(module: str) -> dict[str, ast.ClassDef]:
     """Return the classes of a module by name. `inspect.getsource` would parse the module again for each of them."""
@@ -136,14 +140,15 @@ def in_source(model: type[BaseModel]) -> dict[str, list[tuple[str, Any]]]:
     return found
 
 
-def cases() -> Iterator[Any]:
+def cases() -> Iterator[tuple[str, Case]]:
+    """Yield every constraint of every model, with a name."""
     for model in MODELS:
         hints = typing.get_type_hints(model, include_extras=True)
         for name in model.model_fields:
             owner = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", {}))
             for one in constraints_of(hints[name], in_source(owner).get(name, [])):
                 where = ".".join((model.__name__, name, *one.path))
-                yield pytest.param(model, name, one, id=f"{where}-{one.kind}-{_short(one.bound)}")
+                yield f"{where}-{one.kind}-{_short(one.bound)}", (model, name, one)
 
 
 def _short(bound: Any) -> str:
@@ -263,15 +268,16 @@ def faults(model: type[BaseModel], fields: dict[str, Any]) -> list[Any]:
 
 
 def test_many_constraints_are_found() -> None:
-    wire = [case for case in CASES if issubclass(case.values[0], WireModel)]
-    assert len(wire) > 400
-    assert len([case for case in CASES if case.values[1:2] == ("name",) and case.values[2].kind == "pattern"]) > 3
+    assert len([model for _, (model, _, _) in CASES if issubclass(model, WireModel)]) > 400
+    assert len([one for _, (_, name, one) in CASES if name == "name" and one.kind == "pattern"]) > 3
 
 
-@pytest.mark.parametrize(("model", "name", "one"), CASES)
-def test_a_value_that_breaks_a_declared_constraint_is_refused_for_it(
-    model: type[BaseModel], name: str, one: Constraint
-) -> None:
+def test_a_value_that_breaks_a_declared_constraint_is_refused_for_it() -> None:
+    check_each(CASES, refused)
+
+
+def refused(case: Case) -> None:
+    model, name, one = case
     if (model.__name__, name, one.kind) in STRICTER:
         assert faults(model, {name: placed(model, name, one)})
         return
@@ -283,14 +289,16 @@ def test_a_value_that_breaks_a_declared_constraint_is_refused_for_it(
     ), found[:3]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_the_validator_of_a_model_has_all_that_its_fields_declare(model: type[BaseModel]) -> None:
-    refuse_dropped(model)
+def test_the_validator_of_a_model_has_all_that_its_fields_declare() -> None:
+    check_each(((model.__name__, model) for model in MODELS), refuse_dropped)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_the_annotations_and_the_source_declare_the_same(model: type[BaseModel]) -> None:
+def test_the_annotations_and_the_source_declare_the_same() -> None:
     """So neither reading misses a constraint."""
+    check_each(((model.__name__, model) for model in MODELS), declares_the_same)
+
+
+def declares_the_same(model: type[BaseModel]) -> None:
     hints = typing.get_type_hints(model, include_extras=True)
     for name, field in model.model_fields.items():
         owner = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", {}))

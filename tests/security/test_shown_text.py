@@ -21,6 +21,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from rich.console import Console
+from tests.cases_world import check_each
 
 import prime_node
 import prime_protocol.replies as _replies  # noqa: F401 - its models are walked
@@ -101,7 +102,7 @@ def models(base: type[BaseModel] = WireModel) -> Iterator[type[BaseModel]]:
 
 def fields() -> list[Any]:
     return [
-        pytest.param(name, found, id=f"{model.__name__}.{name}")
+        (f"{model.__name__}.{name}", (name, found))
         for model in sorted(set(models()), key=lambda model: model.__name__)
         for name, field in model.model_fields.items()
         for found in texts(
@@ -111,8 +112,11 @@ def fields() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("name", "found"), fields())
-def test_every_text_on_the_wire_has_a_bound_and_a_pattern_or_a_reason(name: str, found: dict[str, Any]) -> None:
+def test_every_text_on_the_wire_has_a_bound_and_a_pattern_or_a_reason() -> None:
+    check_each(fields(), lambda case: bounded(*case))
+
+
+def bounded(name: str, found: dict[str, Any]) -> None:
     pattern = found.get("pattern", "")
     assert "max_length" in found or re.fullmatch(r"\^\[[0-9a-f-]+\]\{\d+\}\$", pattern), "has no bound"
     if not pattern:
@@ -370,9 +374,12 @@ PRINT_THEMSELVES = {"say.py", "main.py", "kernels.py"}
 """Modules that may print: the printing function's own, the version's, and that of a process with our own texts."""
 
 
-@pytest.mark.parametrize("path", sorted(CLI.glob("*.py")), ids=lambda path: path.name)
-def test_commands_print_by_the_one_function(path: Path) -> None:
+def test_commands_print_by_the_one_function() -> None:
     """Other output to a terminal is JSON, which escapes, or drawings, whose texts the tests above check."""
+    check_each(((path.name, path) for path in sorted(CLI.glob("*.py"))), prints_by_the_one_function)
+
+
+def prints_by_the_one_function(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Call) or path.name in PRINT_THEMSELVES:
             continue
