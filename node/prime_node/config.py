@@ -70,12 +70,23 @@ class Settings(BaseSettings):
 
         `file` is a whole parsed TOML file; `overrides` come from the command line.
         """
+        cls._refuse_unknown_variables()
         table = dict((file or {}).get(cls.section, {}))
         merged = _merge(_merge(table, EnvSettingsSource(cls)()), overrides or {})
         try:
             return cls(**merged)
         except ValidationError as error:
             raise LocalError(_explain(error, cls)) from None
+
+    @classmethod
+    def _refuse_unknown_variables(cls) -> None:
+        prefix, known = cls.model_config.get("env_prefix", ""), cls.model_fields
+        for variable in sorted(os.environ):
+            name = variable.upper().removeprefix(prefix).lower().split("__")[0]
+            if prefix and variable.upper().startswith(prefix) and name not in known:
+                near = get_close_matches(name, known, n=1)
+                advice = f"; did you mean {prefix}{near[0].upper()}?" if near else ""
+                raise LocalError(f"environment variable {variable}: [{cls.section}] has no setting {name!r}{advice}")
 
 
 def user_cache() -> Path:

@@ -38,6 +38,12 @@ def test_command_line_beats_environment_beats_file_beats_default(monkeypatch: py
     assert (loaded.count, loaded.size, loaded.inner.name, loaded.inner.rate) == (3, 9.0, "file", 0.5)
 
 
+def test_a_misspelt_variable_is_refused_with_the_likely_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIME_SAMPLE_COUTN", "3")
+    with pytest.raises(LocalError, match=r"PRIME_SAMPLE_COUTN: \[sample\] .* did you mean PRIME_SAMPLE_COUNT\?"):
+        Sample.load()
+
+
 def test_nested_settings_are_merged_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIME_SAMPLE_INNER__RATE", "0.25")
     loaded = Sample.load({"sample": {"inner": {"name": "file"}}})

@@ -10,13 +10,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from typing import Annotated
 
 import typer
 
+from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.place import HOME
 from prime_node.cli.run_status import clock_ahead_s, run_status
 from prime_node.cli.say import say
@@ -29,6 +30,8 @@ DISK_GIB_MIN = 5.0
 MEMORY_GIB_MIN = 2.0
 CLOCK_S_SEEN = 3.0
 """Smallest clock difference that is shown: an HTTP date has whole seconds, and the answer takes time to arrive."""
+ENGINE, MISSING = ("torch", "transformers"), "not installed"
+"""Packages without which a machine generates nothing, so that it cannot join a run; how their absence is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +72,25 @@ def doctor(
     if as_json:
         print(json.dumps({"ok": not fatal, "findings": [asdict(finding) for finding in findings]}))
     else:
-        say("", f"not available here: {'; '.join(roles)}" if roles else "all optional features are available")
+        say(
+            "",
+            *(
+                [f"not available here: {'; '.join(roles)}"]
+                if roles
+                else []
+                if fatal
+                else ["all features are available"]
+            ),
+        )
     if fatal:
         raise LocalError(f"this machine cannot take part: {', '.join(fatal)}")
 
 
 def _findings(link: str | None) -> Iterator[Finding]:
-    yield from (check() for check in CHECKS)
+    for check in CHECKS:
+        found = check()
+        is_needed = link is not None and found.what in ENGINE and found.seen == MISSING
+        yield replace(found, needed_for="") if is_needed else found
     if link is not None:
         yield from _run(link)
 
@@ -131,7 +146,7 @@ def _sandbox() -> Finding:
 
 def _torch() -> Finding:
     """Check torch. It is imported, which takes seconds, only if there may be a GPU that only torch can name."""
-    missing = Finding("torch", False, "not installed", _extra("train"), "training, validating, generating")
+    missing = Finding("torch", False, MISSING, how_to_install("train"), "training, validating, generating")
     if importlib.util.find_spec("torch") is None:
         return missing
     version = package_version("torch")
@@ -157,13 +172,9 @@ def _package(distribution: str, extra: str, purpose: str, *alternatives: str) ->
                 return Finding(name, True, package_version(name))
             except PackageNotFoundError:
                 continue
-        return Finding(distribution, False, "not installed", _extra(extra), purpose)
+        return Finding(distribution, False, MISSING, how_to_install(extra), purpose)
 
     return check
-
-
-def _extra(name: str) -> str:
-    return f'pip install "prime-node[{name}]", or ./scripts/up, which picks the right parts'
 
 
 def _run(link: str) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import typer
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
+from prime_protocol.errors import LocalError
 
 Section = Literal["run", "up", "coordinator", "trainer", "validator", "worker", "environments"]
 SECTIONS = set(get_args(Section))
@@ -50,10 +51,15 @@ class Options:
 
     @classmethod
     def of_run(cls, run: str, file: Path | None, assignments: list[str]) -> Self:
-        """Return a role's options: from the run's folder if no file is given, overridden by the command line."""
+        """Return a role's options: from the run's folder if no file is given, overridden by the command line.
+
+        Raises LocalError for a setting of the run itself.
+        """
         run_dir = RunDir(Path(run))
         if file is not None or not run_dir.exists:
             return cls(file, assignments)
+        if any(one.startswith("run.") and one not in run_dir.overrides() for one in assignments):
+            raise LocalError(f"the run in {run} is signed and fixed: --set run.* is for a new folder")
         return cls(run_dir.config if run_dir.config.exists() else None, [*run_dir.overrides(), *assignments])
 
     def load(self, settings: type[S]) -> S:

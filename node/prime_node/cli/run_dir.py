@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_protocol.envelope import open_envelope
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 
 SECRET = "assignment.secret"
@@ -121,8 +121,11 @@ class RunDir:
         return JoinLink.parse(self.join_link_file.read_text(encoding="utf-8"))
 
     def load_run(self) -> PinnedRun:
-        """Read this folder's RunSpec, which is its own trust root. Raises LocalError if there is none."""
+        """Read this folder's RunSpec, which is its own trust root. Raises LocalError if there is none, or a damaged one."""
         if not self.exists:
             raise LocalError(f"{self.path} holds no run: no run.json. `prime-node new {self.path}` makes one")
-        envelope = open_envelope(self.run_spec.read_bytes())
-        return open_run_spec(envelope, pinned=envelope.digest)
+        try:
+            envelope = open_envelope(self.run_spec.read_bytes())
+            return open_run_spec(envelope, pinned=envelope.digest)
+        except RemoteError as error:
+            raise LocalError(f"{self.run_spec} is damaged ({error}): put back a copy of it") from None

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -187,13 +188,24 @@ def keys_that_end(target: str, ending: str) -> list[str]:
     return [str(key) for key in found] if isinstance(found, list) else []
 
 
+def _advice(url: str, error: str) -> str:
+    address = urlsplit(url)
+    if "WRONG_VERSION_NUMBER" in error:
+        return "that port answers in http, not https; is the link complete?"
+    proxy = getproxies().get(address.scheme)
+    if proxy and not proxy_bypass(address.hostname or ""):
+        return f"requests go through the proxy {printable(proxy, 100)} ({address.scheme}_proxy); is it running?"
+    return "is the coordinator running, and are the address and this machine's clock right?"
+
+
 async def _read(url: str, path: str) -> dict[str, Any]:
     """Request a JSON object from the coordinator at `url`. Raises LocalError with the cause if it fails."""
     try:
         value = json.loads((await _fetch(url, path))[0])
     except Unreachable as error:
-        advice = "is the coordinator running, and are the address and this machine's clock right?"
-        raise LocalError(f"cannot read a status from {printable(str(error), 300)}: {advice}") from None
+        raise LocalError(
+            f"cannot read a status from {printable(str(error), 300)}: {_advice(url, str(error))}"
+        ) from None
     except RemoteError as error:
         raise _no_status(url, error.detail) from None
     except (ValueError, RecursionError):

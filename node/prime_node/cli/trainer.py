@@ -64,6 +64,7 @@ def trainer(
     setup_logging("trainer", level=log_level)
     options = Options.of_run(run, config, assignments)
     settings, grants = options.load(TrainerConfig), options.load(EnvironmentSettings)
+    wire_training.require_device(settings)
     ready_kernels()  # also needed before torchrun: each rank encodes
     if wire_training.is_under_torchrun():
         ranks = wire_training.trainer_ranks(settings)

@@ -32,6 +32,7 @@ from prime_node.cli.say import say
 from prime_node.cli.screen import RunProgress, one_line, render
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
 from prime_node.cli.up_config import UpConfig
+from prime_node.config import read_toml
 from prime_node.folder_lock import FolderLock
 from prime_node.observe import JsonLinesReader
 from prime_node.patience import Stop, unless
@@ -344,7 +345,7 @@ def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Op
     """
     if not run_dir.exists:
         return Options(config or _shipped_demo(), assignments)
-    if config is not None and config.read_bytes() != run_dir.config.read_bytes():
+    if config is not None and read_toml(config) != read_toml(run_dir.config):
         raise LocalError(f"{run_dir.path} was made with another config; leave --config out, or choose another folder")
     options = Options(run_dir.config, [*run_dir.overrides(), *assignments])
     if any(assignment.startswith("run.") for assignment in assignments):

@@ -42,6 +42,15 @@ def is_under_torchrun() -> bool:
     return is_launched()
 
 
+def require_device(settings: TrainerConfig) -> None:
+    """Raise LocalError if torch has no such device here."""
+    from prime_node.adapters.hardware import has_gpu
+
+    for name, device in (("device", settings.device), ("evaluation_device", settings.evaluation_device)):
+        if device is not None and device.startswith("cuda") and not has_gpu():
+            raise LocalError(f'trainer.{name} = "{device}", but torch finds no GPU here: `prime-node doctor` says why')
+
+
 def trainer_ranks(settings: TrainerConfig) -> Ranks:
     """Return the processes that torchrun started, including this one. Raises LocalError."""
     from prime_node.adapters.training.ranks import Ranks

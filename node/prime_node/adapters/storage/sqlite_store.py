@@ -27,10 +27,11 @@ from sqlalchemy import (
     insert,
     select,
 )
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DatabaseError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from prime_node.ports.store import PAGE_CHARS_MAX, LoggedEvent, StoreConflict, StoredReceipt
+from prime_protocol.errors import LocalError
 
 _METADATA = MetaData()
 _EVENTS = Table(
@@ -175,9 +176,12 @@ class SqlStore:
 
 
 async def open_sqlite(path: Path) -> SqlStore:
-    """Open or create the database of one coordinator."""
+    """Open or create the database of one coordinator. Raises LocalError if it is damaged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return await open_url(URL.create("sqlite+aiosqlite", database=str(path)))
+    try:
+        return await open_url(URL.create("sqlite+aiosqlite", database=str(path)))
+    except DatabaseError as error:
+        raise LocalError(f"{path} cannot be used ({error.orig}): put back a copy of the run's folder") from None
 
 
 async def open_url(url: str | URL) -> SqlStore:

@@ -24,7 +24,7 @@ def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings) ->
             from prime_node.adapters.training.eight_bit import EightBitAdamW
         except ImportError as error:
             raise LocalError(
-                f'trainer.optimizer.moments = "8bit" needs torchao: pip install "prime-node[eight-bit]" ({error})'
+                f'trainer.optimizer.moments = "8bit" needs torchao: pip install ".[eight-bit]" in the project\'s folder ({error})'
             ) from None
         return EightBitAdamW(parameters, settings)
     if settings.import_path is None:

@@ -1,0 +1,114 @@
+"""Mistakes of users and damaged files end in one line that names the file or the setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from tests.node.coordinator_world import make_run
+from typer.testing import CliRunner
+
+from prime_node.adapters.storage.sqlite_store import open_sqlite
+from prime_node.cli import doctor
+from prime_node.cli.main import app
+from prime_node.cli.options import Options
+from prime_node.cli.run_dir import RunDir
+from prime_protocol.errors import LocalError
+
+NOWHERE = f"http://127.0.0.1:1/#{'0' * 64}"
+
+
+def error_of(*arguments: str) -> str:
+    """Return the error that ends a command."""
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, LocalError), error
+    return str(error)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Folder of a run."""
+    found = RunDir(tmp_path / "run")
+    found.path.mkdir()
+    found.run_spec.write_bytes(make_run().envelope.to_bytes())
+    found.config.write_text("[trainer]\nseed = 7\n")
+    found.overrides_file.write_text("run.max_steps=3\n")
+    return found
+
+
+@pytest.mark.parametrize("text", ["garbage", '{"x": 1}', ""])
+def test_a_damaged_description_of_a_run_is_named(run_dir: RunDir, text: str) -> None:
+    run_dir.run_spec.write_text(text)
+    with pytest.raises(LocalError, match=r"run\.json is damaged"):
+        run_dir.load_run()
+    assert f"{run_dir.run_spec} is damaged" in error_of("coordinator", str(run_dir.path))
+
+
+async def test_a_damaged_database_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "state.sqlite"
+    path.write_text("garbage " * 100)
+    with pytest.raises(LocalError, match=r"state\.sqlite cannot be used \(file is not a database\)"):
+        await open_sqlite(path)
+
+
+def test_a_setting_of_a_signed_run_is_refused_by_each_role(run_dir: RunDir) -> None:
+    with pytest.raises(LocalError, match=r"signed and fixed: --set run\.\*"):
+        Options.of_run(str(run_dir.path), None, ["run.max_steps=10"])
+    options = Options.of_run(str(run_dir.path), None, ["run.max_steps=3", "trainer.seed=9"])  # as `up` starts them
+    assert options.overrides["trainer"] == {"seed": 9}
+
+
+def test_a_missing_config_of_an_existing_run_is_named(run_dir: RunDir, tmp_path: Path) -> None:
+    assert "missing.toml: no such file" in error_of("up", str(run_dir.path), "-c", str(tmp_path / "missing.toml"))
+
+
+def test_a_trainer_without_a_gpu_says_so_before_it_asks_for_the_run() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert 'trainer.device = "cuda", but torch finds no GPU' in error_of(
+        "trainer", NOWHERE, "--set", "trainer.device=cuda"
+    )
+
+
+def test_a_dead_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    shown = CliRunner().invoke(app, ["doctor", f"http://192.0.2.1:8400/#{'0' * 64}"]).stdout
+    assert "the proxy http://127.0.0.1:9 (http_proxy); is it running?" in shown
+
+
+@pytest.fixture
+def http_port() -> Iterator[int]:
+    server = HTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def test_https_at_a_port_of_http_is_explained(http_port: int) -> None:
+    shown = CliRunner().invoke(app, ["doctor", f"https://127.0.0.1:{http_port}/#{'0' * 64}"]).stdout
+    assert "that port answers in http, not https" in shown
+
+
+def test_doctor_contradicts_itself_in_no_line() -> None:
+    ran = CliRunner().invoke(app, ["doctor", NOWHERE])
+    assert "all features are available" not in ran.stdout
+    assert "cannot take part: coordinator" in str(ran.exception)
+
+
+def test_a_machine_without_an_engine_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no torch: fine for a coordinator, but `join` would fail."""
+    missing = doctor.Finding("torch", False, doctor.MISSING, doctor.how_to_install("train"), "generating")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: missing,))
+    alone = CliRunner().invoke(app, ["doctor"])
+    assert alone.exit_code == 0
+    assert "not available here: generating" in alone.stdout
+    with_link = CliRunner().invoke(app, ["doctor", NOWHERE])
+    assert "cannot take part: torch, coordinator" in str(with_link.exception)
+    assert './scripts/up in the project\'s folder, or there: pip install ".[train]"' in with_link.stdout
