@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from vectors.adapters import adapters
+from vectors.answers import answers
 from vectors.basics import envelopes, json_texts, keys, noise
 from vectors.bundles import bundles
 from vectors.calibrations import calibrations
@@ -64,6 +65,7 @@ def main() -> None:
     judged_logprobs(folder, run)
     body_claims(folder, run)
     seeds(folder)
+    answers(folder)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,7 @@ def make_rules(
         straggler_factor=schedule.straggler_factor,
         slow_factor=schedule.slow_factor,
         requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
+        spans=schedule.swap.spans_policies,
     )
 
 

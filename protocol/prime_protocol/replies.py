@@ -42,6 +42,8 @@ class HeartbeatReply(WireModel):
     """Whether the run is ending or the operator drains it. The worker then finishes, uploads and leaves."""
     notice: Text = ""
     """Notice for the contributor's screen: why nothing is leased, an upgrade hint, ..."""
+    cancelled: tuple[Digest, ...] = Field(default=(), max_length=1_024, exclude_if=lambda value: not value)
+    """Those of the request's `holding` that can no longer be used: the worker stops and gives them back."""
 
 
 class PeersReply(WireModel):

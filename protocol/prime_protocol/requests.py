@@ -101,6 +101,8 @@ class HeartbeatRequest(WireModel):
     swap_ms: ClaimedMs | None = Field(default=None, exclude_if=_is_unknown)
     """Part of `usable_after_ms` that the engine's swap took."""
     session: Session = Field(default="", exclude_if=_is_default)
+    holding: tuple[Digest, ...] | None = Field(default=None, max_length=1_024, exclude_if=_is_unknown)
+    """Leases that it works on, from a worker that understands `HeartbeatReply.cancelled`."""
 
 
 class LeaseRequest(WireModel):

@@ -60,6 +60,17 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
         WORKER,
     )
     yield (
+        "heartbeat that names its leases",
+        HeartbeatRequest(
+            state=WorkerState.GENERATING,
+            policy_version=7,
+            bundles_spooled=0,
+            session=SESSION,
+            holding=(LEASE, "9" * 64),
+        ),
+        WORKER,
+    )
+    yield (
         "lease request with what is held",
         LeaseRequest(
             policy_version=7, policy_digest=POLICY, rollouts_max=16, holding=(LEASE,), wait_s=20.0, session=SESSION

@@ -61,6 +61,7 @@ class MemoryCoordinator(MemorySource):
         self.clock_ahead_s = 0.0
         self.leases: dict[str, Lease] = {}
         self.returned: list[str] = []
+        self.cancels: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.receipts_signed: list[Receipt] = []
         self.leases_max = 10**9
@@ -89,7 +90,9 @@ class MemoryCoordinator(MemorySource):
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         self._check_worker()
         self.beats.append(request)
-        return HeartbeatReply(step=0, head=max(self.manifests, default=-1), draining=self.draining, notice=self.notice)
+        cancelled = tuple(lease for lease in request.holding or () if lease in self.cancels)
+        head = max(self.manifests, default=-1)
+        return HeartbeatReply(step=0, head=head, draining=self.draining, notice=self.notice, cancelled=cancelled)
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
         self._check_worker()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator.state import blockers, invariants, records, scheduler, snapshot
+from prime_node.coordinator.state import blockers, cancelling, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batches import forgettable_step
+from prime_node.coordinator.state.batches import forgettable_step, next_step, stale_slots
 from prime_node.coordinator.state.curriculum import Pool, Rating
 from prime_node.coordinator.state.effects import Effect, Settled
 from prime_node.coordinator.state.records import State
@@ -42,6 +42,7 @@ class AnyRun(RuleBasedStateMachine):
         escrow=st.integers(0, 3),
         run_ahead=st.none() | st.integers(0, 2),
         inflight=st.none() | st.integers(1, 6),
+        spans=st.booleans(),
     )
     def begin(
         self,
@@ -60,6 +61,7 @@ class AnyRun(RuleBasedStateMachine):
         escrow: int,
         run_ahead: int | None,
         inflight: int | None,
+        spans: bool,
     ) -> None:
         size = mini_batch * num_batches
         eta = k if quarters is None else quarters / 4
@@ -86,6 +88,7 @@ class AnyRun(RuleBasedStateMachine):
                 stale=stale,
                 lag_max=None if stale is StalePolicy.KEEP else k + lag_slack,
                 staleness_from=staleness_from,
+                spans=spans,
                 leases_per_slot_max=copies,
                 slow_factor=slow_factor,
                 audit_share_min=0.5 if escrow else 1.0,
@@ -159,7 +162,8 @@ class AnyRun(RuleBasedStateMachine):
             assert bundle not in self.verdicts
             lease = self.state.bundles[bundle].lease
             swapped = data.draw(st.integers(lease.policy_version, self.state.head))  # a swap while it was generated
-            versions = ((lease.policy_version, swapped),) * len(lease.slots) if data.draw(st.booleans()) else ()
+            spans = self.state.rules.spans and data.draw(st.booleans())
+            versions = ((lease.policy_version, swapped),) * len(lease.slots) if spans else ()
             effects = self.run_.refuse(bundle, reason) if reason else self.run_.accept(bundle, versions)
             self.note(effects)
             filled = self.state.steps[lease.step].accepted if lease.step in self.state.steps else {}
@@ -178,6 +182,28 @@ class AnyRun(RuleBasedStateMachine):
             self.run_.do(ev.LeaseReturned(lease.lease_id))
             if failed:
                 self.run_.do(ev.EpisodesFailed(lease.worker, lease.slots, is_judged=data.draw(st.booleans())))
+
+    @rule(data=st.data(), finished=st.booleans())
+    def cancel(self, data: st.DataObject, finished: bool) -> None:
+        """A useless lease is given back at no cost; if it is finished, its groups are dropped."""
+        if useless := [lease for lease in self.state.leases.values() if cancelling.is_useless(self.state, lease)]:
+            lease = data.draw(st.sampled_from(useless))
+            worker = self.state.workers[lease.worker]
+            assert cancelling.cancelled_leases(self.state, lease.worker, worker.leases).count(lease.lease_id) == 1
+            if finished:
+                self.note(self.run_.accept(self.run_.upload(lease)))
+                filled = self.state.steps[lease.step].accepted
+                mine = {
+                    slot
+                    for slot in lease.slots
+                    if slot in filled and filled[slot].policy_version == lease.policy_version
+                }
+                assert mine <= {*stale_slots(self.state, next_step(self.state))} | {*self.state.steps[lease.step].taken}
+                return
+            before = (worker.wasted, worker.abandoned, worker.audit_score, worker.pause_until_ms)
+            self.run_.do(ev.LeaseReturned(lease.lease_id, cancelled=True))
+            assert (worker.wasted, worker.abandoned, worker.audit_score, worker.pause_until_ms) == before
+            assert not cancelling.is_outdated(self.state, self.state.head), "nothing could be leased"
 
     @rule(ms=st.integers(0, 1_500))
     def let_time_pass(self, ms: int) -> None:

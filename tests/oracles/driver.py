@@ -6,9 +6,11 @@ import random
 
 from tests.node.scheduler_world import Run
 from tests.oracles.facts import Facts, Rule
+from tests.oracles.prime_rl import Orchestrator
 
 from prime_node.coordinator.state import batches
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.cancelling import cancelled_leases
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_protocol.verdict import RejectReason
 
@@ -23,7 +25,7 @@ class Pair:
         """Slot -> the number of its group."""
         self.leases: dict[int, LeaseRecord] = {}
         """Number -> the lease of a group in progress."""
-        self.decisions = 0
+        self.decisions = self.num_cancelled = 0
         run.join("fleet")
         run.publish()
 
@@ -73,6 +75,20 @@ class Pair:
             self.run.publish()
             self.facts.publish()
             self.run.do(ev.TrainerDurable(batches.forgettable_step(self.run.state, self.run.state.head)))
+            if isinstance(self.rule, Orchestrator):
+                self._cancel(self.rule.cancelled(self.facts))
+
+    def _cancel(self, theirs: set[int]) -> None:
+        """Give back what can no longer be used."""
+        held = [lease.lease_id for lease in self.leases.values()]
+        named = set(cancelled_leases(self.run.state, "fleet", held))
+        ours = {number for number, lease in self.leases.items() if lease.lease_id in named}
+        self.decisions += len(held)
+        assert ours == theirs, self.facts
+        for number in ours:
+            self.run.do(ev.LeaseReturned(self.leases.pop(number).lease_id, cancelled=True))
+        self.facts.forget(ours)
+        self.num_cancelled += len(ours)
 
     def _numbers(self, slots: tuple[int, ...]) -> set[int]:
         return {self.number_of[slot] for slot in slots}

@@ -25,6 +25,11 @@ def min_fresh_version(*, shipped: int, max_off_policy_steps: int) -> int:
     return shipped - max_off_policy_steps
 
 
+def is_cancelled(*, dispatched: int, pending: int, max_off_policy_steps: int) -> bool:
+    """Return whether a group in flight is cancelled when policy `pending` arrives: each policy since its dispatch counts one."""
+    return pending - dispatched > max_off_policy_steps
+
+
 @dataclass(frozen=True, slots=True)
 class Barrier:
     """Batches in order, at most `async_level` policies behind."""
@@ -61,6 +66,19 @@ class Orchestrator:
         """Queued groups that were dispatched too long ago."""
         oldest = min_fresh_version(shipped=facts.step, max_off_policy_steps=self.max_off_policy_steps)
         return {group.number for group in facts.ready if group.version < oldest}
+
+    def cancelled(self, facts: Facts) -> set[int]:
+        """Groups in flight that are cancelled as the newest policy arrives, and older ones than it that would be swept anyway."""
+        lag_max = self.max_off_policy_steps
+        oldest = min(facts.version, min_fresh_version(shipped=facts.step, max_off_policy_steps=lag_max))
+        swept = {group.number for group in facts.running if group.version < oldest}
+        at_once = {
+            group.number
+            for group in facts.running
+            if is_cancelled(dispatched=group.version, pending=facts.version, max_off_policy_steps=lag_max)
+        }
+        assert at_once <= swept
+        return swept
 
     def batch(self, facts: Facts) -> set[int] | None:
         """The first groups of the queue; a batch that is complete behind a closed gate is held."""

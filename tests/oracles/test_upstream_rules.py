@@ -132,10 +132,11 @@ def pair_of(name: str, rng: random.Random) -> Pair:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", RULES)
 def test_no_decision_differs(name: str) -> None:
-    rng, decided = random.Random(name), 0
+    rng, decided, cancelled = random.Random(name), 0, 0
     num = DECISIONS // 4 if name.startswith("verl_") and "v1" not in name else DECISIONS  # one rule with four presets
     while decided < num:
         pair = pair_of(name, rng)
         may_fail = not isinstance(pair.rule, FullyAsync)  # it does not say what a failure counts
         drive(pair, rng, decisions=OF_ONE_RUN, may_fail=may_fail, is_greedy=isinstance(pair.rule, Orchestrator))
-        decided += pair.decisions
+        decided, cancelled = decided + pair.decisions, cancelled + pair.num_cancelled
+    assert (cancelled > 0) == (name == "prime_rl_lag1")

@@ -357,6 +357,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "choice": choice,
     "checkpoint": checkpoint,
     "envelope": envelope,
+    "heartbeat_reply": lambda case, folder: fields(parse_json(data_of(case, folder), replies.HeartbeatReply)),
     "invite": invite,
     "join_link": join_link,
     "json": json_text,

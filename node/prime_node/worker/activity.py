@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from prime_node.worker.pace import GenerationPace
 from prime_protocol.requests import WorkerState
 from prime_protocol.telemetry import Speed
+
+HOLDING_MAX = 1_024
+"""Maximum number of leases that a request may name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInHand:
+    """A lease that is queued, in generation or being written to the spool."""
+
+    digest: str
+    """Digest of its payload."""
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Event set once its bundle could no longer be used."""
 
 
 @dataclass
@@ -16,8 +31,7 @@ class LeaseActivity:
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
     """Reason why no lease is requested or granted; empty if there is none."""
-    in_hand: dict[str, str] = field(default_factory=dict)
-    """Leases that are queued, in generation or being written to the spool, each with the digest of its payload."""
+    in_hand: dict[str, LeaseInHand] = field(default_factory=dict)
     finished_s: float = 0.0
     """Monotonic time at which the engine last finished a lease."""
     rollouts_generated: int = 0
@@ -25,3 +39,8 @@ class LeaseActivity:
     pace: GenerationPace = field(default_factory=GenerationPace)
     speed: Speed | None = None
     """Speed measured by the rehearsal, for the coordinator."""
+
+    def cancel(self, lease_ids: Iterable[str]) -> None:
+        """Stop the work on leases that the coordinator can no longer use."""
+        for lease_id in self.in_hand.keys() & set(lease_ids):
+            self.in_hand[lease_id].cancelled.set()

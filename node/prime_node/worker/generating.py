@@ -123,38 +123,44 @@ async def generate(
     play: Play | None = None,
     timed: Callable[[int], AbstractContextManager[None]] = lambda version: nullcontext(),
     begun: Callable[[], None] = lambda: None,
+    cancelled: asyncio.Event | None = None,
 ) -> Generated:
     """Generate the lease's rollouts with the policy that the engine holds. Leases that share an engine share `loaded`.
 
     `wait_newer` returns the next policy after a version, and its weights; `timed` wraps a swap to it. `proofs`: whether
     completions commit to their hidden states. `play`: makes the turns of each rollout from a function that samples a
-    batch, if the run has multi-turn environments. `begun` is called when the engine has the first requests. An engine that
-    cannot swap as the run requires drains: a completion may span policies, but need not.
+    batch, if the run has multi-turn environments. `begun` is called when the engine has the first requests. `cancelled` ends
+    the requests, except during a swap, which others need. An engine that cannot swap as the run requires drains: a
+    completion may span policies, but need not.
     """
     swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
     sampler = _Sampler(engine, lease, loaded, proofs, begun)
     generating = asyncio.create_task(_rollouts(sampler, lease, play))
+    ended = asyncio.create_task((cancelled or asyncio.Event()).wait())
     newer: asyncio.Task[tuple[int, Weights]] | None = None
     try:
-        while swapping is not None or swap is SwapPolicy.ABORT_AND_REQUEUE:
-            newer = asyncio.create_task(wait_newer(loaded.version))
-            both: set[asyncio.Future[Any]] = {generating, newer}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        while True:
+            waiting: set[asyncio.Future[Any]] = {generating, ended}
+            if swapping is not None or swap is SwapPolicy.ABORT_AND_REQUEUE:
+                newer = asyncio.create_task(wait_newer(loaded.version))
+                waiting.add(newer)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if generating.done():
-                break
+                rollouts = generating.result()
+                return Generated(rollouts, failed=rollouts is None)
+            if newer is None or ended.done():
+                return Generated(None)
             version, weights = newer.result()
             if swapping is None:
                 log.info("policy %d is published: handing the lease back", version)
                 return Generated(None)
             await loaded.swap_to(version, weights, engine=swapping, swap=swap, timed=timed)
-        rollouts = await generating
-        return Generated(rollouts, failed=rollouts is None)
     except EngineMismatch as error:
         log.error("the engine failed: %s; handing the lease back", error)
         loaded.version = -1
         return Generated(None)
     finally:
-        tasks = [task for task in (generating, newer) if task is not None]
+        tasks = [task for task in (generating, ended, newer) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

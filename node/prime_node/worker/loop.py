@@ -83,7 +83,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
         if not worker.quit.is_set():
             beside += [
                 tasks.create_task(_set_after(worker.quit, session.draining.wait())),
-                tasks.create_task(session.heartbeat(lambda: heartbeat_request(worker))),
+                tasks.create_task(session.heartbeat(lambda: heartbeat_request(worker), cancel=worker.activity.cancel)),
                 tasks.create_task(worker.trust.follow()),
                 tasks.create_task(worker.follower.follow()),
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from prime_node.ports.transport import Unreachable
+from prime_node.worker.activity import HOLDING_MAX
 from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import Status, write_status
 from prime_node.worker.worker import Ending, Worker
@@ -65,6 +66,7 @@ def heartbeat_request(worker: Worker) -> HeartbeatRequest:
         usable_after_ms=_claimed(worker.loaded.usable_after_ms),
         swap_ms=_claimed(worker.loaded.swap_ms),
         session=worker.session.name,
+        holding=tuple(worker.activity.in_hand)[:HOLDING_MAX] or None,
     )
 
 

@@ -88,8 +88,13 @@ class Session:
         except (RemoteError, Unreachable) as error:
             log.info("leaving was not confirmed by the coordinator: %s", error)
 
-    async def heartbeat(self, state: Callable[[], HeartbeatRequest]) -> NoReturn:
-        """Send heartbeats forever and record the coordinator's answers. Raises KeyBanned."""
+    async def heartbeat(
+        self, state: Callable[[], HeartbeatRequest], *, cancel: Callable[[tuple[str, ...]], None]
+    ) -> NoReturn:
+        """Send heartbeats forever and record the coordinator's answers. Raises KeyBanned.
+
+        `cancel` gets the leases that the coordinator can no longer use.
+        """
         logged = ""
         while True:
             reply = await self.ask(lambda: self.port.heartbeat(state()))
@@ -102,6 +107,7 @@ class Session:
             self.notice = reply.notice
             if reply.draining:
                 self.draining.set()
+            cancel(reply.cancelled)
             await self._clock.sleep(self.run.spec.heartbeat_seconds)
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:

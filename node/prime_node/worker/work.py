@@ -21,6 +21,7 @@ from prime_node.broadcast.follow.follower import Policy
 from prime_node.patience import first_of, unless
 from prime_node.ports.engine import BatchingEngine, EngineMismatch, SwappingEngine
 from prime_node.ports.transport import Unreachable
+from prime_node.worker.activity import HOLDING_MAX, LeaseInHand
 from prime_node.worker.episodes import play_lease
 from prime_node.worker.generating import Play, bundle_for, generate, open_lease
 from prime_node.worker.rehearsal import rehearse
@@ -37,8 +38,6 @@ log = logging.getLogger(__name__)
 
 LEASE_PAUSE_S, LEASE_PAUSE_S_MAX = 5.0, 30.0
 """Seconds to wait after a failed request for a lease; and the longest pause that a coordinator may ask for."""
-HOLDING_MAX = 1_024
-"""Maximum number of leases that a request may name."""
 REHEARSAL_S_MAX = 10.0
 """Time limit of the rehearsal. Reaching it shows that the machine is slow, and gives a bound on its speed."""
 LOADS_MAX = 2
@@ -97,7 +96,7 @@ async def _next_lease(worker: Worker) -> Lease:
             if not isinstance(reply, NotYet):
                 opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
                 lease = await worker.trust.verified(opened)
-                worker.activity.in_hand[lease.lease_id] = reply.digest
+                worker.activity.in_hand[lease.lease_id] = LeaseInHand(reply.digest)
                 worker.receipts.note_lease(lease, reply)
                 worker.activity.waiting_for = ""
                 return lease
@@ -115,10 +114,14 @@ def _holding(worker: Worker) -> tuple[str, ...] | None:
 
 
 async def begin(worker: Worker, lease: Lease) -> bool:
-    """Let the engine hold the lease's policy, and return True. Hand the lease back if it cannot be done in time."""
-    too_late = first_of(worker.quit.wait(), worker.clock.sleep(worker.seconds_left(lease)))
+    """Let the engine hold the lease's policy, and return True.
+
+    Hand the lease back if that cannot be done in time, or if the coordinator can no longer use it.
+    """
+    cancelled = worker.activity.in_hand[lease.lease_id].cancelled
+    too_late = first_of(worker.quit.wait(), cancelled.wait(), worker.clock.sleep(worker.seconds_left(lease)))
     policy = await unless(too_late, worker.follower.policy(lease.policy_version))
-    if policy is None:
+    if policy is None or cancelled.is_set():
         await hand_back(worker, lease)
         return False
     if not worker.activity.pace.fits(lease.num_rollouts, seconds_left=worker.seconds_left(lease)):
@@ -128,7 +131,7 @@ async def begin(worker: Worker, lease: Lease) -> bool:
     if not await unless(worker.quit.wait(), _enter(worker, lease, policy)):
         await hand_back(worker, lease)
         return False
-    if worker.seconds_left(lease) <= 0:
+    if worker.seconds_left(lease) <= 0 or cancelled.is_set():
         worker.loaded.leave(lease.lease_id)
         await hand_back(worker, lease)
         return False
@@ -143,11 +146,12 @@ def _swap_of(worker: Worker, lease: Lease) -> SwapPolicy:
 async def _enter(worker: Worker, lease: Lease, policy: Policy) -> bool:
     """Let a lease use the engine once that holds its policy, or a newer one if completions may span policies. Return True.
 
-    Swap while other leases generate if the run and the engine allow that, else load once they are finished.
+    Swap while other leases generate if the run and the engine allow that, else load once they are finished. Return False if the
+    lease is cancelled first.
     """
     loaded, engine, of_run = worker.loaded, worker.engine, worker.run.spec.schedule.swap
-    spans = _swap_of(worker, lease).spans_policies
-    while True:
+    spans, cancelled = _swap_of(worker, lease).spans_policies, worker.activity.in_hand[lease.lease_id].cancelled
+    while not cancelled.is_set():
         async with loaded.border:  # no swap is in progress
             if loaded.version == policy.version or (spans and loaded.version > policy.version):
                 loaded.enter(lease.lease_id, to_the_end=lease.is_evaluation)
@@ -161,7 +165,8 @@ async def _enter(worker: Worker, lease: Lease, policy: Policy) -> bool:
             with contextlib.suppress(EngineMismatch):  # the leases in generation are handed back; then it is loaded
                 await loaded.swap_to(policy.version, policy.weights, engine=engine, swap=of_run, timed=timed)
         else:
-            await loaded.unused.wait()
+            await first_of(loaded.unused.wait(), cancelled.wait())
+    return False
 
 
 async def wait_for_room(worker: Worker, begun: asyncio.Event) -> None:
@@ -174,12 +179,14 @@ async def wait_for_room(worker: Worker, begun: asyncio.Event) -> None:
 
 
 async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
-    """Generate, sign and spool one lease, whose policy the engine holds. Hand it back if that fails or takes too long.
+    """Generate, sign and spool one lease, whose policy the engine holds.
+
+    Hand it back if that fails or takes too long, or if the coordinator can no longer use it.
 
     Sets `begun` when the engine has the first requests, or never will.
     """
     worker.activity.state = WorkerState.GENERATING
-    began_s = worker.clock.monotonic_s()
+    in_hand, began_s = worker.activity.in_hand[lease.lease_id], worker.clock.monotonic_s()
     work = generate(
         worker.engine,
         lease,
@@ -190,6 +197,7 @@ async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
         play=_play(worker),
         timed=functools.partial(_swap_timed, worker),
         begun=begun.set,
+        cancelled=in_hand.cancelled,
     )
     slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
     try:
@@ -214,7 +222,7 @@ async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
         key=worker.key,
         engine=worker.engine.info,
         created_at_ms=worker.clock.now_ms(),
-        lease_digest=worker.activity.in_hand[lease.lease_id],
+        lease_digest=in_hand.digest,
     )
     worker.receipts.note_bundle(await asyncio.to_thread(digest_of, parcel), lease.lease_id)
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
@@ -295,12 +303,15 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
 
     An expired lease needs no message: others have it already, as is normal after a laptop's sleep.
     """
+    in_hand = worker.activity.in_hand[lease.lease_id]
     worker.activity.leases_dropped += 1
     _close(worker, lease)
     if worker.seconds_left(lease) <= 0:
         log.info("lease %s has expired; dropped", lease.lease_id[:12])
         return
     why = "its environment failed" if failed else "it cannot be finished in time"
+    if in_hand.cancelled.is_set():
+        why = "the run can no longer use it"
     log.info("lease %s: %s; handing it back", lease.lease_id[:12], why)
     request = ReturnLeaseRequest(lease_id=lease.lease_id, failed=failed, session=worker.session.name)
     try:

@@ -60,6 +60,7 @@ AGAIN = "again "
 """Prefix of the bucket name for repeated uploads, from the worker or from anyone who has recorded them."""
 _ENDED: dict[LeaseEnd | None, str] = {
     LeaseEnd.RETURNED: "was handed back",
+    LeaseEnd.CANCELLED: "was handed back",
     LeaseEnd.OVERTAKEN: "ended: another worker was leased the same groups and was faster",
 }
 ANOTHER_UPLOADED = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")

@@ -13,6 +13,7 @@ from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.presence import Presence, require_session
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.blockers import Blockers
+from prime_node.coordinator.state.cancelling import cancelled_leases, is_useless
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import Claim, LeaseRecord
@@ -68,6 +69,7 @@ class Leasing:
             head=state.head,
             draining=state.draining or state.is_complete,
             notice=self.presence.hint(signer),
+            cancelled=cancelled_leases(state, signer, request.holding) if request.holding else (),
         )
 
     async def lease(self, signer: str, request: LeaseRequest) -> Envelope | NotYet:
@@ -119,7 +121,8 @@ class Leasing:
         if record.worker != signer:
             raise RemoteError(ErrorCode.LEASE_FOREIGN, "this lease belongs to another worker")
         if record.end is None:
-            self.decisions.decide(ev.LeaseReturned(request.lease_id))
+            cancelled = not request.failed and is_useless(self.decisions.state, record)
+            self.decisions.decide(ev.LeaseReturned(request.lease_id, cancelled=cancelled))
             if request.failed:
                 note_failed(self.decisions, record)
 

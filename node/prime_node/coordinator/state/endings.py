@@ -51,7 +51,8 @@ def give_back(state: State, lease_id: str, end: LeaseEnd, at_ms: int) -> list[Ef
     """End an open lease without a bundle. A worker that does so repeatedly has to pause (scheduler.py)."""
     lease = state.leases[lease_id]
     worker = end_lease(state, lease, end)
-    if end is not LeaseEnd.RETURNED or not _is_requeued(state, lease):
+    is_wanted = end is LeaseEnd.CANCELLED or (end is LeaseEnd.RETURNED and _is_requeued(state, lease))
+    if not is_wanted:
         note_wasted(state, worker, at_ms)
     return [LeaseEnded(lease), *slots.release_slots(state, state.step_of(lease), lease)]
 
@@ -77,9 +78,11 @@ def leave(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
     draws determine problems and seeds, so this is no second choice. Only the first leave since its last accepted bundle
     has this effect, so no worker can hold slots by leaving again and again.
     """
-    ended = takewhile(lambda lease: lease.end is LeaseEnd.RETURNED and lease.bundle is None, reversed(worker.ended))
+    handed_back = (LeaseEnd.RETURNED, LeaseEnd.CANCELLED)
+    ended = takewhile(lambda lease: lease.end in handed_back and lease.bundle is None, reversed(worker.ended))
     num_held = state.rules.leases_per_worker_max - len(worker.leases)  # it held no more when it began to hand back
-    returned = [lease for lease in islice(ended, num_held) if not _is_requeued(state, lease)]
+    newest = [lease for lease in islice(ended, num_held) if lease.end is LeaseEnd.RETURNED]
+    returned = [lease for lease in newest if not _is_requeued(state, lease)]
     may_resume = not worker.resumed and worker.wasted - len(returned) < WASTED_MAX
     left = [*(lease.lease_id for lease in reversed(returned)), *worker.leases]
     worker.left = tuple(left) if may_resume else ()

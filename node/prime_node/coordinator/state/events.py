@@ -105,6 +105,8 @@ class LeaseReturned:
     """Event: a worker returns a lease; it cannot be redeemed any more."""
 
     lease_id: str
+    cancelled: bool = False
+    """Whether no batch could take its groups any more."""
     type: Literal["lease_returned"] = "lease_returned"
 
 

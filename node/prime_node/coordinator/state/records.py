@@ -33,6 +33,8 @@ class LeaseEnd(StrEnum):
     """A bundle arrived for it."""
     OVERTAKEN = "overtaken"
     """Another worker's bundle for the same groups was accepted first."""
+    CANCELLED = "cancelled"
+    """Returned because no batch could take its groups any more (cancelling.py). It does not count as abandoned."""
 
 
 @dataclass(slots=True)

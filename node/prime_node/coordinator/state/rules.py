@@ -44,6 +44,8 @@ class SchedulerRules:
     slow_factor: float | None = None
     requeues: bool = False
     """Whether workers return leases when a newer policy arrives. Such a lease does not count as abandoned."""
+    spans: bool = False
+    """Whether a completion may hold tokens of several policies."""
     statistics: tuple[str, ...] = ()
     """Statistics of the evidence (CheckPolicy.statistics)."""
     evidence_max: float = EVIDENCE_MAX
@@ -68,6 +70,11 @@ class SchedulerRules:
     def waits_for_begun(self) -> bool:
         """Whether a batch may wait for a group that is begun, so that the end of its lease may complete the batch."""
         return self.stale is StalePolicy.WAIT or self.selection is Selection.VERSION_FIFO
+
+    @cached_property
+    def ages_from_lease(self) -> bool:
+        """Whether the policy of its lease alone decides how old a group is, however it is generated."""
+        return self.staleness_from is StalenessFrom.START or not self.spans
 
     @cached_property
     def slots_end(self) -> int:
@@ -118,6 +125,7 @@ def rules_of(run: PinnedRun) -> SchedulerRules:
         straggler_factor=schedule.straggler_factor,
         slow_factor=schedule.slow_factor,
         requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
+        spans=schedule.swap.spans_policies,
         statistics=spec.checks.statistics,
         evidence_max=spec.checks.evidence_max,
         audit_share_min=audits.share_min,

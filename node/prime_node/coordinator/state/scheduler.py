@@ -4,7 +4,8 @@ The rule (docs of step.py): a policy v may begin slot m if m < v R + floor(R (1 
 because the trainer waits for them. A slot that failed, expired, or was returned, rejected or dropped is among the lowest. So it
 is the next to be leased, to a worker whose policy is fresh enough. No slot can be skipped and forgotten.
 
-Evaluations come first (evaluations.py), because their policy is soon too old to be leased.
+Evaluations come first (evaluations.py), because their policy is soon too old to be leased. A policy whose groups would be dropped
+as stale is leased for nothing else (cancelling.py).
 
 Fair share: while other workers take part, one worker holds at most ceil(R / workers) slots of one step at once. A faster worker
 returns sooner and gets more; a single worker gets everything.
@@ -35,6 +36,7 @@ from __future__ import annotations
 from itertools import islice
 
 from prime_node.coordinator.state import batches, failing, newcomers
+from prime_node.coordinator.state.cancelling import is_outdated
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.records import LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.slots import lowest_open
@@ -89,7 +91,10 @@ def choose_slots(
     groups_max = max(1, min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group)
     places = batches.places_left(state)
     begun_max = groups_max if places is None else min(groups_max, places)
-    again = _find_left(state, worker, policy_version=policy_version, count_max=begun_max) if worker.left else None
+    is_old = is_outdated(state, policy_version)
+    again = None
+    if worker.left and not is_old:
+        again = _find_left(state, worker, policy_version=policy_version, count_max=begun_max)
     is_wasteful = worker.is_wasteful and again is None
     if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
@@ -116,9 +121,9 @@ def choose_slots(
     found = None
     if state.evaluations:
         found = _find_held_out(state, worker, policy_version=policy_version, count_max=count_max)
-    if found is None and places != 0:
+    if found is None and places != 0 and not is_old:
         found = _find_open(state, worker, policy_version=policy_version, count_max=min(count_max, begun_max))
-    if found is None:
+    if found is None and not is_old:
         found = _find_straggler(state, worker, policy_version=policy_version, count_max=count_max, now_ms=now_ms)
     if found is not None:
         return found

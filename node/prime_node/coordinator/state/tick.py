@@ -122,7 +122,8 @@ def _lease_granted(state: State, event: ev.LeaseGranted, at_ms: int) -> list[Eff
 
 
 def _lease_returned(state: State, event: ev.LeaseReturned, at_ms: int) -> list[Effect]:
-    return endings.give_back(state, event.lease_id, LeaseEnd.RETURNED, at_ms)
+    end = LeaseEnd.CANCELLED if event.cancelled else LeaseEnd.RETURNED
+    return endings.give_back(state, event.lease_id, end, at_ms)
 
 
 def _leases_expired(state: State, event: ev.LeasesExpired, at_ms: int) -> list[Effect]:
