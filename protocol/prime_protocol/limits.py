@@ -156,7 +156,7 @@ TOKENIZER_ADDED_MAX = 2**16
 TOKENIZER_ADDED_CHARS_MAX = 2**20
 """Their texts together: the library takes seconds and 100 MiB for each MiB of them."""
 TOKENIZER_REGEX_REPEATS_MAX = 3
-"""Unbounded repeats in one alternative of a regular expression: the time grows with the text's length to this power."""
+"""Unbounded repeats in one alternative of a regular expression. After two of them nothing may be required."""
 TOKENIZER_REGEX_WAYS_MAX = 128
 """Ways in which a regular expression can match at one place, without unbounded repeats; published ones have up to 40."""
 MODEL_LAYERS_MAX = 1_024

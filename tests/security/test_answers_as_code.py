@@ -232,6 +232,23 @@ class Counting(Scorer):
         return len(self.graded) / 10
 
 
+def test_slow_answers_of_one_set_share_one_time_limit() -> None:
+    """Before, each of a bundle's answers, and of an episode's turns, could take 45 s without a failure."""
+    source = SeparateGrading(Scorer(), seconds_max=0.5, seconds_each=0.125)
+    problem = source.draw(1)
+
+    def limit(answer: str) -> str:
+        with pytest.raises(GradingFailed) as raised:
+            source.grade(problem, answer)
+        return str(raised.value)
+
+    for _ in range(2):
+        with graded_together():
+            assert "within 0.5 s" in limit("hang")
+            assert ["within 0.125 s" in limit("hang") for _ in range(2)] == [True, True]
+    assert "within 0.5 s" in limit("hang")
+
+
 def test_an_answer_leaves_what_its_process_shares_with_the_next_as_it_was() -> None:
     """A stderr that does not wait would fail every later scorer that prints more than its pipe holds."""
     source = SeparateGrading(Scorer())

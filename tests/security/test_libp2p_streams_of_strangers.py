@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
 import trio
+import trio.testing
 from libp2p import new_host
 from libp2p.abc import IHost, INetStream
 from libp2p.host.exceptions import StreamFailure
@@ -23,7 +24,7 @@ from tests.node.libp2p_world import sessions
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_noise import Noise
-from prime_node.adapters.peers.libp2p_yamux import Yamux
+from prime_node.adapters.peers.libp2p_yamux import SMALL_BYTES, SMALL_FRAMES, SMALL_S, Yamux
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 
@@ -133,3 +134,21 @@ def test_streams_that_both_sides_have_finished_with_do_not_count() -> None:
                 await stream.close()
 
     on_trio(talk)
+
+
+def test_small_frames_are_processed_at_a_bounded_rate() -> None:
+    """Before, one link that sent bare headers at 14 Mbit/s delayed the answers to all other links by half a second."""
+
+    async def talk() -> None:
+        _, listened = await sessions(Noise, Noise)
+        for frame, turns in (
+            (HEADER.pack(0, library.TYPE_WINDOW_UPDATE, 0, 999, 1), 8),
+            (HEADER.pack(0, library.TYPE_DATA, 0, 999, 1) + b"x", 8),
+            (HEADER.pack(0, library.TYPE_DATA, 0, 999, SMALL_BYTES) + bytes(SMALL_BYTES), 0),
+        ):
+            link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
+            began_s = trio.current_time()
+            await link.take_in(9 * SMALL_FRAMES * frame)
+            assert trio.current_time() - began_s == pytest.approx(turns * SMALL_S)
+
+    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))  # time passes only in waits

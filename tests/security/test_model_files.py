@@ -228,7 +228,19 @@ def test_a_hostile_tokenizer_is_refused_by_file_and_field(folder: Path, part: st
 
 @pytest.mark.parametrize(
     "pattern",
-    [QWEN, LLAMA, CL100K, GPT2, O200K, DEEPSEEK, r"\d", " {2,}", r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f]+"],
+    [
+        QWEN,
+        LLAMA,
+        CL100K,
+        GPT2,
+        O200K,
+        DEEPSEEK,
+        r"\d",
+        " {2,}",
+        r"\p{N}{1,3}",
+        "a*a*(?:bc)?",
+        "[\u4e00-\u9fa5\u3040-\u309f]+",
+    ],
 )
 def test_published_expressions_pass(pattern: str) -> None:
     assert regex_fault(pattern) is None
@@ -246,6 +258,11 @@ def test_published_expressions_pass(pattern: str) -> None:
         r"(\w+\s?)+$",
         "(a{1,999})*",
         "a*a*a*a*b",
+        "a*a*a*b",
+        "a*a*b+",
+        "(?:a*a*|x)b",
+        "a*(?:a*(?i:b))",
+        "a*a*(?!c)",
         r"(?<q>a)\k<q>",
         r"(a*)\g<1>\g<1>\g<1>z",
         r"(?<x>a\g<x>?\g<x>?)z",

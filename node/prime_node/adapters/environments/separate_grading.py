@@ -31,6 +31,8 @@ from prime_node.ports.environment import GRADED_TOGETHER, EnvironmentSilent
 
 GRADE_S_MAX = 45.0
 """Limit on one grading: shorter than the host's limit on one score, after which the host ends the whole process."""
+GRADE_S_EACH = 1.0
+"""Seconds that each further answer of a set adds to the time of the whole set, which begins with GRADE_S_MAX."""
 RESULT_BYTES_MAX = 4_096
 ERROR_CHARS_MAX = 400
 _PR_SET_PDEATHSIG = 1
@@ -57,33 +59,43 @@ class SeparateGrading:
     Answers of one set (ports.environment.graded_together) share a process.
     """
 
-    def __init__(self, source: ProblemSource, *, seconds_max: float = GRADE_S_MAX) -> None:
-        self._source, self._seconds_max = source, seconds_max
+    def __init__(
+        self, source: ProblemSource, *, seconds_max: float = GRADE_S_MAX, seconds_each: float = GRADE_S_EACH
+    ) -> None:
+        self._source, self._seconds_max, self._seconds_each = source, seconds_max, seconds_each
         self._child: _Child | None = None
         self._together = ""
+        self._left_s = seconds_max
+        """Time that is left of the set."""
 
     def draw(self, number: int) -> SourceProblem:
         """Return problem `number`."""
         return self._source.draw(number)
 
     def grade(self, problem: SourceProblem, answer: str) -> float:
-        """Return the credit for an answer. Raises GradingFailed."""
+        """Return the credit for an answer. Raises GradingFailed.
+
+        A set of n answers takes seconds_max + n * seconds_each at most: many slow answers cost no more than one that hangs.
+        """
         together = GRADED_TOGETHER.get()
         if not together or together != self._together:
             self._end()
+            self._left_s = self._seconds_max
         if self._child is None:
             self._child, self._together = _Child(self._source.grade), together
-        until = time.monotonic() + self._seconds_max
+        began = time.monotonic()
+        limit = min(self._seconds_max, max(self._seconds_each, self._left_s))
         try:
-            self._child.ask(problem, answer, until)
-            return _credit(self._child.answer(until))
+            self._child.ask(problem, answer, began + limit)
+            return _credit(self._child.answer(began + limit))
         except TimeoutError:
             self._end()
-            raise GradingHung(f"an answer was not graded within {self._seconds_max:g} s") from None
+            raise GradingHung(f"an answer was not graded within {limit:g} s") from None
         except OSError:
             self._end()
             raise GradingFailed("the process that graded an answer ended without a result") from None
         finally:
+            self._left_s += self._seconds_each - (time.monotonic() - began)
             if not together:
                 self._end()
 

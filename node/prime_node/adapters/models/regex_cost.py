@@ -17,6 +17,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _REPEAT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+REPEATS_BEFORE_ITEM = 2
+"""Unbounded repeats after which published expressions need nothing more."""
 _UNBOUNDED_FROM = 100
 """Repeats up to this number or more count as unbounded."""
 
@@ -25,6 +27,8 @@ _UNBOUNDED_FROM = 100
 class _Group:
     """An open group: its finished alternatives, then the current one, whose last item a repeat may still change."""
 
+    repeats_before: int = 0
+    """Unbounded repeats before it, in the alternatives that it is in."""
     all_ways: float = 0
     """Ways of the finished alternatives together."""
     most_repeats: int = 0
@@ -33,23 +37,29 @@ class _Group:
     repeats: int = 0
     last_ways: float = 1
     last_repeats: int = 0
+    can_fail: bool = False
+    """Whether an item after two unbounded repeats is required: where it is missing, all their lengths are tried."""
+    last_can_fail: bool = False
 
-    def add(self, ways: float = 1, repeats: int = 0) -> None:
+    def add(self, ways: float = 1, repeats: int = 0, *, can_fail: bool = False) -> None:
         """Begin another item of the current alternative."""
+        self.can_fail |= self.last_can_fail
         self.ways *= self.last_ways
         self.repeats += self.last_repeats
         self.last_ways, self.last_repeats = ways, repeats
+        self.last_can_fail = can_fail or self.repeats_before + self.repeats >= REPEATS_BEFORE_ITEM
 
     def end_alternative(self) -> None:
         """End the current alternative, and begin another one."""
         self.add()
         self.all_ways += self.ways
         self.most_repeats = max(self.most_repeats, self.repeats)
-        self.ways, self.repeats = 1, 0
+        self.ways, self.repeats, self.last_can_fail = 1, 0, False
 
     def repeat(self, least: int, most: int) -> None:
         """Repeat the last item a bounded number of times."""
         one = self.last_ways
+        self.last_can_fail &= least > 0
         if one == 1:
             self.last_ways = most - least + 1
         else:
@@ -71,11 +81,11 @@ def regex_fault(pattern: str) -> str | None:
             return fault
         bounds = _bounds(token)
         if token[0] == "(" and not token.endswith(")"):
-            groups.append(_Group())
+            groups.append(_Group(group.repeats_before + group.repeats + group.last_repeats))
         elif token == ")" and len(groups) > 1:
             group.end_alternative()
             groups.pop()
-            groups[-1].add(group.all_ways, group.most_repeats)
+            groups[-1].add(group.all_ways, group.most_repeats, can_fail=group.can_fail)
         elif token == "|":
             group.end_alternative()
         elif (token in ("?", "+") and before in ("*", "+", "?")) or (
@@ -90,6 +100,7 @@ def regex_fault(pattern: str) -> str | None:
             if group.last_ways > 1:
                 return "repeats a choice without bound, which can take exponential time"
             group.last_repeats = 1
+            group.last_can_fail &= bounds[0] > 0
         else:
             group.repeat(*bounds)
         before = token
@@ -97,6 +108,8 @@ def regex_fault(pattern: str) -> str | None:
             return fault
     for group in reversed(groups):
         group.end_alternative()
+    if any(group.can_fail for group in groups):
+        return "needs an item after two unbounded repeats, so its time can grow with the third power of a text's length"
     return _excess(groups[0])
 
 
@@ -112,7 +125,7 @@ def _unknown(token: str) -> str | None:
 def _bounds(token: str) -> tuple[int, int] | None:
     """Return the least and the largest number of a repeat; None if the token is none."""
     if token in ("*", "+", "?"):
-        return 0, 1 if token == "?" else _UNBOUNDED_FROM
+        return int(token == "+"), 1 if token == "?" else _UNBOUNDED_FROM
     found = _REPEAT.fullmatch(token)
     if found is None or token in ("{}", "{,}"):
         return None

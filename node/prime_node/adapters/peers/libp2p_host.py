@@ -38,6 +38,8 @@ HANDSHAKE_S_MAX = 10.0
 """Timeout in seconds of each step: to dial, to prove the keys and to agree on a muxer."""
 KNOWN_PEERS_MAX = 8 * limits.PEER_CONNECTIONS_MAX
 """Peers remembered by the library, with addresses and keys."""
+OLDEST_PEERS = 64
+"""Entries that one eviction looks at, at most."""
 
 log = logging.getLogger(__name__)
 
@@ -145,17 +147,27 @@ def _count_handlers(swarm: INetworkService) -> None:
 
 
 class _OwnKept(PeerStore):  # type: ignore[misc]
-    """A peer store that keeps the host's own keys. The library evicts entries without addresses first, the oldest first."""
+    """A peer store that keeps the host's own keys and evicts the oldest peers, those without addresses first.
+
+    The library's own sorts all peers for each stranger that is too many, and then evicts the host's own entry.
+    """
 
     def __init__(self, own: ID) -> None:
         super().__init__(max_peers=KNOWN_PEERS_MAX)
         self._own = own
 
     def _enforce_peer_limit(self) -> None:
-        kept = self.peer_data_map.pop(self._own, None)
-        super()._enforce_peer_limit()
-        if kept is not None:
-            self.peer_data_map[self._own] = kept
+        """Evict the first of the oldest entries that has no address. The passed ones count as the newest from now on."""
+        peers = self.peer_data_map
+        while len(peers) > self.max_peers:
+            for looks in range(1, OLDEST_PEERS + 1):
+                peer = next(iter(peers))
+                entry = peers.pop(peer)
+                has_address = bool(entry.get_addrs()) and not entry.is_expired()
+                if peer != self._own and (looks == OLDEST_PEERS or not has_address):
+                    self.peer_record_map.pop(peer, None)
+                    break
+                peers[peer] = entry
 
 
 class _DialsNobody(AutoConnector):  # type: ignore[misc]

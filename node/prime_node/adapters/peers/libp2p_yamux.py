@@ -37,6 +37,12 @@ SHORT_BYTES = 32 * 2**10
 """Bytes below which the link is left alone for PAUSE_S, if a reader waits for more than that."""
 PAUSE_S = 0.01
 """Seconds of that pause. At 100 Mbit/s 125 kB arrive in this time, which any socket holds."""
+SMALL_BYTES = 2**10
+"""Bytes below which a frame costs more time than its bytes."""
+SMALL_FRAMES = 256
+"""Such frames of one link that are processed at once."""
+SMALL_S = 0.064
+"""Seconds that each further SMALL_FRAMES take at least. Downloads at 1 Gbit/s need a fourth of that rate."""
 
 _HEADER = struct.Struct(library.YAMUX_HEADER_FORMAT)
 
@@ -149,6 +155,10 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         """Flags of that frame, which apply at its end."""
         self.num_handlers = 0
         """Running handlers of streams that the other side opened. A handler can outlast its stream."""
+        self._num_small = 0
+        """Small frames since the last pause."""
+        self._small_after_s = 0.0
+        """Time before which no further SMALL_FRAMES are processed."""
 
     async def open_stream(self) -> Stream:
         """Open a stream. Raises MuxedStreamError."""
@@ -222,6 +232,8 @@ class Yamux(library.Yamux):  # type: ignore[misc]
             raise ProtocolError(f"a frame of version {version} and kind {kind}")
         if kind == library.TYPE_GO_AWAY:
             raise ProtocolError(f"the other side closed the connection with code {number}")
+        if kind != library.TYPE_DATA or number < SMALL_BYTES:
+            await self._count_small()
         if kind == library.TYPE_PING:
             await self._take_ping(flags, number)
             return
@@ -240,6 +252,13 @@ class Yamux(library.Yamux):  # type: ignore[misc]
             self._body, self._flags = (name, number), flags
             return
         await self._close_by(flags, name)
+
+    async def _count_small(self) -> None:
+        """Wait where small frames come fast: one thread serves all links, and a line carries more than it can process."""
+        self._num_small += 1
+        if self._num_small == SMALL_FRAMES:
+            await trio.sleep_until(self._small_after_s)
+            self._num_small, self._small_after_s = 0, trio.current_time() + SMALL_S
 
     async def _take_ping(self, flags: int, number: int) -> None:
         if flags & library.FLAG_SYN:
