@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from prime_protocol import close_flips, excess_flips, limits, reward_ranks, shading
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.amendment import CalibrationChain
-from prime_protocol.assignment import Count, Name, Sampling, Seed
+from prime_protocol.assignment import Count, Name, Sampling, Seed, Text
 from prime_protocol.calibration import Calibration
 from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.digest import Digest
@@ -241,6 +241,10 @@ class RunSpec(WireModel):
     """Base model and shape of adapters, if policies are adapters only. Omitted if policies are whole models."""
     seed_chain: SeedChain | None = Field(default=None, exclude_if=lambda chain: chain is None)
     """Commitment to the secrets behind problems and seeds. Omitted if they stay secret."""
+    title: Text = Field(default="", exclude_if=lambda title: not title)
+    """Name of the run for people. Omitted if empty."""
+    description: Text = Field(default="", exclude_if=lambda description: not description)
+    """What is trained and why, for people. Omitted if empty."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> Self:

@@ -70,6 +70,7 @@ PAYLOADS = {
 GETS = (
     *("/v1/run", "/v1/head", "/v1/manifests/{}", "/v1/keys/{}", "/v1/timestamp", "/v1/ledger", "/v1/ledger/{}"),
     *("/v1/calibrations/{}", "/v1/blobs/{}", "/v1/status", "/v1/workers/{}", "/healthz", "/metrics"),
+    *("/v1/history", "/v1/events", "/v1/roster", "/v1/evidence/{}"),
 )
 ANSWER_S_MAX = 20.0
 WALLS = ("connects_per_second=1e9", "public_requests_per_second=1e9")

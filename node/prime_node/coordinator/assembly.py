@@ -20,6 +20,7 @@ from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.limiter import Limiter
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.operating import OperatorActions
+from prime_node.coordinator.api.page import PagePages
 from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists, receipt_signer
@@ -46,9 +47,12 @@ from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import Journal, open_journal, restore_state
 from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.manifests import PublishedManifests, Retention
+from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.tracker import Tracker
 from prime_node.coordinator.metrics import METRICS
+from prime_node.coordinator.page.live_feed import LiveFeed
+from prime_node.coordinator.page.run_page import RunPage
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.records import State
@@ -114,8 +118,10 @@ class Coordinator:
         run, key, config, clock, store = parts.run, parts.key, parts.config, parts.clock, parts.store
         metrics, bundles, public, private = parts.metrics, parts.bundles, parts.public, parts.private
         check_s = config.check_seconds * (COMPARED_FACTOR if run.spec.checks.compares_rewards else 1)
-        rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"))
-        observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=parts.timeline)
+        history = RunHistory(private, clock)
+        rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"), history)
+        timeline = Recorders(parts.timeline, history)
+        observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=timeline, history=history)
         notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
         checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
         agreement = Agreement(check_s, run.checks.validator_classes)
@@ -147,6 +153,9 @@ class Coordinator:
         report = StatusReport(
             run, clock, decisions, observer, presence, peers, agreement, evaluations, curation, blockers, metrics
         )
+        callers = Callers(proxies=config.behind, trusted=config.trusted)
+        page = RunPage(run, clock, decisions, observer, presence, peers, blockers, history)
+        self.feed = LiveFeed(page, clock)
         share = config.second_look_share
         tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement, pairs)
         self.handlers = Handlers(
@@ -175,13 +184,14 @@ class Coordinator:
             discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
             operator=OperatorActions(decisions),
             status=StatusPages(report, gate.epochs, clock),
-            bodies=BodyChecks(clock, decisions, gate, Callers(proxies=config.behind, trusted=config.trusted)),
+            page=PagePages(self.feed, private, callers, clock),
+            bodies=BodyChecks(clock, decisions, gate, callers),
         )
         self.retention = Retention(run, config.checkpoints_kept, decisions, public, manifests)
         self.dossiers = BanDossiers(run, key, decisions, assigner, store, bundles, private)
         self.journal, self.decisions, self.gate, self.assigner = journal, decisions, gate, assigner
         self.notifications, self.presence, self.manifests = notifications, presence, manifests
-        self.curation, self.blockers, self.report = curation, blockers, report
+        self.curation, self.blockers, self.report, self.history = curation, blockers, report, history
 
 
 async def open_coordinator(parts: Parts) -> Coordinator:
@@ -217,6 +227,7 @@ async def open_coordinator(parts: Parts) -> Coordinator:
     for pending in journal.state.bundles.values():
         coordinator.handlers.check_tasks.checks.add(pending.bundle, pending.lease.policy_version)
     await coordinator.curation.restore_pools(random.Random())
+    await coordinator.history.restore()
     await _delete_orphans(parts.bundles, journal.state)
     await coordinator.retention.sweep_blobs()
     return coordinator

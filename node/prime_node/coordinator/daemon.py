@@ -77,12 +77,14 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
             if host_keeper is not None:
                 host_keeper.cancel()
             coordinator.notifications.close()
+            coordinator.feed.close()
             await parts.web.stop(grace_s=min(config.grace_seconds, 1.0) if in_a_hurry(stop) else config.grace_seconds)
             ticker.cancel()
             emptier.cancel()
             clerk.cancel()
             if parts.network is not None:
                 await parts.network.close()
+            await coordinator.history.save(at_once=True)
             coordinator.journal.close()
 
 
@@ -140,6 +142,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
             log.warning("%s", bark)
         await coordinator.retention.forget_old_encodings()
         await handlers.timestamps.renew_timestamp()
+        await coordinator.history.save()
 
 
 async def _empty(trash: asyncio.Queue[Sequence[str]], bundles: Blobs) -> None:

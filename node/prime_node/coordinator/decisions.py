@@ -77,6 +77,7 @@ class Decisions:
                 row = self._evaluations.row_of(self.state.results[effect.policy_version])
                 self._observer.rows.record(policy_version=effect.policy_version, **row)
             case WorkerWasBanned():
+                self._observer.banned(effect.worker, effect.ban, self.state)
                 log.warning("worker %s is banned: %s", effect.worker, effect.ban.reason)
                 self.banned.put_nowait(effect.worker)
 
@@ -89,6 +90,8 @@ class Decisions:
             return
         self._checks.settled([effect.bundle])
         outcome = str(effect.reason or "accepted")
+        if effect.reason is None:
+            self._observer.accepted(effect.lease.worker, effect.num_tokens)
         self._metrics.add("prime_rollouts_total", effect.num_rollouts, outcome=outcome)
         if effect.reason is not None:
             log.info(

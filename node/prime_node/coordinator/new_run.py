@@ -92,6 +92,10 @@ class RunConfig(Settings):
 
     name: str = "run"
     """Name that contributors see."""
+    title: str = ""
+    """Name of the run for people, on its page. Empty: `name`."""
+    description: str = ""
+    """What is trained and why, in one or two sentences for the page."""
     async_level: int = Field(default=2, ge=0, le=64)
     """Number of policies that inference may be behind the trainer, k. 2 hides the broadcast."""
     max_steps: int = Field(default=1_000, ge=1)
@@ -214,6 +218,8 @@ def build_run_spec(
     try:
         spec = RunSpec(
             name=config.name,
+            title=config.title,
+            description=config.description,
             created_at_ms=now_ms,
             keys=RoleKeys(
                 root=(keys["root"].key_id,),

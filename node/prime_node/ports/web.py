@@ -38,6 +38,8 @@ class Request:
     vouch: Callable[[Sender | None], None] = lambda sender: None
     """Callback that names the request's authenticated sender, None for a stranger. The server then limits the
     connection by that key."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    """Parameters after the question mark, where the server reads them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ class AiohttpServer:
                 headers={name.lower(): value for name, value in request.headers.items()},
                 remote=request.remote or "",
                 vouch=guard.entry.vouch,
+                query=dict(request.query),
             )
             try:
                 if not request.body_exists or request.content_length == 0:

@@ -24,6 +24,7 @@ from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import CheckTasks, Judging
 from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.operating import OperatorActions
+from prime_node.coordinator.api.page import PagePages
 from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists
@@ -71,6 +72,7 @@ class Handlers:
     discovery: PeerDiscovery
     operator: OperatorActions
     status: StatusPages
+    page: PagePages
     bodies: BodyChecks
 
 
@@ -189,15 +191,27 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint("/v1/ledger/{start}", lambda on, call: on.documents.ledger_lines(call.http)),
     ApiEndpoint("/v1/blobs/{digest}", lambda on, call: on.blobs.blob(call.http)),
     ApiEndpoint("/v1/status", lambda on, call: on.status.status()),
+    ApiEndpoint("/v1/history", lambda on, call: on.page.history(call.http)),
+    ApiEndpoint("/v1/events", lambda on, call: on.page.events(call.http)),
+    ApiEndpoint("/v1/roster", lambda on, call: on.page.roster(call.http)),
+    ApiEndpoint("/v1/evidence/{name}", lambda on, call: on.page.evidence(call.http)),
     ApiEndpoint("/v1/workers/{ending}", lambda on, call: on.status.workers(call.http)),
     ApiEndpoint("/healthz", lambda on, call: on.status.health()),
     ApiEndpoint("/metrics", lambda on, call: on.status.metrics()),
 )
 
+PAGE_ENDPOINTS: tuple[ApiEndpoint, ...] = (
+    ApiEndpoint("/", lambda on, call: on.page.index(call.http)),
+    ApiEndpoint("/page/{name}", lambda on, call: on.page.file(call.http)),
+    ApiEndpoint("/v1/live", lambda on, call: on.page.live(call.http)),
+)
+"""What only browsers ask for. The stream of live changes has no end, so it is none of the endpoints above."""
+
 
 def make_routes(on: Handlers, gate: RequestGate, decisions: Decisions, clock: Clock, metrics: Metrics) -> list[Route]:
     """Return the routes of one coordinator."""
-    return [_ServedEndpoint(each, on, gate, decisions, clock, metrics).route() for each in ENDPOINTS]
+    served = (*ENDPOINTS, *PAGE_ENDPOINTS)
+    return [_ServedEndpoint(each, on, gate, decisions, clock, metrics).route() for each in served]
 
 
 @dataclass(frozen=True, slots=True)

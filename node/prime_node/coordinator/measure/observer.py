@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prime_node.coordinator.availability import TimesToAvailable
+from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.report import coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
 from prime_node.coordinator.measure.zero_overhead import WaitingRules, Work, published_at
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect
-from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.records import Ban, State
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
 
@@ -48,6 +49,8 @@ class Observer:
     """Policy -> when the trainer signed it."""
     _steps: deque[StepLog] = field(default_factory=lambda: deque(maxlen=STEPS_COMPARED))
     _num_stale: int = 0
+    history: RunHistory | None = None
+    """The history that the page shows, if there is a page."""
 
     def note(self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int) -> None:
         """Process an event after it was applied, with its effects."""
@@ -87,6 +90,19 @@ class Observer:
         """Record the training time that the trainer reports. Repeated reports change nothing."""
         self.train_seconds[asked_step] = seconds
         _keep_newest(self.train_seconds)
+
+    def accepted(self, worker: str, num_tokens: int) -> None:
+        """Record the tokens of an accepted bundle."""
+        if self.history is not None:
+            self.history.accepted(worker, num_tokens)
+
+    def banned(self, worker: str, ban: Ban, state: State) -> None:
+        """Record a ban in the history."""
+        if self.history is not None:
+            name = state.workers[worker].name if worker in state.workers else ""
+            self.history.record(
+                kind="ban", end_ms=ban.at_ms, worker=worker, name=name, step=ban.step, outcome=ban.reason
+            )
 
     def closeness(self, state: State) -> float | None:
         """Return the replayed time over the measured time of the newest steps; None before enough is known."""
@@ -147,6 +163,8 @@ class Observer:
         closeness = self.closeness(state)
         if closeness is not None:
             row["closeness"] = closeness
+        if (train_s := self.train_seconds.get(done.step + 1)) is not None:
+            row["train_seconds"] = train_s
         curriculum = state.curriculum
         self.rows.record(**row, **curriculum.shares(), **curriculum.counts)
 

@@ -34,6 +34,8 @@ def coordinator_row(log: StepLog, *, head: int, num_generated: int, num_dropped:
         **_spread("check_seconds", log.check_seconds),
         **_processing_time(log.generate_seconds),
     }
+    if log.rewards:
+        row["reward_mean"] = statistics.fmean(log.rewards)
     num_trained = log.lags.total()
     if num_trained:
         row["lag_mean"] = sum(lag * count for lag, count in log.lags.items()) / num_trained

@@ -93,6 +93,8 @@ class StepLog:
     """Seconds from arrival to verdict, per judged bundle."""
     works: list[Work] = field(default_factory=list)
     """Trained leases, for the replay."""
+    rewards: list[float] = field(default_factory=list)
+    """Reward of each scored completion in the trained groups."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Accepted groups that were dropped, by reason."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -240,6 +242,7 @@ class Tracker:
             group = state.steps[slot // size].accepted[slot]
             waited = self._waiting.pop(slot, None)
             log.lags[number - group.counted_from(state.rules.staleness_from)] += 1
+            log.rewards += [one for place, one in enumerate(group.rewards) if place not in group.unscored]
             if waited is None:
                 continue
             log.queue_seconds.append((at_ms - waited.since_ms) / 1_000)

@@ -1,0 +1,119 @@
+"""The coordinator's page in a browser, and the public history behind it.
+
+Nothing here needs a key or changes the run. All of it counts as strangers' requests (adapters/web/connection_counts.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+from typing import Any
+
+from prime_node.coordinator.api.cached_response import CachedResponse
+from prime_node.coordinator.api.callers import Callers
+from prime_node.coordinator.page.assets import PAGE_HEADERS, TYPES, page_files, zipped
+from prime_node.coordinator.page.live_feed import LiveFeed
+from prime_node.coordinator.page.run_page import ROSTER_COLUMNS
+from prime_node.ports.clock import Clock
+from prime_node.ports.documents import Documents
+from prime_node.ports.web import Request, Response
+from prime_protocol.errors import ErrorCode, RemoteError
+
+ROSTER_S = 5.0
+"""Seconds for which a list of workers is kept, and a fast repetition of it costs nothing."""
+ROSTER_LEVEL = 4
+_NUMBER = re.compile(r"[0-9]{1,15}")
+_DOSSIER = re.compile(r"ban-[0-9A-Za-z]{1,80}-[0-9]{1,15}\.jsonl")
+
+
+class PagePages:
+    """Answers for browsers: the page, its files, the history, and live changes."""
+
+    def __init__(self, feed: LiveFeed, private: Documents, callers: Callers, clock: Clock) -> None:
+        self.feed = feed
+        self._private, self._callers, self._clock = private, callers, clock
+        self._document = CachedResponse(lambda: zipped(_json(self.feed.document()), ROSTER_LEVEL), clock)
+        self._making: asyncio.Lock = asyncio.Lock()
+        self._roster, self._roster_until_s = b"", 0.0
+
+    async def index(self, request: Request) -> Response:
+        """Return the page."""
+        return _answer(request, page_files().index, TYPES["html"])
+
+    async def file(self, request: Request) -> Response:
+        """Return one of the page's files."""
+        digest, _, name = request.params["name"].partition("-")
+        files = page_files()
+        if digest != files.digest or name not in files.files:
+            raise RemoteError(ErrorCode.NOT_FOUND, "the page has no such file; load the page again")
+        kind = TYPES[name.rpartition(".")[2]]
+        return _answer(request, files.files[name], kind, caching="public, max-age=31536000, immutable")
+
+    async def history(self, request: Request) -> Response:
+        """Return all that the page shows first."""
+        return _answer(request, self._document.get())
+
+    async def events(self, request: Request) -> Response:
+        """Return recent events with numbers above `since`."""
+        history = self.feed.page.history
+        found = {"newest": history.number, "events": history.events(_since(request))}
+        return _answer(request, zipped(_json(found), ROSTER_LEVEL))
+
+    async def roster(self, request: Request) -> Response:
+        """Return a row for each worker. Compressing the rows of many workers takes long, so it happens in a thread."""
+        async with self._making:
+            now_s = self._clock.monotonic_s()
+            if now_s >= self._roster_until_s:
+                rows = {"columns": ROSTER_COLUMNS, "rows": self.feed.page.roster()}
+                self._roster = await asyncio.to_thread(lambda: zipped(_json(rows), ROSTER_LEVEL))
+                self._roster_until_s = now_s + ROSTER_S
+        return _answer(request, self._roster)
+
+    async def evidence(self, request: Request) -> Response:
+        """Return the dossier of a ban, which `prime-node evidence verify` checks."""
+        name = request.params["name"]
+        if _DOSSIER.fullmatch(name) is None:
+            raise RemoteError(ErrorCode.NOT_FOUND, "no dossier has this name")
+        try:
+            data = await self._private.read(name)
+        except KeyError:
+            raise RemoteError(ErrorCode.NOT_FOUND, "this dossier does not exist, or is not written yet") from None
+        shown = {"Content-Disposition": f'attachment; filename="{name}"', "X-Content-Type-Options": "nosniff"}
+        return Response(data, content_type="application/jsonl", headers=shown)
+
+    async def live(self, request: Request) -> Response:
+        """Return the live changes after the version `since` as server-sent events."""
+        network = self._callers.network_of(request.remote)
+        if not self.feed.has_room(network):
+            raise RemoteError(
+                ErrorCode.UNAVAILABLE, "too many viewers; the page asks from time to time instead", retry_after_s=15.0
+            )
+        self.feed.enter(network)
+        return Response(
+            self.feed.frames(_since(request, request.headers.get("last-event-id"))),
+            content_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **PAGE_HEADERS},
+            after=lambda: self.feed.leave(network),
+        )
+
+
+def _since(request: Request, last: str | None = None) -> int:
+    """Return the number after which a caller asks. Raise RemoteError(MALFORMED)."""
+    asked = last if last is not None else request.query.get("since", "0")
+    if _NUMBER.fullmatch(asked) is None:
+        raise RemoteError(ErrorCode.MALFORMED, "`since` is a number of at most 15 digits")
+    return int(asked)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _answer(request: Request, data: bytes, kind: str = "application/json", *, caching: str = "no-cache") -> Response:
+    """Return compressed data, as they are to a caller that can read them."""
+    headers = {"Cache-Control": caching, "Vary": "Accept-Encoding", **PAGE_HEADERS}
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(gzip.decompress(data), content_type=kind, headers=headers)
+    return Response(data, content_type=kind, headers={"Content-Encoding": "gzip", **headers})

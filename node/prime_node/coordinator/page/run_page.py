@@ -1,0 +1,167 @@
+"""What the page shows of a run, as JSON values. Each look goes over the workers once and builds no row for any of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.dossiers import dossier_name
+from prime_node.coordinator.listed_peers import Peers
+from prime_node.coordinator.measure.history import RunHistory
+from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.state import audits, newcomers
+from prime_node.coordinator.state.blockers import Blockers
+from prime_node.coordinator.state.records import WorkerRecord
+from prime_node.ports.clock import Clock
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.visible import printable
+
+BANS_SHOWN_MAX = 100
+CONTRIBUTORS_SHOWN_MAX = 12
+BEHIND_SHOWN_MAX = 4
+"""Policies behind the newest one that are counted apart; more are one number."""
+ROSTER_COLUMNS = (
+    *("key", "name", "state", "policy", "accepted", "refused", "tokens", "audits", "newcomer", "hardware", "engine"),
+    "waits",
+)
+NAME_CHARS_MAX, TEXT_CHARS_MAX = 64, 240
+
+
+@dataclass(slots=True)
+class RunPage:
+    """The run as its visitors see it."""
+
+    run: PinnedRun
+    clock: Clock
+    decisions: Decisions
+    observer: Observer
+    presence: Presence
+    peers: Peers
+    blockers: Blockers
+    history: RunHistory
+
+    def facts(self) -> dict[str, Any]:
+        """Return what does not change. Example: {"name": "demo", "digest": "a3...", "max_steps": 400, ...}."""
+        spec = self.run.spec
+        return {
+            "name": spec.name,
+            "title": spec.title or spec.name,
+            "description": spec.description,
+            "digest": self.run.digest,
+            "created_at": spec.created_at_ms,
+            "environments": [{"name": one.name, "id": one.id} for one in spec.environments],
+            "k": spec.async_level,
+            "max_steps": spec.max_steps,
+            "groups_per_step": spec.groups_per_step,
+            "rollouts_per_group": spec.rollouts_per_group,
+            "temperature": spec.sampling.temperature,
+            "completion_tokens_max": spec.sampling.completion_tokens_max,
+        }
+
+    def now(self) -> dict[str, Any]:
+        """Return what changes, small enough to send often."""
+        state = self.decisions.state
+        states, holders = Counter[str](), Counter[int]()
+        for worker in state.workers.values():
+            doing = self._doing(worker)
+            states[doing] += 1
+            seen = self.presence.get(worker.worker)
+            if worker.active and seen is not None and seen.policy_version >= 0:
+                holders[min(BEHIND_SHOWN_MAX, max(0, state.head - seen.policy_version))] += 1
+        left = max(0, state.rules.max_steps - state.current_step)
+        return {
+            "phase": self._phase(),
+            "step": state.current_step,
+            "head": state.head,
+            "waiting_for": [printable(one, TEXT_CHARS_MAX) for one in self.blockers.reasons()],
+            "accepted": state.accepted,
+            "refused": {str(reason): count for reason, count in state.refused.items()},
+            "tokens": self.history.tokens.total(),
+            "states": dict(states),
+            "active": state.num_active,
+            "holders": [holders[behind] for behind in range(BEHIND_SHOWN_MAX + 1)],
+            "peers": len(self.peers),
+            "bytes_published": state.bytes_published,
+            "open_leases": len(state.leases),
+            "pending_bundles": len(state.bundles),
+            "step_s": round(state.step_ms / 1_000, 3),
+            "left_s": round(left * state.step_ms / 1_000, 1),
+            "window": [
+                {
+                    "step": number,
+                    "open": len(step.open),
+                    "held": len(step.held),
+                    "accepted": len(step.accepted),
+                    "trained": len(step.taken),
+                }
+                for number, step in list(state.steps.items())[-8:]
+            ],
+            "usable": self.observer.availability.as_rows(1),
+        }
+
+    def bans(self) -> list[dict[str, Any]]:
+        """Return the newest bans, with the name of each dossier."""
+        banned = [worker for worker in self.decisions.state.workers.values() if worker.banned is not None]
+        banned.sort(key=lambda worker: -(worker.banned.at_ms if worker.banned else 0))
+        return [
+            {
+                "key": worker.worker,
+                "name": printable(worker.name, NAME_CHARS_MAX),
+                "at": worker.banned.at_ms,
+                "step": worker.banned.step,
+                "kind": str(worker.banned.kind),
+                "reason": printable(worker.banned.reason, TEXT_CHARS_MAX),
+                "dossier": dossier_name(worker.worker, worker.banned),
+            }
+            for worker in banned[:BANS_SHOWN_MAX]
+            if worker.banned is not None
+        ]
+
+    def contributors(self) -> list[list[Any]]:
+        """Return the workers with the most accepted tokens: key, name, tokens."""
+        known = self.decisions.state.workers
+        return [
+            [key, printable(known[key].name if key in known else "", NAME_CHARS_MAX), num_tokens]
+            for key, num_tokens in self.history.tokens.most_common(CONTRIBUTORS_SHOWN_MAX)
+        ]
+
+    def roster(self) -> list[list[Any]]:
+        """Return a row for each worker, in the order of ROSTER_COLUMNS."""
+        rules, tokens = self.decisions.state.rules, self.history.tokens
+        rows: list[list[Any]] = []
+        for worker in self.decisions.state.workers.values():
+            seen = self.presence.get(worker.worker)
+            rows.append(
+                [
+                    worker.worker,
+                    printable(worker.name, NAME_CHARS_MAX),
+                    self._doing(worker),
+                    -1 if seen is None else seen.policy_version,
+                    worker.accepted,
+                    sum(worker.refused.values()),
+                    tokens.get(worker.worker, 0),
+                    round(audits.audit_share(rules, worker), 3),
+                    newcomers.is_newcomer(rules, worker),
+                    printable(worker.hardware, NAME_CHARS_MAX),
+                    printable(worker.engine, NAME_CHARS_MAX),
+                    printable(self.presence.hint(worker.worker), TEXT_CHARS_MAX),
+                ]
+            )
+        return rows
+
+    def _doing(self, worker: WorkerRecord) -> str:
+        if worker.banned is not None:
+            return "banned"
+        seen = self.presence.get(worker.worker) if worker.active else None
+        return "away" if not worker.active else "idle" if seen is None else str(seen.state)
+
+    def _phase(self) -> str:
+        state = self.decisions.state
+        if state.head >= state.rules.max_steps:
+            return "complete"
+        if state.draining:
+            return "draining"
+        return "starting" if state.head < 0 else "learning" if state.num_active else "waiting"

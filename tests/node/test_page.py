@@ -1,0 +1,208 @@
+"""The coordinator's page over loopback: its files, the history and its bounds, live changes, and a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.node.coordinator_world import (
+    ANNA,
+    ROOT,
+    World,
+    folder_parts,
+    make_run,
+    memory_parts,
+    running,
+)
+
+from prime_node.coordinator.measure.history import STEPS_MAX, RunHistory
+from prime_node.coordinator.page.assets import page_files
+from prime_node.coordinator.page.live_feed import VIEWERS_EACH_MAX
+from prime_protocol.envelope import open_envelope
+from prime_protocol.requests import AdminRequest
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    """A daemon with policy 0 and one worker."""
+    async with running(memory_parts(make_run(title="Sums", description="Learns to add."))) as world:
+        await world.publish()
+        await world.join(ANNA)
+        yield world
+
+
+async def read_json(world: World, path: str) -> dict[str, Any]:
+    status, body, _ = await world.get(path)
+    assert status == 200, body
+    found: dict[str, Any] = json.loads(body)
+    return found
+
+
+async def next_change(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+    """Return the data of the next event with any."""
+    while True:
+        line = await asyncio.wait_for(answer.content.readline(), 10)
+        assert line, "the stream has ended"
+        if line.startswith(b"data: "):
+            found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+            return found
+
+
+async def test_a_join_link_opens_a_page_that_runs_only_its_own_files(world: World) -> None:
+    status, body, headers = await world.get("/")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "require-trusted-types-for 'script'" in policy
+    assert not re.search(rb"https?://|<script>|<style|\son\w+=|style=", body)
+    named = re.findall(rb'(?:href|src)="(/page/[^"]+)"', body)
+    assert len(named) >= 3
+    for path in named:
+        status, _, headers = await world.get(path.decode())
+        assert (status, headers["X-Content-Type-Options"]) == (200, "nosniff")
+        assert "immutable" in headers["Cache-Control"]
+
+
+@pytest.mark.parametrize(
+    "name", ["app.js", "0123456789ab-app.js", "{digest}-index.html", "{digest}-..%2Fassets.py", "{digest}-"]
+)
+async def test_only_the_files_of_this_version_are_served(world: World, name: str) -> None:
+    status, _, _ = await world.get("/page/" + name.replace("{digest}", page_files().digest))
+    assert status == 404
+
+
+async def test_the_history_shows_what_is_trained_and_whether_it_learns(world: World) -> None:
+    await world.fill(0)
+    await world.publish()
+    found = await read_json(world, "/v1/history")
+    assert (found["run"]["title"], found["run"]["description"]) == ("Sums", "Learns to add.")
+    assert (found["steps"]["step"], found["steps"]["reward"]) == ([0], [0.5])
+    assert found["now"]["head"] == 1
+    assert found["contributors"] == [[ANNA.key_id, f"node {ANNA.key_id[-4:]}", 8]]
+    roster = await read_json(world, "/v1/roster")
+    (row,) = [dict(zip(roster["columns"], row, strict=True)) for row in roster["rows"]]
+    assert (row["key"], row["accepted"], row["tokens"]) == (ANNA.key_id, 8, 8)
+
+
+async def test_events_are_numbered_and_asked_for_from_a_number_on(world: World) -> None:
+    await world.fill(0)
+    first = await read_json(world, "/v1/events?since=0")
+    numbers = [event["number"] for event in first["events"]]
+    assert numbers == sorted(set(numbers))
+    assert {"policy", "lease", "check", "batch"} <= {event["kind"] for event in first["events"]}
+    later = await read_json(world, f"/v1/events?since={numbers[-2]}")
+    assert [event["number"] for event in later["events"]] == numbers[-1:]
+    for wrong in ("x", "-1", "1e9", "9" * 16, ""):
+        assert (await world.get(f"/v1/events?since={wrong}"))[0] == 400
+
+
+async def test_a_ban_comes_with_its_dossier(world: World) -> None:
+    await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id, reason="<img src=x>"))
+    (ban,) = (await read_json(world, "/v1/history"))["bans"]
+    assert (ban["key"], ban["reason"]) == (ANNA.key_id, "<img src=x>")
+    path = f"/v1/evidence/{ban['dossier']}"
+
+    async def is_written() -> bool:
+        return (await world.get(path))[0] == 200
+
+    await world.until(is_written)
+    _, body, headers = await world.get(path)
+    assert next(open_envelope(line).digest for line in body.splitlines()) == world.run.envelope.digest
+    assert "attachment" in headers["Content-Disposition"]
+
+
+@pytest.mark.parametrize(
+    "name", ["history.json", "ban-x.jsonl", "..%2Fstate.sqlite", "ban-a-1.jsonl", "equivocation-a-b.jsonl"]
+)
+async def test_no_other_private_document_can_be_read(world: World, name: str) -> None:
+    assert (await world.get(f"/v1/evidence/{name}"))[0] == 404
+
+
+async def test_viewers_get_the_changes_of_the_run_as_they_happen(world: World) -> None:
+    version = (await read_json(world, "/v1/history"))["version"]
+    async with world.session.get(f"{world.url}/v1/live?since={version}") as answer:
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        await world.fill(0)
+        await world.publish()
+        steps: list[float] = []
+        while not steps:
+            steps = (await next_change(answer)).get("steps", {}).get("step", [])
+        assert steps == [0]
+
+
+async def test_a_viewer_of_an_unknown_version_gets_a_reset(world: World) -> None:
+    async with world.session.get(f"{world.url}/v1/live?since=5") as answer:
+        assert [await answer.content.readline() for _ in range(3)] == [b"retry: 3000\n", b"\n", b"event: reset\n"]
+
+
+async def test_one_network_cannot_take_all_places_of_viewers(world: World) -> None:
+    answers = [await world.session.get(f"{world.url}/v1/live") for _ in range(VIEWERS_EACH_MAX)]
+    status, body, _ = await world.get("/v1/live")
+    assert (status, json.loads(body)["code"]) == (503, "unavailable")
+    for answer in answers:
+        answer.close()
+
+
+async def test_streams_do_not_delay_the_end_of_the_coordinator() -> None:
+    async with running(memory_parts(make_run(), grace_seconds=60.0)) as world:
+        answer = await world.session.get(f"{world.url}/v1/live")
+        assert await answer.content.readline() == b"retry: 3000\n"
+    async with asyncio.timeout(10):
+        await answer.read()
+
+
+async def test_the_history_survives_a_restart(tmp_path: Path) -> None:
+    run = make_run()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        await world.fill(0)
+        await world.publish()
+        before = await read_json(world, "/v1/history")
+    async with running(await folder_parts(run, tmp_path)) as world:
+        after = await read_json(world, "/v1/history")
+    assert before["steps"]["step"] == [0]
+    assert {**after, "now": 0, "version": 0, "server_time": 0} == {**before, "now": 0, "version": 0, "server_time": 0}
+    assert after["now"]["tokens"] == 8
+    assert after["version"] > before["version"]
+
+
+async def test_a_broken_history_begins_again(tmp_path: Path) -> None:
+    parts = await folder_parts(make_run(), tmp_path)
+    for broken in (b"{", b"[]", b'{"steps": 1, "evaluations": [], "events": [], "tokens": {}}'):
+        await parts.private.write("history.json", broken)
+        history = RunHistory(parts.private, parts.clock)
+        await history.restore()
+        assert history.last_step == -1
+    await parts.store.close()
+
+
+def test_a_long_history_keeps_its_newest_steps_and_thins_out_the_old_ones() -> None:
+    parts = memory_parts(make_run())
+    history = RunHistory(parts.private, parts.clock)
+    for step in range(3 * STEPS_MAX):
+        history.record(step=step, reward_mean=step / 10, eval=1)
+    steps = [int(step or 0) for step in history.columns()["step"]]
+    assert len(steps) <= STEPS_MAX
+    assert steps[-400:] == list(range(3 * STEPS_MAX - 400, 3 * STEPS_MAX))
+    assert steps[0] == 0
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= 64
+    assert history.columns(3 * STEPS_MAX - 3)["reward"] == [pytest.approx((3 * STEPS_MAX - n) / 10) for n in (2, 1)]
+
+
+def test_an_evaluation_is_kept_once_with_its_interval() -> None:
+    parts = memory_parts(make_run())
+    history = RunHistory(parts.private, parts.clock)
+    figures = {"eval_sampled": 0.5, "eval_sampled_low": 0.4, "eval_sampled_high": 0.6, "eval_sampled/words": 0.3}
+    for _ in range(2):
+        history.record(policy_version=4, **figures, eval_problems=64, eval_by="workers")
+    (one,) = history.evaluations
+    assert (one["policy"], one["by"], one["sampled"], one["sampled_low"]) == (4, "workers", 0.5, 0.4)
+    assert [event["kind"] for event in history.events(0)] == ["evaluation"]
