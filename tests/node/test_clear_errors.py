@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -72,6 +73,12 @@ def test_a_trainer_without_a_gpu_says_so_before_it_asks_for_the_run() -> None:
     assert 'trainer.device = "cuda", but torch finds no GPU' in error_of(
         "trainer", NOWHERE, "--set", "trainer.device=cuda"
     )
+
+
+def test_a_trainer_without_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "prime_node.adapters.hardware", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # Python then raises ImportError
+    assert "trainers need the extra 'train'" in error_of("trainer", NOWHERE)
 
 
 def test_a_dead_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

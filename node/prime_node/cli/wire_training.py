@@ -38,13 +38,16 @@ def is_under_torchrun() -> bool:
     try:
         from prime_node.adapters.training.ranks import is_launched
     except ImportError as error:
-        raise missing_extra("train", "the trainer", error) from None
+        raise missing_extra("train", "trainers", error) from None
     return is_launched()
 
 
 def require_device(settings: TrainerConfig) -> None:
-    """Raise LocalError if torch has no such device here."""
-    from prime_node.adapters.hardware import has_gpu
+    """Raise LocalError if torch is missing, or has no such device here."""
+    try:
+        from prime_node.adapters.hardware import has_gpu
+    except ImportError as error:
+        raise missing_extra("train", "trainers", error) from None
 
     for name, device in (("device", settings.device), ("evaluation_device", settings.evaluation_device)):
         if device is not None and device.startswith("cuda") and not has_gpu():
