@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, memory_parts, running
@@ -77,13 +78,13 @@ def test_a_lease_is_useless_once_its_groups_would_be_dropped() -> None:
         {"spans": True, "staleness_from": StalenessFrom.OLDEST},
     ],
 )
-def test_a_lease_that_may_still_be_trained_on_is_not_cancelled(changes: dict[str, object]) -> None:
+def test_a_lease_that_may_still_be_trained_on_is_not_cancelled(changes: dict[str, Any]) -> None:
     run, lease = overdue(dataclasses.replace(DROPPING, **changes))
     assert not is_useless(run.state, run.state.leases[lease])
 
 
 @pytest.mark.parametrize("changes", [{"spans": True}, {"staleness_from": StalenessFrom.END}])
-def test_text_that_counts_from_the_leased_policy_is_cancelled(changes: dict[str, object]) -> None:
+def test_text_that_counts_from_the_leased_policy_is_cancelled(changes: dict[str, Any]) -> None:
     run, lease = overdue(dataclasses.replace(DROPPING, **changes))
     assert is_useless(run.state, run.state.leases[lease])
 

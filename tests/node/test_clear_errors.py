@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.cli import doctor
 from prime_node.cli.main import app
+from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_protocol.errors import LocalError
@@ -111,7 +112,7 @@ def test_doctor_contradicts_itself_in_no_line() -> None:
 
 def test_a_machine_without_an_engine_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no torch: fine for a coordinator, but `join` would fail."""
-    missing = doctor.Finding("torch", False, doctor.MISSING, doctor.how_to_install("train"), "generating")
+    missing = doctor.Finding("torch", False, doctor.MISSING, how_to_install("train"), "generating")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: missing,))
     alone = CliRunner().invoke(app, ["doctor"])
     assert alone.exit_code == 0
