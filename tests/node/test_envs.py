@@ -225,7 +225,7 @@ def test_text_is_compared_without_case_and_spacing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment_id", "options", "why"),
     [
-        ("chess", {}, "no implementation 'chess'; known are jsonl, parquet, reasoning_gym"),
+        ("chess", {}, "no implementation 'chess'; known are jsonl, parquet, python, reasoning_gym"),
         ("reasoning_gym", {}, "missing a required argument: 'task'"),
         ("reasoning_gym", {"task": "mind_reading"}, "mind_reading"),
         ("reasoning_gym", {"task": "spell_backward", "colour": 1}, "colour"),

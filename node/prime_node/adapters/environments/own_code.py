@@ -29,6 +29,7 @@ from typing import Any
 from prime_node.envs.partners import Grade, Partner
 from prime_node.envs.source import ProblemSource, SourceProblem
 from prime_node.envs.split import is_held_out
+from prime_node.inside import place
 from prime_protocol.digest import digest_of
 
 NAMING_OPTIONS = ("reward", "environment")
@@ -63,8 +64,8 @@ def _files_of(path: str, folder: Path | None) -> list[Path]:
     match = _PATH.fullmatch(path)
     if match is None:
         raise ValueError(f'{path!r} is no import path; write it as "module:object", for example "{EXAMPLE}"')
-    place = _given(folder) / match[1]
-    found = [place.with_suffix(".py")] if place.with_suffix(".py").is_file() else sorted(place.rglob("*.py"))
+    module = place(_given(folder), match[1])
+    found = [module.with_suffix(".py")] if module.with_suffix(".py").is_file() else sorted(module.rglob("*.py"))
     if not found:
         raise ValueError(f"{path}: module {match[1]!r} not found in {folder} (environments.code_folder)")
     return found
