@@ -36,6 +36,7 @@ def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
         [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain"], capture_output=True, text=True
     )
     assert verified.returncode == 0, verified.stdout + verified.stderr
+    _leased_the_prompts_that_this_machine_renders(up)
     _flip_a_byte_of_the_largest_blob(up.directory / "coordinator" / "public" / "blobs")
     tampered = subprocess.run(
         [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain"], capture_output=True, text=True
@@ -43,6 +44,19 @@ def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
     assert tampered.returncode == 1
     assert "FAIL (5)" in tampered.stdout
     _has_a_trace(up)
+
+
+def _leased_the_prompts_that_this_machine_renders(up: Up) -> None:
+    link = (up.directory / "join-link").read_text().strip()
+    command = [sys.executable, "-m", "prime_node", "ledger", "verify", str(up.directory)]
+    command += ["--prompts", str(up.directory / "model"), "--json"]
+    unpinned = subprocess.run(command, capture_output=True, text=True)
+    assert (unpinned.returncode, unpinned.stdout) == (3, "")
+    assert "name the run by --run" in unpinned.stderr
+    pinned = subprocess.run([*command, "--run", link.rpartition("#")[2]], capture_output=True, text=True)
+    assert pinned.returncode == 0, pinned.stdout + pinned.stderr
+    seeds = json.loads(pinned.stdout)["seeds"]
+    assert seeds["num_rendered"] == seeds["num_checked"] + seeds["num_evaluations"] > 0
 
 
 def _has_a_trace(up: Up) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, COORDINATOR, Letters, World, make_parcel, memory_parts, running
+from tests.node.coordinator_world import ANNA, COORDINATOR, Bytes, Letters, World, make_parcel, memory_parts, running
 from tests.node.ledger_world import receipts_of
 from tests.node.seed_chain_world import audited, chained, said_in, shown_by, two_steps_over
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.assigned import digest_of_prompts
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import Lease, Problem
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.replies import ReceiptList
@@ -66,6 +67,30 @@ async def test_a_receipt_states_the_prompts_of_its_lease_even_if_the_environment
         said = said_in((await shown_by(world)).lines[-1])
     assert said.assigned is not None
     assert said.assigned.prompts == digest_of_prompts(group.prompt_token_ids for group in lease.groups)
+
+
+def rendered(problem: Problem) -> list[int]:
+    return Bytes().encode_prompt(Letters().prompt(problem.index))
+
+
+async def test_anyone_who_renders_the_prompts_again_finds_a_coordinator_that_leased_others() -> None:
+    for environment in (Letters(), PraisingLetters()):
+        parts = replace(memory_parts(chained()), environments={"letters": environment})
+        async with two_steps_over(parts) as world:
+            shown = await shown_by(world)
+        report = await audit_ledger(shown, world.run, render=rendered)
+        if isinstance(environment, PraisingLetters):
+            (fault,) = report.faults
+            assert fault.startswith(
+                "2 accepted bundles state other prompts than this machine renders for their problems"
+            )
+            assert "Another version of an environment" in fault
+            assert report.evidence == [shown.head]
+            assert (await audit_ledger(shown, world.run)).faults == [], "before, nothing showed it"
+        else:
+            assert (report.faults, report.seeds.num_rendered, report.seeds.num_waiting) == ([], 2, 1)
+    unknown = await audit_ledger(shown, world.run, render=lambda problem: None)
+    assert (unknown.faults, unknown.seeds.num_rendered) == ([], 0)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["after the step", "before the secret is open"])

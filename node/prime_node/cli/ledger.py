@@ -26,6 +26,8 @@ from prime_protocol.errors import LocalError, RemoteError
 if TYPE_CHECKING:
     from prime_node.broadcast.audit.ledger_audit import LedgerReport
     from prime_node.broadcast.audit.ledger_file import LedgerFile
+    from prime_node.broadcast.audit.seed_audit import Render
+    from prime_protocol.assignment import Problem
     from prime_protocol.run_spec import PinnedRun
 
 DOES_NOT_HOLD = 1
@@ -104,6 +106,15 @@ def ledger_verify(
             help="Folder for evidence: signed statements that contradict each other are written to it.",
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            show_default=False,
+            help="The run's model files, such as `model` in a worker's folder: render the prompts again, with the environments "
+            "of this machine.",
+        ),
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
@@ -117,8 +128,8 @@ def ledger_verify(
 
     \b
     --json prints one object: ok, run, pinned, num_entries, digest, at_ms, num_receipts, num_newer_receipts (of them,
-    absent and dated after the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over}, faults, notes, and
-    workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
+    absent and dated after the head), seeds: {num_checked, num_waiting, num_evaluations, num_passed_over, num_rendered}, faults,
+    notes, and workers: {key id: {rollouts, tokens, refused: {reason: rollouts}}}.
     """
     from prime_node.broadcast.audit.ledger_audit import audit_ledger
     from prime_node.cli import wire
@@ -131,7 +142,10 @@ def ledger_verify(
             with contextlib.ExitStack() as files:
                 kept = [files.enter_context(_kept(file, opened.run)) for file in known]
                 now_ms = wire.clock().now_ms if opened.is_live else None
-                report = await audit_ledger(opened.source, opened.run, kept=kept, receipts=mine, now_ms=now_ms)
+                render = None if prompts is None else files.enter_context(_rendering(opened, prompts))
+                report = await audit_ledger(
+                    opened.source, opened.run, kept=kept, receipts=mine, now_ms=now_ms, render=render
+                )
                 return report, opened
 
     report, opened = asyncio.run(read())
@@ -215,6 +229,37 @@ def _kept(path: Path, run: PinnedRun) -> Iterator[LedgerFile]:
         yield kept
 
 
+@contextlib.contextmanager
+def _rendering(opened: _Opened, model: Path) -> Iterator[Render]:
+    """Start the run's deterministic environments, and render prompts with them. Raises LocalError."""
+    from prime_node.broadcast.follow.pinned import model_files_in
+    from prime_node.cli import wire
+    from prime_node.cli.options import Options
+    from prime_node.cli.wire_environments import end_environments
+    from prime_node.envs.prompts import prompt_of
+    from prime_node.envs.settings import EnvironmentSettings
+
+    if not opened.pinned:
+        raise LocalError("--prompts runs the environments that the run names: name the run by --run or its whole link")
+    spec = opened.run.spec
+    if not spec.commits_to_prompts:
+        raise LocalError("the receipts of this run state no prompts, so --prompts has nothing to compare")
+    model_files_in(model, opened.run)
+    certain = tuple(one for one in spec.environments if one.is_deterministic)
+    part = spec.model_copy(update={"environments": certain})
+    made = wire.environments(part, model, Options(None, []).load(EnvironmentSettings), folder=model)
+    tokenizer = wire.tokenizer(model)
+
+    def render(problem: Problem) -> tuple[int, ...] | None:
+        environment = made.get(problem.environment)
+        return None if environment is None else prompt_of(environment, problem.index, tokenizer)
+
+    try:
+        yield render
+    finally:
+        end_environments(made)
+
+
 def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
     return {
         "ok": not report.faults,
@@ -268,6 +313,12 @@ def _print(report: LedgerReport, opened: _Opened) -> None:
         say(
             f"ok   {seeds.num_checked:,} accepted bundles were assigned what the seed chain gives; {seeds.num_waiting:,} are of "
             f"steps that are not over, {seeds.num_evaluations:,} of evaluations; {seeds.num_passed_over:,} problems passed over",
+            console=console,
+        )
+    if opened.run.spec.commits_to_prompts:
+        rendered = f"{report.seeds.num_rendered:,} of them have the prompts that this machine renders"
+        say(
+            f"ok   {rendered}" if report.seeds.num_rendered else "note no prompts were rendered: give --prompts FOLDER",
             console=console,
         )
     say(f"ok   the chain ends as the coordinator signed on {date_of(report.head.at_ms)}", console=console)

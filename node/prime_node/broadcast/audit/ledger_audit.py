@@ -8,7 +8,8 @@
     (4) every settled receipt of the caller's own up to the head is a line
     (5) all receipts that accept one bundle, lines and the caller's own, state the same lease, step, policy, size and seeds
     (6) if the RunSpec has a seed chain, the head's secret is the chain's and as new as required, and every bundle
-        accepted for a step whose secret is open was assigned the problems and seeds that the secret gives
+        accepted for a step whose secret is open was assigned the problems and seeds that the secret gives, and, if its
+        receipt states prompts and this machine renders them, the prompts of these problems
 
 If (2) to (5) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
 statement by a former key that is dated after the key ring that replaced it is no evidence. If (6) fails, the
@@ -22,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
-from prime_node.broadcast.audit.seed_audit import SeedAudit, SeedReport
+from prime_node.broadcast.audit.seed_audit import Render, SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -79,10 +80,12 @@ async def audit_ledger(
     kept: Sequence[LedgerSource] = (),
     receipts: Sequence[Envelope] = (),
     now_ms: Callable[[], int] | None = None,
+    render: Render | None = None,
 ) -> LedgerReport:
     """Audit a ledger. `known`: heads that were kept earlier. `kept`: whole ledgers. `receipts`: one worker's own.
 
-    `now_ms` is this machine's clock in Unix milliseconds, if the source is a coordinator that runs.
+    `now_ms` is this machine's clock in Unix milliseconds, if the source is a coordinator that runs. `render` renders prompts
+    again, with the environments of this machine.
 
     Raises RemoteError if there is no ledger to read, or if the coordinator did not sign what was kept; LocalError if a kept
     ledger's lines do not lead to its own head.
@@ -102,7 +105,7 @@ async def audit_ledger(
     report.notes = former_key_notes(formers)
     if formers[0] is not None and formers[0].is_void:
         report.faults.append(f"the signed head is {formers[0].text}")
-    reader = _Reader(run, report, heads, missing=dict(mine))
+    reader = _Reader(run, report, heads, missing=dict(mine), render=render)
     try:
         await reader.read(source)
     except RemoteError as error:
@@ -131,13 +134,14 @@ class _Reader:
         heads: list[tuple[LedgerHead, Envelope]],
         *,
         missing: dict[str, tuple[Receipt, Envelope]],
+        render: Render | None,
     ) -> None:
         self._run = run
         self._report = report
         self._heads = heads
         self._missing = missing
         self._mine = list(missing.values())
-        self._seeds = SeedAudit(run, report.head, report.seeds)
+        self._seeds = SeedAudit(run, report.head, report.seeds, render)
         self._chain = LedgerChain(report.head.run)
         self._newest_ms = -1  # of all lines
         self._undated: int | None = None  # the first line that is not dated after the one before it
