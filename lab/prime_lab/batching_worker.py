@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from prime_lab.virtual_time import Bell, Process, VirtualTime
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.cancelling import cancelled_leases
 from prime_node.coordinator.state.records import LeaseRecord, State
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class _Run(Protocol):
 
     def upload(self, lease: LeaseRecord, versions: list[int]) -> Process: ...
 
+    def decide(self, event: ev.Event) -> None: ...
+
 
 @dataclass(slots=True)
 class _Job:
@@ -49,6 +53,8 @@ class _Job:
     left: int
     """Number of unfinished completions."""
     versions: list[int]
+    stopped: Bell
+    is_cancelled: bool = False
 
 
 class BatchingWorker:
@@ -63,7 +69,7 @@ class BatchingWorker:
         self._stalled_s = 0.0
         """Total duration of all swaps in flight."""
         self._worked: list[tuple[float, float]] = []
-        """Start and end of each finished completion in its place."""
+        """Start and end of each completion that ended in its place."""
 
     def begin(self) -> Process:
         """Begin leases in order, each once the engine has room and holds its policy."""
@@ -98,13 +104,31 @@ class BatchingWorker:
                 job.versions.append(worker.held)
             worker.leases_came.ring()
 
+    def hear(self) -> Process:
+        """Stop what the answers to heartbeats name."""
+        state, name = self._run.state, self._worker.name
+        while True:
+            yield self._run.scenario.costs.heartbeat
+            for lease_id in cancelled_leases(state, name, [job.lease.lease_id for job in self._jobs]):
+                self._stop(next(job for job in self._jobs if job.lease.lease_id == lease_id))
+
+    def _stop(self, job: _Job) -> None:
+        job.is_cancelled = True
+        self._jobs.remove(job)
+        self._queue = deque((other, seconds) for other, seconds in self._queue if other is not job)
+        job.stopped.ring()
+        if job.lease.end is None:
+            self._run.decide(ev.LeaseReturned(job.lease.lease_id, cancelled=True))
+        self._fill()
+        self._worker.leases_came.ring()
+
     def used_s(self, begin_s: float, end_s: float) -> float:
         """Return the seconds between two moments in which its places were used, summed over all places."""
         return sum(max(0.0, min(end, end_s) - max(begun, begin_s)) for begun, end in self._worked)
 
     def _add(self, lease: LeaseRecord) -> None:
         group = range(self._run.state.rules.rollouts_per_group)
-        job = _Job(lease, len(lease.slots) * len(group), [self._worker.held])
+        job = _Job(lease, len(lease.slots) * len(group), [self._worker.held], Bell(self._run.time))
         self._jobs.append(job)
         self._queue += [(job, self._seconds(slot, number)) for slot in lease.slots for number in group]
         self._fill()
@@ -116,13 +140,17 @@ class BatchingWorker:
 
     def _complete(self, job: _Job, seconds: float) -> Process:
         begun_s = self._run.time.now_s
-        while seconds > 0:
+        while seconds > 0 and not job.is_cancelled:
             stalled_s = self._stalled_s
-            yield seconds
+            yield job.stopped.within(seconds)
             seconds = self._stalled_s - stalled_s
         self._worked.append((begun_s, self._run.time.now_s))
         self._num_running -= 1
         job.left -= 1
+        if job.is_cancelled:
+            self._fill()
+            self._worker.leases_came.ring()
+            return
         if not job.left:
             self._jobs.remove(job)
             self._run.time.start(self._run.upload(job.lease, job.versions))

@@ -53,6 +53,8 @@ class Costs:
     """Pause before a request is repeated, if waiting for the answer would not help."""
     wait: float = 10.0
     """Time for which the coordinator holds a request open."""
+    heartbeat: float = 5.0
+    """Time between two heartbeats of a worker, whose answers name cancelled leases."""
     encode: float = 0.0
     """Time from the end of a step until its policy is published; one policy at a time."""
 
@@ -82,6 +84,9 @@ class Scenario:
     """Completions that a worker's engine generates side by side, from several leases; 0: one lease at a time."""
     completion_seconds: Callable[[int, int], float] | None = None
     """Function that returns a completion's seconds in its place of the engine, from its slot and its number in the group."""
+
+    cancels: bool = True
+    """Whether engines that generate side by side stop leases that can no longer be used."""
 
     @property
     def rules(self) -> SchedulerRules:
@@ -149,6 +154,8 @@ class SimulatedRun:
         """Training seconds of each step."""
         self.idle_seconds: list[float] = []
         """Seconds that the trainer waited in each step: for batches, and for the publisher."""
+        self.dropped: list[int] = []
+        """Slots of groups that were dropped as stale, once for each time."""
         self.num_events = 0
         self.engines: list[BatchingWorker] = []
         """The workers' engines, if they generate leases side by side."""
@@ -168,13 +175,15 @@ class SimulatedRun:
     def run(self) -> None:
         """Run until the last policy is published. Raises RuntimeError if the run deadlocks."""
         for worker in self._workers:
-            self._decide(ev.WorkerJoined(worker.name, worker.name, "1", "engine", 64))
+            self.decide(ev.WorkerJoined(worker.name, worker.name, "1", "engine", 64))
             self.time.start(self._lease_ahead(worker))
             if self.scenario.slots:
                 engine = BatchingWorker(self, worker)
                 self.engines.append(engine)
                 self.time.start(engine.begin())
                 self.time.start(engine.swap())
+                if self.scenario.cancels:
+                    self.time.start(engine.hear())
             else:
                 self.time.start(self._generate(worker))
         self.time.start(self._publish())
@@ -197,7 +206,8 @@ class SimulatedRun:
 
     # The coordinator
 
-    def _decide(self, event: ev.Event) -> None:
+    def decide(self, event: ev.Event) -> None:
+        """Apply an event and carry out its effects."""
         self.num_events += 1
         effects = tick(self.state, event, self.time.now_ms)
         _, done = self.tracker.note(event, effects, self.state, self.time.now_ms)
@@ -230,9 +240,7 @@ class SimulatedRun:
         lease_id = f"lease-{self.state.num_leases}"
         expires_ms = self.time.now_ms + self.state.rules.lease_ms
         digest = self.state.published[policy_version].digest
-        self._decide(
-            ev.LeaseGranted(lease_id, worker.name, found.step, policy_version, digest, found.slots, expires_ms)
-        )
+        self.decide(ev.LeaseGranted(lease_id, worker.name, found.step, policy_version, digest, found.slots, expires_ms))
         return self.state.leases[lease_id]
 
     def _fix_batch(self) -> tuple[int, ...] | None:
@@ -240,12 +248,13 @@ class SimulatedRun:
         step = next_step(self.state)
         durable = forgettable_step(self.state, min(max(0, self.state.head), step))
         if durable > self.state.durable_step:
-            self._decide(ev.TrainerDurable(durable))
+            self.decide(ev.TrainerDurable(durable))
         if old := stale_slots(self.state, step):
-            self._decide(ev.GroupsDropped(old))
+            self.dropped += old
+            self.decide(ev.GroupsDropped(old))
         chosen = choose_batch(self.state)
         if chosen is not None:
-            self._decide(ev.BatchFixed(step, chosen))
+            self.decide(ev.BatchFixed(step, chosen))
         return chosen
 
     # Workers
@@ -281,7 +290,7 @@ class SimulatedRun:
             if finished:
                 self.time.start(self.upload(lease, versions))
             else:
-                self._decide(ev.LeaseReturned(lease.lease_id))
+                self.decide(ev.LeaseReturned(lease.lease_id))
             worker.room += 1
             worker.leases_came.ring()
 
@@ -318,12 +327,12 @@ class SimulatedRun:
         yield costs.upload
         bundle = "b" + lease.lease_id
         num_rollouts = len(lease.slots) * self.state.rules.rollouts_per_group
-        self._decide(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1))
+        self.decide(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1))
         judged_s = max(self.time.now_s, self._validators_free_s[0]) + costs.check
         heapreplace(self._validators_free_s, judged_s)
         yield judged_s - self.time.now_s
         spanned = ((min(versions), versions[-1]),) * len(lease.slots)
-        self._decide(ev.VerdictGiven(bundle, None, "", (1.0,) * num_rollouts, num_rollouts, "v", spanned))
+        self.decide(ev.VerdictGiven(bundle, None, "", (1.0,) * num_rollouts, num_rollouts, "v", spanned))
 
     # The trainer
 
@@ -371,7 +380,7 @@ class SimulatedRun:
                 yield self._submitted
             version = self._to_publish[0]
             yield self.scenario.costs.encode
-            self._decide(ev.ManifestPublished(version, f"{version:064d}", (UpdateRoute(None, 1),)))
+            self.decide(ev.ManifestPublished(version, f"{version:064d}", (UpdateRoute(None, 1),)))
             self.published_s.append(self.time.now_s)
             self._to_publish.popleft()
             self._published.ring()
