@@ -97,7 +97,7 @@ async def test_a_worker_keeps_a_receipt_that_hides_a_swapped_seed_with_its_lease
             book.note_lease(leased, signed)
             book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=world.parts.clock.now_ms())
             kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
-            assert kept == ([[signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+            assert kept == ([[world.run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
 
 
 async def test_changed_seeds_in_a_receipt_or_a_head_are_detected() -> None:
@@ -193,7 +193,7 @@ async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(
     book.note_lease(lease, signed)
     book.add(ReceiptList(receipts=(lie.to_bytes().decode(),), next=1), now_ms=honest.at_ms)
     kept = [file.read_bytes().splitlines() for file in (tmp_path / "kept").glob("contradiction-*.jsonl")]
-    assert kept == [[signed.to_bytes(), lie.to_bytes()]]
+    assert kept == [[world.run.envelope.to_bytes(), signed.to_bytes(), lie.to_bytes()]]
 
 
 def chain(length: int) -> list[bytes]:

@@ -51,7 +51,7 @@ async def test_a_worker_keeps_a_receipt_that_hides_a_false_prompt_with_its_lease
         book.note_lease(leased, signed)
         book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=world.parts.clock.now_ms())
         kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
-        assert kept == ([[signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+        assert kept == ([[world.run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
 
 
 async def test_a_receipt_states_the_prompts_of_its_lease_even_if_the_environment_has_changed(

@@ -160,7 +160,7 @@ async def test_a_worker_keeps_a_receipt_that_differs_from_the_lease_of_its_bundl
         book.note_bundle(receipt.bundle, lease.lease_id)
         book.add(ReceiptList(receipts=(shown.to_bytes().decode(),), next=1), now_ms=receipt.at_ms)
         kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
-        assert kept == ([[signed.to_bytes(), lie.to_bytes()]] if is_kept else [])
+        assert kept == ([[world.run.envelope.to_bytes(), signed.to_bytes(), lie.to_bytes()]] if is_kept else [])
 
 
 async def test_a_second_receipt_without_seeds_hides_no_swapped_ones(swapped: Said) -> None:

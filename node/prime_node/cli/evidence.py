@@ -1,4 +1,4 @@
-"""`prime-node evidence`: offline check, open to anyone, of the evidence for a ban. SPEC.md, section 22."""
+"""`prime-node evidence`: offline checks, open to anyone: a ban, and a coordinator's contradiction. SPEC.md, sections 21, 22."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ RESTS_ON = {
 """Last line of the output by kind: what a ban that holds rests on."""
 
 evidence = typer.Typer(
-    help="Check the evidence for a ban.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Check the evidence for a ban or against a coordinator.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
 @evidence.callback()
 def _group() -> None:
-    """Group of evidence commands. Without this callback, typer would fold its only command into the group."""
+    """Group of evidence commands."""
 
 
 @evidence.command("verify")
@@ -109,6 +112,46 @@ def evidence_verify(
     if not as_json:
         say(f"FAIL {fault}" if fault or opened is None else f"ok   {RESTS_ON[opened.statement.kind]}")
     raise typer.Exit(DOES_NOT_HOLD if fault else 0)
+
+
+@evidence.command("contradiction")
+def evidence_contradiction(
+    file: Annotated[Path, typer.Argument(help="A worker's contradiction-LEASE.jsonl.")],
+    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Check that a coordinator contradicts itself.
+
+    The file holds a lease and a receipt that a worker kept because they do not agree.
+
+    \b
+    Exit codes: 0 one of the two statements is false; 1 the file does not prove that; 3 this machine is at fault.
+
+    \b
+    --json prints one object: ok, run, worker, bundle, what: what differs, notes: statements by former keys, and fault.
+    """
+    from prime_node.cli.contradiction_file import read_contradiction
+
+    found, fault = None, ""
+    try:
+        found = read_contradiction(file, pinned=run)
+    except RemoteError as error:
+        fault = error.detail
+    if as_json:
+        shown = (
+            {"run": found.run.digest, "worker": found.receipt.worker, "bundle": found.receipt.bundle} if found else {}
+        )
+        said = {"what": found.what, "notes": found.notes} if found else {}
+        print(json.dumps({"ok": found is not None, **shown, **said, "fault": fault}))
+    elif found is None:
+        say(f"FAIL {fault}")
+    else:
+        say(f"run {found.run.digest[:12]}{'' if run else ' (not pinned: give --run)'}")
+        say(f"worker {found.receipt.worker}, bundle {found.receipt.bundle[:12]} of step {found.receipt.step}")
+        for note in found.notes:
+            say(f"note {note}")
+        say(f"ok   the coordinator signed both statements, so one is false: {found.what}")
+    raise typer.Exit(0 if found else DOES_NOT_HOLD)
 
 
 async def _about_the_seeds(dossier: DossierFile, ledger: str) -> str:

@@ -4,8 +4,8 @@ receipts.jsonl holds the envelopes as received, one a line, so that contributors
 computed from them. The cursor is written after the receipts that it covers, so a crash fetches some twice and loses
 none; the last receipt of a bundle counts.
 
-If a receipt contradicts the lease of its bundle, or is dated before it, both are kept in contradiction-LEASE.jsonl:
-the coordinator signed both, so one of them is false (SPEC.md, sections 9 and 21).
+If a receipt contradicts the lease of its bundle, both are kept in contradiction-LEASE.jsonl, with the RunSpec and the key
+rings: the coordinator signed both, so one of them is false (SPEC.md, sections 9 and 21).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from prime_node.files import write_durably
 from prime_node.inside import open_regular, place, read_regular
 from prime_protocol import limits
-from prime_protocol.assigned import assigned_in, digest_of_prompts
 from prime_protocol.assignment import Lease
+from prime_protocol.contradiction import contradiction
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import KeyId
@@ -156,13 +156,16 @@ class ReceiptBook:
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
-        if known is None or _agrees(receipt, known[0], self._run):
+        if known is None or not (what := contradiction(receipt, known[0], self._run.spec)):
             return
         file = place(self._file.parent, f"contradiction-{known[0].lease_id[:16]}.jsonl")
-        write_durably(file, b"".join(one.to_bytes() + b"\n" for one in (known[1], signed)))
+        rings = (ring for _, ring in self._run.keys.rings)
+        lines = (self._run.envelope, *rings, known[1], signed)
+        write_durably(file, b"".join(one.to_bytes() + b"\n" for one in lines))
         log.error(
-            "the coordinator leased something else than its receipt says, or later; both are kept in %s: show them "
-            "to other participants",
+            "the coordinator contradicts itself: %s. %s holds both statements: show it to other participants, who check it with "
+            "`prime-node evidence contradiction`",
+            what,
             file,
         )
 
@@ -197,24 +200,3 @@ class ReceiptBook:
                 file.write(line + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _agrees(receipt: Receipt, lease: Lease, run: PinnedRun) -> bool:
-    """Return whether a receipt says of its bundle what the lease asked for, and is not dated before it.
-
-    A coordinator that dates receipts back could otherwise omit one from the ledger: only a later head convicts it.
-    """
-    said = (receipt.lease_id, receipt.step, receipt.policy_version, receipt.num_rollouts)
-    if receipt.at_ms < lease.issued_at_ms or said != (
-        lease.lease_id,
-        lease.step,
-        lease.policy_version,
-        lease.num_rollouts,
-    ):
-        return False
-    assigned, groups = receipt.assigned, lease.groups
-    if assigned is None:
-        return run.spec.seed_chain is None or receipt.status is not BundleStatus.ACCEPTED
-    prompts = digest_of_prompts(each.prompt_token_ids for each in groups) if run.spec.commits_to_prompts else None
-    # The receipt may claim more groups or fewer.
-    return len(assigned.draws) in (0, len(groups)) and assigned_in(groups, assigned.draws, prompts=prompts) == assigned

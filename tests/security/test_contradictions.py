@@ -1,0 +1,112 @@
+"""`prime-node evidence contradiction` shows anyone that a coordinator's receipt and its lease disagree, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_parcel, memory_parts, running
+from tests.node.ledger_world import receipts_of
+from tests.node.seed_chain_world import chained
+from typer.testing import CliRunner
+
+from prime_node.cli.main import app
+from prime_node.worker.receipts import ReceiptBook
+from prime_protocol.assignment import Lease
+from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.replies import ReceiptList
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
+
+Statements = tuple[PinnedRun, Lease, Receipt]
+
+
+@pytest.fixture
+async def statements() -> Statements:
+    """A run, a lease of Anna's, and the receipt that accepts its bundle."""
+    async with running(memory_parts(chained())) as world:
+        await world.join(ANNA)
+        await world.publish()
+        lease = await world.lease(ANNA, rollouts_max=2)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        await world.judge()
+        return world.run, lease, parse_json((await receipts_of(world))[-1].payload, Receipt)
+
+
+def checked(file: Path, *options: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["evidence", "contradiction", str(file), *options], catch_exceptions=False)
+    return result.exit_code, result.output
+
+
+def written(path: Path, run: PinnedRun, lease: Lease, receipt: Receipt, *, signer: SigningKey = COORDINATOR) -> Path:
+    said: list[Envelope] = [seal(lease, PayloadType.LEASE, signer), seal(receipt, PayloadType.RECEIPT, signer)]
+    path.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (run.envelope, *said)))
+    return path
+
+
+def test_the_file_that_a_worker_keeps_convicts_its_coordinator(tmp_path: Path, statements: Statements) -> None:
+    run, lease, receipt = statements
+    book = ReceiptBook(tmp_path, run=run, worker=ANNA.key_id)
+    book.note_lease(lease, seal(lease, PayloadType.LEASE, COORDINATOR))
+    lie = seal(receipt.model_copy(update={"step": 99}), PayloadType.RECEIPT, COORDINATOR)
+    book.add(ReceiptList(receipts=(lie.to_bytes().decode(),), next=1), now_ms=receipt.at_ms)
+    (file,) = tmp_path.glob("contradiction-*.jsonl")
+    code, shown = checked(file, "--run", run.digest)
+    assert (code, "one is false: the receipt says step 99, the lease 0" in shown) == (0, True)
+    code, shown = checked(file, "--json")
+    assert (code, json.loads(shown)["what"]) == (0, "the receipt says step 99, the lease 0")
+    assert json.loads(checked(file, "--json", "--run", "0" * 64)[1])["ok"] is False, "another run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"at_ms": 0}, "before its lease"),
+        ({"policy_version": 7}, "policy_version 7"),
+        ({"assigned": None}, "lacks its assignment"),
+    ],
+)
+def test_each_difference_is_named(
+    changes: dict[str, object], what: str, tmp_path: Path, statements: Statements
+) -> None:
+    run, lease, receipt = statements
+    code, shown = checked(written(tmp_path / "file", run, lease, receipt.model_copy(update=changes)))
+    assert (code, what in shown) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "signer", "why"),
+    [
+        ({}, COORDINATOR, "agrees with the lease"),
+        ({"lease_id": "0" * 64}, COORDINATOR, "nothing connects the two"),
+        ({"worker": BEN.key_id}, COORDINATOR, "nothing connects the two"),
+        (
+            {"step": 99, "status": BundleStatus.REFUSED, "reason": RejectReason.WRONG_ASSIGNMENT, "assigned": None},
+            COORDINATOR,
+            "accepts no bundle",
+        ),
+        ({"step": 99}, ANNA, "FAIL"),
+    ],
+)
+def test_what_proves_nothing_convicts_nobody(
+    changes: dict[str, object], signer: SigningKey, why: str, tmp_path: Path, statements: Statements
+) -> None:
+    run, lease, receipt = statements
+    changed = receipt.model_copy(update=changes)
+    code, shown = checked(written(tmp_path / "file", run, lease, changed, signer=signer))
+    assert (code, why in shown) == (1, True), shown
+
+
+def test_a_broken_file_is_a_fault_and_no_traceback(tmp_path: Path, statements: Statements) -> None:
+    run, lease, receipt = statements
+    whole = written(tmp_path / "whole", run, lease, receipt.model_copy(update={"step": 99})).read_bytes()
+    for number, data in enumerate((b"", b"\n", whole[:-40], whole.splitlines()[0], whole + b"{}\n")):
+        file = tmp_path / f"file{number}"
+        file.write_bytes(data)
+        code, shown = checked(file)
+        assert (code, shown.startswith("FAIL ")) == (1, True), shown
+    with pytest.raises(LocalError, match="No such file"):
+        checked(tmp_path / "absent")
