@@ -15,6 +15,7 @@ from prime_lab.virtual_time import Bell, Process, VirtualTime
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.cancelling import cancelled_leases
 from prime_node.coordinator.state.records import LeaseRecord, State
+from prime_node.worker.pace import GenerationPace
 
 if TYPE_CHECKING:
     from prime_lab.world import Scenario
@@ -31,6 +32,7 @@ class SimulatedWorker:
     latest: int = -1
     held: int = -1
     line: deque[LeaseRecord] = field(default_factory=deque)
+    pace: GenerationPace = field(default_factory=GenerationPace)
 
 
 class _Run(Protocol):

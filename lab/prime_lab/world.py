@@ -79,7 +79,8 @@ class Scenario:
     """Time from a policy's publication until a worker holds it; policies neither overtake each other nor queue."""
     costs: Costs = field(default_factory=Costs)
     groups_per_lease: int = 1
-    leases_ahead: int = 1
+    leases_ahead: int | None = None
+    """As the worker's setting of this name. An engine with `slots` fetches none ahead if it is unset."""
     slots: int = 0
     """Completions that a worker's engine generates side by side, from several leases; 0: one lease at a time."""
     completion_seconds: Callable[[int, int], float] | None = None
@@ -160,9 +161,10 @@ class SimulatedRun:
         self.engines: list[BatchingWorker] = []
         """The workers' engines, if they generate leases side by side."""
         self._bells = {topic: Bell(self.time) for topic in Topic}
-        ahead = scenario.leases_ahead if self.state.rules.admission.lag_leased else 0
+        self._may_fetch_ahead = bool(self.state.rules.admission.lag_leased)
+        room = 1 + (scenario.leases_ahead or 0) * self._may_fetch_ahead
         self._workers = [
-            SimulatedWorker(f"w{number}", 1 + ahead, Bell(self.time), Bell(self.time))
+            SimulatedWorker(f"w{number}", room, Bell(self.time), Bell(self.time))
             for number in range(scenario.num_workers)
         ]
         self._validators_free_s = [0.0] * scenario.costs.validators
@@ -264,6 +266,7 @@ class SimulatedRun:
         while True:
             while worker.room == 0 or worker.latest < 0:
                 yield worker.policy_came if worker.latest < 0 else worker.leases_came
+            asked_s = self.time.now_s
             yield costs.request
             found = yield from self._ask_lease(worker, worker.latest)
             if isinstance(found, NothingToLease):
@@ -271,6 +274,7 @@ class SimulatedRun:
                     return
                 yield max(costs.retry, found.pause_s)
                 continue
+            worker.pace.asked(self.time.now_s - asked_s)
             worker.room -= 1
             worker.line.append(found)
             worker.leases_came.ring()
@@ -286,13 +290,23 @@ class SimulatedRun:
                 yield scenario.costs.swap
                 worker.held = lease.policy_version
             versions = [worker.held]
+            is_room_given = self._fetches_ahead(worker)
+            if is_room_given:
+                worker.room += 1
+                worker.leases_came.ring()
+            began_s = self.time.now_s
             finished = yield from self._sample(worker, lease, versions)
+            worker.pace.measured(rollouts=1, tokens=1, seconds=self.time.now_s - began_s)
             if finished:
                 self.time.start(self.upload(lease, versions))
             else:
                 self.decide(ev.LeaseReturned(lease.lease_id))
-            worker.room += 1
+            if not is_room_given:
+                worker.room += 1
             worker.leases_came.ring()
+
+    def _fetches_ahead(self, worker: SimulatedWorker) -> bool:
+        return self.scenario.leases_ahead is None and self._may_fetch_ahead and worker.pace.fetches_ahead
 
     def _sample(
         self, worker: SimulatedWorker, lease: LeaseRecord, versions: list[int]

@@ -105,7 +105,7 @@ async def test_a_swap_that_fails_hands_back_every_lease_in_generation(tmp_path: 
 
 async def test_at_the_end_of_the_grace_period_every_open_lease_is_handed_back(tmp_path: Path) -> None:
     world, engine = WorkerWorld(tmp_path), Together(2 * LEASE)
-    working = asyncio.create_task(run_worker(world.worker(engine, grace_seconds=100.0), world.stop))
+    working = asyncio.create_task(run_worker(world.worker(engine, leases_ahead=1, grace_seconds=100.0), world.stop))
     await until(lambda: len(engine.calls) == 2 and len(world.coordinator.leases) == 3)
     world.stop.set()
     assert await working is Ending.STOPPED

@@ -117,6 +117,19 @@ def test_a_lease_that_waits_for_those_ahead_of_it_still_fits(ahead: int) -> None
     assert pace.fits(asked, seconds_left=100.0 - ahead * asked * 0.1)
 
 
+def test_the_next_lease_is_fetched_ahead_while_leases_take_less_than_fifty_round_trips() -> None:
+    pace = GenerationPace()
+    assert not pace.fetches_ahead
+    pace.measured(rollouts=8, tokens=80, seconds=1.0)
+    assert not pace.fetches_ahead, "no round trip was measured"
+    for asked_s in (0.03, 10.0, 10.0):  # the coordinator held two requests open
+        pace.asked(asked_s)
+    assert pace.fetches_ahead
+    for _ in range(9):
+        pace.measured(rollouts=8, tokens=80, seconds=2.0)
+    assert not pace.fetches_ahead
+
+
 def test_a_rehearsal_counts_until_work_does() -> None:
     pinned, pace = make_run(lease_seconds=100.0), GenerationPace()
     assert pace.claim(download_bytes_per_s=0.0) is None

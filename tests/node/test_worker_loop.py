@@ -17,6 +17,7 @@ from prime_node.broadcast.follow.pinned import fetch_run
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.generating import open_lease
 from prime_node.worker.loop import run_worker
+from prime_node.worker.pace import GenerationPace
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import HELD_OUT_START, Sampling
@@ -44,8 +45,19 @@ async def test_an_honest_worker_is_accepted_and_leaves_in_order(tmp_path: Path) 
     assert len(open_leases) - len(world.coordinator.verdicts) <= 1, "at most the one that was on its way"
 
 
-@pytest.mark.parametrize("leases_ahead", [0, 1, 3])
-async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp_path: Path, leases_ahead: int) -> None:
+class PaceOfShortLeases(GenerationPace):
+    """Pace of a worker far from its coordinator."""
+
+    fetches_ahead = True
+
+
+@pytest.mark.parametrize(
+    ("setting", "are_short", "leases_ahead"),
+    [(0, True, 0), (1, False, 1), (3, True, 3), (None, True, 1), (None, False, 0)],
+)
+async def test_the_next_leases_are_asked_for_while_the_current_one_generates(
+    tmp_path: Path, setting: int | None, are_short: bool, leases_ahead: int
+) -> None:
     world = WorkerWorld(tmp_path)
     ahead: list[int] = []
 
@@ -61,7 +73,10 @@ async def test_the_next_leases_are_asked_for_while_the_current_one_generates(tmp
             return await super().generate(requests, sampling)
 
     world.stop_when(lambda: world.coordinator.accepted >= 4)
-    await run_worker(world.worker(Watching(), leases_ahead=leases_ahead), world.stop)
+    worker = world.worker(Watching(), leases_ahead=setting)
+    if are_short:
+        worker.activity.pace = PaceOfShortLeases()
+    await run_worker(worker, world.stop)
     assert set(ahead) == {leases_ahead}
 
 

@@ -49,9 +49,9 @@ class WorkerConfig(Settings):
     """Completions that vLLM computes side by side. It is kept full from several leases; transformers takes one at a time."""
     rollouts_max: int = Field(default=128, ge=1, le=limits.LEASE_ROLLOUTS_MAX)
     """Completions requested in one lease. A machine that measures itself as slow requests fewer by itself."""
-    leases_ahead: int = Field(default=1, ge=0, le=8)
-    """Leases fetched before the engine has room for them, so that it never waits for a round trip; none if the run is
-    on-policy. If a lease takes minutes, prefer 0: a lease queued behind a long completion delays its batch."""
+    leases_ahead: int | None = Field(default=None, ge=0, le=8)
+    """Leases fetched before the engine has room for them; none if the run is on-policy. Unset: 1 while a lease takes less
+    than 50 round trips to the coordinator, else 0, because a lease queued behind a long completion delays its batch."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
     """Seconds for which the coordinator may hold a request for work open."""
     poll_seconds: float = Field(default=0.5, gt=0.0)

@@ -109,12 +109,15 @@ async def _generate(worker: Worker) -> None:
         if worker.loaded.unused.is_set():
             worker.activity.state = WorkerState.FETCHING if worker.follower.latest() is None else WorkerState.IDLE
         while not worker.quit.is_set():
-            lease = await unless(worker.quit.wait(), leases.get())
+            lease, is_room_given = await unless(worker.quit.wait(), leases.get()), False
             if lease is not None and await begin(worker, lease):
                 begun = asyncio.Event()
                 tasks.create_task(fulfil(worker, lease, begun))
+                if is_room_given := worker.fetches_ahead:
+                    worker.room.release()
                 await unless(worker.quit.wait(), wait_for_room(worker, begun))
-            worker.room.release()
+            if not is_room_given:
+                worker.room.release()
         leasing.cancel()
         worker.activity.state = WorkerState.DRAINING
         while not leases.empty():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from prime_protocol import limits
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed
@@ -10,6 +12,9 @@ SHARE_OF_LEASE = 0.4
 """Largest share of a lease's time that the requested work may take. The rest is for queueing and for the upload."""
 LEASE_MARGIN = 1.3
 """Safety factor: work is assumed to take this much longer than measured."""
+ROUND_TRIPS_OF_LEASE = 50
+"""Longest lease, in round trips to the coordinator, during which the next one is fetched. The wait for it costs a fiftieth of
+the engine's time then, as much as a lease that is queued behind long completions (`scripts/bench/overlap.py`)."""
 
 
 class GenerationPace:
@@ -21,6 +26,8 @@ class GenerationPace:
         """Tokens and seconds of the last leases, older ones with less weight."""
         self._seconds_per_rollout: float | None = None
         self._is_rehearsed = False
+        self._lease_s: float | None = None
+        self._round_trips_s: deque[float] = deque(maxlen=8)
 
     def rehearsed(self, *, tokens: int, seconds: float, rollout_tokens: int) -> None:
         """Record a rehearsal: tokens in seconds. A rollout has at most `rollout_tokens`."""
@@ -43,6 +50,7 @@ class GenerationPace:
         `engine_s`: the part of `seconds` since another lease was finished; None if it was alone.
         """
         seconds = max(seconds, 1e-6)
+        self._lease_s = seconds if self._lease_s is None else self._lease_s + 0.3 * (seconds - self._lease_s)
         engine_s = seconds if engine_s is None else engine_s
         self._tokens, self._engine_s = 0.7 * self._tokens + tokens, 0.7 * self._engine_s + engine_s
         self.tokens_per_s = self._tokens / max(self._engine_s, 1e-6)
@@ -51,6 +59,17 @@ class GenerationPace:
             self._seconds_per_rollout = seconds / rollouts
         else:
             self._seconds_per_rollout += 0.3 * (seconds / rollouts - self._seconds_per_rollout)
+
+    def asked(self, seconds: float) -> None:
+        """Record how long a granted request for a lease took. The coordinator may have held some of them open."""
+        self._round_trips_s.append(seconds)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether leases are so short that the next one is best fetched meanwhile; False before the first measurements."""
+        if self._lease_s is None or not self._round_trips_s:
+            return False
+        return self._lease_s < ROUND_TRIPS_OF_LEASE * min(self._round_trips_s)
 
     def fits(self, num_rollouts: int, *, seconds_left: float) -> bool:
         """Return whether the work can be finished in time. Before the first measurement: try it."""

@@ -65,7 +65,7 @@ async def load_first(worker: Worker) -> None:
 
 
 async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
-    """Keep `leases_ahead` leases queued behind those in generation, within the run's limit of open leases."""
+    """Request a lease for each that there is room for, in the engine or ahead of it, within the run's limit of open leases."""
     while True:
         await worker.room.acquire()
         await worker.open_leases.acquire()
@@ -84,13 +84,16 @@ async def _next_lease(worker: Worker) -> Lease:
             policy_version=policy.version,
             policy_digest=policy.signed.digest,
             rollouts_max=worker.activity.pace.rollouts_max(
-                worker.run, wanted=worker.config.rollouts_max, leases_ahead=worker.config.leases_ahead
+                worker.run,
+                wanted=worker.config.rollouts_max,
+                leases_ahead=1 if worker.config.leases_ahead is None else worker.config.leases_ahead,
             ),
             holding=_holding(worker),
             speed=None if worker.activity.rollouts_generated else worker.activity.speed,
             wait_s=worker.config.wait_seconds,
             session=worker.session.name,
         )
+        asked_s = worker.clock.monotonic_s()
         try:
             reply = await worker.session.ask(functools.partial(worker.coordinator.lease, asked))
             if not isinstance(reply, NotYet):
@@ -98,6 +101,7 @@ async def _next_lease(worker: Worker) -> Lease:
                 lease = await worker.trust.verified(opened)
                 worker.activity.in_hand[lease.lease_id] = LeaseInHand(reply.digest)
                 worker.receipts.note_lease(lease, reply)
+                worker.activity.pace.asked(worker.clock.monotonic_s() - asked_s)
                 worker.activity.waiting_for = ""
                 return lease
             reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)

@@ -97,8 +97,8 @@ class Worker:
         rng = rng or random.Random()
         self.lock = FolderLock(self.folder)
         # On-policy, all workers wait for the last group of a step: it must not wait in a busy worker's queue.
-        ahead = self.config.leases_ahead if self.run.spec.admission.lag_leased else 0
-        self.room = asyncio.Semaphore(ahead + 1)
+        self._may_fetch_ahead = bool(self.run.spec.admission.lag_leased)
+        self.room = asyncio.Semaphore(1 + (self.config.leases_ahead or 0) * self._may_fetch_ahead)
         self.open_leases = asyncio.Semaphore(self.run.spec.limits.leases_per_worker_max)
         self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=rng)
         self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
@@ -112,6 +112,11 @@ class Worker:
             session=secrets.token_hex(16),
         )
         self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=rng, accepted=accepted)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether to fetch the next lease while one is generated, beyond the configured ones."""
+        return self.config.leases_ahead is None and self._may_fetch_ahead and self.activity.pace.fetches_ahead
 
     def seconds_left(self, lease: Lease) -> float:
         """Return seconds until the lease expires by the coordinator's clock; negative once it has."""
