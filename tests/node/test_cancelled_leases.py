@@ -154,7 +154,9 @@ async def test_a_worker_stops_a_cancelled_lease_at_once_and_goes_on_with_the_oth
     await until(lambda: world.coordinator.returned == [first] and len(engine.calls) == 3)
     assert not engine.calls[0].is_set(), "its requests were stopped, not finished"
     named = [beat.holding for beat in world.coordinator.beats if beat.holding]
-    assert {first, second} <= set(named[0])
+    assert any({first, second} <= set(holding) for holding in named), (
+        "the first heartbeat may be older than the second lease"
+    )
     engine.release_all()
     world.stop.set()
     await working
@@ -163,7 +165,7 @@ async def test_a_worker_stops_a_cancelled_lease_at_once_and_goes_on_with_the_oth
 
 async def test_a_queued_lease_that_is_cancelled_is_never_begun(tmp_path: Path) -> None:
     world, engine = WorkerWorld(tmp_path, pinned=make_run(heartbeat_seconds=50.0)), Together(LEASE)
-    working = asyncio.create_task(run_worker(world.worker(engine), world.stop))
+    working = asyncio.create_task(run_worker(world.worker(engine, leases_ahead=1), world.stop))
     await until(lambda: len(world.coordinator.leases) == 2)
     first, queued = world.coordinator.leases
     world.coordinator.cancels |= {first, queued}
