@@ -20,6 +20,7 @@ import numpy as np
 from tests.adversaries.policies import ENVIRONMENT, Policies, logits_of
 from tests.adversaries.watching import Judged, Noting, Outcome, Part, Watched
 from tests.node.coordinator_world import World, memory_parts, running
+from tests.node.table_engine import equipped
 from tests.node.worker_world import COORDINATOR, TRAINER, MemorySource, make_run
 
 from prime_lab.adversaries.engine import Means
@@ -270,6 +271,7 @@ class Arena:
         port = cast("WorkerPort", Noting(client, part, news))
         trust = Trust(pinned, sources, folder / "trust", clock=clock, rng=rng)
         await trust.refresh()
+        sampler = engine if adversary is None else adversary.engine_around(engine, means=part.means)
         part.worker = Worker(
             run=pinned,
             config=WorkerConfig.model_validate(
@@ -277,7 +279,8 @@ class Arena:
             ),
             key=part.key,
             coordinator=port if adversary is None else adversary.port_around(port, part.key, part.means),
-            engine=engine if adversary is None else adversary.engine_around(engine, means=part.means),
+            engine_info=sampler.info,
+            equip=equipped(sampler),
             follower=Follower(pinned, pool, folder / "checkpoints", clock=clock, poll_s=0.02, rng=rng),
             trust=trust,
             folder=folder,

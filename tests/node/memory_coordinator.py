@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from tests.builder import build_lease
-from tests.node.table_engine import VOCAB_SIZE, TableEngine, prefill, table_weights
+from tests.node.table_engine import VOCAB_SIZE, TableEngine, equipped, prefill, table_weights
 from tests.node.worker_world import WORKER, MemorySource, make_run
 from tests.time_world import VirtualClock
 
@@ -18,7 +18,7 @@ from prime_node.broadcast.follow.trust import Trust
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.ports.engine import Engine
 from prime_node.worker.config import WorkerConfig
-from prime_node.worker.worker import Worker
+from prime_node.worker.worker import Equipment, Worker
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
@@ -34,7 +34,7 @@ from prime_protocol.requests import (
     ReceiptsRequest,
     ReturnLeaseRequest,
 )
-from prime_protocol.rollout import RolloutHeader, parse_body
+from prime_protocol.rollout import EngineInfo, RolloutHeader, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
@@ -67,6 +67,7 @@ class MemoryCoordinator(MemorySource):
         self.leases_max = 10**9
         self.first_problem = 0
         self.speeds: list[Speed | None] = []
+        self.engines: list[EngineInfo] = []
         self.after_upload: Callable[[], None] = lambda: None
         self._slot = 0
 
@@ -85,6 +86,7 @@ class MemoryCoordinator(MemorySource):
         self._check_ban()
         self.known = True
         self.joined += 1
+        self.engines.append(request.engine)
         return JoinReply(step=0, head=max(self.manifests, default=-1), server_time_ms=self._now_ms())
 
     async def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
@@ -204,7 +206,15 @@ class WorkerWorld:
         self.stop = asyncio.Event()
         self.said: list[str] = []
 
-    def worker(self, engine: Engine | None = None, **settings: object) -> Worker:
+    def worker(
+        self,
+        engine: Engine | None = None,
+        *,
+        equip: Callable[[], Awaitable[Equipment]] | None = None,
+        announced: EngineInfo | None = None,
+        **settings: object,
+    ) -> Worker:
+        engine = engine or TableEngine()
         config = WorkerConfig.model_validate(
             {
                 "rollouts_max": 8,
@@ -230,7 +240,8 @@ class WorkerWorld:
             config=config,
             key=WORKER,
             coordinator=self.coordinator,
-            engine=engine or TableEngine(),
+            engine_info=announced or engine.info,
+            equip=equip or equipped(engine),
             follower=follower,
             trust=Trust(
                 self.coordinator.run, [("coordinator", self.coordinator)], self.folder / "trust", clock=self.clock

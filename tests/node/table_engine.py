@@ -6,12 +6,13 @@ holds for it as for a large model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from prime_node.ports.engine import EngineMismatch, GenerateRequest
+from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest
+from prime_node.worker.worker import Equipment
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason, Rollouts
@@ -32,6 +33,15 @@ def table_weights(seed: int) -> dict[str, WeightTensor]:
 def logits_of(weights: Weights) -> npt.NDArray[np.float32]:
     bits = weights["table"].data.astype(np.uint32) << 16
     return bits.view(np.float32).reshape(VOCAB_SIZE, VOCAB_SIZE)
+
+
+def equipped(engine: Engine) -> Callable[[], Awaitable[Equipment]]:
+    """Return a worker's `equip` for an engine that is built already."""
+
+    async def made() -> Equipment:
+        return Equipment(engine)
+
+    return made
 
 
 class TableEngine:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.node.batch_coordinator import make_run, write_model
 
 from prime_node.cli import wire
+from prime_node.cli.wire_classes import engine_info, has_gpu_driver
 from prime_node.worker.config import WorkerConfig
+from prime_protocol.errors import LocalError
+from prime_protocol.rollout import EngineInfo
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")])
@@ -24,3 +29,43 @@ def test_so_is_that_of_vllm(tmp_path: Path, dtype: str, expected: str) -> None:
     settings = WorkerConfig.load({"worker": {"engine": "vllm", "dtype": dtype}})
     engine = wire.engine(settings, write_model(tmp_path), make_run(), cheat=None)
     assert (engine.info.name, engine.info.dtype) == ("vllm", "bf16" if engine.info.device == "cuda" else expected)
+
+
+def announced_and_built(tmp_path: Path, **worker: str) -> tuple[EngineInfo, EngineInfo]:
+    settings = WorkerConfig.load({"worker": dict(worker)})
+    return engine_info(settings), wire.engine(settings, write_model(tmp_path), make_run(), cheat=None).info
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bf16"])
+def test_an_engine_is_announced_as_what_it_is_when_it_is_built(tmp_path: Path, dtype: str) -> None:
+    announced, built = announced_and_built(tmp_path, engine="transformers", dtype=dtype)
+    assert announced == built
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "bf16-fp32head"])
+def test_vllm_is_announced_as_what_it_is_when_it_is_built(tmp_path: Path, dtype: str) -> None:
+    announced, built = announced_and_built(tmp_path, engine="vllm", dtype=dtype)
+    assert announced == built
+
+
+def test_settings_that_no_engine_has_are_refused_before_the_run_is_joined() -> None:
+    with pytest.raises(LocalError, match=r"worker\.seeded = false needs worker\.engine = vllm"):
+        engine_info(WorkerConfig.load({"worker": {"engine": "transformers", "seeded": False}}))
+    with pytest.raises(LocalError, match="transformers/bf16-fp32head: known are"):
+        engine_info(WorkerConfig.load({"worker": {"engine": "transformers", "dtype": "bf16-fp32head"}}))
+
+
+def test_an_engine_is_announced_without_importing_it() -> None:
+    program = (
+        "import sys\n"
+        "from prime_node.cli import wire\n"
+        "from prime_node.cli.wire_classes import engine_info\n"
+        "from prime_node.worker.config import WorkerConfig\n"
+        "engine_info(WorkerConfig()), wire.describe_hardware()\n"
+        "print(*{'torch', 'transformers', 'vllm'} & set(sys.modules))"
+    )
+    if has_gpu_driver():
+        pytest.skip("torch alone can tell what a GPU can do")
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == ""

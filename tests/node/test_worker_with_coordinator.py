@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.node.coordinator_world import Letters, World, memory_parts, running
 from tests.node.served_world import RUN, Digits, publish, validate
-from tests.node.table_engine import TableEngine
+from tests.node.table_engine import TableEngine, equipped
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, MemorySource
 from tests.time_world import until
 
@@ -54,7 +54,8 @@ async def test_a_worker_serves_a_whole_run_over_http_and_the_result_verifies(tmp
             config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 3_600.0}),
             key=WORKER,
             coordinator=client,
-            engine=TableEngine(),
+            engine_info=TableEngine().info,
+            equip=equipped(TableEngine()),
             follower=Follower(pinned, pool, tmp_path / "c", clock=parts.clock, poll_s=0.05, rng=rng),
             trust=Trust(pinned, [("http", client)], tmp_path / "trust", clock=parts.clock, rng=rng),
             folder=tmp_path,

@@ -26,7 +26,7 @@ from tests.node.coordinator_world import (
 from tests.node.coordinator_world import make_run as make_plain_run
 from tests.node.served_world import Digits, publish, validate
 from tests.node.swarm_world import LOCAL
-from tests.node.table_engine import TableEngine
+from tests.node.table_engine import TableEngine, equipped
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, WORKER, MemorySource, make_run
 from tests.time_world import until
 
@@ -66,7 +66,8 @@ def machine(run_: PinnedRun, client: HttpClient, folder: Path) -> Worker:
         ),
         key=WORKER,
         coordinator=client,
-        engine=TableEngine(),
+        engine_info=TableEngine().info,
+        equip=equipped(TableEngine()),
         follower=Follower(run_, pool, folder / "c", clock=clock, poll_s=0.05, rng=rng),
         trust=Trust(run_, [("http", client)], folder / "trust", clock=clock, rng=rng),
         folder=folder,

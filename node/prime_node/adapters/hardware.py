@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 
 import torch
 
+from prime_node.adapters.machine import machine
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import NAME_CHARS_MAX
 from prime_protocol.telemetry import Hardware
@@ -20,13 +19,12 @@ def has_gpu() -> bool:
 
 
 def hardware() -> Hardware:
-    """Return what a worker reports to its operator."""
-    cores = os.cpu_count() or 1
-    if has_gpu():
-        found = torch.cuda.get_device_properties(0)
-        return Hardware(device=printable(found.name, NAME_CHARS_MAX), cores=cores, memory_bytes=int(found.total_memory))
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(device=platform.machine() or "unknown", cores=cores, memory_bytes=memory_bytes)
+    """Return what a worker reports to its operator: the first GPU, or without one the machine."""
+    if not has_gpu():
+        return machine()
+    found = torch.cuda.get_device_properties(0)
+    device = printable(found.name, NAME_CHARS_MAX)
+    return machine().model_copy(update={"device": device, "memory_bytes": int(found.total_memory)})
 
 
 def gpus() -> list[tuple[int, int, int]]:

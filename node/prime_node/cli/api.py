@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     from prime_node.cli.verify_output import Verification
     from prime_node.cli.wire_environments import Launcher
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.ports.engine import Engine
-    from prime_node.ports.environment import TurnEnvironment
     from prime_node.worker.config import WorkerConfig
     from prime_node.worker.worker import Ending
     from prime_protocol.identity import SigningKey
-    from prime_protocol.run_spec import JoinLink, PinnedRun
+    from prime_protocol.run_spec import JoinLink
 
 log = logging.getLogger(__name__)
 
@@ -126,13 +124,17 @@ def confined_worker(
 async def run_confined(
     worker: ConfinedWorker, stop: asyncio.Event, on_download: Callable[[DownloadProgress], None]
 ) -> Ending:
-    """Build the worker's other parts and run it until `stop` is set, the run is over or the worker is banned."""
+    """Build the worker's other parts and run it until `stop` is set, the run is over or the worker is banned.
+
+    The engine and the environments take seconds to build, so the worker calls `equip` after it has joined.
+    """
     from prime_node.cli import wire, wire_swarm
+    from prime_node.cli.wire_classes import engine_info
     from prime_node.cli.wire_environments import end_environments
     from prime_node.observe import BestEffort, JsonLines
     from prime_node.patience import Switch, unless
     from prime_node.worker.loop import run_worker
-    from prime_node.worker.worker import Ending, Worker
+    from prime_node.worker.worker import Ending, Equipment, Worker
 
     settings, folder = worker.settings, worker.folder
     async with contextlib.AsyncExitStack() as stack:
@@ -140,23 +142,24 @@ async def run_confined(
             stack.callback(worker.launcher.close)
         client = await stack.enter_async_context(wire.client(worker.link, worker.key))
 
-        async def set_up() -> tuple[PinnedRun, Engine, dict[str, TurnEnvironment]]:
-            """Wait for an unreachable coordinator, and build in a thread so that signals are still handled."""
-            run = await wire.pinned_run(client, worker.link.run, folder, mirrors=settings.mirrors)
-            model = folder / "model"
-            # The environment process starts while this process imports the engine's modules: each takes seconds.
-            made, worlds = await asyncio.gather(
+        pinned = wire.pinned_run(client, worker.link.run, folder, mirrors=settings.mirrors)
+        run = await unless(stop.wait(), pinned)
+        if run is None:
+            return Ending.STOPPED
+        model = folder / "model"
+
+        async def equip() -> Equipment:
+            """Build in threads, so that signals are still handled, and both at once, as each imports for seconds."""
+            engine, environments = await asyncio.gather(
                 asyncio.to_thread(wire.engine, settings, model, run, cheat=worker.cheat),
                 asyncio.to_thread(
                     wire.turn_environments, run.spec, model, worker.grants, worker.launcher, folder=folder
                 ),
             )
-            return run, made, worlds
+            stack.push_async_callback(engine.close)
+            stack.callback(end_environments, environments)
+            return Equipment(engine, environments)
 
-        ready = await unless(stop.wait(), set_up())
-        if ready is None:
-            return Ending.STOPPED
-        run, engine, environments = ready
         timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
         try:
             accepted = Switch()
@@ -169,14 +172,14 @@ async def run_confined(
                     config=settings,
                     key=worker.key,
                     coordinator=client,
-                    engine=engine,
+                    engine_info=engine_info(settings),
+                    equip=equip,
                     follower=follower,
                     trust=trust,
                     hardware=wire.describe_hardware(),
                     swarm=(lambda: "") if peer is None else peer.describe,
                     folder=folder,
                     clock=wire.clock(),
-                    environments=environments,
                     rng=random.Random(),
                     timeline=timeline,
                     accepted=accepted,
@@ -184,8 +187,6 @@ async def run_confined(
                 return await run_worker(made, stop)
         finally:
             timeline.close()
-            end_environments(environments)
-            await engine.close()
 
 
 class OptionConflict(ValueError):

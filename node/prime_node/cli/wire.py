@@ -13,7 +13,7 @@ from urllib.parse import urlsplit, urlunsplit
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.place import HOME
-from prime_node.cli.wire_classes import parts_of_kind, worker_engine
+from prime_node.cli.wire_classes import engine_info, has_gpu_driver, parts_of_kind
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
@@ -290,6 +290,10 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
 
 def describe_hardware() -> Hardware:
     """Return what this machine computes with."""
+    if not has_gpu_driver():
+        from prime_node.adapters.machine import machine
+
+        return machine()
     from prime_node.adapters.hardware import hardware as found
 
     return found()
@@ -298,9 +302,9 @@ def describe_hardware() -> Hardware:
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
     """Return the worker's engine. `cheat` is (kind, number of honest policies), for demonstrations. Raises LocalError."""
     made: Engine
-    if worker_engine(settings) == "vllm":
+    check_size(model, run)
+    if engine_info(settings).name == "vllm":
         vllm = _vllm()
-        check_size(model, run)
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
         chosen = settings.model_dump(
             include={
@@ -317,9 +321,6 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         )
         made = vllm(model, context_tokens_max=bounds, checks=run.spec.checks, **chosen)
     else:
-        if not settings.seeded:
-            raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always uses the seeds")
-        check_size(model, run)
         made = transformers_engine(model, dtype=settings.dtype, threads=settings.threads)
     made = wire_adapters.merging_engine(made, run, settings.base_model)
     if cheat is None:

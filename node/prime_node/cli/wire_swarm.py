@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -211,19 +212,18 @@ def make_peer(
 def peer_network(
     run: PinnedRun, key: SigningKey, config: SwarmConfig, coordinator_hosts: frozenset[str]
 ) -> PeerNetwork | None:
-    """Return a libp2p network with the role's key; None if it is off or not installed.
+    """Return a libp2p network with the role's key; None if it is off or not installed. It imports libp2p when it starts.
 
     Raises LocalError if it is on and not installed, and for an address in the settings that other peers cannot use.
     """
     if config.p2p == "off":
         return None
-    try:
-        from prime_node.adapters.peers.libp2p_host import PeerSettings
-        from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-    except ImportError as error:
+    missing = next((name for name in ("libp2p", "trio") if find_spec(name) is None), None)
+    if missing is not None:
         if config.p2p == "on":
-            raise missing_extra("p2p", "links over libp2p", error) from None
+            raise missing_extra("p2p", "links over libp2p", ModuleNotFoundError(f"No module named '{missing}'"))
         return None
+    from prime_node.adapters.peers.late_network import LateNetwork
     from prime_node.ports.peer_network import PeerAddress
 
     try:
@@ -232,17 +232,26 @@ def peer_network(
         raise LocalError(f"swarm.p2p_bootstrap: {error}") from None
     require_tcp("swarm.p2p_announce", config.p2p_announce)
     require_tcp("swarm.p2p_bootstrap", [text for one in bootstrap for text in one.addresses])
-    settings = PeerSettings(
-        listen=() if config.private else config.p2p_listen,
-        announce=config.p2p_announce,
-        bootstrap=bootstrap,
-        private=config.private,
-        lan=config.p2p_lan,
-        near=tuple(coordinator_hosts),
-    )
-    network = Libp2pNetwork(key, run=run.digest, settings=settings)
-    network.learn(bootstrap)  # peers that a newcomer asks while no coordinator names any
-    return network
+
+    def made() -> PeerNetwork:
+        try:
+            from prime_node.adapters.peers.libp2p_host import PeerSettings
+            from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
+        except ImportError as error:
+            raise missing_extra("p2p", "links over libp2p", error) from None
+        settings = PeerSettings(
+            listen=() if config.private else config.p2p_listen,
+            announce=config.p2p_announce,
+            bootstrap=bootstrap,
+            private=config.private,
+            lan=config.p2p_lan,
+            near=tuple(coordinator_hosts),
+        )
+        network = Libp2pNetwork(key, run=run.digest, settings=settings)
+        network.learn(bootstrap)  # peers that a newcomer asks while no coordinator names any
+        return network
+
+    return LateNetwork(key.key_id, made, private=config.private)
 
 
 def require_tcp(setting: str, addresses: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """The worker's loop: join, then lease, generate, sign, spool and upload, while following the policies.
 
-Concurrency. `load_first` waits for a policy, and for the engine to hold it: nothing is leased before. `lease_ahead`
+Concurrency. The worker joins first. `load_first` waits for the engine to be built, for a policy, and for the engine to hold
+it: nothing is leased before. `lease_ahead`
 waits for room (config.leases_ahead) and for the coordinator; it requests nothing while `trust` cannot establish the
 newest policy. `_generate` waits for leases, starts a task for each as soon as the engine takes it, and gives room back.
 These tasks wait for the engine and for the spool, each until its own bundle is spooled. The spool's `flush` waits for
@@ -28,6 +29,7 @@ from prime_node.worker.status import write_status
 from prime_node.worker.work import begin, fulfil, hand_back, lease_ahead, load_first, wait_for_room
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
+from prime_protocol.errors import LocalError
 from prime_protocol.replies import UploadReply
 from prime_protocol.requests import WorkerState
 
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 
 LAST_RECEIPTS_S_MAX = 10.0
 """Time for which a banned worker tries to fetch its last verdicts; the coordinator may be unreachable."""
+LEAVE_S_MAX = 2.0
+"""Time for which a worker at fault tries to leave the run."""
 HURRY_S = 0.5
 """Grace period after Ctrl-C: leases are handed back rather than finished."""
 
@@ -55,6 +59,8 @@ async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
         causes = causes_of(group)
         error = next((cause for cause in causes if isinstance(cause, KeyBanned)), causes[0])
         if not isinstance(error, KeyBanned):
+            if isinstance(error, LocalError) and worker.session.joined:
+                await unless(worker.clock.sleep(LEAVE_S_MAX), worker.session.leave())
             raise error from None
         log.error(
             "banned from this run: %s. Bundles that are not uploaded stay in %s. If the ban is wrong, send the run's "

@@ -18,6 +18,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import HeartbeatRequest, JoinRequest, LeaveRequest
+from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,14 @@ class Session:
     async def join(self) -> None:
         """Join, retrying until it succeeds. Raises KeyBanned, or RemoteError if a retry cannot help."""
         await self.ask(self._join)
+
+    async def describe(self, engine: EngineInfo) -> None:
+        """Join again if the engine, now that it is built, is not the one that was announced. Raises as `join` does."""
+        if engine == self._request.engine:
+            return
+        log.warning("the engine is %s, and was announced as %s; joining again", engine, self._request.engine)
+        self._request = self._request.model_copy(update={"engine": engine})
+        await self.join()
 
     async def leave(self) -> None:
         """Announce that this worker leaves, once. Optional: four missed heartbeats have the same effect."""

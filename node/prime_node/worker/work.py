@@ -45,16 +45,16 @@ LOADS_MAX = 2
 
 
 async def load_first(worker: Worker) -> None:
-    """Load a policy before requesting work: starting an engine takes long enough for a lease to become stale.
+    """Build the engine and load a policy before requesting work: that takes long enough for a lease to become stale.
 
-    Then rehearse, so that the first lease already fits this machine and the coordinator knows how long to wait for it.
+    The engine is built during the download. Raises LocalError if it cannot be. Then rehearse, so that the first lease already
+    fits this machine and the coordinator knows how long to wait for it.
     """
-    began_s = worker.clock.monotonic_s()
-    policy = await unless(worker.quit.wait(), worker.follower.wait_newer(-1))
-    if policy is None:
+    worker.say("joined; the engine is loading")
+    found = await unless(worker.quit.wait(), _equip_and_fetch(worker))
+    if found is None:
         return
-    download_bytes = sum(worker.follower.received.values())
-    download_bytes_per_s = download_bytes / max(worker.clock.monotonic_s() - began_s, 1e-3)
+    policy, download_bytes_per_s = found
     worker.activity.waiting_for = f"the engine to load policy {policy.version}"
     if await unless(worker.quit.wait(), _load(worker, policy)):
         too_long = first_of(worker.quit.wait(), worker.clock.sleep(REHEARSAL_S_MAX))
@@ -62,6 +62,24 @@ async def load_first(worker: Worker) -> None:
         await rehearse(worker.engine, worker.run.spec, worker.activity.pace, clock=worker.clock, too_long=too_long)
         worker.activity.speed = worker.activity.pace.claim(download_bytes_per_s=download_bytes_per_s)
     worker.activity.waiting_for = ""
+
+
+async def _equip_and_fetch(worker: Worker) -> tuple[Policy, float]:
+    """Build the engine, and meanwhile wait for a policy. Return the policy and the download's bytes a second."""
+
+    async def fetch() -> tuple[Policy, float]:
+        began_s = worker.clock.monotonic_s()
+        policy = await worker.follower.wait_newer(-1)
+        download_bytes = sum(worker.follower.received.values())
+        return policy, download_bytes / max(worker.clock.monotonic_s() - began_s, 1e-3)
+
+    async with asyncio.TaskGroup() as tasks:
+        fetching = tasks.create_task(fetch())
+        worker.activity.waiting_for = "the engine to be built"
+        worker.equipment = await worker.equip()
+        worker.activity.waiting_for = ""
+        await worker.session.describe(worker.engine.info)
+    return fetching.result()
 
 
 async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +31,7 @@ from prime_node.worker.spool import Spool
 from prime_protocol.assignment import Lease
 from prime_protocol.identity import SigningKey
 from prime_protocol.requests import JoinRequest
+from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Hardware
 
@@ -58,6 +59,15 @@ class Ending(StrEnum):
         return 4 if self is Ending.BANNED else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Equipment:
+    """What a worker computes with. It takes seconds to build, so a worker joins before that."""
+
+    engine: Engine
+    environments: Mapping[str, TurnEnvironment] = field(default_factory=dict)
+    """Multi-turn environments, by name."""
+
+
 @dataclass
 class Worker:
     """State shared by the loop's tasks. `folder` belongs to this worker and this run."""
@@ -66,14 +76,15 @@ class Worker:
     config: WorkerConfig
     key: SigningKey
     coordinator: WorkerPort
-    engine: Engine
+    engine_info: EngineInfo
+    """Identity of the engine, which the coordinator gets before the engine is built."""
+    equip: Callable[[], Awaitable[Equipment]]
+    """Function that builds engine and environments, once the coordinator has admitted this worker. May raise LocalError."""
     follower: Follower
     trust: Trust
     """Trust state, made before the worker: it alone may know the keys that signed the folder's content."""
     folder: Path
     clock: Clock
-    environments: Mapping[str, TurnEnvironment] = field(default_factory=dict)
-    """Multi-turn environments, by name."""
     rng: InitVar[random.Random | None] = None
     hardware: InitVar[Hardware | None] = None
     """Description of this machine for the operator."""
@@ -87,6 +98,8 @@ class Worker:
     """Recorder of each swap and each generated lease."""
     activity: LeaseActivity = field(default_factory=LeaseActivity, init=False)
     loaded: LoadedPolicy = field(default_factory=LoadedPolicy, init=False)
+    equipment: Equipment | None = field(default=None, init=False)
+    """What `equip` has built; None until then."""
     quit: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends new work: a request to stop, or the coordinator drains this worker."""
     grace_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -105,7 +118,7 @@ class Worker:
         request = JoinRequest(
             name=self.config.name,
             software=f"prime-node {__version__}",
-            engine=self.engine.info,
+            engine=self.engine_info,
             rollouts_max=self.config.rollouts_max,
             invite=self.config.invite,
             hardware=hardware,
@@ -117,6 +130,18 @@ class Worker:
     def fetches_ahead(self) -> bool:
         """Whether to fetch the next lease while one is generated, beyond the configured ones."""
         return self.config.leases_ahead is None and self._may_fetch_ahead and self.activity.pace.fetches_ahead
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine, once it is built."""
+        assert self.equipment is not None
+        return self.equipment.engine
+
+    @property
+    def environments(self) -> Mapping[str, TurnEnvironment]:
+        """Return the multi-turn environments by name, once they are built."""
+        assert self.equipment is not None
+        return self.equipment.environments
 
     def seconds_left(self, lease: Lease) -> float:
         """Return seconds until the lease expires by the coordinator's clock; negative once it has."""
