@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Generator, Iterator
 
 import pytest
+from tests.schedule_world import Schedule
 
 # Read by the libraries as they are imported, here and in every process that a test starts. Two torch
 # processes with two threads each on two cores spin against one another and fall to a fifth of their speed.
@@ -26,6 +27,8 @@ gc.disable()
 
 PROCESSES_MAX = 8
 """Processes that run tests. Each needs about 1 GB of memory."""
+SCHEDULE = Schedule()
+"""Times of this run, if it has several processes; kept by the process that reports."""
 HAS_GPU = shutil.which("nvidia-smi") is not None
 HAS_VLLM_BUILD = HAS_GPU or (platform.system(), platform.machine()) == ("Linux", "x86_64")
 
@@ -46,6 +49,20 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     report.sections = [(title, text.encode("utf-8", "backslashreplace").decode()) for title, text in report.sections]
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Record when a test ran and where. Only the process that reports knows the other processes."""
+    if (process := getattr(report, "node", None)) is not None:
+        SCHEDULE.add(process.gateway.id, report.nodeid, start=report.start, stop=report.stop)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print where the time went, so that each log of CI says what to make quicker."""
+    if lines := list(SCHEDULE.lines()):
+        terminalreporter.section("processes, and the groups that took longest")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -86,9 +103,9 @@ def _distribute(items: list[pytest.Item]) -> None:
 
     Whole runs and vLLM use all cores, so one process starts them all, one after the other. Every other file is a group: its
     module fixtures are made in one process. Files that share something outside their processes name a common group. Groups
-    with slow tests come first, so that none is left alone at the end.
+    with slow tests come first, and among them those whose tests may take longest, so that none is left alone at the end.
     """
-    groups, ranks = [], dict[str, int]()
+    groups, ranks = [], dict[str, tuple[int, float]]()
     for item in items:
         heavy, named = _is_heavy(item), item.get_closest_marker("xdist_group")
         group = "whole runs and vLLM" if heavy else named.args[0] if named else item.nodeid.partition("::")[0]
@@ -96,9 +113,16 @@ def _distribute(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(group))
         _append_group(item, group)
         groups.append(group)
-        ranks[group] = min(ranks.get(group, 2), 0 if heavy else 1 if item.get_closest_marker("slow") else 2)
+        kind = 0 if heavy else 1 if item.get_closest_marker("slow") else 2
+        ranks[group] = min(ranks.get(group, (2, 0.0)), (kind, -_seconds_max(item)))
     order = sorted(range(len(items)), key=lambda place: ranks[groups[place]])
     items[:] = [items[place] for place in order]
+
+
+def _seconds_max(item: pytest.Item) -> float:
+    """Return how long a test may take: its own limit, or 0 if it has none."""
+    limit = item.get_closest_marker("timeout")
+    return float(limit.args[0]) if limit is not None and limit.args else 0.0
 
 
 def _append_group(item: pytest.Item, group: str) -> None:
