@@ -51,6 +51,10 @@ class MemoryDocuments:
         """Store a document, replacing the old one."""
         self._documents[name] = data
 
-    async def read(self, name: str) -> bytes:
-        """Return a document. Raises KeyError."""
-        return self._documents[name]
+    async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a document. Raises KeyError."""
+        return self._documents[name][start:end]
+
+    async def size(self, name: str) -> int:
+        """Return the size of a document. Raises KeyError."""
+        return len(self._documents[name])

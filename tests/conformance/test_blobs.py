@@ -87,6 +87,15 @@ async def test_a_document_is_replaced_as_a_whole(documents: Documents) -> None:
     assert await documents.read("manifests/00000000.json") == b"2"
 
 
+async def test_a_part_of_a_document_is_read(documents: Documents) -> None:
+    with pytest.raises(KeyError):
+        await documents.size("one")
+    await documents.write("one", DATA)
+    assert await documents.size("one") == len(DATA)
+    assert await documents.read("one", start=3, end=7) == DATA[3:7]
+    assert await documents.read("one", start=3) == DATA[3:]
+
+
 async def test_a_half_written_file_of_a_crash_is_no_blob_and_is_cleared_away(tmp_path: Path) -> None:
     await FolderBlobs(tmp_path).put(DATA)
     (tmp_path / ".partial" / "half").write_bytes(b"half")

@@ -126,8 +126,11 @@ class FailingDocuments:
         if fails:
             raise OSError("the power is gone")
 
-    async def read(self, name: str) -> bytes:
-        return await self._inner.read(name)  # type: ignore[attr-defined]
+    async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
+        return await self._inner.read(name, start=start, end=end)  # type: ignore[attr-defined]
+
+    async def size(self, name: str) -> int:
+        return await self._inner.size(name)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["manifests/", "head.json"])

@@ -15,6 +15,7 @@ from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.uplink import DataCap
+from prime_node.cli.run_dir import RunDir
 from prime_node.files import replace, write_durably
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import NotRegular, open_regular, read_regular, refuse_links, write_inside
@@ -184,3 +185,24 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(state: Path, secret:
         read_regular(Path("/dev/zero"))
     with pytest.raises(FileNotFoundError):
         read_regular(state / "nothing")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge file"])
+def test_a_run_folder_of_others_neither_hangs_a_command_nor_fills_the_memory(state: Path, kind: str) -> None:
+    """Before, `status`, `ledger verify` and `coordinator` waited for ever for a pipe, and read /dev/zero without end."""
+    folder = RunDir(state)
+    for file in (folder.run_spec, folder.join_link_file):
+        if kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "device":
+            file.symlink_to("/dev/zero")
+        else:
+            with file.open("wb") as made:
+                made.truncate(2**33)
+    for read in (folder.load_run, folder.join_link):
+        with pytest.raises(LocalError, match=r"cannot be read|more than"):
+            read()
+
+
+def test_a_link_that_is_too_long_for_a_path_is_no_run_folder() -> None:
+    assert not RunDir(Path("x" * 5_000)).exists

@@ -15,9 +15,12 @@ curve.png summary.json
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_node.inside import open_regular
+from prime_protocol import limits
 from prime_protocol.envelope import open_envelope
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
@@ -110,7 +113,10 @@ class RunDir:
     @property
     def exists(self) -> bool:
         """Whether the run has been made; the RunSpec is written last."""
-        return self.run_spec.exists()
+        try:
+            return self.run_spec.exists()
+        except OSError:  # the name is too long for a path
+            return False
 
     def join_link(self) -> JoinLink:
         """Read the join link. Raises LocalError if it is not written yet."""
@@ -118,14 +124,28 @@ class RunDir:
             raise LocalError(
                 f"{self.path} has no join link yet; `prime-node coordinator {self.path}` or `up` writes it"
             )
-        return JoinLink.parse(self.join_link_file.read_text(encoding="utf-8"))
+        return JoinLink.parse(_read(self.join_link_file).decode("utf-8", "replace"))
 
     def load_run(self) -> PinnedRun:
         """Read this folder's RunSpec, which is its own trust root. Raises LocalError if there is none, or a damaged one."""
         if not self.exists:
             raise LocalError(f"{self.path} holds no run: no run.json. `prime-node new {self.path}` makes one")
         try:
-            envelope = open_envelope(self.run_spec.read_bytes())
+            envelope = open_envelope(_read(self.run_spec))
             return open_run_spec(envelope, pinned=envelope.digest)
         except RemoteError as error:
             raise LocalError(f"{self.run_spec} is damaged ({error}): put back a copy of it") from None
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a file in a folder that may come from others. Raises LocalError for a device, a pipe or too much."""
+    try:
+        with os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
+            data = file.read(limits.ENVELOPE_BYTES_MAX + 1)
+    except OSError as error:
+        raise LocalError(f"{path} cannot be read: {error.strerror}") from None
+    if len(data) > limits.ENVELOPE_BYTES_MAX:
+        raise LocalError(
+            f"{path} is damaged: it has more than {limits.ENVELOPE_BYTES_MAX:,} bytes; put back a copy of it"
+        )
+    return data

@@ -17,7 +17,7 @@ from prime_node.envs.registry import Around, Option, from_source
 from prime_node.envs.source import ProblemSource
 from prime_node.ports.environment import Environment
 from prime_node.ports.renderer import Renderer
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.run_spec import EnvironmentSpec
 
 Renderers = Callable[[str], Renderer]
@@ -46,7 +46,7 @@ def require_same_code(spec: EnvironmentSpec, folder: Path | None) -> None:
 def _digest_here(spec: EnvironmentSpec, folder: Path | None) -> str:
     try:
         return digest_of_code(own_paths(spec.options), folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RemoteError) as error:  # RemoteError: a name that is no file's
         raise LocalError(f"environment {spec.name} ({spec.id}): {error}") from None
 
 

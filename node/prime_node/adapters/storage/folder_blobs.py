@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from prime_node.files import sync, write_durably
-from prime_node.inside import NotRegular, open_regular, place, read_regular
+from prime_node.inside import NotRegular, open_regular, place
 from prime_protocol.digest import digest_of
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -42,13 +42,7 @@ class FolderBlobs:
 
     async def size(self, digest: str) -> int:
         """Return the size of a blob. Raises KeyError."""
-        try:
-            found = self._path(digest).lstat()
-        except FileNotFoundError:
-            raise KeyError(digest) from None
-        if not stat.S_ISREG(found.st_mode):  # a link would be served to strangers
-            raise KeyError(digest)
-        return found.st_size
+        return _size_of(self._path(digest), digest)
 
     async def has(self, digest: str) -> bool:
         """Return whether a blob is stored."""
@@ -87,12 +81,7 @@ class FolderBlobs:
         return digest
 
     def _get(self, digest: str, start: int, end: int | None) -> bytes:
-        try:
-            with os.fdopen(open_regular(self._path(digest), os.O_RDONLY), "rb") as file:
-                file.seek(start)
-                return file.read() if end is None else file.read(max(0, end - start))
-        except (FileNotFoundError, NotRegular):
-            raise KeyError(digest) from None
+        return _part_of(self._path(digest), digest, start, end)
 
 
 class FolderDocuments:
@@ -106,12 +95,13 @@ class FolderDocuments:
         """Store a document, replacing the old one."""
         await asyncio.to_thread(self._write, name, data)
 
-    async def read(self, name: str) -> bytes:
-        """Return a document. Raises KeyError."""
-        try:
-            return await asyncio.to_thread(read_regular, place(self._folder, name))
-        except (FileNotFoundError, NotRegular):
-            raise KeyError(name) from None
+    async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a document. Raises KeyError."""
+        return await asyncio.to_thread(_part_of, place(self._folder, name), name, start, end)
+
+    async def size(self, name: str) -> int:
+        """Return the size of a document. Raises KeyError."""
+        return _size_of(place(self._folder, name), name)
 
     def _write(self, name: str, data: bytes) -> None:
         path = place(self._folder, name)
@@ -119,6 +109,25 @@ class FolderDocuments:
             path.parent.mkdir(parents=True, exist_ok=True)
             sync(self._folder)
         write_durably(path, data, partial_folder=self._partial)
+
+
+def _part_of(path: Path, name: str, start: int, end: int | None) -> bytes:
+    try:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+            file.seek(start)
+            return file.read() if end is None else file.read(max(0, end - start))
+    except (FileNotFoundError, NotRegular):
+        raise KeyError(name) from None
+
+
+def _size_of(path: Path, name: str) -> int:
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise KeyError(name) from None
+    if not stat.S_ISREG(found.st_mode):  # a link would be served to strangers
+        raise KeyError(name)
+    return found.st_size
 
 
 def _open_folder(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import asyncio
 import gzip
 import json
 import re
+from collections.abc import AsyncIterator
 from typing import Any
 
 from prime_node.coordinator.api.cached_response import CachedResponse
@@ -24,6 +25,8 @@ from prime_protocol.errors import ErrorCode, RemoteError
 ROSTER_S = 5.0
 """Seconds for which a list of workers is kept, and a fast repetition of it costs nothing."""
 ROSTER_LEVEL = 4
+DOSSIER_PIECE_BYTES = 2**18
+"""Bytes of a dossier that are read and sent at once."""
 _NUMBER = re.compile(r"[0-9]{1,15}")
 _DOSSIER = re.compile(r"ban-[0-9A-Za-z]{1,80}-[0-9]{1,15}\.jsonl")
 
@@ -77,11 +80,15 @@ class PagePages:
         if _DOSSIER.fullmatch(name) is None:
             raise RemoteError(ErrorCode.NOT_FOUND, "no dossier has this name")
         try:
-            data = await self._private.read(name)
+            num_bytes = await self._private.size(name)
         except KeyError:
             raise RemoteError(ErrorCode.NOT_FOUND, "this dossier does not exist, or is not written yet") from None
-        shown = {"Content-Disposition": f'attachment; filename="{name}"', "X-Content-Type-Options": "nosniff"}
-        return Response(data, content_type="application/jsonl", headers=shown)
+        headers = {
+            "Content-Disposition": f'attachment; filename="{name}"',
+            "X-Content-Type-Options": "nosniff",
+            "Content-Length": str(num_bytes),
+        }
+        return Response(self._pieces(name, num_bytes), content_type="application/jsonl", headers=headers)
 
     async def live(self, request: Request) -> Response:
         """Return the live changes after the version `since` as server-sent events."""
@@ -97,6 +104,11 @@ class PagePages:
             headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **PAGE_HEADERS},
             after=lambda: self.feed.leave(network),
         )
+
+    async def _pieces(self, name: str, num_bytes: int) -> AsyncIterator[bytes]:
+        """Read a dossier as fast as its reader takes it: it may be large, and anyone may ask for it."""
+        for start in range(0, num_bytes, DOSSIER_PIECE_BYTES):
+            yield await self._private.read(name, start=start, end=min(num_bytes, start + DOSSIER_PIECE_BYTES))
 
 
 def _since(request: Request, last: str | None = None) -> int:

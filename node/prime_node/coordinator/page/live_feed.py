@@ -85,12 +85,13 @@ class LiveFeed:
     async def frames(self, since: int) -> AsyncIterator[bytes]:
         """Yield the frames after version `since`, until the feed is closed."""
         yield f"retry: {RETRY_MS}\n\n".encode()
-        oldest = self._frames[0][0] - 1 if self._frames else self._version
-        if not oldest <= since <= self._version:
-            yield b"event: reset\ndata: {}\n\n"
-            since = self._version
         while not self._is_closed:
             news = self._news
+            oldest = self._frames[0][0] - 1 if self._frames else self._version
+            if not oldest <= since <= self._version:  # an old version, or the viewer has read too slowly
+                since = self._version
+                yield b"event: reset\ndata: {}\n\n"
+                continue
             new = [frame for version, frame in self._frames if version > since]
             if new:
                 since = self._frames[-1][0]
