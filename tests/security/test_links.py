@@ -189,7 +189,7 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(state: Path, secret:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "huge file"])
 def test_a_run_folder_of_others_neither_hangs_a_command_nor_fills_the_memory(state: Path, kind: str) -> None:
-    """Before, `status`, `ledger verify` and `coordinator` waited for ever for a pipe, and read /dev/zero without end."""
+    """Before, `status`, `ledger verify` and `coordinator` waited for a pipe without end, and read all of /dev/zero."""
     folder = RunDir(state)
     for file in (folder.run_spec, folder.join_link_file):
         if kind == "pipe":
