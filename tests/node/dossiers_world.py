@@ -52,10 +52,10 @@ async def judge(world: World, *, nats: float = 0.0, reason: RejectReason | None 
 
 async def case_in(world: World, folder: Path) -> Path:
     async def is_there() -> bool:
-        return bool(list((folder / "private").glob("ban-*.jsonl")))
+        return bool(list((folder / "evidence").glob("ban-*.jsonl")))
 
     await world.until(is_there)
-    return next((folder / "private").glob("ban-*.jsonl"))
+    return next((folder / "evidence").glob("ban-*.jsonl"))
 
 
 def check(file: Path, *options: str) -> tuple[int, dict[str, object]]:

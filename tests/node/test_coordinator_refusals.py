@@ -251,7 +251,7 @@ async def test_a_second_manifest_for_one_policy_is_a_fork_and_both_are_kept(tmp_
         await world.client(TRAINER).publish(first.envelope)  # the same one again is no fork
         second, _ = make_manifest(world.run, None, created_at_ms=1)
         await refused(world, ErrorCode.FORK, "/v1/manifests", second.envelope.to_bytes())
-        kept = {open_envelope(path.read_bytes()).digest for path in (tmp_path / "private" / "forks").iterdir()}
+        kept = {open_envelope(path.read_bytes()).digest for path in (tmp_path / "evidence" / "forks").iterdir()}
         assert kept == {first.digest, second.digest}
         assert (await world.client(ANNA).manifest(0)).digest == first.digest
 

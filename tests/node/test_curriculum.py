@@ -167,7 +167,7 @@ async def test_the_pools_outlive_a_restart_and_a_share_of_them_is_lifted(tmp_pat
             await world.publish()
         before = await figures(world)
         head = world.head
-        written = tmp_path / "private" / "easy_examples.jsonl"
+        written = tmp_path / "evidence" / "easy_examples.jsonl"
 
         async def is_written() -> bool:
             return written.exists() and bool(written.read_text())

@@ -163,7 +163,6 @@ async def test_it_is_read_from_a_url_while_the_coordinator_runs_and_from_its_fol
     assert other.exit_code == 0
     write_key(place.key("coordinator"), COORDINATOR)
     place.run_spec.write_bytes(world.run.envelope.to_bytes())
-    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
     by_folder = await asyncio.to_thread(command, "verify", str(place.path), "--known", str(tmp_path / "x"), "--json")
     report = json.loads(by_folder.stdout)
     assert (by_folder.exit_code, report["ok"], report["pinned"], report["num_entries"]) == (0, True, False, 2)
@@ -194,7 +193,6 @@ async def test_a_coordinator_starts_while_the_ledger_of_its_folder_is_read(tmp_p
         await work(world)
         write_key(place.key("coordinator"), COORDINATOR)
         place.run_spec.write_bytes(world.run.envelope.to_bytes())
-    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
     async with open_ledger(str(place.path), None) as opened:
         lock = FolderLock(place.coordinator)
         parts = await folder_parts(make_run(), place.coordinator)

@@ -227,7 +227,6 @@ async def test_a_ledger_in_the_coordinators_folder_has_the_same_secret(tmp_path:
         shown = await shown_by(world)
     write_key(place.key("coordinator"), COORDINATOR)
     place.run_spec.write_bytes(world.run.envelope.to_bytes())
-    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
     out = tmp_path / "ledger.jsonl"
     assert (await asyncio.to_thread(command, "export", str(place.path), "--out", str(out))).exit_code == 0
     head = parse_json(open_envelope(out.read_bytes().splitlines()[-1]).payload, LedgerHead)

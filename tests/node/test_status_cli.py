@@ -13,13 +13,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, ROOT, make_run, memory_parts, running
+from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, ROOT, folder_parts, make_run, memory_parts, running
 from tests.node.operator_world import operate, run_dir_of
 from typer.testing import CliRunner, Result
 
 from prime_node.cli import run_status
 from prime_node.cli import status as status_file
 from prime_node.cli.main import app
+from prime_node.cli.run_dir import RunDir
+from prime_node.folder_lock import FolderLock
 from prime_node.worker.status import Status, write_status
 from prime_protocol.errors import LocalError
 from prime_protocol.requests import WorkerState
@@ -75,6 +77,36 @@ async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="is the coordinator running") as away:
         await text_of(place.path)
     assert str(away.value).endswith(f"`prime-node coordinator {place.path}` starts it here")
+
+
+async def test_the_folder_of_a_coordinator_that_does_not_run_is_read(tmp_path: Path) -> None:
+    place = RunDir(tmp_path / "run")
+    async with running(await folder_parts(make_run(), place.coordinator)) as world:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        run_dir_of(world, tmp_path)
+        await operate("ban", place.path, BEN.key_id, "--reason", "noise in the cellar")
+        await world.fill(0)
+        await world.publish()
+        shown_by_it = json.loads(await text_of(world.url, "--json"))
+        assert shown_by_it["learning"]["step"] == 0
+    raw = json.loads(await text_of(place.path, "--json"))
+    assert raw["stopped"]
+    own = {"stopped", "workers", "num_workers", "draining"}
+    assert {name: value for name, value in raw.items() if name not in own} == {
+        name: shown_by_it[name] for name in raw.keys() - own
+    }
+    text = await text_of(place.path)
+    for line in ("not running here", "reward", "in step 0", "was banned at step 0: noise in the cellar", "to resume"):
+        assert line in text
+    async with running(memory_parts(make_run(name="another"))) as world:  # another run took its port
+        place.join_link_file.write_text(f"{world.url}/#{make_run().digest}", encoding="utf-8")
+        assert "not running here" in await text_of(place.path)
+    lock = FolderLock(place.coordinator)
+    place.join_link_file.write_text(f"http://127.0.0.1:9/#{make_run().digest}", encoding="utf-8")
+    with pytest.raises(LocalError, match="is the coordinator running"):
+        await text_of(place.path)
+    lock.release()
 
 
 async def test_another_run_at_the_address_of_a_link_is_reported_and_not_shown() -> None:

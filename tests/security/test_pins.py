@@ -71,7 +71,6 @@ async def test_a_ledger_in_a_run_directory_is_pinned_by_the_option_alone(tmp_pat
         digest = world.run.digest
         place.run_spec.write_bytes(world.run.envelope.to_bytes())
     write_key(place.key("coordinator"), COORDINATOR)
-    (place.coordinator / "state.db").rename(place.coordinator / "state.sqlite")
     place.join_link_file.write_text(f"http://honest-run.example:8400/#{digest}")
     alone = await asyncio.to_thread(command, "verify", str(place.path), "--json")
     named = await asyncio.to_thread(command, "verify", str(place.path), "--json", "--run", digest)

@@ -211,8 +211,6 @@ async def test_a_head_of_an_older_copy_of_the_folder_convicts_no_honest_coordina
         await settle(world, await world.lease(ANNA, rollouts_max=2))  # no head names it
         head = world.head
     await asyncio.to_thread(shutil.copytree, place.coordinator, copy.coordinator)
-    (copy.coordinator / "state.db").rename(copy.coordinator / "state.sqlite")
-    (copy.coordinator / "private").rename(copy.coordinator / "evidence")
     write_key(copy.key("coordinator"), COORDINATOR)
     copy.run_spec.write_bytes(run.envelope.to_bytes())
     clock.ms += later_ms

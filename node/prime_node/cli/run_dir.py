@@ -27,6 +27,8 @@ from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 
 SECRET = "assignment.secret"
 """File name of the assignment secret in the coordinator's folder."""
+STATE = "state.sqlite"
+"""File name of the coordinator's state in its folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,12 @@ from urllib.request import getproxies, proxy_bypass
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prime_node.cli.run_dir import RunDir
+from prime_node.cli.run_dir import STATE, RunDir
 from prime_node.cli.target import expected_run, is_url
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.limits import COUNT_MAX
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.visible import printable
 
 STATUS_BYTES_MAX = 16 * 2**20
@@ -148,6 +149,24 @@ class Validators(UntrustedRow):
         return found
 
 
+class HeldOut(UntrustedRow):
+    """Shares of held-out problems that a policy answers right."""
+
+    policy: _Whole = -1
+    greedy: float | None = None
+    sampled: float | None = None
+
+
+class Learning(UntrustedRow):
+    """Mean reward of the newest step, and the newest held-out figures."""
+
+    step: _Whole = -1
+    at: float = 0.0
+    """Unix time of the step's end, in milliseconds."""
+    reward: float | None = None
+    held_out: HeldOut | None = None
+
+
 class RunStatus(UntrustedRow):
     """Fields of /v1/status that are shown."""
 
@@ -159,6 +178,9 @@ class RunStatus(UntrustedRow):
     async_level: _Whole = 0
     draining: bool = False
     complete: bool = False
+    stopped: bool = False
+    """Whether the status was read from the folder of a coordinator that does not run."""
+    learning: Learning = Learning()
     waiting_for: tuple[str, ...] = ()
     rollouts: RolloutCounts = RolloutCounts()
     problems: Problems = Problems()
@@ -240,24 +262,50 @@ def clock_ahead_s(target: str) -> float | None:
 
 
 def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
-    """Return the status of a run directory, a join link or a URL: parsed, and as received. Raises LocalError."""
-    url = _url_of(target)
+    """Return the status of a run directory, a join link or a URL: parsed, and as received. Raises LocalError.
+
+    If the coordinator of a run directory does not answer and does not run here, its folder is read.
+    """
+    if is_url(target):
+        return _asked(_url_of(target), expected_run(target))
+    run_dir = RunDir(Path(target))
+    run = run_dir.load_run()
     try:
-        raw = asyncio.run(_read(url, "/v1/status"))
+        return _asked(run_dir.join_link().url, run.digest)
     except LocalError as error:
-        if is_url(target):
-            raise
+        if (stored := _stored(run_dir, run)) is not None:
+            return RunStatus.model_validate(stored), stored
         raise LocalError(f"{error} `prime-node coordinator {shlex.quote(target)}` starts it here") from None
+
+
+def _asked(url: str, pinned: str | None) -> tuple[RunStatus, dict[str, Any]]:
+    raw = asyncio.run(_read(url, "/v1/status"))
     try:
         parsed = RunStatus.model_validate(raw)
     except ValidationError as error:
         where = printable(".".join(map(str, error.errors(include_url=False)[0]["loc"])))
         raise LocalError(f"the status from {url} is invalid at {where}: is it the address of a coordinator?") from None
-    pinned = expected_run(target)
     if pinned is not None and parsed.run != pinned:
         served = printable(parsed.run[:16])
         raise LocalError(f"{url} serves another run than the link names: {served}..., not {pinned[:16]}...")
     return parsed, raw
+
+
+def _stored(run_dir: RunDir, run: PinnedRun) -> dict[str, Any] | None:
+    """Return the status in a run's folder; None if it has none, or if its coordinator runs. Raises LocalError."""
+    from prime_node.cli import wire_coordinator
+    from prime_node.folder_lock import FolderInUse, FolderLock
+
+    if not (run_dir.coordinator / STATE).exists():
+        return None
+    try:
+        lock = FolderLock(run_dir.coordinator)
+    except FolderInUse:
+        return None
+    try:
+        return asyncio.run(wire_coordinator.stored_status(run, run_dir.coordinator))
+    finally:
+        lock.release()
 
 
 def _url_of(target: str) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.cli.run_dir import SECRET
+from prime_node.cli.run_dir import SECRET, STATE
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -61,7 +61,7 @@ async def coordinator_parts(
         secret=keep_secret(folder / SECRET, _secret(run, folder, key)),
         config=settings,
         clock=wire.clock(),
-        store=await open_sqlite(folder / "state.sqlite"),
+        store=await open_sqlite(folder / STATE),
         bundles=FolderBlobs(folder / "bundles"),
         public=blobs,
         published=FolderDocuments(public),
@@ -92,7 +92,7 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.coordinator.state.rules import rules_of
 
-    path = folder / "state.sqlite"
+    path = folder / STATE
     if not path.exists():
         raise LocalError(f"{folder} holds no state.sqlite: the coordinator has not run yet")
     store = await open_sqlite(path)
@@ -108,6 +108,29 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncI
         yield StoredLedger(store, run.digest, key, await stored_head(FolderDocuments(folder / "evidence")), newest)
     finally:
         await store.close()
+
+
+async def stored_status(run: PinnedRun, folder: Path) -> dict[str, Any]:
+    """Return the status of a run from the folder of its coordinator, which has run and does not run now. Raises LocalError."""
+    try:
+        from prime_node.adapters.storage.folder_blobs import FolderDocuments
+        from prime_node.adapters.storage.sqlite_store import open_sqlite
+    except ImportError as error:
+        raise missing_extra("coordinator", "a coordinator's store", error) from None
+    from prime_node.coordinator.journal import restore_state
+    from prime_node.coordinator.measure.history import RunHistory
+    from prime_node.coordinator.measure.state_rows import run_row, worker_row, workers_by_activity
+    from prime_node.coordinator.state.rules import rules_of
+
+    history = RunHistory(FolderDocuments(folder / "evidence"), wire.clock())
+    await history.restore()
+    store = await open_sqlite(folder / STATE)
+    try:
+        _, state = await restore_state(store, rules_of(run))
+    finally:
+        await store.close()
+    workers = [{**worker_row(state, worker), "active": False} for worker in workers_by_activity(state)]
+    return {**run_row(run, state, history), "stopped": True, "num_workers": 0, "workers": workers}
 
 
 def _secret(run: PinnedRun, folder: Path, key: SigningKey) -> bytes:

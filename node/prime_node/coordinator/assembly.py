@@ -151,7 +151,18 @@ class Coordinator:
         head_s = min(config.timestamp_seconds, limits.LEDGER_HEAD_S_MAX)
         ledger = LedgerSigner(run, key, decisions, journal, assigner, store, private, interval_s=head_s)
         report = StatusReport(
-            run, clock, decisions, observer, presence, peers, agreement, evaluations, curation, blockers, metrics
+            run,
+            clock,
+            decisions,
+            observer,
+            presence,
+            peers,
+            agreement,
+            evaluations,
+            curation,
+            blockers,
+            metrics,
+            history,
         )
         callers = Callers(proxies=config.behind, trusted=config.trusted)
         page = RunPage(run, clock, decisions, observer, presence, peers, blockers, history)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -16,15 +15,15 @@ from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.listed_peers import Peers
+from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.measure.state_rows import run_row, worker_row, workers_by_activity
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.state import audits, newcomers
 from prime_node.coordinator.state.blockers import Blockers
-from prime_node.coordinator.state.records import State, WorkerRecord
+from prime_node.coordinator.state.records import WorkerRecord
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Request, Response
-from prime_protocol.evidence import log_evidence
 from prime_protocol.run_spec import PinnedRun
 
 AVAILABLE_SHOWN_MAX = 16
@@ -50,36 +49,19 @@ class StatusReport:
     curation: Curation
     blockers: Blockers
     metrics: Metrics
+    history: RunHistory
 
     def status_of_run(self) -> dict[str, Any]:
         """Return the run's status. Example: {"step": 3, "head": 3, "waiting_for": ["..."], "workers": [...], ...}."""
         state = self.decisions.state
-        workers = sorted(state.workers.values(), key=lambda worker: (not worker.active, worker.joined_at_ms))
         return {
-            "run": self.run.digest,
-            "name": self.run.spec.name,
-            "step": state.current_step,
-            "head": state.head,
-            "key_ring": self.run.keys.version,
-            "calibration": self.run.calibrations.version,
-            "max_steps": state.rules.max_steps,
-            "async_level": state.rules.async_level,
-            "draining": state.draining,
-            "complete": state.is_complete,
+            **run_row(self.run, state, self.history),
             "waiting_for": self.blockers.reasons(),
-            "rollouts": {"accepted": state.accepted, "refused": dict(state.refused)},
-            "bytes_published": state.bytes_published,
-            "policies_kept": len(state.published),
-            "open_leases": len(state.leases),
-            "pending_bundles": len(state.bundles),
             "usable": self.observer.availability.as_rows(AVAILABLE_SHOWN_MAX),
             "peers": len(self.peers),
-            "steps": _steps(state),
             "validators": self.agreement.as_row(),
-            "problems": {"failing": len(state.failing), "redrawn": state.num_redrawn},
             "evaluations": self.evaluations.as_rows(state),
-            "num_workers": state.num_active,
-            "workers": [self._worker(worker) for worker in workers[:WORKERS_SHOWN_MAX]],
+            "workers": [self._worker(worker) for worker in workers_by_activity(state)[:WORKERS_SHOWN_MAX]],
             "server_time_ms": self.clock.now_ms(),
         }
 
@@ -110,64 +92,14 @@ class StatusReport:
 
     def _worker(self, worker: WorkerRecord) -> dict[str, Any]:
         seen = self.presence.get(worker.worker)
-        ban = worker.banned
         return {
-            "worker": worker.worker,
-            "name": worker.name,
-            "software": worker.software,
-            "engine": worker.engine,
-            "hardware": worker.hardware,
-            "newcomer": newcomers.is_newcomer(self.decisions.state.rules, worker),
-            "rollout_ms": round(worker.rollout_ms, 1),
-            "claimed": None if worker.claimed is None else asdict(worker.claimed),
-            "active": worker.active,
+            **worker_row(self.decisions.state, worker),
             "state": seen.state if seen and worker.active else "away",
             "policy_version": seen.policy_version if seen else -1,
             "bundles_spooled": seen.bundles_spooled if seen else 0,
             "silent_s": round(self.clock.monotonic_s() - seen.at_s, 1) if seen else None,
-            "accepted": worker.accepted,
-            "refused": dict(worker.refused),
-            "strikes": worker.strikes,
-            "audit_share": round(audits.audit_share(self.decisions.state.rules, worker), 4),
-            "audits_passed": worker.audit_score,
-            "abandoned": worker.abandoned,
-            "tokens_withheld": sum(one.num_tokens for one in worker.escrow),
-            "evidence_nats": round(log_evidence(worker.evidence), 2),
-            "calibrated": worker.calibrated,
-            "open_leases": len(worker.leases),
-            "pending_bundles": len(worker.pending),
-            "banned": {
-                "at_ms": ban.at_ms,
-                "step": ban.step,
-                "kind": ban.kind,
-                "reason": ban.reason,
-                "evidence": ban.evidence,
-            }
-            if ban
-            else None,
             "waiting_for": self.presence.hint(worker.worker),
         }
-
-
-def _steps(state: State) -> list[dict[str, Any]]:
-    leased: Counter[int] = Counter()
-    pending: Counter[int] = Counter()
-    for lease in state.leases.values():
-        leased[lease.step] += 0 if state.is_evaluation(lease.slots) else len(lease.slots)
-    for bundle in state.bundles.values():
-        pending[bundle.lease.step] += 0 if state.is_evaluation(bundle.lease.slots) else len(bundle.lease.slots)
-    return [
-        {
-            "step": number,
-            "open": len(step.open),
-            "leased": leased[number],
-            "pending": pending[number],
-            "accepted": len(step.accepted),
-            "trained": len(step.taken),
-            "fixed": step.fixed,
-        }
-        for number, step in state.steps.items()
-    ]
 
 
 class StatusPages:
