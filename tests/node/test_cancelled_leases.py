@@ -166,7 +166,7 @@ async def test_a_worker_stops_a_cancelled_lease_at_once_and_goes_on_with_the_oth
 async def test_a_queued_lease_that_is_cancelled_is_never_begun(tmp_path: Path) -> None:
     world, engine = WorkerWorld(tmp_path, pinned=make_run(heartbeat_seconds=50.0)), Together(LEASE)
     working = asyncio.create_task(run_worker(world.worker(engine, leases_ahead=1), world.stop))
-    await until(lambda: len(world.coordinator.leases) == 2)
+    await until(lambda: len(world.coordinator.leases) == 2 and engine.calls)
     first, queued = world.coordinator.leases
     world.coordinator.cancels |= {first, queued}
     await until(lambda: set(world.coordinator.returned) == {first, queued} and len(engine.calls) == 2)

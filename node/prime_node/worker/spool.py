@@ -56,7 +56,7 @@ class Spool:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob("*.partial"):  # never acknowledged
-                partial.unlink()
+                partial.unlink(missing_ok=True)  # a process that ends may still rename it
             found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name))
             self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
         except OSError as error:
