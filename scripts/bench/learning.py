@@ -4,6 +4,7 @@
     python scripts/bench/learning.py --out DIR --minutes 10        as many runs as begin within ten minutes
     python scripts/bench/learning.py --out DIR --report            tables of the finished runs; --plot FILE draws the curves,
                                                                    --keep FILE writes them, and --out takes that FILE too
+    python scripts/bench/learning.py --out scripts/bench/learning-added.jsonl --report --base aipo --losses aipo "aipo + kl" ...
     python scripts/bench/learning.py --quick [--json]              two losses, two levels, a few steps, under a minute
 
 Engine, environment, losses and train backend in one process, without the wire. Every run of a task and a seed begins with the
@@ -28,8 +29,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -53,7 +54,7 @@ from prime_node.algo.schedule import ParameterSchedule
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.train_backend import Group, OptimizerSettings, TrainingDiverged
+from prime_node.ports.train_backend import Group, KeptPolicy, OptimizerSettings, TrainingDiverged, TrainSample
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
@@ -82,6 +83,17 @@ LOSSES: dict[str, dict[str, str | float]] = {
     "gspo_wide": {"type": "gspo", "eps_low": 0.03, "eps_high": 0.04},
 }
 """The losses of the table, as [trainer.loss] has them. `gspo_wide`: bounds above the mismatch of trainer and sampler."""
+ADDED: dict[str, dict[str, Any]] = {
+    "sapo": {"loss": {"type": "sapo"}},
+    "aipo + kl": {"loss": {"type": "aipo", "kl_loss_coef": 1e-3}},
+    "aipo + strong kl": {"loss": {"type": "aipo", "kl_loss_coef": 3e-2}},
+    "aipo + entropy": {"loss": {"type": "aipo", "entropy_coeff": 1e-3}},
+    "aipo + reinforce++": {"loss": {"type": "aipo"}, "advantage": {"type": "reinforce_plus_plus"}},
+    "aipo + reinforce++ baseline": {"loss": {"type": "aipo"}, "advantage": {"type": "reinforce_plus_plus_baseline"}},
+    "aipo + overlong": {"loss": {"type": "aipo"}, "advantage": {"overlong_buffer": {"len": 2, "penalty_factor": 0.5}}},
+}
+"""Terms and advantages that are added to the default loss, and SAPO, as [trainer] has them."""
+SETTINGS: dict[str, dict[str, Any]] = {name: {"loss": loss} for name, loss in LOSSES.items()} | ADDED
 LEVELS = (0, 2, 4)
 SEEDS = (1, 2, 3)
 GROUPS, ROLLOUTS, COMPLETION_TOKENS = 48, 8, 8
@@ -176,7 +188,7 @@ class Bench:
         config = TrainerConfig.load(
             {
                 "trainer": {
-                    "loss": LOSSES[row.loss],
+                    **SETTINGS[row.loss],
                     "optimizer": {"lr": row.lr, "warmup_steps": 5},
                     "lr_final_share": 0.1,
                 }
@@ -188,6 +200,8 @@ class Bench:
             completion_tokens_max=COMPLETION_TOKENS,
             vocab_size=self._tokenizer.vocab_size,
         )
+        if recipe.needs_reference:
+            backend.keep_policy(KeptPolicy.REFERENCE)
         policies: deque[Weights] = deque([backend.snapshot()], maxlen=row.async_level + 1)
         began = time.perf_counter()
         self._first = self._first or await self._evaluate(policies[-1], 0)
@@ -197,8 +211,9 @@ class Bench:
         for step in range(row.steps):
             groups = await self._rollouts(step, max(0, step - row.async_level), policies[0])
             prepared = prepare(groups, recipe, step=step)
+            samples = _with_reference(backend, prepared.samples) if recipe.needs_reference else prepared.samples
             try:
-                stats = backend.train_step(prepared.samples, recipe.loss, lr=recipe.schedule.at(step))
+                stats = backend.train_step(samples, recipe.loss, lr=recipe.schedule.at(step))
             except TrainingDiverged:
                 diverged = True
                 break
@@ -239,6 +254,11 @@ class Bench:
 
     async def _evaluate(self, weights: Weights, step: int) -> dict[str, float]:
         return {"step": step, "sampled": round(await self._evaluator.sampled_accuracy(weights, step), 4)}
+
+
+def _with_reference(backend: TorchBackend, samples: Sequence[TrainSample]) -> list[TrainSample]:
+    logprobs = backend.kept_logprobs(samples, KeptPolicy.REFERENCE)
+    return [replace(sample, reference_logprobs=tuple(found)) for sample, found in zip(samples, logprobs, strict=True)]
 
 
 def _rounded(backend: TorchBackend) -> Weights:
@@ -293,8 +313,9 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=4e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="to run, or to report of")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--losses", nargs="+", choices=SETTINGS, default=list(LOSSES))
     parser.add_argument("--levels", type=int, nargs="+", default=LEVELS)
+    parser.add_argument("--base", choices=SETTINGS, default="grpo_is", help="compare the others with this one")
     parser.add_argument("--minutes", type=float, help="begin no run after this long")
     parser.add_argument("--teach-steps", type=int, default=1_000, help="supervised steps at most")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -328,8 +349,8 @@ def main() -> int:
         keep(runs, options.keep)
     if options.plot:
         plot(runs, options.plot, losses=list(LOSSES))
-    report(runs, losses=LOSSES, levels=LEVELS)
-    compare(runs, losses=LOSSES, levels=LEVELS)
+    report(runs, losses=SETTINGS, levels=options.levels)
+    compare(runs, losses=SETTINGS, levels=options.levels, base=options.base)
     print()
     return output.finish(checks(runs, wanted=wanted, quick=options.quick))
 

@@ -13,8 +13,6 @@ from checks import Check, at_least, at_most
 
 Run = dict[str, Any]
 """One of learning.py's JSON files."""
-BASE = "grpo_is"
-"""Loss with which the others are compared."""
 
 
 def read(out: Path) -> list[Run]:
@@ -83,27 +81,28 @@ def report(runs: Sequence[Run], *, losses: Iterable[str], levels: Sequence[int])
                 print(f"| {loss} | " + " | ".join(cells) + " |")
 
 
-def compare(runs: Sequence[Run], *, losses: Iterable[str], levels: Sequence[int]) -> None:
-    """Final accuracy less that of grpo_is on the same task, seed and level: mean and range over the pairs."""
-    base = {
-        (run["task"], run["seed"], run["steps"], run["async_level"]): final(run) for run in runs if run["loss"] == BASE
+def compare(runs: Sequence[Run], *, losses: Iterable[str], levels: Sequence[int], base: str) -> None:
+    """Final accuracy less that of the loss `base` on the same task, seed and level: mean and range over the pairs."""
+    known = {
+        (run["task"], run["seed"], run["steps"], run["async_level"]): final(run) for run in runs if run["loss"] == base
     }
-    print(f"\nFinal accuracy less {BASE}'s from the same start, all tasks: mean (range), pairs.\n")
+    print(f"\nFinal accuracy less {base}'s from the same start, all tasks: mean (range), pairs.\n")
     print("| loss | " + " | ".join(f"k = {level}" for level in levels) + " |")
     print("|---" * (1 + len(levels)) + "|")
-    for loss in (name for name in losses if name != BASE):
+    for loss in (name for name in losses if name != base):
         cells = []
         for level in levels:
             mine = [run for run in runs if (run["loss"], run["async_level"]) == (loss, level)]
             places = [(run["task"], run["seed"], run["steps"], level) for run in mine]
-            apart = [final(run) - base[place] for run, place in zip(mine, places, strict=True) if place in base]
+            apart = [final(run) - known[place] for run, place in zip(mine, places, strict=True) if place in known]
             cell = (
                 f"{statistics.fmean(apart):+.3f} ({min(apart):+.3f} to {max(apart):+.3f}), n={len(apart)}"
                 if apart
                 else "-"
             )
             cells.append(cell)
-        print(f"| {loss} | " + " | ".join(cells) + " |")
+        if any(each != "-" for each in cells):
+            print(f"| {loss} | " + " | ".join(cells) + " |")
 
 
 def checks(runs: Sequence[Run], *, wanted: int, quick: bool) -> list[Check]:

@@ -26,9 +26,6 @@ FOLDER = Path(__file__).resolve().parent
 RESULTS, PAGE = FOLDER / "results", FOLDER / "RESULTS.md"
 NEVER_RECORDED: dict[str, str] = {
     "adapters": "a quick run on 2026-11-23: a delta of integers has 0.16 times the bytes of one of bf16 factors",
-    "real_model": "a whole run takes long; docs/detection.md has earlier figures. A quick run on 2026-11-23 rejected 0 of 500 "
-    "honest bundles and banned 0 of 20 lives; 7 of 9 checks were ok. Temperature 0.9 took 599 tokens (bar 384), int8 weights "
-    "443 (bar 322)",
     "side_by_side": "it needs a public model; a quick run on 2026-11-23 gave 0.99 of plain generation with seeds and proofs "
     "(bar 0.92) and 0.92 without (bar 0.95, missed)",
 }
