@@ -24,7 +24,7 @@ from prime_protocol.invite import InviteText
 from prime_protocol.parcel import ParcelHeader
 from prime_protocol.peers import Multiaddr
 from prime_protocol.rollout import EngineInfo
-from prime_protocol.telemetry import Hardware, Speed
+from prime_protocol.telemetry import Hardware, HeldOutFigures, Speed
 from prime_protocol.verdict import Verdict
 
 
@@ -217,6 +217,8 @@ class BatchRequest(WireModel):
     """Number of the batch in the step, below schedule.trigger_parameter_sync_step; the trainer asks for them in order."""
     train_ms: Count | None = Field(default=None, exclude_if=lambda value: value is None)
     """Training time of the newest step that the trainer has finished, without waiting. For metrics only."""
+    held_out: HeldOutFigures | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Held-out figures of one policy, by the trainer. For display only."""
 
 
 class BundleRequest(WireModel):

@@ -1,11 +1,11 @@
-"""A worker's claims about itself. None of them is proven, so each number has a bound that a real machine satisfies."""
+"""What a peer says of itself, for display. None of it is proven, so each number has a bound that a real machine satisfies."""
 
 from __future__ import annotations
 
 from pydantic import Field
 
 from prime_protocol import limits
-from prime_protocol.assignment import Name
+from prime_protocol.assignment import Name, Step
 from prime_protocol.envelope import WireModel
 
 
@@ -30,3 +30,19 @@ class Speed(WireModel):
     tokens_per_s: int = Field(ge=0, le=limits.CLAIMED_TOKENS_PER_S_MAX)
     download_bytes_per_s: int = Field(ge=0, le=limits.CLAIMED_BYTES_PER_S_MAX)
     """Download speed of its first policy; 0 if it had that already."""
+
+
+class Interval(WireModel):
+    """A mean over held-out problems with its 95 % confidence interval. Example: Interval(mean=0.46, low=0.4, high=0.52)."""
+
+    mean: float = Field(ge=0.0, le=1.0)
+    low: float = Field(ge=0.0, le=1.0)
+    high: float = Field(ge=0.0, le=1.0)
+
+
+class HeldOutFigures(WireModel):
+    """Share of exact answers of one policy on held-out problems, measured by the trainer."""
+
+    policy_version: Step
+    greedy: Interval | None = None
+    sampled: Interval | None = None

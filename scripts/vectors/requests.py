@@ -23,7 +23,7 @@ from prime_protocol.requests import (
     ReturnLeaseRequest,
     WorkerState,
 )
-from prime_protocol.telemetry import Hardware
+from prime_protocol.telemetry import Hardware, HeldOutFigures, Interval
 from prime_protocol.verdict import RejectReason, Verdict
 from vectors.folder import COORDINATOR, TRAINER, VALIDATOR, WORKER
 from vectors.runs import ENGINE
@@ -113,5 +113,11 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
     refusal = Verdict.refuse(RejectReason.LOGPROB_MISMATCH, "0.5 nats away")
     yield "refusal", CheckResultRequest(bundle=BUNDLE, verdict=refusal, rewards=()), VALIDATOR
     yield "second batch request", BatchRequest(step=7, durable_step=5, wait_s=10.0, part=1), TRAINER
+    greedy, sampled = Interval(mean=0.5, low=0.4375, high=0.5625), Interval(mean=0.25, low=0.125, high=0.375)
+    yield (
+        "batch request with held-out figures",
+        BatchRequest(step=7, durable_step=5, held_out=HeldOutFigures(policy_version=6, greedy=greedy, sampled=sampled)),
+        TRAINER,
+    )
     yield "ban request", AdminRequest(action="ban", worker=WORKER.key_id, reason="sends rubbish"), COORDINATOR
     yield "drain request", AdminRequest(action="drain"), COORDINATOR

@@ -33,6 +33,7 @@ from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.rollout import Completion, FinishReason, pack_body, rollouts_for
 from prime_protocol.run_spec import EnvironmentSpec, PinnedRun
 from prime_protocol.schedule import Schedule
+from prime_protocol.telemetry import HeldOutFigures
 from prime_protocol.weights import Weights
 
 ROOT, COORDINATOR, TRAINER, VALIDATOR, WORKER, STRANGER = (SigningKey(bytes([n]) * 32) for n in range(1, 7))
@@ -116,6 +117,7 @@ class BatchCoordinator:
         """Number of publications that are accepted; further ones never get an answer."""
         self.asked: list[int] = []
         """Steps for which a batch was requested."""
+        self.held_out: list[HeldOutFigures] = []
         self._moved = asyncio.Event()
 
     async def until(self, happened: Callable[[], bool]) -> None:
@@ -144,6 +146,8 @@ class BatchCoordinator:
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
         self.asked.append(request.step)
+        if request.held_out is not None and not self.away:
+            self.held_out.append(request.held_out)
         self._answer()
         self.fuse.passes("batch")
         self.durable_step = max(self.durable_step, request.durable_step)

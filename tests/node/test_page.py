@@ -15,6 +15,7 @@ import pytest
 from tests.node.coordinator_world import (
     ANNA,
     ROOT,
+    TRAINER,
     World,
     folder_parts,
     make_run,
@@ -26,7 +27,8 @@ from prime_node.coordinator.measure.history import STEPS_MAX, RunHistory
 from prime_node.coordinator.page.assets import page_files
 from prime_node.coordinator.page.live_feed import VIEWERS_EACH_MAX
 from prime_protocol.envelope import open_envelope
-from prime_protocol.requests import AdminRequest
+from prime_protocol.requests import AdminRequest, BatchRequest
+from prime_protocol.telemetry import HeldOutFigures, Interval
 
 
 @pytest.fixture
@@ -81,7 +83,13 @@ async def test_only_the_files_of_this_version_are_served(world: World, name: str
 async def test_the_history_shows_what_is_trained_and_whether_it_learns(world: World) -> None:
     await world.fill(0)
     await world.publish()
+    held_out = HeldOutFigures(policy_version=1, greedy=Interval(mean=0.5, low=0.4, high=0.6))
+    for _ in range(2):  # the trainer repeats its newest figures
+        await world.client(TRAINER).batch(BatchRequest(step=1, durable_step=0, held_out=held_out))
     found = await read_json(world, "/v1/history")
+    (evaluation,) = found["evaluations"]
+    figures = tuple(evaluation[name] for name in ("policy", "by", "greedy", "greedy_low", "greedy_high"))
+    assert figures == (1, "trainer", 0.5, 0.4, 0.6)
     assert (found["run"]["title"], found["run"]["description"]) == ("Sums", "Learns to add.")
     assert (found["steps"]["step"], found["steps"]["reward"]) == ([0], [0.5])
     assert found["now"]["head"] == 1

@@ -59,6 +59,13 @@ def test_metrics_say_what_each_step_did(whole: BatchCoordinator, folder: Path) -
     assert [row["sft_step"] for row in rows(folder, "sft_accuracy")] == [2]
 
 
+def test_each_evaluation_reaches_the_coordinator_also_the_last_one(whole: BatchCoordinator, folder: Path) -> None:
+    measured = {row["step"]: row["eval_greedy"] for row in rows(folder, "eval_greedy")}
+    told = {one.policy_version: one.greedy.mean for one in whole.held_out if one.greedy is not None}
+    assert told == measured
+    assert list(told) == [0, 2, 4, STEPS]
+
+
 def test_the_learning_rate_warms_up_falls_and_is_damped(whole: BatchCoordinator, folder: Path) -> None:
     first, second, third, *_ = [float(str(row["lr"])) for row in rows(folder, "reward_mean")]
     peak = CONFIG.optimizer.lr

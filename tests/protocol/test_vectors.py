@@ -64,6 +64,7 @@ FROZEN = {
     "v1.9": "ee41c8b517976fc2a0ed1a36837113dfcbb0f49276076acf765d8e8a2a467af7",
     "v1.10": "c6882282aa8880681836db2a7a9898a58cfd1d4d73222839ca156115dd07f82d",
     "v1.11": "b9fd6834e0027b411038265ef3706a8d08f05637114ab3cd91bc8721fbd0a7f3",
+    "v1.12": "7cc23b25398eb20d1b50b64c7ee7469ef404043108c30826f845286e93b08a20",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 

@@ -55,6 +55,8 @@ async def run_trainer(trainer: Trainer, stop: asyncio.Event) -> bool:
         if trainer.state.phase is Phase.RL:
             await reinforce(trainer, recipe, stop)
             await _unless_left(trainer, stop, trainer.publisher.flush())
+            if trainer.state.step == spec.max_steps:
+                await _unless_left(trainer, stop, trainer.feed.report())
     finally:
         await trainer.close()
     return trainer.publisher.head == trainer.run.spec.max_steps

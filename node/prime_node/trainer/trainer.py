@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from prime_node.trainer.state import Phase, TrainerState
 from prime_node.training_data.feed import Feed, StepBatch
 from prime_protocol.manifest import Provenance
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.telemetry import HeldOutFigures, Interval
 
 log = logging.getLogger(__name__)
 
@@ -151,6 +152,8 @@ class Trainer:
         began_s = self.clock.monotonic_s()
         marks = await self.evaluator.evaluate(await self.in_thread(self.backend.snapshot), step)
         self.metrics.record(step=step, **marks, eval_by="trainer", eval_seconds=self.clock.monotonic_s() - began_s)
+        figures = {name: _interval(marks, name) for name in ("greedy", "sampled")}
+        self.feed.held_out.append(HeldOutFigures(policy_version=step, **figures))
         await self.in_thread(return_free_memory)  # keys and values of all problems
         shown = [f"{marks[f'eval_{name}']:.2f} {name}" for name in ("greedy", "sampled") if f"eval_{name}" in marks]
         log.info("step %d: held-out %s", step, ", ".join(shown) or "nothing: no answer could be scored")
@@ -167,6 +170,14 @@ class Trainer:
             await self.teacher.close()
         self._thread.shutdown(wait=True)
         self.metrics.close()
+
+
+def _interval(marks: Mapping[str, float], name: str) -> Interval | None:
+    """Return a figure of an evaluation with its interval; None if no answer could be scored."""
+    if f"eval_{name}" not in marks:
+        return None
+    mean, low, high = (float(marks[f"eval_{name}{suffix}"]) for suffix in ("", "_low", "_high"))
+    return Interval(mean=mean, low=low, high=high)
 
 
 def log_failed_save(saving: asyncio.Task[None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.replies import BatchGroup, NotYet
 from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.telemetry import HeldOutFigures
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,8 @@ class Feed:
         self._verified = verified or _at_once
         self._durable_step = 0
         self._train_ms: int | None = None
+        self.held_out: deque[HeldOutFigures] = deque()
+        """Held-out figures that the coordinator has not received. Each request carries the oldest."""
         self._work: Callable[[StepBatch], Any] | None = None
 
     def work_ahead(self, work: Callable[[StepBatch], Any]) -> None:
@@ -100,6 +104,16 @@ class Feed:
         if following[0] < spec.max_steps and following not in self._ahead:
             self._ahead[following] = asyncio.create_task(self._fetch(*following, previous=batch))
         return batch
+
+    async def report(self) -> None:
+        """Send the held-out figures that are left after the run's last batch, with requests for that batch."""
+        spec = self._run.spec
+        while self.held_out:
+            await ask_until_answered(
+                lambda: self._ask_for(spec.max_steps - 1, spec.schedule.batches_per_step - 1),
+                what="the last batch",
+                clock=self._clock,
+            )
 
     async def close(self) -> None:
         """Stop all fetching. Idempotent."""
@@ -133,11 +147,19 @@ class Feed:
                 said_s = now_s
             await self._clock.sleep(answer.retry_after_s)
 
-    def _ask_for(self, step: int, part: int) -> Awaitable[Envelope | NotYet]:
+    async def _ask_for(self, step: int, part: int) -> Envelope | NotYet:
         request = BatchRequest(
-            step=step, part=part, durable_step=self._durable_step, wait_s=self._wait_seconds, train_ms=self._train_ms
+            step=step,
+            part=part,
+            durable_step=self._durable_step,
+            wait_s=self._wait_seconds,
+            train_ms=self._train_ms,
+            held_out=self.held_out[0] if self.held_out else None,
         )
-        return self._coordinator.batch(request)
+        answer = await self._coordinator.batch(request)
+        if self.held_out and self.held_out[0] is request.held_out:
+            self.held_out.popleft()
+        return answer
 
     async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:
         """Fetch each bundle once, several concurrently. If one fails, all are cancelled."""

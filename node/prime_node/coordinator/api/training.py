@@ -50,6 +50,8 @@ class TrainerBatches:
             )
         if request.train_ms is not None:
             self.observer.trained(request.step, request.train_ms / 1_000)
+        if request.held_out is not None:
+            self.observer.evaluated(request.held_out)
         durable = forgettable_step(state, min(request.durable_step, request.step))
         if durable > state.durable_step:
             self.decisions.decide(ev.TrainerDurable(durable))

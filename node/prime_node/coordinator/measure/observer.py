@@ -21,6 +21,7 @@ from prime_node.coordinator.state.effects import Effect
 from prime_node.coordinator.state.records import Ban, State
 from prime_node.observe import Recorder, Recorders
 from prime_node.ports.metrics import Metrics
+from prime_protocol.telemetry import HeldOutFigures
 
 STEPS_COMPARED = 4
 """Newest steps over which the closeness is computed."""
@@ -90,6 +91,17 @@ class Observer:
         """Record the training time that the trainer reports. Repeated reports change nothing."""
         self.train_seconds[asked_step] = seconds
         _keep_newest(self.train_seconds)
+
+    def evaluated(self, held_out: HeldOutFigures) -> None:
+        """Record the trainer's held-out figures of a policy. Repeated reports change nothing."""
+        figures = {
+            f"eval_{name}{suffix}": value
+            for name, one in (("greedy", held_out.greedy), ("sampled", held_out.sampled))
+            if one is not None
+            for suffix, value in (("", one.mean), ("_low", one.low), ("_high", one.high))
+        }
+        if figures and self.history is not None:
+            self.history.record(policy_version=held_out.policy_version, **figures, eval_by="trainer")
 
     def accepted(self, worker: str, num_tokens: int) -> None:
         """Record the tokens of an accepted bundle."""
