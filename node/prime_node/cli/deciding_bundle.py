@@ -10,6 +10,7 @@ from prime_node.cli.dossier_file import DossierFile, read_dossier_part, too_larg
 from prime_node.inside import place
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
+from prime_protocol.contradiction import contradiction
 from prime_protocol.copies import fingerprints, is_repetitive
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
@@ -19,7 +20,7 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.rollout import RolloutHeader, parse_body
 from prime_protocol.shading import SHADING_BY_REWARD
-from prime_protocol.verdict import BanKind, RejectReason, Verdict
+from prime_protocol.verdict import BanKind, BundleStatus, RejectReason, Verdict
 
 if TYPE_CHECKING:
     from prime_node.validator.judge import OpenedBundle
@@ -94,6 +95,10 @@ def _deciding_lease(dossier: DossierFile) -> Lease:
     stated = (lease.run, lease.worker, lease.lease_id, lease.step, lease.policy_version)
     if stated != (decided.run, decided.worker, decided.lease_id, decided.step, decided.policy_version):
         raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the lease does not belong to the deciding bundle")
+    # Another receipt repeats what the bundle says of itself.
+    is_own = decided.status is BundleStatus.ACCEPTED or decided.at_ms < lease.issued_at_ms
+    if is_own and (what := contradiction(decided, lease, dossier.run.spec)):
+        raise RemoteError(ErrorCode.MALFORMED, f"the coordinator contradicts itself: {what}")
     return lease
 
 

@@ -61,6 +61,14 @@ def evidence_verify(
             help="Exported ledger, join link or URL: are the deciding bundle's problems and seeds those of the run's seed chain?",
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            show_default=False,
+            help="The run's model files: render the deciding bundle's prompts again, with the environments that the run names. "
+            "Needs --run.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Check the evidence for a ban.
@@ -73,14 +81,15 @@ def evidence_verify(
 
     \b
     --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, bundle: what was found about it, and
-    seeds: the result of --ledger; notes: statements by former keys.
+    seeds: the result of --ledger; prompts: the result of --prompts; notes: statements by former keys.
     """
-    opened, bundle_finding, seeds, fault = None, "", "", ""
+    opened, bundle_finding, seeds, rendered, fault = None, "", "", "", ""
     try:
         opened = read_dossier(dossier, pinned=run)
         check_dossier(opened.statement, opened.receipts, opened.run, headers=opened.headers)
         bundle_finding = about_the_bundle(opened, dossier.parent, model)
         seeds = "" if ledger is None else asyncio.run(_about_the_seeds(opened, ledger))
+        rendered = "" if prompts is None else _rendered_again(opened, prompts)
     except RemoteError as error:
         fault = error.detail
     if as_json:
@@ -94,6 +103,7 @@ def evidence_verify(
                     "fault": fault,
                     "bundle": bundle_finding,
                     "seeds": seeds,
+                    "prompts": rendered,
                     "notes": opened.notes if opened else [],
                 }
             )
@@ -105,8 +115,8 @@ def evidence_verify(
         if statement.kind is not BanKind.OPERATOR:
             found = f"; deciding bundle: {bundle_finding}" if bundle_finding else ""
             say(f"     {statement.num_receipts} signed receipts{found}")
-        if seeds:
-            say(f"     {seeds}")
+        for about_lease in filter(None, (seeds, rendered)):
+            say(f"     {about_lease}")
         for note in opened.notes:
             say(f"note {note}")
     if not as_json:
@@ -169,3 +179,13 @@ async def _about_the_seeds(dossier: DossierFile, ledger: str) -> str:
         return f"the secret of step {lease.step} is not published in this ledger yet; check again after the step"
     SeedRule(dossier.run.digest, dossier.run.spec).check_lease(lease, secrets[number])
     return "its problems and seeds match the seed chain"
+
+
+def _rendered_again(dossier: DossierFile, model: Path) -> str:
+    """Compare the lease's prompts with those that this machine renders. Raises LocalError and RemoteError."""
+    from prime_node.cli.rendering import about_the_prompts, rendering
+
+    if dossier.lease is None:
+        return "there is no lease, so there are no prompts"
+    with rendering(dossier.run, model, is_pinned=dossier.is_pinned) as render:
+        return about_the_prompts(dossier.lease, render)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from prime_node.broadcast.audit.ledger_audit import LedgerReport
     from prime_node.broadcast.audit.ledger_file import LedgerFile
     from prime_node.broadcast.audit.seed_audit import Render
-    from prime_protocol.assignment import Problem
     from prime_protocol.run_spec import PinnedRun
 
 DOES_NOT_HOLD = 1
@@ -229,35 +229,13 @@ def _kept(path: Path, run: PinnedRun) -> Iterator[LedgerFile]:
         yield kept
 
 
-@contextlib.contextmanager
-def _rendering(opened: _Opened, model: Path) -> Iterator[Render]:
-    """Start the run's deterministic environments, and render prompts with them. Raises LocalError."""
-    from prime_node.broadcast.follow.pinned import model_files_in
-    from prime_node.cli import wire
-    from prime_node.cli.options import Options
-    from prime_node.cli.wire_environments import end_environments
-    from prime_node.envs.prompts import prompt_of
-    from prime_node.envs.settings import EnvironmentSettings
+def _rendering(opened: _Opened, model: Path) -> AbstractContextManager[Render]:
+    """Start the run's deterministic environments. Raises LocalError."""
+    from prime_node.cli.rendering import rendering
 
-    if not opened.pinned:
-        raise LocalError("--prompts runs the environments that the run names: name the run by --run or its whole link")
-    spec = opened.run.spec
-    if not spec.commits_to_prompts:
+    if opened.pinned and not opened.run.spec.commits_to_prompts:
         raise LocalError("the receipts of this run state no prompts, so --prompts has nothing to compare")
-    model_files_in(model, opened.run)
-    certain = tuple(one for one in spec.environments if one.is_deterministic)
-    part = spec.model_copy(update={"environments": certain})
-    made = wire.environments(part, model, Options(None, []).load(EnvironmentSettings), folder=model)
-    tokenizer = wire.tokenizer(model)
-
-    def render(problem: Problem) -> tuple[int, ...] | None:
-        environment = made.get(problem.environment)
-        return None if environment is None else prompt_of(environment, problem.index, tokenizer)
-
-    try:
-        yield render
-    finally:
-        end_environments(made)
+    return rendering(opened.run, model, is_pinned=opened.pinned)
 
 
 def _fields(report: LedgerReport, opened: _Opened) -> dict[str, object]:
