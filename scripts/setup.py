@@ -36,7 +36,14 @@ from pathlib import Path
 from typing import Any
 
 from setup_machine import NEEDS_TORCH, SIZES_MB, Machine, choose_parts, detect_machine, parts_to_add
-from setup_native import install_bubblewrap, install_nftables, install_what_is_missing, missing_to_build, what_to_do
+from setup_native import (
+    install_bubblewrap,
+    install_chromium,
+    install_nftables,
+    install_what_is_missing,
+    missing_to_build,
+    what_to_do,
+)
 from setup_pip import (
     LEFT_OUT,
     LOG,
@@ -210,7 +217,8 @@ def install(machine: Machine, extras: list[str]) -> None:
         remove_torn_packages()
     asked = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
     extras = buildable(asked)
-    for remark in (install_bubblewrap(), install_nftables() if "dev" in extras else ""):
+    for_tests = (install_nftables(), install_chromium()) if "dev" in extras else ()
+    for remark in (install_bubblewrap(), *for_tests):
         if remark:
             say(remark)
     table = read_pyproject()

@@ -1,9 +1,9 @@
-"""System packages that pip cannot install: libraries to compile libp2p, bubblewrap, and nftables for tests. Standard library
-only.
+"""System packages that pip cannot install: libraries to compile libp2p, bubblewrap, and for tests nftables and Chromium. Standard
+library only.
 
 libp2p's signatures (fastecdsa) are C source that pip compiles against GMP. Without them peers talk over HTTP alone.
 bubblewrap gives environments a network, processes and a /tmp of their own.
-nftables makes the NATs of tests, for the part `dev`.
+nftables makes the NATs of tests, and Chromium shows the page to tests, for the part `dev`.
 The set-up continues without them and reports what is missing.
 """
 
@@ -63,6 +63,13 @@ def install_bubblewrap() -> str:
 def install_nftables() -> str:
     """Install nftables on Linux where it is missing. Returns what to do by hand, or an empty string."""
     return _install_program("nft", "nftables", "tests of peers behind a NAT are skipped. To run them")
+
+
+def install_chromium() -> str:
+    """Install Chromium on Linux where it is missing. Returns what to do by hand, or an empty string."""
+    if any(shutil.which(name) for name in ("chromium-browser", "google-chrome")):
+        return ""
+    return _install_program("chromium", "chromium", "tests of the page in a browser are skipped. To run them")
 
 
 def _install_program(program: str, package: str, consequence: str) -> str:

@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 from tests.node.coordinator_world import (
     ANNA,
+    HEARTBEAT,
     ROOT,
     TRAINER,
     World,
@@ -23,9 +24,12 @@ from tests.node.coordinator_world import (
     running,
 )
 
+from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.measure.history import STEPS_MAX, RunHistory
 from prime_node.coordinator.page.assets import page_files
 from prime_node.coordinator.page.live_feed import VIEWERS_EACH_MAX
+from prime_node.coordinator.page.roster import Roster
+from prime_node.coordinator.state import events as ev
 from prime_protocol.envelope import open_envelope
 from prime_protocol.requests import AdminRequest, BatchRequest
 from prime_protocol.telemetry import HeldOutFigures, Interval
@@ -95,8 +99,47 @@ async def test_the_history_shows_what_is_trained_and_whether_it_learns(world: Wo
     assert found["now"]["head"] == 1
     assert found["contributors"] == [[ANNA.key_id, f"node {ANNA.key_id[-4:]}", 8]]
     roster = await read_json(world, "/v1/roster")
-    (row,) = [dict(zip(roster["columns"], row, strict=True)) for row in roster["rows"]]
-    assert (row["key"], row["accepted"], row["tokens"]) == (ANNA.key_id, 8, 8)
+    assert [roster["named"][name] for name in ("key", "accepted", "tokens")] == [[ANNA.key_id], [8], [8]]
+
+
+async def test_the_roster_is_sent_once_as_a_whole_and_then_by_its_changes(world: World) -> None:
+    coordinator = await open_coordinator(memory_parts(make_run()))
+    roster = Roster(coordinator.feed.page)
+
+    def join(key: str, name: str) -> None:
+        coordinator.decisions.decide(ev.WorkerJoined(key, name, "1", "toy", 64))
+
+    def changes(version: int) -> dict[str, Any]:
+        roster.look()
+        return roster.since(version)
+
+    join("a", "Anna")
+    join("b", "Ben")
+    whole = changes(0)["named"]
+    assert [whole[name] for name in ("key", "name", "policy")] == [["a", "b"], ["Anna", "Ben"], [-1, -1]]
+    first = roster.version
+    coordinator.presence.reported("b", HEARTBEAT, 0.0)
+    join("c", "Carl")
+    change = changes(first)
+    assert (change["moved"]["number"], change["moved"]["policy"]) == ([1], [0])
+    assert (change["named"]["number"], change["named"]["name"], change["gone"]) == ([2], ["Carl"], [])
+    coordinator.decisions.decide(ev.WorkersLost(("a",)))
+    join("b", "Benno")
+    change = changes(roster.version)
+    assert (change["named"]["name"], change["gone"]) == (["Benno"], [0])
+    for unknown in (0, 5):
+        found = changes(unknown)
+        assert (found["since"], found["named"]["key"], found["gone"]) == (
+            0,
+            ["b", "c"],
+            [],
+        )
+
+
+async def test_the_roster_over_http_repeats_nothing_that_a_viewer_has(world: World) -> None:
+    whole = await read_json(world, "/v1/roster")
+    change = await read_json(world, f"/v1/roster?since={whole['version']}")
+    assert (change["since"], change["moved"]["number"], change["named"]["number"]) == (whole["version"], [], [])
 
 
 async def test_events_are_numbered_and_asked_for_from_a_number_on(world: World) -> None:
@@ -109,6 +152,17 @@ async def test_events_are_numbered_and_asked_for_from_a_number_on(world: World) 
     assert [event["number"] for event in later["events"]] == numbers[-1:]
     for wrong in ("x", "-1", "1e9", "9" * 16, ""):
         assert (await world.get(f"/v1/events?since={wrong}"))[0] == 400
+
+
+def test_frequent_events_do_not_displace_a_ban_from_what_a_viewer_gets() -> None:
+    parts = memory_parts(make_run())
+    history = RunHistory(parts.private, parts.clock)
+    before = history.number
+    history.record(kind="ban", end_ms=1, worker="a")
+    for _ in range(50):
+        history.record(kind="lease", end_ms=2, worker="b")
+    kinds = [event["kind"] for event in history.events(before, 20)]
+    assert kinds == ["ban", *["lease"] * 19]
 
 
 async def test_a_ban_comes_with_its_dossier(world: World) -> None:

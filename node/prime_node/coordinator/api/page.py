@@ -16,14 +16,14 @@ from prime_node.coordinator.api.cached_response import CachedResponse
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.page.assets import PAGE_HEADERS, TYPES, page_files, zipped
 from prime_node.coordinator.page.live_feed import LiveFeed
-from prime_node.coordinator.page.run_page import ROSTER_COLUMNS
+from prime_node.coordinator.page.roster import Roster
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.web import Request, Response
 from prime_protocol.errors import ErrorCode, RemoteError
 
 ROSTER_S = 5.0
-"""Seconds for which a list of workers is kept, and a fast repetition of it costs nothing."""
+"""Seconds between two looks at all workers. Between them, an answer that was made before costs nothing."""
 ROSTER_LEVEL = 4
 DOSSIER_PIECE_BYTES = 2**18
 """Bytes of a dossier that are read and sent at once."""
@@ -39,7 +39,9 @@ class PagePages:
         self._private, self._callers, self._clock = private, callers, clock
         self._document = CachedResponse(lambda: zipped(_json(self.feed.document()), ROSTER_LEVEL), clock)
         self._making: asyncio.Lock = asyncio.Lock()
-        self._roster, self._roster_until_s = b"", 0.0
+        self._roster, self._roster_until_s = Roster(feed.page), 0.0
+        self._rosters: dict[int, bytes] = {}
+        """Answers by the version that they begin with; 0: the whole."""
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
@@ -65,14 +67,19 @@ class PagePages:
         return _answer(request, zipped(_json(found), ROSTER_LEVEL))
 
     async def roster(self, request: Request) -> Response:
-        """Return a row for each worker. Compressing the rows of many workers takes long, so it happens in a thread."""
+        """Return a row for each worker, or what has changed since a version. Compression takes long, so a thread does it."""
+        since = _since(request)
         async with self._making:
             now_s = self._clock.monotonic_s()
             if now_s >= self._roster_until_s:
-                rows = {"columns": ROSTER_COLUMNS, "rows": self.feed.page.roster()}
-                self._roster = await asyncio.to_thread(lambda: zipped(_json(rows), ROSTER_LEVEL))
+                self._roster.look()
+                self._rosters.clear()
                 self._roster_until_s = now_s + ROSTER_S
-        return _answer(request, self._roster)
+            place = since if self._roster.knows(since) else 0
+            if place not in self._rosters:
+                found = self._roster.since(place)
+                self._rosters[place] = await asyncio.to_thread(lambda: zipped(_json(found), ROSTER_LEVEL))
+            return _answer(request, self._rosters[place])
 
     async def evidence(self, request: Request) -> Response:
         """Return the dossier of a ban, which `prime-node evidence verify` checks."""

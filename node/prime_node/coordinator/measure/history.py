@@ -10,8 +10,7 @@ import json
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Mapping
 from typing import Any
 
 from prime_node.ports.clock import Clock
@@ -101,9 +100,11 @@ class RunHistory:
         return {name: [row.get(name) for row in rows] for name in ("step", "at", *SERIES)}
 
     def events(self, since: int, most: int = 2 * EVENTS_MAX) -> list[dict[str, Any]]:
-        """Return the newest `most` events with numbers above `since`, oldest first."""
-        found = sorted(islice(self._newest_events(since), most), key=lambda event: int(event["number"]))
-        return found[-most:]
+        """Return at most `most` events with numbers above `since`, oldest first: rare ones, and the newest of the others."""
+        rare = [event for event in self._rare if event["number"] > since][-most:]
+        others = [event for event in self._frequent if event["number"] > since][-most:]
+        kept = others[max(0, len(rare) + len(others) - most) :]
+        return sorted([*rare, *kept], key=lambda event: int(event["number"]))
 
     async def restore(self) -> None:
         """Read the saved history. A broken one is logged and ignored."""
@@ -138,11 +139,6 @@ class RunHistory:
             await self._private.write(DOCUMENT, json.dumps(document, separators=(",", ":")).encode())
         except OSError as error:
             log.error("the history of the run cannot be saved: %s", error)
-
-    def _newest_events(self, since: int) -> Iterator[dict[str, Any]]:
-        """Yield events above `since` from both kinds, the newest first."""
-        both = sorted([*self._rare, *self._frequent], key=lambda event: -int(event["number"]))
-        return (event for event in both if event["number"] > since)
 
     def _add_event(self, fields: Mapping[str, Any]) -> None:
         self._number += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.state import audits, newcomers
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.records import WorkerRecord
 from prime_node.ports.clock import Clock
@@ -23,10 +21,6 @@ BANS_SHOWN_MAX = 100
 CONTRIBUTORS_SHOWN_MAX = 12
 BEHIND_SHOWN_MAX = 4
 """Policies behind the newest one that are counted apart; more are one number."""
-ROSTER_COLUMNS = (
-    *("key", "name", "state", "policy", "accepted", "refused", "tokens", "audits", "newcomer", "hardware", "engine"),
-    "waits",
-)
 NAME_CHARS_MAX, TEXT_CHARS_MAX = 64, 240
 
 
@@ -64,13 +58,7 @@ class RunPage:
     def now(self) -> dict[str, Any]:
         """Return what changes, small enough to send often."""
         state = self.decisions.state
-        states, holders = Counter[str](), Counter[int]()
-        for worker in state.workers.values():
-            doing = self._doing(worker)
-            states[doing] += 1
-            seen = self.presence.get(worker.worker)
-            if worker.active and seen is not None and seen.policy_version >= 0:
-                holders[min(BEHIND_SHOWN_MAX, max(0, state.head - seen.policy_version))] += 1
+        states, holders = self._presence_counts()
         left = max(0, state.rules.max_steps - state.current_step)
         return {
             "phase": self._phase(),
@@ -80,9 +68,9 @@ class RunPage:
             "accepted": state.accepted,
             "refused": {str(reason): count for reason, count in state.refused.items()},
             "tokens": self.history.tokens.total(),
-            "states": dict(states),
+            "states": states,
             "active": state.num_active,
-            "holders": [holders[behind] for behind in range(BEHIND_SHOWN_MAX + 1)],
+            "holders": holders,
             "peers": len(self.peers),
             "bytes_published": state.bytes_published,
             "open_leases": len(state.leases),
@@ -128,31 +116,32 @@ class RunPage:
             for key, num_tokens in self.history.tokens.most_common(CONTRIBUTORS_SHOWN_MAX)
         ]
 
-    def roster(self) -> list[list[Any]]:
-        """Return a row for each worker, in the order of ROSTER_COLUMNS."""
-        rules, tokens = self.decisions.state.rules, self.history.tokens
-        rows: list[list[Any]] = []
-        for worker in self.decisions.state.workers.values():
-            seen = self.presence.get(worker.worker)
-            rows.append(
-                [
-                    worker.worker,
-                    printable(worker.name, NAME_CHARS_MAX),
-                    self._doing(worker),
-                    -1 if seen is None else seen.policy_version,
-                    worker.accepted,
-                    sum(worker.refused.values()),
-                    tokens.get(worker.worker, 0),
-                    round(audits.audit_share(rules, worker), 3),
-                    newcomers.is_newcomer(rules, worker),
-                    printable(worker.hardware, NAME_CHARS_MAX),
-                    printable(worker.engine, NAME_CHARS_MAX),
-                    printable(self.presence.hint(worker.worker), TEXT_CHARS_MAX),
-                ]
-            )
-        return rows
+    def _presence_counts(self) -> tuple[dict[str, int], list[int]]:
+        """Return how many workers do what, and how many have a policy that is so far behind the newest one.
 
-    def _doing(self, worker: WorkerRecord) -> str:
+        This is all of a look that grows with the number of workers, so it calls little.
+        """
+        state, last_seen = self.decisions.state, self.presence.get
+        head, states, versions = state.head, dict[str, int](), dict[int, int]()
+        for key, worker in state.workers.items():
+            if worker.banned is not None:
+                doing = "banned"
+            elif not worker.active:
+                doing = "away"
+            elif (seen := last_seen(key)) is None:
+                doing = "idle"
+            else:
+                doing, version = seen.state, seen.policy_version
+                versions[version] = versions.get(version, 0) + 1
+            states[doing] = states.get(doing, 0) + 1
+        holders = [0] * (BEHIND_SHOWN_MAX + 1)
+        for version, num_workers in versions.items():
+            if version >= 0:
+                holders[min(BEHIND_SHOWN_MAX, max(0, head - version))] += num_workers
+        return {str(doing): num_workers for doing, num_workers in states.items()}, holders
+
+    def doing(self, worker: WorkerRecord) -> str:
+        """Return a worker's state in a word."""
         if worker.banned is not None:
             return "banned"
         seen = self.presence.get(worker.worker) if worker.active else None

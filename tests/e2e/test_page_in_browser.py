@@ -1,0 +1,136 @@
+"""The coordinator's page in a real Chromium: a recorded history, live changes, hostile names, a wrong link, the keyboard."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+from tests.axe_world import RUN, axe_source
+from tests.chromium_world import MISSING, Browser, Tab, chromium_program, running_chromium
+from tests.node.coordinator_world import ANNA, BEN, ENGINE, ROOT, TRAINER, World, make_run, memory_parts, running
+from tests.page_world import HOSTILE, VIEWS, recorded_history
+
+from prime_protocol.identity import SigningKey
+from prime_protocol.requests import AdminRequest, BatchRequest, JoinRequest
+from prime_protocol.telemetry import HeldOutFigures, Interval
+
+PROGRAM = chromium_program()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(PROGRAM is None, reason=MISSING),
+]
+STEPS = 60
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@dataclass
+class Page:
+    """A coordinator with a recorded history, and a browser."""
+
+    world: World
+    browser: Browser
+
+    def address(self, view: str = "run", digest: str = "") -> str:
+        query = "" if view == "run" else f"?view={view}"
+        return f"{self.world.url}/{query}{'#' + digest if digest else ''}"
+
+    def assert_undisturbed(self, tab: Tab) -> None:
+        """Check that nothing went wrong in a page, and that it asked only its own coordinator."""
+        assert tab.errors == []
+        assert [url for url in tab.requested if not url.startswith((self.world.url, "data:"))] == []
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Page]:
+    run = make_run(title="Sums <b>of</b> two", description="Learns to add.", max_steps=400, heartbeat_seconds=60.0)
+    parts = memory_parts(run)
+    history = recorded_history(STEPS, {ANNA.key_id: 4_132, BEN.key_id: 2_098}, now_ms=time.time_ns() // 1_000_000)
+    await parts.private.write("history.json", history)
+    assert PROGRAM is not None
+    async with running(parts) as world, running_chromium(PROGRAM) as browser:
+        await world.publish()
+        await world.join(ANNA, BEN)
+        yield Page(world, browser)
+
+
+async def test_a_visitor_sees_the_recorded_run_and_then_what_happens(page: Page) -> None:
+    world = page.world
+    async with page.browser.tab() as tab:
+        await tab.go(page.address(digest=world.run.digest))
+        await tab.until("document.querySelector('h1').textContent === 'Sums <b>of</b> two'")
+        label = "document.querySelector('.plot.tall')?.getAttribute('aria-label')"
+        assert "held-out accuracy" in await tab.until(label)
+        assert await tab.evaluate("document.querySelector('.note.bad')") is None
+        await tab.until("[...document.querySelectorAll('.pill')].some(pill => pill.textContent === 'live')")
+        await world.fill(0)
+        await world.publish()
+        await tab.until("document.title.includes('step 1 of 400')")
+        figures = HeldOutFigures(policy_version=STEPS + 1, sampled=Interval(mean=0.875, low=0.8, high=0.95))
+        await world.client(TRAINER).batch(BatchRequest(step=1, durable_step=0, held_out=figures))
+        await tab.until("document.querySelector('.tiles .big').textContent === '87.5 %'")
+        await world.client(ROOT).admin(AdminRequest(action="ban", worker=BEN.key_id, reason="<img src=x>"))
+        await tab.until("document.querySelector('.events .bad')?.textContent.includes('<img src=x>')")
+        page.assert_undisturbed(tab)
+
+
+async def test_hostile_names_are_texts_and_a_worker_is_found_among_them(page: Page) -> None:
+    world = page.world
+    for number, name in enumerate(HOSTILE):
+        request = JoinRequest(name=name, software="1", engine=ENGINE, rollouts_max=64)
+        await world.client(SigningKey(bytes([101 + number]) * 32)).join(request)
+    async with page.browser.tab(width=390, height=844, dark=True) as tab:
+        await tab.go(page.address("workers"))
+        rows = "document.querySelectorAll('.win .wrow:not([hidden])')"
+        await tab.until(f"{rows}.length === {len(HOSTILE) + 2}")
+        names = await tab.evaluate(f"[...{rows}].map(row => row.querySelector('bdi').textContent)")
+        assert HOSTILE[0] in names
+        assert await tab.evaluate("document.querySelector('.win :is(img, script, a)')") is None
+        await tab.press("/")
+        for letter in "drop":
+            await tab.press(letter)
+        await tab.until(f"{rows}.length === 1")
+        assert "DROP TABLE" in await tab.evaluate(f"{rows}[0].textContent")
+        page.assert_undisturbed(tab)
+
+
+async def test_every_view_is_accessible_and_fits_a_small_screen(page: Page) -> None:
+    axe = await asyncio.to_thread(axe_source)
+    await page.world.client(ROOT).admin(AdminRequest(action="ban", worker=BEN.key_id, reason="other weights"))
+    for dark in (False, True):
+        async with page.browser.tab(width=360, height=740, dark=dark, bypass_policy=True) as tab:
+            for view in VIEWS:
+                await tab.go(page.address(view))
+                await tab.until(f"document.querySelector('nav [aria-current]')?.dataset.view === '{view}'")
+                await tab.until("document.querySelector('main .card')")
+                await tab.evaluate(axe)
+                assert (view, await tab.evaluate(RUN)) == (view, [])
+                assert (view, await tab.evaluate(OVERFLOW)) == (view, 0)
+            page.assert_undisturbed(tab)
+
+
+async def test_a_link_to_another_run_warns(page: Page) -> None:
+    async with page.browser.tab() as tab:
+        await tab.go(page.address(digest="0" * 64))
+        assert "names another run" in await tab.until("document.querySelector('.note.bad')?.textContent")
+        await tab.go(page.address(digest=page.world.run.digest))
+        await tab.until("!document.querySelector('.note.bad')")
+
+
+async def test_the_views_are_reached_by_the_keyboard_alone(page: Page) -> None:
+    async with page.browser.tab() as tab:
+        await tab.go(page.address())
+        await tab.until("document.querySelector('nav a')")
+        for _ in range(len(VIEWS)):
+            await tab.press("Tab")
+            if await tab.evaluate("document.activeElement.dataset.view === 'checks'"):
+                break
+        await tab.press("Enter")
+        await tab.until("document.querySelector('#c-bans')")
+        assert await tab.evaluate("location.search") == "?view=checks"
+        await tab.evaluate("history.back()")
+        await tab.until("document.querySelector('#c-learning')")
+        page.assert_undisturbed(tab)
