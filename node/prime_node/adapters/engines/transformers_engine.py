@@ -22,6 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from prime_node import memory
 from prime_node.adapters.engines.hidden_rows import HiddenRows
 from prime_node.adapters.engines.strings import String, strung
 from prime_node.adapters.engines.token_scores import (
@@ -35,6 +36,7 @@ from prime_node.adapters.engines.token_scores import (
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_protocol.assignment import Sampling
+from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo, FinishReason
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
@@ -180,6 +182,7 @@ class TransformersEngine:
         completions: dict[int, Completion] = {}
         asked_of = self._version
         sizes = [(request.prompt_token_ids, sampling.completion_tokens_max) for request in requests]
+        self._require_memory(max((len(prompt) for prompt, _ in sizes), default=0), sampling.completion_tokens_max)
         for batch in self._batches(sizes):
             drafts = self._sample([requests[i] for i in batch], sampling, stop)
             completions.update(zip(batch, (draft.completion(asked_of) for draft in drafts), strict=True))
@@ -307,6 +310,26 @@ class TransformersEngine:
             longest = max(longest, length)
         if batch:
             yield batch
+
+    def _require_memory(self, prompt_tokens: int, completion_tokens_max: int) -> None:
+        """Check that one sequence fits: its prompt now, and all of it in an otherwise empty memory.
+
+        Raises LocalError: a run may name any number of tokens, and the system would end other programs too.
+        """
+        if self._model.device.type != "cpu":  # torch raises an error of its own there
+            return
+        each, found = self._model.cache_bytes_per_token, memory.machine_memory()
+        prompt_bytes = prompt_tokens * (each + MASK_BYTES * prompt_tokens)
+        whole_bytes = (prompt_tokens + completion_tokens_max) * each
+        for what, needed, held in (
+            (f"a prompt of {prompt_tokens:,} tokens", prompt_bytes, found.available),
+            (f"a completion of {completion_tokens_max:,} tokens", whole_bytes, found.total),
+        ):
+            if held is not None and needed > held:
+                raise LocalError(
+                    f"{what} needs {needed / 2**30:,.1f} GiB of memory, and this machine has {held / 2**30:,.1f} GiB for it; "
+                    "this run needs a larger machine or a GPU"
+                )
 
     def _distinct(self, prompts: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], Tensor]:
         """Return the different prompts, and for each of B prompts the index of its own."""

@@ -46,8 +46,14 @@ class BatchLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def select(self, rows_B: torch.Tensor) -> None:
-        """Keep exactly these rows, in this order; a row may be repeated."""
-        self._buffers = [buffer.index_select(0, rows_B) for buffer in self._buffers]
+        """Keep exactly these rows, in this order; a row may be repeated.
+
+        Columns that are not in use are not copied: the system gives them no memory until they are.
+        """
+        for place, buffer in enumerate(self._buffers):
+            kept = buffer.new_empty((len(rows_B), *buffer.shape[1:]))
+            kept[:, :, : self._length] = buffer[:, :, : self._length].index_select(0, rows_B)
+            self._buffers[place] = kept
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the columns that a mask covers, and its offset."""
