@@ -126,12 +126,12 @@ class Tab:
             uploadThroughput=rate,
         )
 
-    async def picture(self, *, whole: bool = False) -> bytes:
-        """Return a PNG of what is visible, or of the whole page."""
+    async def picture(self, *, tall: int | None = None) -> bytes:
+        """Return a PNG of what is visible, or of the page down to the height `tall`."""
         more: dict[str, Any] = {}
-        if whole:
+        if tall is not None:
             size = (await self.call("Page.getLayoutMetrics"))["cssContentSize"]
-            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+            clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], tall), "scale": 1}
             more = {"captureBeyondViewport": True, "clip": clip}
         return base64.b64decode((await self.call("Page.captureScreenshot", format="png", **more))["data"])
 

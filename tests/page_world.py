@@ -20,7 +20,7 @@ HOSTILE = (
 UNSEEN = "\u202egnp.exe"
 """A name that the wire refuses, since it turns the direction of what follows. An older state may hold it."""
 MACHINES = ("RTX 4090, 24 GB", "H100, 80 GB", "M3 Max, 64 GB", "2 cores, x86_64", "RTX 3060, 12 GB", "L40S, 48 GB")
-VIEWS = ("run", "workers", "checks", "join")
+VIEWS = ("run", "workers", "swarm", "checks", "ledger", "join")
 
 
 def recorded_history(num_steps: int, tokens: Mapping[str, int], *, now_ms: int, step_ms: int = 90_000) -> bytes:

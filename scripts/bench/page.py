@@ -46,7 +46,7 @@ def address(server: PageServer, view: str = "run") -> str:
 
 async def first_load(browser: Browser, server: PageServer, rounds: int, *, slow: bool) -> list[tuple[float, ...]]:
     """Return bytes, requests, milliseconds to the first paint and to the first chart, of each load without a cache."""
-    found = []
+    found: list[tuple[float, ...]] = []
     for _ in range(rounds):
         async with browser.tab() as tab:
             if slow:

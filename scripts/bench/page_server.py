@@ -30,6 +30,7 @@ from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_protocol.identity import SigningKey
 from prime_protocol.requests import HeartbeatRequest, WorkerState
+from prime_protocol.verdict import RejectReason
 
 BEAT_S = 0.05
 CHANGES_PER_S = 2_000
@@ -43,6 +44,8 @@ STATES = (
     WorkerState.FETCHING,
 )
 STEPS = 180
+OBSERVED = 40
+"""Workers that report when they could use a policy."""
 
 
 @dataclass
@@ -62,10 +65,10 @@ class PageServer:
 
 
 @contextlib.contextmanager
-def page_server(num_workers: int) -> Iterator[PageServer]:
-    """Run the server."""
+def page_server(num_workers: int, *, hostile: bool = True) -> Iterator[PageServer]:
+    """Run the server. `hostile`: some workers have names that try to do harm."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(num_workers, there), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(num_workers, there, hostile), daemon=True)
     process.start()
     try:
         assert here.poll(120), "the server did not start"
@@ -77,15 +80,15 @@ def page_server(num_workers: int) -> Iterator[PageServer]:
         process.join()
 
 
-def _run(num_workers: int, pipe: Connection) -> None:
+def _run(num_workers: int, pipe: Connection, hostile: bool) -> None:
     with contextlib.suppress(ImportError):
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    asyncio.run(_serve(num_workers, pipe))
+    asyncio.run(_serve(num_workers, pipe, hostile))
 
 
-async def _serve(num_workers: int, pipe: Connection) -> None:
+async def _serve(num_workers: int, pipe: Connection, hostile: bool) -> None:
     run = make_run(
         name="sums",
         title="Two-digit sums",
@@ -100,10 +103,11 @@ async def _serve(num_workers: int, pipe: Connection) -> None:
     keys += ["12D3KooW" + "".join(draw.choices(letters, k=44)) for _ in range(len(keys), num_workers)]
     parts = memory_parts(run, connects_per_second=1e9, public_requests_per_second=1e9)
     tokens = {key: 400_000 // (place + 2) for place, key in enumerate(keys)}
-    await parts.private.write("history.json", recorded_history(STEPS, tokens, now_ms=parts.clock.now_ms()))
     coordinator = await open_coordinator(parts)
     writing = asyncio.create_task(coordinator.journal.write(lambda _: None))
-    _fill(coordinator, keys)
+    _fill(coordinator, parts, keys, 0 if hostile else 8)
+    await parts.private.write("history.json", recorded_history(STEPS, tokens, now_ms=parts.clock.now_ms()))
+    await coordinator.history.restore()
     routes = make_routes(coordinator.handlers, coordinator.gate, coordinator.decisions, parts.clock, parts.metrics)
     port = await parts.web.start(routes, host="0.0.0.0", port=0)
     pipe.send((port, run.digest))
@@ -122,21 +126,33 @@ async def _serve(num_workers: int, pipe: Connection) -> None:
         pipe.send(coordinator.feed.num_ticks)
 
 
-def _fill(coordinator: Coordinator, keys: list[str]) -> None:
-    """Let all workers join, publish policies, and ban one worker in twenty-five hundred."""
-    decide, draw = coordinator.decisions.decide, random.Random(1)
+def _fill(coordinator: Coordinator, parts: Parts, keys: list[str], first_name: int) -> None:
+    """Let all workers join, publish policies, and ban four workers. What leases and verdicts would count is set directly."""
+    decide, draw, state = coordinator.decisions.decide, random.Random(1), coordinator.decisions.state
+    observer, now_ms = coordinator.report.observer, parts.clock.now_ms()
     for number, key in enumerate(keys):
         machine = MACHINES[number % len(MACHINES)]
-        decide(ev.WorkerJoined(key, name_of(number), "1", "vllm 0.32 bf16 cuda", 64, hardware=machine))
-    decide(ev.ManifestPublished(0, "d" * 64, (UpdateRoute(None, 90_000_000),)))
+        decide(ev.WorkerJoined(key, name_of(number + first_name), "1", "vllm 0.32 bf16 cuda", 64, hardware=machine))
+    for policy in range(STEPS + 1):
+        whole, deltas = UpdateRoute(None, 90_000_000), range(max(0, policy - 2), policy)
+        decide(ev.ManifestPublished(policy, "d" * 64, (whole, *(UpdateRoute(base, 4_100_000) for base in deltas))))
+        observer.made(policy, now_ms - 60_000)
     for number in range(0, len(keys), max(5, len(keys) // 4)):
         reason = "3 bundles together are evidence of 11.6 nats: the tokens come from other weights"
         decide(ev.WorkerBanned(keys[number + 2], reason))
-    for key in keys:
-        coordinator.presence.reported(key, _beat(draw, 0), time.monotonic())
+    for place, key in enumerate(keys):
+        state.workers[key].accepted = 40_000 // (place + 2)
+        state.workers[key].audit_score = 40
+        coordinator.presence.reported(key, _beat(draw), time.monotonic())
+        for policy in range(STEPS - 6, STEPS + 1) if place < OBSERVED else ():
+            observer.usable(key, policy, abs(draw.gauss(11, 3)), now_ms)
+    state.accepted = sum(worker.accepted for worker in state.workers.values())
+    state.refused = {RejectReason.LOGPROB_MISMATCH: 96, RejectReason.LEASE_EXPIRED: 310, RejectReason.STALE: 41}
+    state.step_ms = 91_000.0
 
 
-def _beat(draw: random.Random, policy: int) -> HeartbeatRequest:
+def _beat(draw: random.Random) -> HeartbeatRequest:
+    [policy] = draw.choices(range(STEPS - 2, STEPS + 1), (1, 4, 20))
     return HeartbeatRequest(state=draw.choice(STATES), policy_version=policy, bundles_spooled=0)
 
 
@@ -148,7 +164,7 @@ async def _change(coordinator: Coordinator, parts: Parts, keys: list[str]) -> No
         await asyncio.sleep(BEAT_S)
         now_ms = parts.clock.now_ms()
         for key in draw.sample(keys, each):
-            coordinator.presence.reported(key, _beat(draw, 0), parts.clock.monotonic_s())
+            coordinator.presence.reported(key, _beat(draw), parts.clock.monotonic_s())
             history.accepted(key, 90)
         key = draw.choice(keys)
         name = coordinator.decisions.state.workers[key].name

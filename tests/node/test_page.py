@@ -30,6 +30,7 @@ from prime_node.coordinator.page.assets import page_files
 from prime_node.coordinator.page.live_feed import VIEWERS_EACH_MAX
 from prime_node.coordinator.page.roster import Roster
 from prime_node.coordinator.state import events as ev
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope
 from prime_protocol.requests import AdminRequest, BatchRequest
 from prime_protocol.telemetry import HeldOutFigures, Interval
@@ -140,6 +141,17 @@ async def test_the_roster_over_http_repeats_nothing_that_a_viewer_has(world: Wor
     whole = await read_json(world, "/v1/roster")
     change = await read_json(world, f"/v1/roster?since={whole['version']}")
     assert (change["since"], change["moved"]["number"], change["named"]["number"]) == (whole["version"], [], [])
+
+
+async def test_the_ledger_and_the_swarm_are_shown_as_far_as_the_coordinator_knows_them(world: World) -> None:
+    await world.fill(0)
+    await world.publish()
+    now = (await read_json(world, "/v1/history"))["now"]
+    lines = (await world.get("/v1/ledger/0"))[1].splitlines()
+    assert now["ledger"] == {"entries": len(lines), "digest": digest_of(lines[-1])}
+    assert now["swarm"] == {"announced": 0, "listed": 0, "guests": 0, "linked": 0}
+    whole, *_ = now["routes"]
+    assert whole == [None, now["bytes_published"] // 2]
 
 
 async def test_events_are_numbered_and_asked_for_from_a_number_on(world: World) -> None:

@@ -165,7 +165,7 @@ class Coordinator:
             history,
         )
         callers = Callers(proxies=config.behind, trusted=config.trusted)
-        page = RunPage(run, clock, decisions, observer, presence, peers, blockers, history)
+        page = RunPage(run, clock, decisions, observer, presence, peers, blockers, history, journal.ledger)
         self.feed = LiveFeed(page, clock)
         share = config.second_look_share
         tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement, pairs)

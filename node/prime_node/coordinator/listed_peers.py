@@ -98,6 +98,15 @@ class Peers:
     def __len__(self) -> int:
         return sum(offer.is_listed for offer in self.offers.values())
 
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of announced peers, of listed ones, of guests, and of those that keep a link to the own host."""
+        return {
+            "announced": len(self.offers),
+            "listed": len(self),
+            "guests": sum(offer.is_guest for offer in self.offers.values()),
+            "linked": 0 if self._network is None else len(self._network.connected()),
+        }
+
     def offer(
         self,
         record: PeerRecord,

@@ -14,6 +14,7 @@ from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.records import WorkerRecord
 from prime_node.ports.clock import Clock
+from prime_protocol.ledger import LedgerChain
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.visible import printable
 
@@ -21,6 +22,8 @@ BANS_SHOWN_MAX = 100
 CONTRIBUTORS_SHOWN_MAX = 12
 BEHIND_SHOWN_MAX = 4
 """Policies behind the newest one that are counted apart; more are one number."""
+POLICIES_SHOWN_MAX = 6
+ROUTES_SHOWN_MAX = 8
 NAME_CHARS_MAX, TEXT_CHARS_MAX = 64, 240
 
 
@@ -36,6 +39,8 @@ class RunPage:
     peers: Peers
     blockers: Blockers
     history: RunHistory
+    chain: LedgerChain
+    """The ledger's end."""
 
     def facts(self) -> dict[str, Any]:
         """Return what does not change. Example: {"name": "demo", "digest": "a3...", "max_steps": 400, ...}."""
@@ -72,6 +77,9 @@ class RunPage:
             "active": state.num_active,
             "holders": holders,
             "peers": len(self.peers),
+            "swarm": self.peers.counts(),
+            "routes": self._routes(),
+            "ledger": {"entries": self.chain.num_entries, "digest": self.chain.digest},
             "bytes_published": state.bytes_published,
             "open_leases": len(state.leases),
             "pending_bundles": len(state.bundles),
@@ -87,7 +95,7 @@ class RunPage:
                 }
                 for number, step in list(state.steps.items())[-8:]
             ],
-            "usable": self.observer.availability.as_rows(1),
+            "usable": self.observer.availability.as_rows(POLICIES_SHOWN_MAX),
         }
 
     def bans(self) -> list[dict[str, Any]]:
@@ -139,6 +147,17 @@ class RunPage:
             if version >= 0:
                 holders[min(BEHIND_SHOWN_MAX, max(0, head - version))] += num_workers
         return {str(doing): num_workers for doing, num_workers in states.items()}, holders
+
+    def _routes(self) -> list[list[int | None]]:
+        """Return how many bytes the newest policy takes from each older one: base and bytes, the whole (base None) first."""
+        state = self.decisions.state
+        found = state.published.get(state.head)
+        routes = (
+            ()
+            if found is None
+            else sorted(found.routes, key=lambda one: -1 if one.base_version is None else one.base_version)
+        )
+        return [[one.base_version, one.sent_bytes] for one in routes[:ROUTES_SHOWN_MAX]]
 
     def doing(self, worker: WorkerRecord) -> str:
         """Return a worker's state in a word."""

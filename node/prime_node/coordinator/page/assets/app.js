@@ -2,9 +2,9 @@
 import {el, svg, clean, count} from "/page/{digest}-dom.js";
 import {runView, phaseOf} from "/page/{digest}-run.js";
 import {workersView} from "/page/{digest}-workers.js";
-import {checksView, joinView} from "/page/{digest}-others.js";
+import {checksView, joinView, ledgerView, swarmView} from "/page/{digest}-others.js";
 
-const VIEWS = {run: ["Run", runView], workers: ["Workers", workersView], checks: ["Checks", checksView], join: ["Join", joinView]};
+const VIEWS = {run: ["Run", runView], workers: ["Workers", workersView], swarm: ["Swarm", swarmView], checks: ["Checks", checksView], ledger: ["Ledger", ledgerView], join: ["Join", joinView]};
 const POLL_MS = 15000, EVENTS_MAX = 400;
 let doc = null, source = null, view = null, shownView = "", retry = 0;
 const root = document.getElementById("app"), main = el("main", {id: "main", tabindex: -1});

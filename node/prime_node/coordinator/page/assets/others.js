@@ -1,6 +1,6 @@
-/* The views of checks and of joining. */
-import {el, svg, card, clean, named, command, count, plural, words} from "/page/{digest}-dom.js";
-import {bar, bars, legend} from "/page/{digest}-charts.js";
+/* The views of checks, of the swarm, of the ledger and of joining. */
+import {el, svg, card, clean, named, command, count, plural, short, bytes, time, share, words} from "/page/{digest}-dom.js";
+import {bar, bars, legend, plot} from "/page/{digest}-charts.js";
 import {qrCode} from "/page/{digest}-qr.js";
 
 const link = doc => `${location.origin}/#${doc.run.digest}`;
@@ -23,6 +23,45 @@ export function checksView() {
     card("c-prove", "Check it yourself", "this page proves nothing; these commands do", el("div", {class: "steps"}, el("p", {}, "Every published policy, its signatures and its chain:"), command(`prime-node verify ${link(doc)}`), el("p", {}, "The ledger of settled receipts:"), command(`prime-node ledger verify ${link(doc)}`), el("p", {}, "A ban, with the file from above:"), command("prime-node evidence verify FILE"))));
   }};
 }
+
+const table = (label, heads, rows) => el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": label}, el("table", {class: "plain"},
+  el("thead", {}, el("tr", {}, heads.map((name, i) => el("th", {class: i ? "n" : "", scope: "col"}, name)))),
+  el("tbody", {}, rows.map(row => el("tr", {}, row.map((cell, i) => el("td", {class: i ? "n" : ""}, cell)))))));
+const facts = rows => el("dl", {class: "facts"}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
+const unknown = (id, ...lines) => card(id, "What this page does not know", null, el("ul", {class: "about plainlist"}, lines.map(line => el("li", {}, line))));
+
+/* A view that is drawn anew when its part of the document has changed. */
+function drawn(signature, make) {
+  const root = el("div", {class: "view"});
+  let known = "";
+  return {root, update(doc) {
+    const now = JSON.stringify(signature(doc));
+    if (now !== known) { known = now; root.replaceChildren(...make(doc)); }
+  }};
+}
+
+export const swarmView = () => drawn(doc => [doc.now.holders, doc.now.head, doc.now.swarm, doc.now.routes, doc.now.usable, doc.now.bytes_published, doc.steps.step.at(-1)], doc => {
+  const {now, run, steps} = doc, total = sum(now.holders), whole = now.routes.find(route => route[0] === null)?.[1], x = steps.step;
+  return [el("div", {class: "split"},
+    card("c-has", `Who has policy ${count(Math.max(0, now.head))}?`, total > 0 && `${share(now.holders[0] / total)} of ${plural(total, "worker")}`, total > 0 ? [bar(now.holders.map((n, i) => [i === 0 ? "good" : i <= run.k ? "accent" : "refused", n]), `${now.holders[0]} of ${total} workers have the newest policy`, true),
+      bars(now.holders.map((n, i) => [i === 0 ? "newest" : i === 4 ? "4 or more behind" : `${i} behind`, n, i === 0 ? "good" : i <= run.k ? "accent" : "refused"])), el("p", {class: "fine gap"}, `Work of workers that are more than ${plural(run.k, "policy", "policies")} behind is not accepted.`)] : el("p", {class: "soft"}, "No worker has reported its policy yet.")),
+    card("c-links", "Who passes it on", null, facts([["peers that announced themselves", count(now.swarm.announced)], ["reached by the coordinator, so listed", count(now.swarm.listed)], ["guests, which only pass on", count(now.swarm.guests)], ["linked with the coordinator's own peer", count(now.swarm.linked)], ["published so far", bytes(now.bytes_published)]]))),
+  el("div", {class: "split"},
+    card("c-usable", "Time until a policy could be used", "as workers report it", now.usable.length ? table("Time until a policy could be used", ["policy", "workers", "half of them", "nine of ten"], [...now.usable].reverse().map(one => [count(one.policy_version), count(one.workers), time(one.median_s), time(one.most_s)])) : el("p", {class: "soft"}, "No worker has reported a time yet."),
+      x.length > 1 && [el("h3", {}, "Nine of ten workers, by step"), plot({lines: [{name: "usable after", x, y: steps.broadcast, colour: "broadcast"}], format: time, label: "Seconds from publication until nine of ten workers could use a policy, by step"})]),
+    card("c-routes", `What policy ${count(Math.max(0, now.head))} takes to download`, null, now.routes.length ? table("Bytes of the newest policy", ["from", "bytes", "of the whole"], now.routes.map(([base, n]) => [base === null ? "nothing" : `policy ${count(base)}`, bytes(n), whole ? share(n / whole, 1) : "–"])) : el("p", {class: "soft"}, "Nothing is published yet."))),
+  unknown("c-unknown", "Which pieces a peer holds or fetches: peers tell each other, not the coordinator.", "How many bytes came from peers and how many from the operator's machines.", "Workers that only download and never announce an address are counted above, not listed as peers.")];
+});
+
+export const ledgerView = () => drawn(doc => [doc.now.ledger, doc.now.accepted, doc.now.refused, doc.now.tokens, doc.contributors], doc => {
+  const {now} = doc, refused = sum(Object.values(now.refused)), given = sum(doc.contributors.map(one => one[2]));
+  return [el("div", {class: "split"},
+    card("c-who", "Tokens of accepted rollouts", `${short(now.tokens)} by all workers`, doc.contributors.length ? table("Tokens by worker", ["worker", "tokens", "share"], [...doc.contributors.map(([key, name, n]) => [[named(name), " ", el("span", {class: "mono soft"}, key.slice(-6))], count(n), share(n / Math.max(1, now.tokens), 1)]), ...(now.tokens > given ? [[el("span", {class: "soft"}, "all others"), count(now.tokens - given), share((now.tokens - given) / now.tokens, 1)]] : [])]) : el("p", {class: "soft"}, "Nothing is accepted yet.")),
+    card("c-chain", "The ledger", null, facts([["receipts", count(now.ledger.entries)], ["accepted rollouts", count(now.accepted)], ["refused rollouts", count(refused)], ["digest of the last line", el("span", {class: "mono"}, now.ledger.digest)]]),
+      el("p", {class: "about gap"}, "Each line is a receipt that the coordinator signed and gave to the worker. It names the line before it, so nobody can take one out or change it afterwards."), el("p", {class: "gap"}, el("a", {href: "/v1/ledger/0"}, "The first lines"), " · ", el("a", {href: "/v1/ledger"}, "the signed end")))),
+  card("c-own", "Find your own receipts", "this page proves nothing; these commands do", el("div", {class: "steps"}, el("p", {}, "Check every line, and that each receipt of your machine is among them:"), command(`prime-node ledger verify ${link(doc)} --receipts FOLDER`), el("p", {}, "Keep a copy:"), command(`prime-node ledger export ${link(doc)}`))),
+  unknown("c-unknown", "Credits: the newest bundles of a worker are in escrow until later ones pass an audit, so the ledger credits fewer tokens than are accepted here.", "Who a worker is: names are what workers call themselves; only the key counts.", "Rewards or payments: the run pays nothing, and the coordinator keeps no account.")];
+});
 
 export function joinView() {
   const root = el("div", {class: "view"});
