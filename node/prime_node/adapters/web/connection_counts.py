@@ -96,6 +96,7 @@ class Entry:
     def leave(self) -> None:
         """Stop counting the connection. Idempotent."""
         if self.is_inside:
+            self._counts.asks(self)
             self._counts.count(self, -1)
             self.is_inside = False
 
@@ -118,6 +119,8 @@ class ConnectionCounts:
         """Connections by network."""
         self._members_of: dict[str, int] = {}
         """Connections by network or key."""
+        self._silent_of: dict[str, dict[Entry, Callable[[], None]]] = {}
+        """Connections that have brought no request yet, by network, oldest first, with the functions that end them."""
         self._connects = _turns(bounds.connects_per_second, burst_s=5.0)
         self._requests = _turns(bounds.requests_per_second, burst_s=0.25)
         self._member_requests = _turns(bounds.member_requests_per_second, burst_s=MEMBER_BURST_S)
@@ -128,20 +131,40 @@ class ConnectionCounts:
         )
 
     def enter(self, address: str) -> Entry | None:
-        """Count a new connection and return it; None if it is refused."""
+        """Count a new connection and return it; None if it is refused.
+
+        If its network has no room left, it replaces the network's oldest connection that has brought no request: whoever
+        only holds connections keeps nobody beside it out.
+        """
         if self.num_connections >= self._scaled(limits.HTTP_CONNECTIONS_MAX):
             return None
         network, is_proxy = self._place_of(address)
         if not is_proxy:
             if self.num_strangers >= self._scaled(limits.HTTP_STRANGERS_MAX):
                 return None
-            if self._strangers_of.get(network, 0) >= self._each_max():
+            is_full = self._strangers_of.get(network, 0) >= self._each_max()
+            if is_full and network not in self._silent_of:
                 return None
             if self._connects is not None and not self._connects.try_take(network, self._now()):
                 return None
+            if is_full:
+                oldest, end = next(iter(self._silent_of[network].items()))
+                oldest.leave()
+                end()
         entry = Entry(self, address, network=network, is_proxy=is_proxy)
         self.count(entry, +1)
         return entry
+
+    def has_not_asked(self, entry: Entry, end: Callable[[], None]) -> None:
+        """Record that a new connection has brought no request yet, and the function that ends it."""
+        if entry.is_inside and not entry.is_proxy:
+            self._silent_of.setdefault(entry.network, {})[entry] = end
+
+    def asks(self, entry: Entry) -> None:
+        """Record that a connection has brought a request, or is gone. Idempotent."""
+        silent = self._silent_of.get(entry.network)
+        if silent is not None and silent.pop(entry, None) is not None and not silent:
+            del self._silent_of[entry.network]
 
     def has_room(self, entry: Entry, sender: Sender) -> bool:
         """Return whether a connection may count as this key's."""

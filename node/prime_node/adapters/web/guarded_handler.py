@@ -105,6 +105,7 @@ class GuardedHandler(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the timer for the first header."""
         super().connection_made(transport)
+        self._counts.has_not_asked(self.entry, self.abort)
         self._wait_for_header(self._first_header_s)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -237,6 +238,7 @@ class GuardedHandler(web.RequestHandler):
                 self._wait_for_header(min(self._header_s_max, limits.HTTP_HEADER_S_MAX))
             return False
         head = read_request_head(bytes(self._held[:end]))
+        self._counts.asks(self.entry)
         if not self._counts.bounds.is_host(self.entry.address, head.host):
             raise RemoteError(
                 ErrorCode.MALFORMED,
