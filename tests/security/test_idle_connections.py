@@ -1,4 +1,4 @@
-"""One laptop holds as many connections as its network may have, and asks nothing: who comes beside it is served."""
+"""One laptop holds as many connections as its network may have, and sends no request: others of the network are served."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ class ConnectionCounts:
     def enter(self, address: str) -> Entry | None:
         """Count a new connection and return it; None if it is refused.
 
-        If its network has no room left, it replaces the network's oldest connection that has brought no request: whoever
-        only holds connections keeps nobody beside it out.
+        If its network has no room left, it replaces the network's oldest connection that has brought no request. So an
+        attacker that only holds connections does not keep others out.
         """
         if self.num_connections >= self._scaled(limits.HTTP_CONNECTIONS_MAX):
             return None
@@ -161,7 +161,7 @@ class ConnectionCounts:
             self._silent_of.setdefault(entry.network, {})[entry] = end
 
     def asks(self, entry: Entry) -> None:
-        """Record that a connection has brought a request, or is gone. Idempotent."""
+        """Record that a connection has brought a request, or has ended. Idempotent."""
         silent = self._silent_of.get(entry.network)
         if silent is not None and silent.pop(entry, None) is not None and not silent:
             del self._silent_of[entry.network]
