@@ -94,6 +94,7 @@ async def _serve(num_workers: int, pipe: Connection, hostile: bool) -> None:
         title="Two-digit sums",
         description="A small model learns to add, on machines of people who need not trust each other. All numbers are invented.",
         max_steps=400,
+        created_at_ms=time.time_ns() // 1_000_000 - 6 * 3_600_000,
         groups_per_step=64,
         rollouts_per_group=8,
         heartbeat_seconds=600.0,
