@@ -22,7 +22,7 @@ const parts = {
     if (now.states.banned) doing.push(`${count(now.states.banned)} banned`);
     return [el("dl", {class: "tiles"},
       last ? tile("Held-out accuracy", share(last[by], 1), rows.length > 1 ? `${by}, policy ${count(last.policy)}; ${share(first[by], 1)} at policy ${count(first.policy)}` : `${by}, policy ${count(last.policy)}`)
-        : tile("Reward", reward == null ? "–" : reward.toFixed(2), reward == null ? "no step is trained yet" : `mean of the newest steps; ${begun.toFixed(2)} in the first`),
+        : tile("Reward", reward == null ? "–" : reward.toFixed(2), reward == null ? now.head > 0 ? "no earlier step is recorded" : "no step is trained yet" : `mean of the newest steps; ${begun.toFixed(2)} in the first`),
       tile("Step", [count(Math.min(now.step, run.max_steps)), el("span", {class: "fine"}, ` of ${count(run.max_steps)}`)], now.phase === "complete" ? "all steps are trained" : now.step_s ? `${time(now.step_s)} a step, about ${time(now.left_s)} left` : "time left: not known yet",
         bar([["accent", now.step], ["line", Math.max(0, run.max_steps - now.step)]], `${now.step} of ${run.max_steps} steps`)),
       tile("Workers", count(now.active), doing.join(", ") || "nobody takes part now"),
@@ -37,7 +37,7 @@ const parts = {
     const ends = rows.filter(one => one[by + "_low"] != null), r = mean(tail(reward, 10));
     return [card("c-learning", "Is it learning?", null, legend([["accent", "reward of each step", r?.toFixed(2)], ...(rows.length ? [["broadcast", `held-out answers (${by}${trusted ? "" : ", by workers"}), 95 % interval`, y.at(-1).toFixed(2)]] : [])]),
       step.length || rows.length ? plot({lines, tall: true, format: v => v.toFixed(2), top: most <= 1 && lows >= 0 ? 1 : undefined, band: ends.length ? {x: ends.map(o => o.policy), low: ends.map(o => o[by + "_low"]), high: ends.map(o => o[by + "_high"]), colour: "broadcast"} : undefined,
-        label: `Mean reward by step, now ${r?.toFixed(2) ?? "unknown"}${rows.length ? `; held-out accuracy ${rows.map(o => `${o[by].toFixed(2)} at policy ${o.policy}`).slice(-6).join(", ")}` : ""}`}) : el("p", {class: "empty"}, "The first point appears when a step is trained."))];
+        label: `Mean reward by step, now ${r?.toFixed(2) ?? "unknown"}${rows.length ? `; held-out accuracy ${rows.map(o => `${o[by].toFixed(2)} at policy ${o.policy}`).slice(-6).join(", ")}` : ""}`}) : el("p", {class: "empty"}, doc.now.head > 0 ? "No earlier step is recorded; the next one appears here." : "The first point appears when a step is trained."))];
   }],
   window: [doc => doc.now.window, doc => [card("c-window", "Groups on their way", null, doc.now.window.length ? el("table", {class: "plain"},
     el("thead", {}, el("tr", {}, ["step", "open", "at workers", "ready", "trained"].map((name, i) => el("th", {class: i ? "n" : "", scope: "col"}, name)))),
