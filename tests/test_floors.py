@@ -23,7 +23,7 @@ FLOORS = (
     {"broadcast"},
     {"training_data", "algo", "envs"},
     {"config", "observe", "keyfile", "patience"},
-    {"files", "folder_lock", "memory", "scratch"},
+    {"files", "folder_lock", "memory", "power", "scratch"},
     {"inside"},
     {"ports"},
     {"prime_node"},

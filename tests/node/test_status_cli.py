@@ -17,7 +17,7 @@ from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, ROOT, folder_part
 from tests.node.operator_world import operate, run_dir_of
 from typer.testing import CliRunner, Result
 
-from prime_node.cli import run_status
+from prime_node.cli import place, run_status
 from prime_node.cli import status as status_file
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
@@ -288,6 +288,7 @@ def write(folder: Path, status: Status) -> Path:
 
 def test_a_contributor_sees_what_this_machine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_file, "HOME", tmp_path)
+    monkeypatch.setattr(place, "HOME", tmp_path)
     with pytest.raises(LocalError, match="no worker has run here"):
         shown()
     now_ms = time.time_ns() // 1_000_000

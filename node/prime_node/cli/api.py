@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from prime_node.cli.verify_output import Verification
     from prime_node.cli.wire_environments import Launcher
     from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.power import PowerSupply
     from prime_node.worker.config import WorkerConfig
     from prime_node.worker.worker import Ending
     from prime_protocol.identity import SigningKey
@@ -87,6 +88,7 @@ class ConfinedWorker:
     launcher: Launcher | None
     folder: Path
     key: SigningKey
+    power: PowerSupply
     cheat: tuple[str, int] | None
     """A cheat of worker/cheats.py, and the number of policies to serve honestly first."""
 
@@ -106,6 +108,7 @@ def confined_worker(
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, worker_needs
     from prime_node.folder_lock import FolderLock
     from prime_node.keyfile import load_or_create
+    from prime_node.power import PowerSupply
 
     parsed = parse_link(link)
     settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
@@ -115,9 +118,17 @@ def confined_worker(
     ready_kernels()
     launcher = environment_launcher(grants, settings.sandbox, folder=place)
     key = load_or_create(key_file)
+    power = PowerSupply()
     confine_role(settings.sandbox, place, worker_needs(settings, grants, launcher))
     return ConfinedWorker(
-        link=parsed, settings=settings, grants=grants, launcher=launcher, folder=place, key=key, cheat=cheat
+        link=parsed,
+        settings=settings,
+        grants=grants,
+        launcher=launcher,
+        folder=place,
+        key=key,
+        power=power,
+        cheat=cheat,
     )
 
 
@@ -138,6 +149,7 @@ async def run_confined(
 
     settings, folder = worker.settings, worker.folder
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(worker.power.close)
         if worker.launcher is not None:
             stack.callback(worker.launcher.close)
         client = await stack.enter_async_context(wire.client(worker.link, worker.key))
@@ -177,6 +189,7 @@ async def run_confined(
                     follower=follower,
                     trust=trust,
                     hardware=wire.describe_hardware(),
+                    on_battery=worker.power.on_battery,
                     swarm=(lambda: "") if peer is None else peer.describe,
                     folder=folder,
                     clock=wire.clock(),

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "up": "Start or resume a whole run on this machine.",
     "join": "Lend this machine to a run.",
+    "pause": "Stop this machine's work at once, until resume.",
+    "resume": "Let this machine work again.",
+    "finish": "Finish the work in progress, then leave the run.",
+    "limit": "Show or change when a worker computes.",
     "status": "Show the state of a run or of this machine's workers.",
     "seed": "Serve a run's policies to its workers: no GPU needed.",
     "fetch": "Download and verify a policy from the run's peers.",
@@ -42,7 +46,9 @@ SUMMARIES = {
     "version": "Print the version.",
 }
 """Summary of each command for one terminal line; the commands' own help says more. Each key is the name of a module in this
-package and of the function or Typer group that it defines."""
+package and of the function or Typer group that it defines, except those in CONTROLS."""
+CONTROLS = frozenset({"pause", "resume", "finish", "limit"})
+"""Commands that are functions of the module control, each with a name like `pause_worker`."""
 
 
 CONFINED = frozenset({"join", "seed", "validator"})
@@ -55,7 +61,8 @@ class Commands(Mapping[str, "Command"]):
     def __getitem__(self, name: str) -> Command:
         if name not in SUMMARIES:
             raise KeyError(name)
-        found = version if name == "version" else getattr(import_module(f"prime_node.cli.{name}"), name)
+        module, function = ("control", f"{name}_worker") if name in CONTROLS else (name, name)
+        found = version if name == "version" else getattr(import_module(f"prime_node.cli.{module}"), function)
         if not isinstance(found, typer.Typer):
             alone = _typer()
             alone.command(name)(found)

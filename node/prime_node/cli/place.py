@@ -51,6 +51,12 @@ def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) ->
     return Place(run_dir.join_link(), load_key(key or run_dir.key(role)), place, FolderLock(place))
 
 
+def worker_folders() -> list[Path]:
+    """Return the folders, below HOME, in which workers have run, the newest last."""
+    found = [path.parent for path in (HOME / "runs").glob("*/status.json")]
+    return sorted(found, key=lambda folder: (folder / "status.json").stat().st_mtime)
+
+
 def parse_link(text: str) -> JoinLink:
     """Parse a join link. Raises LocalError because a person typed or pasted it."""
     try:

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from prime_node.cli.place import HOME
+from prime_node.cli.place import HOME, worker_folders
 from prime_node.cli.run_status import run_status
 from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
@@ -69,7 +69,7 @@ def _raw(target: str | None) -> Any:
         return run_status(target)[1]
     from prime_node.worker.status import read_status
 
-    return {str(folder): asdict(read_status(folder / "status.json")) for folder in _worker_folders(target)}
+    return {str(folder): asdict(read_status(folder / "status.json")) for folder in _folders(target)}
 
 
 def _view(target: str | None) -> RenderableType:
@@ -81,7 +81,7 @@ def _view(target: str | None) -> RenderableType:
 
     now_ms = time.time_ns() // 1_000_000
     return status_view.of_workers(
-        [(folder, read_status(folder / "status.json")) for folder in _worker_folders(target)], now_ms
+        [(folder, read_status(folder / "status.json")) for folder in _folders(target)], now_ms
     )
 
 
@@ -89,13 +89,13 @@ def _is_worker(folder: Path) -> bool:
     return (folder / "status.json").is_file()
 
 
-def _worker_folders(target: str | None) -> list[Path]:
-    """Return the folders of workers, the newest last. Raises LocalError if there are none."""
+def _folders(target: str | None) -> list[Path]:
+    """Return the folders of workers. Raises LocalError if there are none."""
     if target is not None:
         return [Path(target)]
-    found = [path.parent for path in (HOME / "runs").glob("*/status.json")]
+    found = worker_folders()
     if not found:
         raise LocalError(
             f"no worker has run here: nothing in {HOME / 'runs'}. Give a run directory, a join link or a worker's folder"
         )
-    return sorted(found, key=lambda folder: (folder / "status.json").stat().st_mtime)
+    return found

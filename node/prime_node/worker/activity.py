@@ -21,7 +21,7 @@ class LeaseInHand:
     digest: str
     """Digest of its payload."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Event set once its bundle could no longer be used."""
+    """Event set once its bundle could no longer be used, or the contributor pauses."""
 
 
 @dataclass
@@ -31,6 +31,10 @@ class LeaseActivity:
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
     """Reason why no lease is requested or granted; empty if there is none."""
+    paused: str = ""
+    """Reason why nothing may be computed: the contributor's pause or limits; empty if there is none."""
+    control_at_ms: int = 0
+    """Time of the contributor's last command that is followed."""
     in_hand: dict[str, LeaseInHand] = field(default_factory=dict)
     finished_s: float = 0.0
     """Monotonic time at which the engine last finished a lease."""
@@ -41,6 +45,6 @@ class LeaseActivity:
     """Speed measured by the rehearsal, for the coordinator."""
 
     def cancel(self, lease_ids: Iterable[str]) -> None:
-        """Stop the work on leases that the coordinator can no longer use."""
+        """Stop the work on leases: the coordinator can no longer use them, or the contributor pauses."""
         for lease_id in self.in_hand.keys() & set(lease_ids):
             self.in_hand[lease_id].cancelled.set()

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import SandboxSettings, Settings, SettingsConfigDict
+from prime_node.worker.control import WorkLimits
 from prime_protocol import limits
 from prime_protocol.assignment import Name
 
@@ -60,6 +61,8 @@ class WorkerConfig(Settings):
     """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted."""
     swarm: SwarmConfig = SwarmConfig()
     """Exchange of policies with other workers."""
+    limits: WorkLimits = WorkLimits()
+    """When it computes. `prime-node limit` replaces them while it runs."""
     sandbox: SandboxSettings = SandboxSettings()
     """Sandbox of this process."""
     policies_kept: int = Field(default=2, ge=2, le=64)

@@ -1,6 +1,7 @@
 """The worker's loop: join, then lease, generate, sign, spool and upload, while following the policies.
 
-Concurrency. The worker joins first. `load_first` waits for the engine to be built, for a policy, and for the engine to hold
+Concurrency. The worker joins first. `follow_control` reads what the contributor wants; a pause hands the leases back, and
+nothing is leased until it ends. `load_first` waits for the engine to be built, for a policy, and for the engine to hold
 it: nothing is leased before. `lease_ahead`
 waits for room (config.leases_ahead) and for the coordinator; it requests nothing while `trust` cannot establish the
 newest policy. `_generate` waits for leases, starts a task for each as soon as the engine takes it, and gives room back.
@@ -16,6 +17,7 @@ import logging
 from collections.abc import Awaitable
 
 from prime_node.patience import causes_of, in_a_hurry, unless
+from prime_node.worker.controlling import follow_control, forget_finish
 from prime_node.worker.reporting import (
     farewell,
     fetch_receipts,
@@ -50,8 +52,10 @@ async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
     at any moment: bundles in the spool are uploaded next time.
     """
     outcome = "failed"
+    forget_finish(worker)
     try:
         ending = await _run(worker, stop)
+        forget_finish(worker)
         worker.session.notice, outcome = "", ending.value  # the last notice says why there was no lease
         worker.say(farewell(worker, ending))
         return ending
@@ -84,6 +88,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
             tasks.create_task(_set_after(worker.quit, stop.wait())),
             tasks.create_task(_set_after(worker.grace_over, _grace(worker, stop))),
             tasks.create_task(show_status(worker)),
+            tasks.create_task(follow_control(worker)),
         ]
         await unless(worker.quit.wait(), session.join())
         if not worker.quit.is_set():
@@ -95,13 +100,14 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),
             ]
             fetching = tasks.create_task(fetch_receipts(worker))
+            await unless(worker.quit.wait(), worker.permit.on())
             await load_first(worker)
             await _generate(worker)
             fetching.cancel()
             await _finish(worker)
         for task in beside:
             task.cancel()
-    return Ending.STOPPED if stop.is_set() else Ending.DRAINED
+    return Ending.STOPPED if stop.is_set() or worker.finishing else Ending.DRAINED
 
 
 async def _generate(worker: Worker) -> None:
@@ -147,6 +153,8 @@ async def _upload(worker: Worker, parcel: bytes) -> UploadReply:
 
 async def _grace(worker: Worker, stop: asyncio.Event) -> None:
     await worker.quit.wait()
+    if worker.finishing:
+        await stop.wait()
     seconds = worker.config.grace_seconds
     await worker.clock.sleep(min(seconds, HURRY_S) if in_a_hurry(stop) else seconds)
 

@@ -49,6 +49,10 @@ class Status:
     """Seconds for which the coordinator has not answered; None while it does."""
     waiting_for: str = ""
     """Reason why nothing is being generated."""
+    paused: str = ""
+    """Reason of a pause: the contributor's command or limits; empty if there is none."""
+    control_at_ms: int = 0
+    """Time of the contributor's last command that the worker follows; 0 without any."""
     notice: str = ""
     """Coordinator's message to the contributor."""
     swarm: str = ""
@@ -78,6 +82,8 @@ class Status:
             parts.append(f"{self.bundles_spooled} to upload")
         if self.coordinator_away_s is not None:
             parts.append(f"coordinator unreachable for {self.coordinator_away_s:.0f} s")
+        elif self.paused:
+            parts.append(f"paused {self.paused}")
         elif self.waiting_for:
             parts.append(f"waiting: {self.waiting_for}")
         else:

@@ -93,6 +93,7 @@ async def lease_ahead(worker: Worker, leases: asyncio.Queue[Lease]) -> NoReturn:
 async def _next_lease(worker: Worker) -> Lease:
     """Return a lease for the newest held policy, however long it takes."""
     while True:
+        await worker.permit.on()
         if fault := worker.trust.fault():
             worker.activity.waiting_for = fault
             await worker.clock.sleep(LEASE_PAUSE_S)
@@ -118,6 +119,8 @@ async def _next_lease(worker: Worker) -> Lease:
                 opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
                 lease = await worker.trust.verified(opened)
                 worker.activity.in_hand[lease.lease_id] = LeaseInHand(reply.digest)
+                if worker.activity.paused:  # meanwhile: it is handed back in its turn
+                    worker.activity.cancel((lease.lease_id,))
                 worker.receipts.note_lease(lease, reply)
                 worker.activity.pace.asked(worker.clock.monotonic_s() - asked_s)
                 worker.activity.waiting_for = ""
@@ -333,7 +336,7 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
         return
     why = "its environment failed" if failed else "it cannot be finished in time"
     if in_hand.cancelled.is_set():
-        why = "the run can no longer use it"
+        why = f"paused {worker.activity.paused}" if worker.activity.paused else "the run can no longer use it"
     log.info("lease %s: %s; handing it back", lease.lease_id[:12], why)
     request = ReturnLeaseRequest(lease_id=lease.lease_id, failed=failed, session=worker.session.name)
     try:

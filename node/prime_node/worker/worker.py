@@ -90,6 +90,8 @@ class Worker:
     """Description of this machine for the operator."""
     accepted: InitVar[Switch | None] = None
     """Switch to turn on while the coordinator counts this machine as its key's user; the swarm host runs only then."""
+    on_battery: Callable[[], bool] = lambda: False
+    """Function that returns whether this machine runs on battery power."""
     swarm: Callable[[], str] = lambda: ""
     """Function that returns the swarm's state as text for the owner."""
     say: Callable[[str], None] = log.info
@@ -102,6 +104,10 @@ class Worker:
     """What `equip` has built; None until then."""
     quit: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends new work: a request to stop, or the coordinator drains this worker."""
+    finishing: bool = field(default=False, init=False)
+    """Whether the contributor asked to finish: what is begun is completed, however long that takes."""
+    permit: Switch = field(default_factory=Switch, init=False)
+    """Switch that is on while the contributor's pause and limits allow work."""
     grace_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends all work, finished or not."""
 
