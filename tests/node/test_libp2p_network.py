@@ -219,3 +219,19 @@ async def test_a_cancelled_request_lets_the_next_one_through(peer: MakePeer) -> 
     with pytest.raises(asyncio.CancelledError):
         await asking
     assert await hello(anna, ben) == anna.peer_id.encode() + b" hello"
+
+
+async def test_a_host_whose_listening_sockets_are_closed_has_no_addresses(peer: MakePeer) -> None:
+    """While a host stops, libp2p still lists its closed sockets: a caller met "Bad file descriptor" then."""
+    network = await peer()
+    assert network.addresses()
+    assert network.running is not None
+    listeners = [one for each in network.running.host.get_network().listeners.values() for one in each.listeners]
+    assert listeners
+
+    async def close_sockets() -> None:
+        for listener in listeners:
+            await listener.aclose()
+
+    await network.thread.call(close_sockets)
+    assert network.addresses() == ()

@@ -112,7 +112,10 @@ class Libp2pNetwork:
     def addresses(self) -> tuple[str, ...]:
         if self._settings.private or self.running is None:
             return ()
-        bound = [str(address) for address in self.running.host.get_transport_addrs()]
+        try:
+            bound = [str(address) for address in self.running.host.get_transport_addrs()]
+        except OSError:
+            return ()  # its listening sockets are closed: it is stopping
         named = [address for address in bound if not address.startswith(("/ip4/0.0.0.0/", "/ip6/::/"))]
         reach = self.running.reach
         return tuple(dict.fromkeys((*self._settings.announce, *named, *reach.confirmed, *reach.relayed)))[
