@@ -241,7 +241,8 @@ def trainer(step: Step) -> None:
     from prime_node.adapters.training.torch_backend import TorchBackend
     from prime_node.algo.losses import find_loss
     from prime_node.algo.shares import Packing
-    from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+    from prime_node.ports.train_backend import OptimizerSettings
+    from prime_node.ports.train_samples import TrainSample
     from prime_protocol.weights import num_bytes
 
     vocab_size, length, count = (264, 12, 6) if step.dry else (151_936, 512, 32)

@@ -23,13 +23,15 @@ from vectors.bundles import bundles
 from vectors.calibrations import calibrations
 from vectors.checkpoints import checkpoints
 from vectors.claims import body_claims
+from vectors.delegations import delegations, standings
 from vectors.folder import Folder
 from vectors.invites import invites
 from vectors.judged import judged_logprobs
 from vectors.ledger import ledger
 from vectors.messages import messages
 from vectors.peers import peers
-from vectors.proofs import choices, proofs
+from vectors.proofs import choices, compared_choices, proofs
+from vectors.replay import replay
 from vectors.runs import lease_of, runs
 from vectors.seeds import seeds
 from vectors.trust import trust
@@ -46,6 +48,7 @@ def main() -> None:
     envelopes(folder)
     noise(folder)
     choices(folder)
+    compared_choices(folder)
     proofs(folder)
     run = runs(folder)
     trust(folder, run)
@@ -56,6 +59,8 @@ def main() -> None:
     ledger(folder, run)
     turns(folder, lease)
     invites(folder, run)
+    delegations(folder, run)
+    standings(folder)
     adapters(folder)
     ranks(folder)
     compared(folder)
@@ -66,6 +71,7 @@ def main() -> None:
     body_claims(folder, run)
     seeds(folder)
     answers(folder)
+    replay(folder)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-# Sourced by the scripts beside it. Finds a Python that can run scripts/setup.py, as $python.
+# Sourced by the scripts beside it. Finds a Python that can run scripts/setup.py, as $python,
+# and names the parts of the set-up that need all, as $all_parts.
 
 cd "$(dirname "$0")/.." || exit 1
 
@@ -13,3 +14,6 @@ if [ -z "$python" ]; then
     echo "Install one, or name it: PYTHON=/path/to/python3.11 $0" >&2
     exit 1
 fi
+
+# What the checks and the tests need. Both install all of it, because each further set-up takes a minute.
+all_parts=coordinator,postgres,s3,train,envs,parquet,verifiers,p2p,vllm,dev

@@ -45,6 +45,7 @@ from setup_native import (
     what_to_do,
 )
 from setup_pip import (
+    INSTALL,
     LEFT_OUT,
     LOG,
     PYCOSAT_PLACEHOLDER,
@@ -52,6 +53,7 @@ from setup_pip import (
     VENV,
     VENV_PYTHON,
     SetupError,
+    compile_packages,
     lean_requirements,
     package_name,
     pip_or_fail,
@@ -239,7 +241,7 @@ def install(machine: Machine, extras: list[str]) -> None:
     started = time.monotonic()
     if torch:
         say(f"(1) {torch[-1]}")
-        pip_or_fail("install", *torch)
+        pip_or_fail(*INSTALL, *torch)
 
     # (2) everything that the parts ask for, in one resolution
     say("(2) what the parts ask for")
@@ -255,12 +257,12 @@ def install(machine: Machine, extras: list[str]) -> None:
             listing.append(requirement)
     requirements = VENV / "requirements.txt"
     requirements.write_text("\n".join(listing) + "\n")
-    pip_or_fail("install", "--requirement", str(requirements))
+    pip_or_fail(*INSTALL, "--requirement", str(requirements))
 
     # (3) the packages that come without some of what they ask for
     if wheels:
         say(f"(3) {', '.join(Path(wheel).name.split('-')[0] for wheel in wheels)}")
-        pip_or_fail("install", "--no-deps", *wheels)
+        pip_or_fail(*INSTALL, "--no-deps", *wheels)
         shutil.rmtree(VENV / "wheels")
     if "envs" in extras:
         site_packages = next(VENV.glob("lib/python*/site-packages"))
@@ -268,11 +270,20 @@ def install(machine: Machine, extras: list[str]) -> None:
 
     # (4) this project
     say("(4) this project, editable")
-    pip_or_fail("install", "--no-deps", "--no-build-isolation", "--editable", ".")
+    pip_or_fail(*INSTALL, "--no-deps", "--no-build-isolation", "--editable", ".")
+    compile_packages()
     stamp.state, stamp.fingerprint = "complete", fingerprint()
     stamp.installed = sorted({*stamp.installed, *parts_to_add(machine, extras, stamp.installed)})
     stamp.write()
     say(f"Ready in {time.monotonic() - started:.0f} s. Log: {LOG}")
+
+
+def parts_of(name: str, optional: dict[str, list[str]]) -> list[str]:
+    """Return the extras that a role is made of; any other extra is its own part."""
+    own = [
+        line.partition("[")[2].removesuffix("]").split(",") for line in optional[name] if line.startswith("prime-node[")
+    ]
+    return [part for parts in own for part in parts] if own or not optional[name] else [name]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -280,9 +291,10 @@ def read_arguments() -> argparse.Namespace:
         chosen = [name for name in text.split(",") if name]
         if unknown := sorted(set(chosen) - set(known)):
             raise argparse.ArgumentTypeError(f"no such part: {', '.join(unknown)}; there are {', '.join(known)}")
-        return chosen
+        return [part for name in chosen for part in parts_of(name, optional)]
 
-    known = sorted(read_pyproject()["project"]["optional-dependencies"])
+    optional = read_pyproject()["project"]["optional-dependencies"]
+    known = sorted(optional)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=names, default=[], help=f"of {', '.join(known)}")
     parser.add_argument("--gpu-parts", type=names, default=[], help="only where there is an NVIDIA GPU")

@@ -15,7 +15,9 @@ DRIVER_MAJOR_MIN = 580  # torch 2.13 on PyPI is built with CUDA 13
 # the others are added up from their wheels: a guide, not a promise.
 SIZES_MB = {
     "core": (40, 130),
-    "coordinator": (15, 50),
+    "coordinator": (10, 30),
+    "postgres": (4, 12),
+    "s3": (5, 16),
     "torch-cpu": (200, 850),
     "torch-cuda": (2700, 5500),
     "torch-macos": (100, 400),
@@ -26,7 +28,7 @@ SIZES_MB = {
     "envs": (10, 50),
     "parquet": (50, 170),
     "verifiers": (20, 60),
-    "dev": (30, 90),
+    "dev": (110, 330),
 }
 NEEDS_TORCH = frozenset({"train", "vllm", "vllm-cpu"})
 

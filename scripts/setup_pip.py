@@ -21,6 +21,7 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 LOG = VENV / "logs" / "setup.log"
 TAIL_LINES = 15
+INSTALL = ("install", "--no-compile")  # pip compiles to byte code in one process; compile_packages uses all processors
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own; PyPI holds only the CUDA build for Linux
 CPU_INDEX_TIMEOUT_S = 5
 
@@ -92,6 +93,15 @@ def pip_or_fail(*arguments: str) -> None:
         raise SetupError(
             "\n    ".join(["pip failed. Its last lines:", *tail]) + f"\n{advice(tail)}\nThe whole log: {LOG}"
         )
+
+
+def compile_packages() -> None:
+    """Compile what is installed to byte code: confined processes cannot write it. What does not compile is left to its import."""
+    command = [str(VENV_PYTHON), "-m", "compileall", "-q", "-j", "0", *map(str, VENV.glob("lib/python*/site-packages"))]
+    with LOG.open("a") as log:
+        log.write(f"\n$ {' '.join(command)}\n")
+        log.flush()
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)
 
 
 def advice(tail: list[str]) -> str:

@@ -7,10 +7,15 @@ import logging
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 from tests.schedule_world import Schedule
+
+from prime_lab.postgres_server import NO_FSYNC, PASSWORD, PostgresServer, postgres_server
+from prime_lab.s3_server import S3Server, s3_server
 
 # Read by the libraries as they are imported, here and in every process that a test starts. Two torch
 # processes with two threads each on two cores spin against one another and fall to a fifth of their speed.
@@ -21,6 +26,10 @@ os.environ.update(
     VLLM_DO_NOT_TRACK="1",
     VLLM_NO_USAGE_STATS="1",
 )
+
+# Tests assert no times: on a busy machine an example can take a second that takes a millisecond elsewhere.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 # Collecting imports torch, transformers and every test. All of it stays, so a search for garbage among it is for nothing.
 gc.disable()
@@ -41,6 +50,54 @@ def _log_ends_with_the_test() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _imports_end_with_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget the modules that a test wrote and imported, and its folders on the path: the next test may use the same names."""
+    path, before = sys.path[:], set(sys.modules)
+    yield
+    sys.path[:] = path
+    base = str(tmp_path_factory.getbasetemp())
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(base):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_is_found_in_its_file() -> Iterator[None]:
+    """Report a socket that a test left open in the test's own file: otherwise a later file fails, at random."""
+    yield
+    gc.collect()
+
+
+@pytest.fixture(scope="session")
+def postgres_of_the_session() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for all tests of this process. Its data would not survive a power loss."""
+    with postgres_server(*NO_FSYNC) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres(postgres_of_the_session: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
+    """The server of the session, with its password in the environment."""
+    monkeypatch.setenv("PGPASSWORD", PASSWORD)
+    return postgres_of_the_session
+
+
+@pytest.fixture(scope="session")
+def s3_of_the_session() -> Iterator[S3Server]:
+    """An S3 server for all tests of this process."""
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_of_the_session: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server of the session, with its address and key in the environment."""
+    for name, value in s3_of_the_session.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_of_the_session
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,8 +143,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Search for garbage from here on, but not among what is imported: each time, that would take as long as many a test."""
-    import hypothesis  # noqa: F401 - it looks for referrers of what is registered with it, and finds none that are frozen
-
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()

@@ -22,7 +22,8 @@ SLEEPS = {
 """Files that may call `sleep`, and why. Shared helpers may: tests wait for conditions with them."""
 SLOW_PEERS = {
     "conformance/test_engine.py": "asks for a swap at several moments of a generation in another process",
-    "node/test_coordinator_crash.py": "pauses between two attempts, as a worker does",
+    "node/standby_world.py": "asks two processes which of them leads, as a balancer does",
+    "node/crowd_world.py": "pauses between two attempts, as a worker does",
     "node/test_http_client_hostile.py": "a server that sends its body slowly",
     "node/test_http_ranges.py": "a server that sends its body slowly",
     "security/test_http_walls.py": "a caller that sends its body slowly",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,29 @@ from prime_node.coordinator.metrics import HOST_METRICS, METRICS
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = (
     "README.md",
+    "docs/containers.md",
     "docs/detection.md",
+    "docs/installing.md",
     "docs/joining.md",
     "docs/metrics.md",
     "docs/operating.md",
     "docs/python.md",
+    "docs/services.md",
+    "docs/tutorials/auditor.md",
+    "docs/tutorials/contributor.md",
+    "docs/tutorials/operator.md",
+    "docs/tutorials/researcher.md",
     "docs/verifying.md",
 )
-DOCUMENTS = (*GUIDES, "CONTRIBUTING.md", "SECURITY.md", "DECISIONS.md", "CHANGELOG.md", "scripts/bench/RESULTS.md")
+DOCUMENTS = (
+    *GUIDES,
+    "docs/comparison.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "DECISIONS.md",
+    "CHANGELOG.md",
+    "scripts/bench/RESULTS.md",
+)
 COMMANDS = dict(Commands())
 
 
@@ -33,7 +49,7 @@ def text_of(name: str) -> str:
 
 def invocations() -> list[tuple[str, str, str]]:
     """Yield (document, command, rest of the line) for each `prime-node ...` in a document."""
-    pattern = re.compile(r"prime-node ([a-z]+)([^`#\n|]*)")
+    pattern = re.compile(r"prime-node ([a-z]+(?:-[a-z]+)*)([^`#\n|]*)")
     return [(name, match[1], match[2]) for name in DOCUMENTS for match in pattern.finditer(text_of(name))]
 
 
@@ -51,6 +67,8 @@ def exists(document: str, command: str, rest: str) -> None:
     assert command in COMMANDS, f"{document} names prime-node {command}"
     found = COMMANDS[command]
     words = rest.split()
+    if words and words[0] not in getattr(found, "commands", words) and hasattr(found, "default_command"):
+        words = [found.default_command, *words]
     if words and hasattr(found, "commands"):
         assert words[0] in found.commands, f"{document} names prime-node {command} {words[0]}"
         found = found.commands[words[0]]
@@ -80,6 +98,39 @@ def test_every_path_and_link_of_a_document_exists(name: str) -> None:
     assert missing == []
 
 
+COMMAND = re.compile(r"^ *(?:prime-node|\./scripts/|scripts/|pip|uvx?|docker|sudo|python3?) ", re.MULTILINE)
+
+
+def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the line above each fenced block without a language, and its content."""
+    lines, opened = text.splitlines(), -1
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith("```"):
+            if opened < 0:
+                opened = number
+                continue
+            if lines[opened].strip() == "```":
+                yield lines[opened - 1], "\n".join(lines[opened + 1 : number])
+            opened = -1
+
+
+def test_every_block_of_commands_says_what_runs_it_or_why_nothing_does() -> None:
+    documents = {"README.md", "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))}
+    num_run = 0
+    for name in sorted(documents):
+        for above, block in fenced_blocks(text_of(name)):
+            if not COMMAND.search(block):
+                continue
+            mark = re.fullmatch(r" *<!-- (run by|not run).* -->", above)
+            assert mark, f"{name}: no <!-- run by FILE --> or <!-- not run: why --> above {block}"
+            paths = re.findall(r"(?:tests|scripts|docs|\.ci)/[\w/.-]+\w", above)
+            assert [path for path in paths if not (ROOT / path).exists()] == [], name
+            if mark[1] == "run by":
+                num_run += 1
+                assert all(name in text_of(path) for path in paths), f"{paths} does not read {name}"
+    assert num_run > 5
+
+
 def known_settings() -> set[tuple[str, str]]:
     return {(settings.section, field) for settings in all_settings() for field in settings.model_fields}
 
@@ -94,7 +145,7 @@ def test_settings_that_the_guides_show_exist() -> None:
 def test_settings_and_metrics_that_the_guides_name_exist() -> None:
     text = "\n".join(map(text_of, GUIDES))
     settings = set(re.findall(r"\b(run|coordinator|trainer|validator|worker)\.([a-z_]+)\b(?![/.])", text))
-    known = known_settings() | {("run", "json")}
+    known = known_settings() | {("run", "json"), ("worker", "txt")}  # files
     assert settings
     assert settings <= known, settings - known
     metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b|protocol\b)[a-z0-9_]+", text)}

@@ -19,11 +19,12 @@ FLOORS = (
     {"prime_lab"},
     {"__main__"},
     {"cli"},
+    {"replay"},
     {"worker", "coordinator", "validator", "trainer", "adapters"},
     {"broadcast"},
     {"training_data", "algo", "envs"},
-    {"config", "observe", "keyfile", "patience"},
-    {"files", "folder_lock", "memory", "power", "scratch"},
+    {"config", "keyfile", "observe", "other_programs", "patience", "traces"},
+    {"at_desk", "files", "folder_lock", "memory", "pages", "power", "scratch"},
     {"inside"},
     {"ports"},
     {"prime_node"},
@@ -68,10 +69,10 @@ ALSO_ALLOWED = {
     "prime_node.cli.plot_timeline": {"matplotlib"},
     "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
     "prime_lab.noise_on_device": {"torch", "triton"},  # compares a kernel of an adapter
+    "prime_lab.s3_server": {"obstore"},  # waits until the server that it started stores an object
 }
 # A library that comes with another one is no second system, and torch's tensors are the language of several.
 COMES_WITH = {
-    "aiosqlite": "sqlalchemy",
     "httpx": "verifiers",
     "jinja2": "transformers",
     "multiaddr": "libp2p",
@@ -90,17 +91,23 @@ PICKS_ADAPTERS = {
         "wire_adapters",
         "wire_coordinator",
         "wire_environments",
+        "wire_gateway",
         "wire_gpus",
         "wire_classes",
+        "wire_identity",
         "wire_measurement",
         "wire_new",
+        "wire_node",
         "wire_own_code",
         "wire_rows",
         "wire_sandbox",
         "wire_scorers",
+        "wire_store",
         "wire_swarm",
         "wire_training",
+        "wire_replay",
         "wire_restrictions",
+        "wire_traces",
     )
 }
 
@@ -110,6 +117,7 @@ PASSES_ENVIRONMENT = {
     "prime_node.cli.supervisor",  # hands its own on to the processes that it starts
     "prime_node.cli.launch",  # so does this one
     "prime_node.cli.main",  # numpy's threads are set before it is imported
+    "prime_node.cli.run_trial",  # and here, in a child process
     "prime_node.cli.api",  # and here, where a program calls join
     "prime_node.cli.wire_sandbox",  # takes secrets out of it, and points libraries to the role's folder
     "prime_node.adapters.sandbox.system_paths",  # PYTHONPATH says which folders of sys.path the user has named
@@ -251,7 +259,7 @@ def test_a_forbidden_import_is_caught(module: str, source: str) -> None:
             "prime_node.worker.loop",
             "import asyncio\nfrom prime_node.broadcast import follower\nfrom . import spool",
         ),
-        ("prime_node.adapters.storage.sqlite_store", "import aiosqlite\nimport sqlalchemy\nimport numpy"),
+        ("prime_node.adapters.storage.postgres_store", "import asyncpg\nimport numpy"),
         ("prime_node.adapters.engines.vllm_engine", "import os\nimport torch\nimport vllm\nos.environ['A'] = 'B'"),
         ("prime_node.algo.loss", "import torch"),
         ("prime_node.cli.wire", "from prime_node.adapters import http_server"),

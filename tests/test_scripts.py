@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+INSTALL = SCRIPTS / "install.py"
 COMMANDS = [path for path in sorted(SCRIPTS.rglob("*.py")) if "ArgumentParser" in path.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize("script", COMMANDS, ids=lambda path: str(path.relative_to(SCRIPTS)))
+@pytest.mark.parametrize(
+    "script", [path for path in COMMANDS if path != INSTALL], ids=lambda path: str(path.relative_to(SCRIPTS))
+)
 def test_every_script_answers_help(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -27,3 +31,11 @@ def test_every_script_answers_help(
     for name in set(sys.modules) - modules:  # two folders of scripts may each have a module of one name
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(SCRIPTS)):
             del sys.modules[name]
+
+
+def test_the_installer_answers_help_if_it_is_isolated() -> None:
+    asked = [str(INSTALL), "--help"]
+    assert "usage: " in subprocess.run([sys.executable, "-I", *asked], capture_output=True, text=True).stdout
+    refused = subprocess.run([sys.executable, *asked], capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "call `python3 -I install.py ...`" in refused.stderr

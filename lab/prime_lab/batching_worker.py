@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from prime_lab.scenario import Scenario
 from prime_lab.virtual_time import Bell, Process, VirtualTime
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.cancelling import cancelled_leases
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_node.worker.pace import GenerationPace
-
-if TYPE_CHECKING:
-    from prime_lab.world import Scenario
 
 
 @dataclass(slots=True)

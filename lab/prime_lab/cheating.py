@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from prime_node.coordinator.state import audits, refusals
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_node.coordinator.state.rules import SchedulerRules
-from prime_protocol.run_spec import ALL_AUDITED, CheckPolicy
+from prime_protocol.check_policy import ALL_AUDITED, CheckPolicy
 
 
 @dataclass(slots=True)

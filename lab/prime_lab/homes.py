@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 BYTES_PER_MBIT = 1e6 / 8
 
 
+class NatKind(StrEnum):
+    """What is between a machine and the internet."""
+
+    PUBLIC = "public"
+    """An open address."""
+    HOME = "home"
+    """A router that keeps ports: hole punching works."""
+    SYMMETRIC = "symmetric"
+    """A router that gives each connection a random port: hole punching fails."""
+    CARRIER = "carrier"
+    """A home's router that is itself behind its provider's. Both keep ports."""
+
+
+def can_connect(one: NatKind, other: NatKind) -> bool:
+    """Return whether two machines can connect directly, if hole punching works wherever it can."""
+    return NatKind.PUBLIC in (one, other) or NatKind.SYMMETRIC not in (one, other)
+
+
 @dataclass(frozen=True, slots=True)
 class Home:
-    """One machine's link. Example: Home(up_mbit=20, down_mbit=100, delay_ms=20, is_nat=True)."""
+    """One machine's link. Example: Home(up_mbit=20, down_mbit=100, delay_ms=20, nat=NatKind.HOME)."""
 
     up_mbit: float
     down_mbit: float
     delay_ms: float = 10.0
     """One-way delay to the core of the internet: a round trip takes twice the sum of both ends'."""
-    is_nat: bool = False
-    """Whether it is behind NAT: two such machines connect only by hole punching."""
+    nat: NatKind = NatKind.PUBLIC
     joins_s: float = 0.0
     leaves_s: float = float("inf")
+    loss: float = 0.0
+    """Share of the packets that are lost, in each direction."""
+    is_liar: bool = False
+    """Whether it announces every piece and sends wrong bytes."""
+
+    @property
+    def is_nat(self) -> bool:
+        """Whether it is behind NAT: two such machines connect only by hole punching."""
+        return self.nat is not NatKind.PUBLIC
 
 
 PLANS: tuple[tuple[float, float, float], ...] = (
@@ -48,18 +75,15 @@ def draw_homes(
     leavers = rng.sample(range(count), round(churn * count))
     for index in leavers:
         home = homes[index]
-        homes[index] = Home(
-            home.up_mbit, home.down_mbit, home.delay_ms, home.is_nat, leaves_s=rng.uniform(0.0, churn_s)
-        )
-        late = _draw(rng, nat_share)
-        homes.append(Home(late.up_mbit, late.down_mbit, late.delay_ms, late.is_nat, joins_s=rng.uniform(0.0, churn_s)))
+        homes[index] = replace(home, leaves_s=rng.uniform(0.0, churn_s))
+        homes.append(replace(_draw(rng, nat_share), joins_s=rng.uniform(0.0, churn_s)))
     return homes
 
 
 def _draw(rng: random.Random, nat_share: float) -> Home:
     _, up, down = rng.choices(PLANS, [share for share, _, _ in PLANS])[0]
     delay_ms = min(150.0, rng.lognormvariate(3.0, 0.6))  # median 20 ms, so 80 ms from home to home and back
-    return Home(up, down, delay_ms, rng.random() < nat_share)
+    return Home(up, down, delay_ms, NatKind.HOME if rng.random() < nat_share else NatKind.PUBLIC)
 
 
 def fluid_bound_s(num_bytes: float, origin_mbit: float, homes: Sequence[Home]) -> float:

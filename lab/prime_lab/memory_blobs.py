@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 
 from prime_protocol.digest import digest_of
@@ -12,11 +13,12 @@ class MemoryBlobs:
 
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
+        self._stored_ms: dict[str, float] = {}
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
         """Store a blob and return its digest."""
         digest = digest or digest_of(data)
-        self._blobs[digest] = bytes(data)
+        self._blobs[digest], self._stored_ms[digest] = bytes(data), 1_000 * time.time()
         return digest
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
@@ -35,10 +37,11 @@ class MemoryBlobs:
         """Delete a blob. Idempotent."""
         self._blobs.pop(digest, None)
 
-    async def digests(self) -> AsyncIterator[str]:
-        """Yield the digests of all blobs."""
+    async def digests(self, *, before_ms: int | None = None) -> AsyncIterator[str]:
+        """Yield the digests of all blobs, or of those that were last stored before a time."""
         for digest in list(self._blobs):
-            yield digest
+            if before_ms is None or self._stored_ms[digest] < before_ms:
+                yield digest
 
 
 class MemoryDocuments:

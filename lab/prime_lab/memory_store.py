@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import accumulate
 
-from prime_node.ports.store import PAGE_CHARS_MAX, LoggedEvent, StoreConflict, StoredReceipt
+from prime_node.ports.store import PAGE_CHARS_MAX, Chapter, LoggedEvent, Segment, StoreConflict, StoredReceipt
 
 
 class MemoryStore:
@@ -19,6 +19,10 @@ class MemoryStore:
         self._changes = 0
         self._snapshot: tuple[int, str] | None = None
         self._ledger: list[str] = []
+        self._segments: list[Segment] = []
+
+    async def check(self) -> None:
+        """Do nothing: memory does not rot here."""
 
     async def append(
         self,
@@ -47,14 +51,37 @@ class MemoryStore:
             if event.number > after:
                 yield event
 
-    async def save_snapshot(self, number: int, payload: str) -> None:
-        """Replace the snapshot, and drop the events that it covers."""
+    async def save_snapshot(
+        self, number: int, payload: str, segment: Segment | None = None, *, kept_from: int = 0
+    ) -> None:
+        """Replace the snapshot, drop the events before its number, and archive a segment.
+
+        The last event shows a follower that it lags.
+        """
         self._snapshot = (number, payload)
-        self._events = [event for event in self._events if event.number > number]
+        archived = [] if segment is None else [segment]
+        self._segments = [one for one in (*self._segments, *archived) if one.chapter >= kept_from]
+        self._events = [event for event in self._events if event.number >= number]
 
     async def latest_snapshot(self) -> tuple[int, str] | None:
         """Return the number and payload of the snapshot, or None."""
         return self._snapshot
+
+    async def segments(self, *, after: int) -> AsyncIterator[Segment]:
+        """Yield the segments after an event."""
+        for segment in list(self._segments):
+            if segment.last > after:
+                yield segment
+
+    async def chapters(self) -> list[Chapter]:
+        """Return the chapters of the archive."""
+        found: dict[int, Chapter] = {}
+        for one in self._segments:
+            known = found.get(one.chapter)
+            size = len(one.payload)
+            new = Chapter(one.first, one.last, one.at_ms, size, size) if known is None else known.with_segment(one)
+            found[one.chapter] = new
+        return list(found.values())
 
     async def receipt(self, bundle: str) -> StoredReceipt | None:
         """Return the receipt of a bundle, or None."""

@@ -2,7 +2,7 @@
 
 There is no concurrency. Time advances in strides. In each, transfers advance (fluid.py), and then all due events run in
 the order of their time: requests and answers after the delay of both access links, announcements gathered for a moment,
-peers that join and leave. The product's own `broadcast/swarm/picker.py`, `choker.py` and `topology.py` make a peer's
+peers that join, leave and lie. The product's own `broadcast/swarm/picker.py`, `choker.py` and `topology.py` make a peer's
 decisions (which piece from which peer, whom to serve, whom to connect to). The same seed gives the same run.
 """
 
@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from prime_lab.bittorrent import BitTorrentPicker
 from prime_lab.fluid import Fluid
-from prime_lab.homes import BYTES_PER_MBIT, Home, fluid_bound_s
+from prime_lab.homes import BYTES_PER_MBIT, Home, can_connect, fluid_bound_s
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
 from prime_node.broadcast.swarm.download import TREE_S_MAX
 from prime_node.broadcast.swarm.picker import Picker, PickerRules
@@ -41,9 +42,12 @@ class SimulatedSwarm:
     peer_list_max: int = 64
     """Peers that the coordinator names to each."""
     punched_share: float = 0.7
-    """Share of pairs behind NAT that can connect (Trautwein et al., "Decentralized Hole Punching", 2022)."""
+    """Share of pairs behind NAT that connect, of those that hole punching can connect (Trautwein et al., "Decentralized Hole
+    Punching", 2022)."""
     announce_s: float = 0.05
     """Seconds for which announcements to a neighbour are gathered."""
+    start_round_trips: float = 1.0
+    """Round trips to the origin before the first request for a piece."""
     tick_s: float = 0.1
     """Seconds between a downloading peer's checks for idle sources."""
     overhead: float = 0.0
@@ -54,6 +58,8 @@ class SimulatedSwarm:
     choker: ChokerRules = field(default_factory=ChokerRules)
     origin_choker: ChokerRules = field(default_factory=ChokerRules)
     topology: TopologyRules = field(default_factory=TopologyRules)
+    is_bittorrent: bool = False
+    """Whether peers pick as a BitTorrent client does (bittorrent.py), instead of the product's picker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ class _Node:
     index: int
     home: Home
     name: str
-    picker: Picker
+    picker: Picker | BitTorrentPicker
     choker: Choker
     known: list[str] = field(default_factory=list)
     """Peers on its list."""
@@ -118,8 +124,8 @@ class Simulation:
         self._sizes = [min(world.piece_bytes, world.file_bytes - n * world.piece_bytes) for n in range(num_pieces)]
         homes = [world.origin, *world.homes]
         self._fluid = Fluid(
-            np.array([home.up_mbit * BYTES_PER_MBIT / (1 + world.overhead) for home in homes]),
-            np.array([home.down_mbit * BYTES_PER_MBIT / (1 + world.overhead) for home in homes]),
+            np.array([home.up_mbit * BYTES_PER_MBIT * (1 - home.loss) / (1 + world.overhead) for home in homes]),
+            np.array([home.down_mbit * BYTES_PER_MBIT * (1 - home.loss) / (1 + world.overhead) for home in homes]),
         )
         self._topology = topology_for(world.file_bytes, len(world.homes), world.topology)
         self._names = [f"peer-{index}" for index in range(len(homes))]
@@ -134,7 +140,8 @@ class Simulation:
         self._by_transfer: dict[int, int] = {}
         self._next_request = 0
         self._missing = 0
-        self._missing_of = [(1 << num_pieces) - 1] * len(homes)
+        self._everything = (1 << num_pieces) - 1
+        self._missing_of = [self._everything] * len(homes)
         """Pieces that each home lacks, in one list, since every announcement examines some thirty homes."""
         self._present: list[int] = []
         for index, home in enumerate(homes):
@@ -143,7 +150,7 @@ class Simulation:
             self._nodes.append(_Node(index, home, self._names[index], picker, choker))
         self._present = [node.index for node in self._nodes[1:] if node.home.joins_s == 0.0]
         for node in self._nodes[1:]:
-            self._missing += node.home.leaves_s == math.inf
+            self._missing += self._is_counted(node)
             if node.home.joins_s == 0.0:
                 self._get_peer_list(node)
             self._at(node.home.joins_s, self._join, node)
@@ -162,7 +169,7 @@ class Simulation:
             self._stride += 1
             self._now_s = self._stride * world.stride_s
             self._happen()
-        stayed = [node for node in self._nodes[1:] if node.home.leaves_s == math.inf]
+        stayed = [node for node in self._nodes[1:] if self._is_counted(node)]
         done_s = tuple(node.done_at_s - node.home.joins_s for node in stayed if node.done_at_s < math.inf)
         sent = float(self._fluid.sent.sum())
         needed = sum(node.picker.have.bit_count() * world.piece_bytes for node in self._nodes[1:])
@@ -175,6 +182,9 @@ class Simulation:
             max(0.0, 1 - needed / max(1.0, sent)),
             self._now_s,
         )
+
+    def _is_counted(self, node: _Node) -> bool:
+        return node.home.leaves_s == math.inf and not node.home.is_liar
 
     # Time
 
@@ -205,7 +215,11 @@ class Simulation:
         known = self._rng.sample(self._present, min(world.peer_list_max, len(self._present)))
         node.known = [self._names[one] for one in known if one != node.index]
         rng = random.Random(self._rng.getrandbits(64))
-        node.picker = Picker(self._sizes, rng=rng, rules=world.picker, share=share_of(node.name, node.known, "file"))
+        if world.is_bittorrent:
+            node.picker = BitTorrentPicker(self._sizes, rng=rng)
+        else:
+            share = share_of(node.name, node.known, "file")
+            node.picker = Picker(self._sizes, rng=rng, rules=world.picker, share=share)
         node.is_here = True
 
     def _add_origin(self, node: _Node) -> None:
@@ -222,7 +236,8 @@ class Simulation:
         else:
             self._link_to(node, Topology.SWARM)
             self._add_origin(node)
-        self._at(self._now_s + 2 * self._way_s(node.index, ORIGIN), self._tick, node)
+        round_trip_s = 2 * self._way_s(node.index, ORIGIN)
+        self._at(self._now_s + self._world.start_round_trips * round_trip_s, self._tick, node)
 
     def _link_to(self, node: _Node, topology: Topology) -> bool:
         """Link to the wanted neighbours; return False if none can be reached or there is none."""
@@ -236,15 +251,16 @@ class Simulation:
         return bool(others)
 
     def _can_link(self, one: _Node, other: _Node) -> bool:
-        is_hard = one.home.is_nat and other.home.is_nat
-        return other.is_here and not (is_hard and self._rng.random() >= self._world.punched_share)
+        if not other.is_here or not can_connect(one.home.nat, other.home.nat):
+            return False
+        return not (one.home.is_nat and other.home.is_nat) or self._rng.random() < self._world.punched_share
 
     def _link(self, one: _Node, other: _Node) -> None:
         if other.index in one.neighbours:
             return
         for node, source in ((one, other), (other, one)):
             node.neighbours.add(source.index)
-            node.picker.add(source.name, has=source.picker.have)
+            node.picker.add(source.name, has=self._everything if source.home.is_liar else source.picker.have)
         self._at(self._now_s + 2 * self._way_s(one.index, other.index), self._ask_each_other, one, other)
 
     def _ask_each_other(self, one: _Node, other: _Node) -> None:
@@ -336,6 +352,9 @@ class Simulation:
         node, server, piece = self._nodes[request.asker], self._nodes[request.server], request.piece
         if node.done_at_s < math.inf:
             return
+        if server.home.is_liar:
+            self._block(node, server)
+            return
         others = node.picker.arrived(server.name, piece, at_s)
         node.choker.gave(server.name, self._sizes[piece], at_s)
         if others:
@@ -346,9 +365,18 @@ class Simulation:
         self._missing_of[node.index] = node.picker.missing
         if node.picker.is_done:
             node.done_at_s = at_s
-            self._missing -= node.home.leaves_s == math.inf
+            self._missing -= self._is_counted(node)
         else:
             self._ask(node, request.server)
+
+    def _block(self, node: _Node, liar: _Node) -> None:
+        """End the link to a peer that sent wrong bytes."""
+        for one, other in ((node, liar), (liar, node)):
+            for number in [asked for (server, _), asked in one.asked.items() if server == other.index]:
+                self._drop(number)
+            one.neighbours.discard(other.index)
+            one.picker.remove(other.name)
+            self._ask_idle(one)
 
     def _cancel(self, node: _Node, piece: int, others: tuple[str, ...]) -> None:
         for name in others:

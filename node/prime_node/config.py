@@ -2,12 +2,15 @@
 
 One TOML file may configure every role; each reads its own table. `[worker] spool_bytes_max = 1000` in the file,
 `PRIME_WORKER_SPOOL_BYTES_MAX=1000` in the environment and `--set worker.spool_bytes_max=1000` on the command line are
-the same setting. Nested names are joined by `__` in the environment and by `.` on the command line.
+the same setting. Nested names are joined by `__` in the environment and by `.` on the command line. A variable that resembles a
+setting is refused, also if its table is misspelt; any other variable named PRIME_* is ignored.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -17,18 +20,31 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict
+from pydantic_settings.exceptions import SettingsError
 
+from prime_node.inside import read_regular
 from prime_protocol.errors import LocalError
 
 __all__ = [
     "SandboxSettings",
     "Settings",
     "SettingsConfigDict",
+    "calling_user",
     "check_sections",
+    "our_variables",
     "parse_overrides",
     "read_toml",
     "user_cache",
 ]
+
+
+log = logging.getLogger(__name__)
+
+_VARIABLE = re.compile(r"PRIME_(?P<table>[A-Z]+)_(?P<name>[A-Z0-9_]+?)(?:__.*)?")
+"""Environment variable of a setting: its table, its name, and names within it."""
+CONFIG_BYTES_MAX = 2**20
+_TABLE_NEAR = 0.75
+"""Similarity at which a table's name counts as misspelt. The tables' names differ by more."""
 
 
 class SandboxSettings(BaseModel):
@@ -70,23 +86,43 @@ class Settings(BaseSettings):
 
         `file` is a whole parsed TOML file; `overrides` come from the command line.
         """
-        cls._refuse_unknown_variables()
+        cls._check_variables()
         table = dict((file or {}).get(cls.section, {}))
-        merged = _merge(_merge(table, EnvSettingsSource(cls)()), overrides or {})
+        merged = _merge(_merge(table, cls.from_environment()), overrides or {})
         try:
             return cls(**merged)
         except ValidationError as error:
             raise LocalError(_explain(error, cls)) from None
 
     @classmethod
-    def _refuse_unknown_variables(cls) -> None:
-        prefix, known = cls.model_config.get("env_prefix", ""), cls.model_fields
+    def from_environment(cls) -> dict[str, Any]:
+        """Return the settings that the environment has. Raises LocalError for a list or a table that is no JSON."""
+        try:
+            return EnvSettingsSource(cls)()
+        except SettingsError as error:
+            detail = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+            raise LocalError(f"environment variables of [{cls.section}]: {detail}") from None
+
+    @classmethod
+    def _check_variables(cls) -> None:
+        """Refuse variables that look like a misspelt setting. Others are not ours: they are named in the log and ignored."""
+        own = cls.model_config.get("env_prefix", "")
+        table = own.removeprefix("PRIME_").removesuffix("_")
         for variable in sorted(os.environ):
-            name = variable.upper().removeprefix(prefix).lower().split("__")[0]
-            if prefix and variable.upper().startswith(prefix) and name not in known:
-                near = get_close_matches(name, known, n=1)
-                advice = f"; did you mean {prefix}{near[0].upper()}?" if near else ""
-                raise LocalError(f"environment variable {variable}: [{cls.section}] has no setting {name!r}{advice}")
+            found = _VARIABLE.fullmatch(variable.upper())
+            if found is None or not get_close_matches(found["table"], [table], cutoff=_TABLE_NEAR):
+                continue
+            name = found["name"].lower()
+            is_ours = variable.upper().startswith(own)
+            if is_ours and name in cls.model_fields:
+                continue
+            if near := get_close_matches(name, cls.model_fields, n=1):
+                raise LocalError(
+                    f"environment variable {variable}: no such setting; did you mean {own}{near[0].upper()}? "
+                    "If it is not meant for prime-node, unset it here"
+                )
+            if is_ours:
+                log.warning("environment variable %s sets nothing: [%s] has no such setting", variable, cls.section)
 
 
 def user_cache() -> Path:
@@ -94,13 +130,25 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prime-node"
 
 
+def calling_user() -> str | None:
+    """Return the name of the user who called sudo; None without sudo."""
+    return os.environ.get("SUDO_USER")
+
+
+def our_variables() -> list[str]:
+    """Return the names of all environment variables with our prefix."""
+    return sorted(name for name in os.environ if name.upper().startswith("PRIME_"))
+
+
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises LocalError with the place of the error."""
+    """Parse a TOML file, which may be in a folder of others. Raises LocalError with the place of the error."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_regular(path.resolve(), bytes_max=CONFIG_BYTES_MAX).decode("utf-8"))
     except FileNotFoundError:
         raise LocalError(f"config {path}: no such file; configs/ of the project holds examples") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+    except OSError as error:
+        raise LocalError(f"config {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LocalError(f"config {path}: {error}") from None
 
 

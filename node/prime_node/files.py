@@ -5,20 +5,48 @@ After `write_durably` has returned, the file is complete, even after kill -9 or 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from pathlib import Path
 
+from prime_node.inside import naming
+from prime_protocol.errors import LocalError, TransientFault
 
-def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None) -> None:
+DISK_FAULTS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n, LimitNOFILE)",
+    errno.ENFILE: "raise the system's limit on open files (fs.file-max)",
+    errno.EROFS: "choose another folder",
+    errno.ENOTDIR: "choose another folder",
+    errno.EEXIST: "choose another folder",
+    errno.EIO: "check the disk or the storage service",
+    errno.EACCES: "choose another folder, or change who may use this one",
+}
+"""Errors of the disk and of descriptors, with the advice for each."""
+PASSING_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
+"""Those that may pass without the operator: another program filled the disk, or a crowd has left."""
+
+
+def disk_fault(error: OSError, place: object = "") -> LocalError:
+    """Return the error of one line for a fault of the disk: the file, or else `place`, what happened, and what to do."""
+    where = error.filename or place
+    kind = TransientFault if error.errno in PASSING_FAULTS else LocalError
+    advice = DISK_FAULTS.get(error.errno or 0, "check the disk")
+    return kind(f"{where}{': ' if where else ''}{error.strerror or error}; {advice}, then start again")
+
+
+def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None, mode: int = 0o666) -> None:
     """Create or replace a file, durably. Raises OSError.
 
-    Unfinished files are in the same folder as `*.partial`, or in `partial_folder`.
+    Unfinished files are in the same folder as `*.partial`, or in `partial_folder`. The umask limits `mode`.
     """
     folder = partial_folder or path.parent
     partial = folder / f"{path.name[:100]}.{secrets.token_hex(4)}.partial"
     try:
-        with partial.open("xb") as file:
+        with naming(path), open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -33,7 +61,7 @@ def replace(path: Path, data: bytes) -> None:
     """Create or replace a file atomically but not durably, for content about the present only. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with partial.open("xb") as file:  # never through an existing link
+    with naming(path), partial.open("xb") as file:  # never through an existing link
         file.write(data)
     partial.replace(path)
 

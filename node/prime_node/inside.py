@@ -47,7 +47,7 @@ def write_inside(folder: Path, name: str, data: bytes) -> None:
         partial = f"{name[:100]}.{secrets.token_hex(4)}.partial"
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=directory)
         try:
-            with os.fdopen(descriptor, "wb") as file:
+            with naming(folder / name), os.fdopen(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -92,10 +92,13 @@ def open_regular(path: Path, flags: int, *, directory: int | None = None, mode: 
     return descriptor
 
 
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file. Raises NotRegular and OSError."""
+def read_regular(path: Path, *, bytes_max: int | None = None) -> bytes:
+    """Return the content of a regular file. Raises NotRegular and OSError, also for more than `bytes_max` bytes."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-        return file.read()
+        data = file.read(-1 if bytes_max is None else bytes_max + 1)
+    if bytes_max is not None and len(data) > bytes_max:
+        raise OSError(errno.EFBIG, f"has more than {bytes_max:,} bytes", str(path))
+    return data
 
 
 def refuse_links(folder: Path) -> None:
@@ -118,6 +121,17 @@ def refuse_links(folder: Path) -> None:
                     f"{printable(entry.path)} is a link or not a file, and could lead out of {folder}; remove it. To keep "
                     "state on another disk, mount that here or name it with --folder"
                 )
+
+
+@contextlib.contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Give an OSError of the body the name of the file, which a failed write does not know."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ import contextlib
 import logging
 import os
 import secrets
-import stat
 from pathlib import Path
 
-from prime_node.files import sync
+from prime_node.files import disk_fault, sync
+from prime_node.inside import NotRegular, open_regular
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 
@@ -45,8 +45,12 @@ def load_or_create(path: Path) -> SigningKey:
         _create(path, SigningKey(secrets.token_bytes(32)))
         key = _load(path)
     except OSError as error:
-        raise LocalError(f"key {path}: cannot be written ({error.strerror}); choose another folder") from None
-    log.info("created identity %s in %s; back up that file, a lost key cannot be restored", key.key_id, path)
+        raise disk_fault(error, f"key {path}") from None
+    log.info(
+        "created identity %s in %s; keep a backup (`prime-node identity backup`), a lost key cannot be restored",
+        key.key_id,
+        path,
+    )
     return key
 
 
@@ -62,7 +66,7 @@ def keep_secret(path: Path, secret: bytes) -> bytes:
         _create(path, SigningKey(secret))
         return _load(path).to_bytes()
     except OSError as error:
-        raise LocalError(f"secret {path}: cannot be written ({error.strerror}); choose another folder") from None
+        raise disk_fault(error, f"secret {path}") from None
 
 
 def read_secret(path: Path) -> bytes | None:
@@ -76,15 +80,15 @@ def read_secret(path: Path) -> bytes | None:
 def _load(path: Path) -> SigningKey:
     """Return the key in `path`. Raises FileNotFoundError, or LocalError."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
             status = os.fstat(file.fileno())
             data = file.read(1_024)
     except FileNotFoundError:
         raise
+    except NotRegular:
+        raise LocalError(f"key {path}: not a regular file") from None
     except OSError as error:
         raise LocalError(f"key {path}: cannot be read ({error.strerror})") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise LocalError(f"key {path}: not a regular file")
     if status.st_uid != os.geteuid():
         raise LocalError(f"key {path}: belongs to another user; copy it to a file of your own")
     if status.st_mode & 0o077:

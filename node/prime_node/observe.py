@@ -14,14 +14,22 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from prime_node.inside import open_regular
 from prime_node.ports.metrics import Metric, MetricKind, Metrics
+from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
 
+LOG_FORMAT = "PRIME_LOG_FORMAT"
+"""Environment variable: `json` makes each log record one JSON object. `text` is the default."""
+TRACES, TRACES_SHARE = "PRIME_TRACES", "PRIME_TRACES_SHARE"
+"""Environment variables: the address of a collector for traces, such as http://127.0.0.1:4318; the share of traces it gets."""
+TRACES_SHARE_DEFAULT = 0.1
 LINE_CHARS_MAX = 16_384
 """Characters of one record, and of one line of a traceback."""
 
@@ -42,10 +50,18 @@ def setup_logging(role: str, *, level: str = "INFO", file: Path | None = None, b
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(open_regular(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT))  # not through a link
         handler = RotatingFileHandler(file, maxBytes=bytes_max, backupCount=1, encoding="utf-8")
-    handler.setFormatter(OneLine(layout, dates))
+    handler.setFormatter(_formatter(role, OneLine(layout, dates)))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
+
+
+def _formatter(role: str, lines: logging.Formatter) -> logging.Formatter:
+    """Return the formatter that PRIME_LOG_FORMAT names. Raises LocalError for an unknown one."""
+    wanted = os.environ.get(LOG_FORMAT, "text")
+    if wanted not in ("text", "json"):
+        raise LocalError(f"{LOG_FORMAT}={wanted}: log lines are text or json")
+    return JsonRecords(role) if wanted == "json" else lines
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
@@ -70,6 +86,53 @@ class OneLine(logging.Formatter):
         stack = self.formatStack(record.stack_info) if record.stack_info else ""
         behind = [f"    {printable(line, LINE_CHARS_MAX)}" for line in (*more.splitlines(), *stack.splitlines())]
         return "\n".join([printable(self.formatMessage(record), 2 * LINE_CHARS_MAX), *behind])
+
+
+class JsonRecords(logging.Formatter):
+    """A formatter that makes one JSON object a record: time in UTC, level, role, module, message, traceback if there is one."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record as one line."""
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        shown = {
+            "time": at,
+            "level": record.levelname,
+            "role": self._role,
+            "module": record.name,
+            "message": printable(record.getMessage(), LINE_CHARS_MAX),
+        }
+        if record.exc_info:
+            lines = self.formatException(record.exc_info).splitlines()
+            shown["traceback"] = "\n".join(printable(line, LINE_CHARS_MAX) for line in lines)
+        return json.dumps(shown, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTraces:
+    """Where traces go (OTLP over HTTP), and which share of them."""
+
+    url: str
+    share: float
+
+
+def wanted_traces() -> WantedTraces | None:
+    """Return what the environment says about traces; None: there are none. Raises LocalError."""
+    url, share = os.environ.get(TRACES, ""), os.environ.get(TRACES_SHARE, str(TRACES_SHARE_DEFAULT))
+    if not url:
+        return None
+    if not url.startswith(("http://", "https://")):
+        raise LocalError(f"{TRACES}={printable(url, 100)}: name a collector as http://HOST:4318, without a path")
+    try:
+        found = WantedTraces(url, float(share))
+    except ValueError:
+        found = WantedTraces(url, math.nan)
+    if not 0.0 <= found.share <= 1.0:
+        raise LocalError(f"{TRACES_SHARE}={printable(share, 100)}: the share of traces is a number from 0 to 1")
+    return found
 
 
 class Recorder(Protocol):
@@ -237,7 +300,7 @@ class JsonLinesReader:
             for line in whole.splitlines():
                 try:
                     self.rows.append(json.loads(line))
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
         return self.rows
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
-from prime_protocol.errors import RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -67,17 +67,21 @@ class Backoff:
         self._pause_s = PAUSE_S_MIN
 
     def next_s(self, error: Exception) -> float:
-        """Return the pause after this failure. A peer may ask for a longer one, up to PAUSE_S_MAX."""
+        """Return the pause after this failure.
+
+        A server may ask for a longer one, up to PAUSE_S_MAX; up to half as much is added, because others got the same answer.
+        """
         pause_s = self._pause_s * self._rng.uniform(0.5, 1.0)
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         asked_s = error.retry_after_s if isinstance(error, RemoteError) else None
-        return max(pause_s, min(asked_s or 0.0, PAUSE_S_MAX))
+        return max(pause_s, min(asked_s or 0.0, PAUSE_S_MAX) * self._rng.uniform(1.0, 1.5))
 
 
 async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clock: Clock) -> T:
     """Return the answer of `call`, retried with growing pauses while it is unreachable or transiently refused.
 
-    Any other RemoteError is raised. There is no deadline: the caller cancels it to end it.
+    `call` makes and signs a request each time, so a refusal for its time ends once the wrong clock is corrected. Any other
+    RemoteError is raised. There is no deadline: the caller cancels it to end it.
     """
     backoff = Backoff()
     since_s = clock.monotonic_s()
@@ -86,7 +90,7 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
         try:
             answer = await call()
         except (Unreachable, RemoteError) as error:
-            if isinstance(error, RemoteError) and not error.is_transient:
+            if isinstance(error, RemoteError) and not error.is_transient and error.code is not ErrorCode.EXPIRED:
                 raise
             pause_s, reason = backoff.next_s(error), str(error)
         else:
@@ -135,6 +139,22 @@ async def first_of(*waiting: Awaitable[object]) -> None:
         await _cancelled(tasks)
 
 
+async def at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, most: int) -> list[T]:
+    """Return the results of all work, of which at most `most` runs at a time. Raises the first error, and cancels the rest."""
+    room = asyncio.Semaphore(most)
+
+    async def run(one: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async with room:
+            return await one()
+
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(run(one)) for one in work]
+    except ExceptionGroup as failed:
+        raise causes_of(failed)[0] from None
+    return [task.result() for task in tasks]
+
+
 async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of `work`; None, with `work` cancelled, if `interrupt` is done first.
 
@@ -168,22 +188,27 @@ class RateLimit:
     """A token bucket: bytes per second, with short bursts. 0 is no limit."""
 
     def __init__(self, bytes_per_s: float, clock: Clock) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_s = 0.0
         """Time at which everything taken so far is paid for."""
 
+    def change(self, bytes_per_s: float) -> None:
+        """Change the rate. Those that wait already keep their time."""
+        self.bytes_per_s = bytes_per_s
+
     async def take(self, num_bytes: int) -> None:
         """Wait until this many bytes may move. First come, first served."""
-        if not self._bytes_per_s:
+        if not self.bytes_per_s:
             return
         now_s = self._clock.monotonic_s()
         begins_s = max(self._free_s, now_s - BURST_S)
-        self._free_s = begins_s + num_bytes / self._bytes_per_s
+        taken_s = num_bytes / self.bytes_per_s
+        self._free_s = begins_s + taken_s
         if begins_s > now_s:
             try:
                 await self._clock.sleep(begins_s - now_s)
             except BaseException:
                 # Otherwise a cancelled request would keep the others waiting.
-                self._free_s -= num_bytes / self._bytes_per_s
+                self._free_s -= taken_s
                 raise

@@ -63,7 +63,12 @@ def open_claim(header: str) -> Envelope:
 
 def read_claim(envelope: Envelope, signer: str, *, action: str, body_bytes: int) -> BodyClaim:
     """Return the claim after checking its signature, endpoint and length. Raises RemoteError."""
-    claim = parse_json(envelope.verify(PayloadType.BODY_CLAIM, trusted=(signer,)), BodyClaim)
+    return parse_claim(envelope.verify(PayloadType.BODY_CLAIM, trusted=(signer,)), action=action, body_bytes=body_bytes)
+
+
+def parse_claim(payload: bytes, *, action: str, body_bytes: int) -> BodyClaim:
+    """Return the claim in a verified payload, after checking its endpoint and length. Raises RemoteError."""
+    claim = parse_json(payload, BodyClaim)
     if claim.action != action:
         raise RemoteError(
             ErrorCode.MALFORMED, f"the header {CLAIM_HEADER} is for /v1/{claim.action}, not for this path"

@@ -53,6 +53,7 @@ class Calibration(WireModel):
     """Part of the RunSpec's checks. Example: Calibration(pairs=(PairMoments(worker="transformers/fp32/cpu", ...),))."""
 
     pairs: tuple[PairMoments, ...] = Field(min_length=1, max_length=CALIBRATION_PAIRS_MAX)
+    """Measurements, one for each pair of a worker's and a validator's engine."""
     hidden_size_max: Count = 0
     """Hidden size of the measured model."""
     num_layers_max: Count = 0

@@ -15,6 +15,7 @@ from prime_protocol.chunk_index import INDEX_BYTES_MAX
 from prime_protocol.codec import DTYPES
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.manifest import CheckpointKind, Encoding, Manifest, SignedManifest
+from prime_protocol.replay import ReplayPolicy
 from prime_protocol.run_spec import PinnedRun
 
 
@@ -24,8 +25,8 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
     (1) it is of this run; (2) its policy version is within the run, the step before made it, and only policy 0 has
     neither predecessor nor batch; (3) it describes the run's model; (4) an anchor has no base, a delta has an older
     one, and no two encodings have the same; (5) tensor names are unique, types known, sizes within the limits; (6) the
-    tensor table hashes to the state root; (7) indices and parts are within the limits. chunk_index.open_index checks
-    the contents of an index.
+    tensor table hashes to the state root; (7) indices and parts are within the limits; (8) it commits to the
+    re-execution of its step as the RunSpec promises. chunk_index.open_index checks the contents of an index.
     """
     spec = run.spec
     here = f"manifest {manifest.policy_version}"
@@ -41,6 +42,7 @@ def check_manifest(manifest: Manifest, run: PinnedRun) -> None:
     check_root(manifest)  # (6)
     for encoding in manifest.encodings:  # (7)
         _check_sizes(encoding, spec.limits)
+    _check_commitments(manifest, spec.replay)  # (8)
 
 
 def check_link(manifest: Manifest, previous: SignedManifest | None) -> None:
@@ -96,6 +98,25 @@ def _check_bases(manifest: Manifest) -> None:
             )
     if len({encoding.base_version for encoding in manifest.encodings}) != len(manifest.encodings):
         raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{here}: two encodings have the same base")
+
+
+def _check_commitments(manifest: Manifest, replay: ReplayPolicy | None) -> None:
+    made, here = manifest.produced_by, f"manifest {manifest.policy_version}"
+    said = (made.lr, made.lr_multiplier, made.numerics, made.training_state)
+    if replay is None:
+        if any(value is not None for value in said):
+            raise RemoteError(
+                ErrorCode.CHAIN_BROKEN, f"{here}: it commits to a re-execution that the RunSpec does not promise"
+            )
+        return
+    is_first, is_due = manifest.policy_version == 0, manifest.policy_version % replay.state_every == 0
+    if (made.lr is None) != is_first or made.lr_multiplier is None or made.numerics is None:
+        raise RemoteError(ErrorCode.CHAIN_BROKEN, f"{here}: it does not commit to its learning rate and numerics")
+    if is_due and made.training_state is None:
+        raise RemoteError(
+            ErrorCode.CHAIN_BROKEN,
+            f"{here}: it lacks the training state, which is due every {replay.state_every} policies",
+        )
 
 
 def _check_sizes(encoding: Encoding, bounds: limits.Limits) -> None:

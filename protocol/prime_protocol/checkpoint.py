@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from prime_protocol.chunk_index import ChunkIndex, pack_index
-from prime_protocol.codec import Target, decode_chunks, encode_tensors
+from prime_protocol.codec import Target, anchor_chunk_elements, decode_chunks, encode_tensors
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import BasePolicy, CheckpointKind, Encoding, Manifest, PartEntry, TensorEntry
@@ -70,7 +70,10 @@ def encode_parts(
     """
     old = None if base is None else base[1]
     tensors = ((tensor.data, None if old is None else old[name].data, tensor.dtype) for name, tensor in new.items())
-    chunks = ((chunk.data, chunk.count) for _, chunk in encode_tensors(tensors, pool=pool))
+    anchor_elements = anchor_chunk_elements(sum(tensor.data.size for tensor in new.values()))
+    chunks = (
+        (chunk.data, chunk.count) for _, chunk in encode_tensors(tensors, pool=pool, anchor_elements=anchor_elements)
+    )
     return assemble(chunks, None if base is None else base[0], keep=keep, part_bytes=part_bytes)
 
 

@@ -54,6 +54,7 @@ class PayloadType(StrEnum):
     LOGPROBS = "application/vnd.prime.logprobs-header+json"
     CALIBRATION = "application/vnd.prime.calibration+json"
     BODY_CLAIM = "application/vnd.prime.body-claim+json"
+    DELEGATION = "application/vnd.prime.delegation+json"
 
 
 class WireModel(BaseModel):
@@ -126,6 +127,10 @@ class Envelope:
             separators=(",", ":"),
         ).encode()
 
+    def to_base64(self) -> str:
+        """Return the envelope as URL-safe base64, as people copy it from one machine to another."""
+        return base64.urlsafe_b64encode(self.to_bytes()).decode()
+
     @property
     def digest(self) -> str:
         """Digest of the payload. It identifies the signed statement, independent of its signers."""
@@ -166,6 +171,15 @@ def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, un
     if len(signatures) > limits.SIGNATURES_MAX:
         raise LimitExceeded("SIGNATURES_MAX", len(signatures), limits.SIGNATURES_MAX)
     return Envelope(payload_type, _base64(payload, "payload"), tuple(_signature(item) for item in signatures))
+
+
+def open_base64(text: str, what: str) -> Envelope:
+    """Parse an envelope that people pass on as URL-safe base64. Raises RemoteError; `what` names it to its owner."""
+    try:
+        data = base64.b64decode(text.encode(), altchars=b"-_", validate=True)
+    except ValueError:  # binascii.Error and UnicodeEncodeError are ValueErrors
+        raise RemoteError(ErrorCode.MALFORMED, f"{what} is base64; copy it whole") from None
+    return open_envelope(data)
 
 
 def load_json(data: bytes) -> Any:

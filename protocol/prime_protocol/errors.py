@@ -42,7 +42,7 @@ class ErrorCode(StrEnum):
     WRONG_ROLE = "wrong_role"
     """Valid key without this role in the RunSpec."""
     REVOKED = "revoked"
-    """Key that had this role until a key ring of the run's root removed it."""
+    """Key that had this role until a key ring of the run's root, or for a machine its person's key, removed it."""
     UNKNOWN_WORKER = "unknown_worker"
     """Key that never joined this run, or left it. Join again."""
     IN_USE = "in_use"
@@ -157,3 +157,7 @@ class LimitExceeded(RemoteError):
 
 class LocalError(PrimeError):
     """Fault of this machine: a bad configuration, a full disk, a missing extra. The message says what, where and what to do."""
+
+
+class TransientFault(LocalError):
+    """Fault that may pass without a change of the settings: an unreachable database. Its exit code lets a manager start again."""

@@ -6,7 +6,7 @@ however long it works and however often one looks (Ville 1939; Ramdas et al., ar
 honest worker with probability at most 1e-5 over its whole life.
 
 Let s be one statistic of a token: its margin against the seed's choice, the error of its logprob, or the logarithm of a
-likelihood ratio (verify.py). Only the last may be below 0. An honest token satisfies
+likelihood ratio (verify.py). Some may be below 0. An honest token satisfies
 
     E[exp(lambda * min(s, cap)) | everything before] <= M0(lambda)
 
@@ -60,6 +60,7 @@ class Moments(WireModel):
     cap: float = Field(gt=0.0, le=1e6)
     """Maximum of the statistic, in its own unit; a larger value counts as this."""
     lambdas: tuple[Annotated[float, Field(gt=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
+    """Exponents for which the moments were measured."""
     log_moments: tuple[Annotated[float, Field(ge=0.0, le=1e6)], ...] = Field(min_length=1, max_length=LAMBDAS_MAX)
     """log M0(lambda) for each lambda: an upper bound, since what is unknown must not count against any worker."""
     num_tokens: Count
@@ -148,11 +149,14 @@ def calibrate_statistics(
     three: it puts as many tokens as can have escaped the sample at the cap. Errors within a completion are correlated.
     If `lengths` [C] shows which tokens form one, M0 is also large enough that a completion's e-value has a mean of at
     most 1, plus 4 standard errors. `headroom` multiplies log M0, because a run's policies differ
-    from the measured one.
+    from the measured one. If some values are below 0 it multiplies what the others add to M0 instead, because log M0 may
+    then be near 0 whatever the size of the errors.
     """
     values_T = np.minimum(honest.astype(np.float64), cap)
     assert len(values_T) > 1
-    assert values_T.min() >= 0
+    if values_T.min() < 0:
+        found = [_signed_log_moment(values_T, cap, rate, lengths, headroom) for rate in lambdas]
+        return Moments(cap=cap, lambdas=tuple(lambdas), log_moments=tuple(found), num_tokens=len(values_T))
     log_moments = []
     for rate in lambdas:
         powers_T = np.exp(rate * values_T)
@@ -162,6 +166,24 @@ def calibrate_statistics(
             log_moment = max(log_moment, _log_moment_of_completions(rate * values_T, lengths, rate * cap))
         log_moments.append(headroom * log_moment)
     return Moments(cap=cap, lambdas=tuple(lambdas), log_moments=tuple(log_moments), num_tokens=len(values_T))
+
+
+def _signed_log_moment(
+    values_T: npt.NDArray[np.float64],
+    cap: float,
+    rate: float,
+    lengths_C: npt.NDArray[np.integer] | None,
+    headroom: float,
+) -> float:
+    gains_T = np.expm1(rate * values_T)
+    powers_T = 1 + np.where(gains_T > 0, headroom * gains_T, gains_T)
+    most = 1 + headroom * math.expm1(rate * cap)
+    found = max(0.0, math.log(_upper_mean(powers_T) + 3 / len(values_T) * most))
+    if lengths_C is None:
+        return found
+    exponents_T = rate * values_T  # not the logarithm of powers, which may be rounded to 0
+    exponents_T[gains_T > 0] = np.log1p(headroom * gains_T[gains_T > 0])
+    return max(found, _log_moment_of_completions(exponents_T, lengths_C, math.log(most)))
 
 
 def _upper_mean(values: npt.NDArray[np.float64]) -> float:

@@ -6,8 +6,6 @@ states. It names no key, so the operator can issue it before its user has one. S
 
 from __future__ import annotations
 
-import base64
-import binascii
 from typing import Annotated
 
 from pydantic import Field, StringConstraints
@@ -15,7 +13,7 @@ from pydantic import Field, StringConstraints
 from prime_protocol import limits
 from prime_protocol.assignment import Count
 from prime_protocol.digest import Digest
-from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, parse_json
+from prime_protocol.envelope import PayloadType, WireModel, open_base64, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun
@@ -36,11 +34,6 @@ class Invite(WireModel):
     """Time until which new keys may join."""
 
 
-def invite_text(envelope: Envelope) -> str:
-    """Encode an invitation as the text that users pass on."""
-    return base64.urlsafe_b64encode(envelope.to_bytes()).decode()
-
-
 def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
     """Verify an invitation and parse it. Raises RemoteError.
 
@@ -49,10 +42,7 @@ def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
     """
     if len(text) > limits.INVITE_CHARS_MAX:  # (1)
         raise LimitExceeded("INVITE_CHARS_MAX", len(text), limits.INVITE_CHARS_MAX)
-    try:
-        envelope = open_envelope(base64.b64decode(text.encode(), altchars=b"-_", validate=True))
-    except (ValueError, binascii.Error):
-        raise RemoteError(ErrorCode.MALFORMED, "an invitation is base64; copy it whole") from None
+    envelope = open_base64(text, "an invitation")
     keys = run.keys.current
     payload = envelope.verify(PayloadType.INVITE, trusted=keys.of(Role.ROOT) + keys.of(Role.COORDINATOR))  # (2)
     invite = parse_json(payload, Invite)  # (3)

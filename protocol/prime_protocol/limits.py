@@ -37,6 +37,8 @@ TEXT_CHARS_MAX = 500
 """Text for a person: a notice, a reason, the detail of a verdict."""
 OPTION_CHARS_MAX = 4_096
 """String among the options of an environment."""
+COORDINATORS_MAX = 8
+"""Further addresses of coordinators in a RunSpec."""
 ENVIRONMENT_LINE_BYTES_MAX = 16 * 2**20
 """One line from an environment process; the longest is a prompt of a million token ids. A longer one ends the process."""
 ENVIRONMENT_ASKS_MAX = 4_096
@@ -57,7 +59,7 @@ RECEIPT_CHARS_MAX = 256 * 2**10
 """One receipt's envelope as text; the largest one lists 4,096 non-consecutive slots, and compared rewards."""
 LAMBDAS_MAX = 12
 """Rates in the mixture of one statistic's evidence."""
-STATISTICS_MAX = 12
+STATISTICS_MAX = 16
 """Statistics of one bundle that contribute to evidence."""
 COMPARED_REWARDS_MAX = 1_024
 """Rewards that a receipt lists for one bundle's comparison, the worker's and the validator's together."""
@@ -69,6 +71,14 @@ CALIBRATION_BYTES_MAX = 256 * 2**10
 """An amendment's payload, as large as a RunSpec, which may contain as many pairs."""
 INVITE_CHARS_MAX = 4 * 2**10
 """An invitation as text."""
+PERSON_MACHINES_MAX = 256
+"""Machines of one person in one run."""
+STANDING_BYTES_MAX = 256 * 2**10
+"""A contributor's standing, with its machines."""
+DELEGATION_CHARS_MAX = 2 * 2**10
+"""A delegation as text."""
+DELEGATION_LIFETIME_S_MAX = 34_560_000.0
+"""Validity of a delegation: 400 days."""
 ESCROW_BUNDLES_MAX = 1_024
 """Bundles of one worker whose tokens are not credited yet."""
 LEDGER_LINE_BYTES_MAX = 160 * 2**10
@@ -97,6 +107,10 @@ CLOCK_BACK_S_MAX = 1.0
 """A server begins a new epoch if its wall clock falls behind its monotonic clock by more than this, in seconds."""
 UNPINNED_DOSSIER_BYTES_MAX = 256 * 2**20
 """A dossier, its bundle (also decompressed) or a ledger, of a run that the reader did not name."""
+REPLAY_DAYS_MAX = 36_500.0
+"""Days for which a RunSpec may promise bundles and training states."""
+PROGRESS_CHARS_MAX = 4_096
+"""The trainer's counters and coefficients in a training state."""
 KEY_RINGS_MAX = 1_024
 """Key rings of one run over its lifetime."""
 KEY_RING_BYTES_MAX = 64 * 2**10
@@ -202,7 +216,11 @@ BOOTSTRAP_PEERS_MAX = 8
 RELAY_CIRCUITS_MAX = 256
 """Concurrent circuits of a relay, and peers for which it holds a reservation."""
 RELAY_NETWORK_MAX = 64
-"""Reservations at a relay, and concurrent `meet` requests at it, of one network."""
+"""Reservations at a relay, concurrent `meet` requests at it, and circuits, of one network."""
+RELAY_TARGET_MAX = 32
+"""Concurrent circuits of a relay to one peer."""
+RELAY_TARGET_NETWORK_MAX = 8
+"""Those of one network."""
 RELAY_CIRCUIT_BYTES_MAX = 2**20
 """Data through one relay circuit: enough for hole punching, too little for checkpoints."""
 RELAY_CIRCUIT_S_MAX = 120

@@ -92,6 +92,14 @@ class Provenance(WireModel):
     batch: Digest | None
     """Digest of the TrainBatch payload that the step consumed; None for the initial policy."""
     software: Name
+    lr: float | None = Field(default=None, ge=0.0, exclude_if=lambda value: value is None)
+    """Learning rate of the step's last optimizer step, exactly; null for policy 0. This field and the next three: section 25."""
+    lr_multiplier: float | None = Field(default=None, gt=0.0, le=1.0, exclude_if=lambda value: value is None)
+    """Multiplier of the next step's learning rate."""
+    numerics: Name | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Arithmetic that computed the step. Example: `torch-2.13.0/cpu/avx512/fp32/ranks1/tree128`."""
+    training_state: Digest | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Digest of the index of the whole training state at this policy, a public blob."""
 
 
 class Manifest(WireModel):

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from prime_protocol import limits
-from prime_protocol.assignment import Count, Lease, Problem, Step, Text, TokenIds
+from prime_protocol.assignment import Count, Lease, Name, Problem, Step, Text, TokenIds
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.errors import ErrorCode
@@ -55,6 +55,37 @@ class PeersReply(WireModel):
     """Envelope of a PeerTicket for the client. Empty if it does not take part: peers then serve it as a stranger."""
     reachable: bool | None = None
     """Whether the coordinator could reach the offered port; None if this is unknown, or no port was offered."""
+
+
+class MachineStanding(WireModel):
+    """What one machine has contributed to a run."""
+
+    worker: KeyId
+    name: Name
+    state: Name
+    """What it does, in a word, for people: `generating`, `idle`, `away`, `banned`, ..."""
+    accepted: Count
+    """Accepted rollouts."""
+    refused: Count
+    """Rejected rollouts."""
+    tokens: Count
+    """Tokens that its receipts credit. Those of bundles in escrow are not among them."""
+
+
+class Standing(WireModel):
+    """Place of a contributor among all contributors of a run: of a worker's key, or of a person with several machines."""
+
+    contributor: KeyId
+    """The person's key; of a machine without a person, its own."""
+    rank: int | None = Field(default=None, ge=1, le=limits.COUNT_MAX)
+    """Place by tokens, 1 for the most; null before the first credited ones."""
+    contributors: Count
+    """Contributors with credited tokens."""
+    tokens: Count
+    """Tokens of the contributor's machines together."""
+    all_tokens: Count
+    """Tokens of all contributors."""
+    machines: tuple[MachineStanding, ...] = Field(max_length=limits.PERSON_MACHINES_MAX)
 
 
 class NotYet(WireModel):

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from prime_protocol import limits
 from prime_protocol.assignment import Count, Name, Step, Text
+from prime_protocol.delegation import DelegationText
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.evidence import BundleEvidence
@@ -73,6 +74,16 @@ class JoinRequest(WireModel):
     """Machine's own description of its hardware."""
     session: Session = Field(default="", exclude_if=_is_default)
     """Random id chosen at the start of the process. While a key takes part in one session, the coordinator admits no other."""
+    delegation: DelegationText = Field(default="", exclude_if=_is_default)
+    """Delegation by the key of the machine's owner, if it takes part as one of several machines of a person."""
+
+
+class RevokeRequest(WireModel):
+    """Request of a person's key to end the delegations of one of its machines that were issued before."""
+
+    action: Literal["revoke"] = "revoke"
+    machine: KeyId
+    """Machine that takes no part any more."""
 
 
 class WorkerState(StrEnum):
@@ -242,23 +253,39 @@ class PeersRequest(WireModel):
     peers_max: int = Field(default=limits.PEERS_MAX, ge=0, le=limits.PEERS_MAX)
 
 
+class JoiningAsked(WireModel):
+    """Limits on who joins that the operator asks for. Null: as the coordinator's settings say."""
+
+    workers_max: int | None = Field(default=None, ge=1, le=limits.COUNT_MAX)
+    """Workers that take part at one time, at most the RunSpec's number."""
+    workers_per_network_max: int | None = Field(default=None, ge=1, le=limits.COUNT_MAX)
+    """Workers from one network at one time."""
+    invites_needed: bool | None = None
+    """Whether new keys need an invitation."""
+
+
 class AdminRequest(WireModel):
     """Request of the operator, signed by the root or coordinator key."""
 
-    action: Literal["ban", "unban", "drain"]
+    action: Literal["ban", "unban", "drain", "pause", "resume", "limit", "snapshot"]
     worker: KeyId | None = None
     """Worker to ban or unban; required for both."""
     reason: Text = ""
+    joining: JoiningAsked | None = Field(default=None, exclude_if=_is_unknown)
+    """Limits from now on; required for `limit`."""
 
     @model_validator(mode="after")
-    def _ban_names_a_worker(self) -> Self:
-        if self.worker is None and self.action != "drain":
+    def _has_its_object(self) -> Self:
+        if self.worker is None and self.action in ("ban", "unban"):
             raise ValueError("ban and unban must name a worker")
+        if self.joining is None and self.action == "limit":
+            raise ValueError("limit must name the limits")
         return self
 
 
 Request = Annotated[
     JoinRequest
+    | RevokeRequest
     | HeartbeatRequest
     | LeaseRequest
     | ReturnLeaseRequest

@@ -20,6 +20,9 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import ChainPoint, Role
 from prime_protocol.run_spec import PinnedRun
 
+_SKEW_MS = round(limits.REQUEST_AGE_S_MAX * 1_000)
+"""Milliseconds by which the clocks of coordinator and client may differ."""
+
 
 class Timestamp(WireModel):
     """Statement of what is newest (envelope type TIMESTAMP)."""
@@ -64,13 +67,12 @@ def open_timestamp(envelope: Envelope, run: PinnedRun) -> Timestamp:
 
 def check_fresh(stamp: Timestamp, now_ms: int) -> None:
     """Check that it is fresh, allowing a clock difference of REQUEST_AGE_S_MAX. Raises RemoteError(EXPIRED)."""
-    skew_ms = round(limits.REQUEST_AGE_S_MAX * 1_000)
-    if stamp.issued_at_ms > now_ms + skew_ms:
+    if is_ahead(stamp, now_ms):
         ahead_s = (stamp.issued_at_ms - now_ms) / 1_000
         raise RemoteError(
             ErrorCode.EXPIRED, f"the timestamp is {ahead_s:.0f} s ahead of this machine's clock; set the clock"
         )
-    if stamp.expires_at_ms + skew_ms < now_ms:
+    if stamp.expires_at_ms + _SKEW_MS < now_ms:
         age_s = (now_ms - stamp.issued_at_ms) / 1_000
         raise RemoteError(
             ErrorCode.EXPIRED,
@@ -78,31 +80,48 @@ def check_fresh(stamp: Timestamp, now_ms: int) -> None:
         )
 
 
-def check_follows(stamp: Timestamp, known: Timestamp) -> bool:
-    """Return whether `stamp` is newer than `known`.
+def check_follows(stamp: Timestamp, known: Timestamp, now_ms: int) -> bool:
+    """Return whether `stamp` replaces `known` at a client whose clock shows `now_ms`.
 
-    Raises RemoteError if the coordinator contradicts its earlier statement, in whichever order the two arrived. A copy of
-    an earlier timestamp is not a fault: mirrors lag.
+    Raises RemoteError: FORK if the two name different things of one version, EXPIRED if `stamp` says something new and is not
+    fresh, CHAIN_BROKEN if the one issued later takes something back. Dates order two timestamps only while the clocks agree: one
+    that is expired or ahead of this clock may have been dated by a wrong one, and convicts no coordinator. A copy of an earlier
+    timestamp is not a fault: mirrors lag.
     """
+    _require_same_where_equal(stamp, known)
+    pairs = (
+        (stamp.policy_version, known.policy_version),
+        (stamp.key_ring, known.key_ring),
+        (stamp.calibration, known.calibration),
+    )
+    takes_back, adds = any(new < old for new, old in pairs), any(new > old for new, old in pairs)
+    if is_ahead(known, now_ms):  # it was taken by a clock that was wrong: its date orders nothing
+        if takes_back:
+            return False
+        check_fresh(stamp, now_ms)
+        return True
     is_newer = stamp.issued_at_ms > known.issued_at_ms
-    earlier, later = (known, stamp) if is_newer else (stamp, known)
-    if any(
-        new < old
-        for new, old in (
-            (later.policy_version, earlier.policy_version),
-            (later.key_ring, earlier.key_ring),
-            (later.calibration, earlier.calibration),
-        )
-    ):
+    if is_newer or adds:
+        check_fresh(stamp, now_ms)
+    if takes_back if is_newer else adds:
+        earlier, later = (known, stamp) if is_newer else (stamp, known)
         raise RemoteError(
             ErrorCode.CHAIN_BROKEN, f"rollback: {_what(later)} come in a newer timestamp than {_what(earlier)}"
         )
-    same_version = later.calibration == earlier.calibration and None not in (later.amendment, earlier.amendment)
-    if same_version and later.amendment != earlier.amendment:
-        raise RemoteError(ErrorCode.FORK, f"two timestamps name different amendments {later.calibration}")
-    if later.policy_version == earlier.policy_version and later.head != earlier.head:
-        raise RemoteError(ErrorCode.FORK, f"two timestamps name different manifests for policy {later.policy_version}")
     return is_newer
+
+
+def is_ahead(stamp: Timestamp, now_ms: int) -> bool:
+    """Return whether a timestamp is further ahead of a clock than clocks may differ."""
+    return stamp.issued_at_ms > now_ms + _SKEW_MS
+
+
+def _require_same_where_equal(stamp: Timestamp, known: Timestamp) -> None:
+    same_version = stamp.calibration == known.calibration and None not in (stamp.amendment, known.amendment)
+    if same_version and stamp.amendment != known.amendment:
+        raise RemoteError(ErrorCode.FORK, f"two timestamps name different amendments {stamp.calibration}")
+    if stamp.policy_version == known.policy_version and stamp.head != known.head:
+        raise RemoteError(ErrorCode.FORK, f"two timestamps name different manifests for policy {stamp.policy_version}")
 
 
 def require_named(shown: CalibrationChain, stamp: Timestamp) -> None:

@@ -28,13 +28,14 @@ import numpy.typing as npt
 
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.calibration import is_calibrated, shown_alone
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.excess_flips import EXCESS_FLIPS, apart
 from prime_protocol.proof import Bits, compare_proofs
 from prime_protocol.rollout import FinishReason, RolloutHeader, Rollouts
-from prime_protocol.run_spec import CheckPolicy, RunSpec
+from prime_protocol.run_spec import RunSpec
 from prime_protocol.shading import rises
 from prime_protocol.turns import has_assigned_seeds, prompt_fault, size_fault
 from prime_protocol.verdict import RejectReason, Verdict
@@ -44,7 +45,8 @@ SHARPER, FLATTER = 0.8, 1.25
 LIKELIHOOD_RATIOS = ("sharper", "flatter")
 """Statistics that may be below 0: their exponential has mean 1 if the worker samples from the policy."""
 RATIO_NATS_MIN = -60.0
-OF_SEEDS = frozenset({"margin", "flip", "stop"})
+"""Lower bound of statistics that may be below 0."""
+OF_SEEDS = frozenset({"margin", "flip", "stop", "cooler", "looser"})
 """Statistics that are meaningful only if the seeds decide."""
 
 
@@ -70,6 +72,11 @@ class Prefill:
     spread_T: npt.NDArray[np.float32] | None = None
     """[T] by how much independent errors of the logits, alike for all tokens of the vocabulary, change the logprob: with p the
     chosen token's probability, sqrt((1 - p)^2 + sum of the others' p^2)."""
+    cooler_T: npt.NDArray[np.float32] | None = None
+    """[T] with seeds, above temperature 0 and without filters: the margin less that at a lower temperature
+    (compared_choices.py)."""
+    looser_T: npt.NDArray[np.float32] | None = None
+    """[T] where `cooler_T` is: nats by which larger errors of the scores would make the choice likelier."""
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that are present, by field name; the first dimension of each is T."""
@@ -91,7 +98,7 @@ DEVIATION_VARIANCE_MIN = 1.0
 
 Statistics = Mapping[str, npt.NDArray[np.float32]]
 """Statistics of each token of a bundle as evidence against its worker, by name. They are at least 0, and 0 if claim and
-forward pass agree, except for `rise` and LIKELIHOOD_RATIOS."""
+forward pass agree, except for `rise`, `cooler`, `looser` and LIKELIHOOD_RATIOS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +181,8 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     - flip [T]: 1 if another token's score is higher at all, so that choices among near-ties have a budget too
     - logprob [T]: nats between the claimed logprob and the recomputed one
     - norm [T]: the same over the spread that errors of the logits have at this token, if `prefill` has it
+    - square [T]: the square of norm
+    - cooler, looser [T]: what would explain the choice (compared_choices.py), if `prefill` has them; may be below 0
     - apart [T]: |1 - p / p'| of their probabilities, the only thing that explains a flip (excess_flips.py)
     - rise [T]: p / p' - 1, with its sign (shading.py)
     - stop [T]: margin of a stop token, or the lead of the best one over the chosen token, if `prefill` has it
@@ -188,6 +197,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     found["apart"] = apart(rollouts.logprobs_T, prefill.logprobs_T).astype(np.float32)
     if prefill.spread_T is not None:
         found["norm"] = normed(found["logprob"], prefill.spread_T)
+        found["square"] = np.square(found["norm"])
     if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
         errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
         found["proof"] = errors.distance_mean_C.astype(np.float32)
@@ -198,12 +208,13 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
         found |= {"surprise": below_T, "certainty": -below_T, "spread": prefill.variance_T}
     found = {name: np.maximum(np.nan_to_num(values, nan=np.inf, posinf=np.inf), 0) for name, values in found.items()}
     found["rise"] = rises(rollouts.logprobs_T, prefill.logprobs_T).astype(np.float32)
-    for name, ratios_T in zip(LIKELIHOOD_RATIOS, (prefill.sharper_T, prefill.flatter_T), strict=True):
-        if ratios_T is not None:
-            found[name] = np.maximum(
-                np.nan_to_num(ratios_T, nan=np.inf, posinf=np.inf, neginf=RATIO_NATS_MIN), RATIO_NATS_MIN
-            )
-    return found
+    signed = {"cooler": prefill.cooler_T, "looser": prefill.looser_T}
+    signed |= zip(LIKELIHOOD_RATIOS, (prefill.sharper_T, prefill.flatter_T), strict=True)
+    return found | {name: _floored(values_T) for name, values_T in signed.items() if values_T is not None}
+
+
+def _floored(values_T: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    return np.maximum(np.nan_to_num(values_T, nan=np.inf, posinf=np.inf, neginf=RATIO_NATS_MIN), RATIO_NATS_MIN)
 
 
 def normed(errors_T: npt.NDArray[np.float32], spread_T: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -272,7 +283,7 @@ WRONG_CHOICES = (RejectReason.SEED_MISMATCH, WRONG_FLIPS)
 WRONG_HIDDEN = (RejectReason.PROOF_MISMATCH, "the hidden states do not match the bundle's commitment")
 NO_SAMPLES = (RejectReason.IMPLAUSIBLE, "its tokens are not distributed like samples from the policy")
 SHOWN_BY = {
-    **dict.fromkeys(("margin", "flip", EXCESS_FLIPS, CLOSE_FLIPS), WRONG_CHOICES),
+    **dict.fromkeys(("margin", "flip", "cooler", "looser", EXCESS_FLIPS, CLOSE_FLIPS), WRONG_CHOICES),
     **dict.fromkeys(LIKELIHOOD_RATIOS, NO_SAMPLES),
     "proof": WRONG_HIDDEN,
 }

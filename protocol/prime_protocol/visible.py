@@ -49,3 +49,11 @@ def printable(text: str, chars_max: int = limits.DETAIL_CHARS_MAX) -> str:
 
 def _is_invisible(code: int) -> bool:
     return any(first <= code <= last for first, last in INVISIBLE)
+
+
+def number_of(count: int, one: str) -> str:
+    """Return a number with its noun.
+
+    Example: number_of(2_000, "bundle") == "2,000 bundles".
+    """
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"

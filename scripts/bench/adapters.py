@@ -29,7 +29,8 @@ from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
-from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+from prime_node.ports.train_backend import OptimizerSettings
+from prime_node.ports.train_samples import TrainSample
 from prime_protocol.adapters import PREFIX, SUFFIX_A, SUFFIX_B, WEIGHT, AdapterSpec, factors_in_fp32, merged, unit_for
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.manifest import BasePolicy

@@ -1,11 +1,15 @@
 """Distribution of one file over shaped links: this project, naive HTTP, libtorrent and SHARDCAST, on the same bytes in one run.
 
     python scripts/bench/broadcast.py [--quick] [--json] [--row NAME ...] [--system NAME ...] [--faults] [--rounds 3]
+    python scripts/bench/broadcast.py --draw SEED ... [--sim] [--minutes 45]
 
 Hosts are network namespaces (shaped/network.py), and every program is a separate process. It needs root, iproute2, and nft for
 the row behind NAT. `ratio` is the time until the last receiver holds verified bytes over the fluid lower bound max(F/u_s, F/min
 d_i, N*F/(u_s + sum u_i)); headers alone cost 1.05. The baselines are installed on demand into --folder. All processes share this
 machine's cores, so a row that needs more megabytes per second than they can carry measures the processor: see its columns.
+
+`--draw` runs rows drawn from seeds (shaped/draws.py), this project and libtorrent by turns, once each, and simulates both on the
+same links; no row begins after `--minutes`. With `--sim` it only simulates: seconds a row.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +28,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from checks import Check, Output, at_most
 from shaped import rows
+from shaped.draws import draw, seconds_max
 from shaped.excess import PARTS
 from shaped.race import Outcome, Row, System, run
+from shaped.simulated import simulate_row
 from shaped.systems import baselines, ours
 
 OURS = "prime-node"
+MEAN_BAR, WORST_BAR, SIMULATOR_BAR = 0.9, 1.05, 1.1
+"""Bars of drawn rows: our time over libtorrent's, geometric mean and worst; the simulator's error as a factor, worst."""
 COLUMNS = (
     "row",
     "system",
@@ -94,6 +103,43 @@ def fault_checks(found: dict[str, Outcome]) -> list[Check]:
     ]
 
 
+def drawn(seeds: Sequence[int], folder: Path, *, minutes: float) -> list[dict[str, float | str]]:
+    """Run and simulate the rows of seeds; with `minutes` 0, only simulate them. Values are times over the bound."""
+    began_s, table = time.monotonic(), list[dict[str, float | str]]()
+    for seed in seeds:
+        row = draw(seed)
+        line: dict[str, float | str] = {"row": row.name, "bound s": round(row.bound_s, 1)}
+        line["simulated"] = round(simulate_row(row).last_ratio, 3)
+        line["libtorrent simulated"] = round(simulate_row(row, is_bittorrent=True).last_ratio, 3)
+        if minutes and time.monotonic() - began_s < 60 * minutes:
+            found = race(replace(row, timeout_s=seconds_max(row)), [OURS, "libtorrent"], folder, 1)
+            line |= {name: round(outcome.ratio, 3) for name, (outcome,) in found.items()}
+        print(json.dumps(line), file=sys.stderr, flush=True)
+        table.append(line)
+    return table
+
+
+def drawn_checks(table: Sequence[dict[str, float | str]], *, is_simulated: bool) -> list[Check]:
+    """Return checks over all drawn rows. A row that had no time left misses them."""
+
+    def worst(values: Sequence[float]) -> float:
+        return max(values) if len(values) == len(table) else math.inf
+
+    ours, theirs = ("simulated", "libtorrent simulated") if is_simulated else (OURS, "libtorrent")
+    shares = [float(line[ours]) / float(line[theirs]) for line in table if ours in line]
+    mean = math.exp(statistics.fmean(map(math.log, shares))) if len(shares) == len(table) else math.inf
+    where = "drawn rows, simulated" if is_simulated else "drawn rows"
+    checks = [
+        at_most(f"{where}: our time over libtorrent's, geometric mean", round(mean, 3), MEAN_BAR),
+        at_most(f"{where}: our time over libtorrent's, worst", round(worst(shares), 3), WORST_BAR),
+    ]
+    if not is_simulated:
+        errors = [float(line[OURS]) / float(line["simulated"]) for line in table if OURS in line]
+        error = worst([max(share, 1 / share) if share else math.inf for share in errors])
+        checks.append(at_most(f"{where}: the simulator's error, worst factor", round(error, 3), SIMULATOR_BAR))
+    return checks
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one small row, once, under a minute")
@@ -104,6 +150,9 @@ def main() -> int:
     parser.add_argument(
         "--crossing", action="store_true", help="small deltas down the tree and in a swarm, nothing else"
     )
+    parser.add_argument("--draw", type=int, action="append", metavar="SEED", help="a drawn row; may be repeated")
+    parser.add_argument("--sim", action="store_true", help="with --draw: only simulate")
+    parser.add_argument("--minutes", type=float, default=45.0, help="with --draw: no row begins after this time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--folder", type=Path, default=Path("/var/tmp/prime-node-bench"), help="for files and baselines"
@@ -115,6 +164,12 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     chosen = [OURS, *(options.system or ("naive HTTP", "libtorrent", "shardcast"))]
     checks: list[Check] = []
+    if options.draw:
+        lines = drawn(options.draw, options.folder, minutes=0.0 if options.sim else options.minutes)
+        print("\n".join("  ".join(f"{name} {value}" for name, value in line.items()) for line in lines))
+        checks = drawn_checks(lines, is_simulated=True)
+        checks += [] if options.sim else drawn_checks(lines, is_simulated=False)
+        return output.finish(checks)
     table: list[tuple[str, ...]] = [COLUMNS]
     if options.crossing:
         for row in rows.CROSSING:

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 
 from checks import Check, Output, at_most
 
-from prime_lab.world import Costs, Scenario, SimulatedRun
+from prime_lab.scenario import Costs, Scenario
+from prime_lab.world import SimulatedRun
 from prime_protocol.schedule import Schedule
 
 GROUPS, SIZE, WORKERS, PLACES = 64, 8, 8, 96

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from tests.adversaries.arena import SEEN, Arena
 from tests.adversaries.watching import Judged
+from toploc_rule import refused_by_toploc
 
 from prime_lab.adversaries.uploads import opened_upload
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -20,8 +21,6 @@ from prime_protocol.errors import RemoteError
 from prime_protocol.proof import compare_proofs
 from prime_protocol.verdict import RejectReason
 
-TOPLOC_EXPONENTS, TOPLOC_MEAN, TOPLOC_MEDIAN = 38, 10.0, 8.0
-"""Published for bf16: more exponents that differ, or larger mantissa errors, are refused (arXiv 2501.16007)."""
 STOP_PROBABILITY = 0.1
 """Published: a stop token of a smaller probability is refused."""
 UNLIKELY = 0.01
@@ -72,11 +71,7 @@ class Baselines:
         toploc = True
         if rollouts.proofs_CB is not None and prefill.hidden_TD is not None:
             errors = compare_proofs(rollouts.proofs_CB, prefill.hidden_TD, rollouts.lengths_N.tolist())
-            toploc = bool(
-                (errors.exponent_mismatches_C > TOPLOC_EXPONENTS).any()
-                or (errors.mantissa_error_mean_C > TOPLOC_MEAN).any()
-                or (errors.mantissa_error_median_C > TOPLOC_MEDIAN).any()
-            )
+            toploc = bool(refused_by_toploc(errors).any())
         ends_T = np.isin(rollouts.token_ids_T, judged.lease.sampling.stop_token_ids)
         return Numbers(
             logprob_error=float(np.abs(rollouts.logprobs_T - prefill.logprobs_T).mean()),

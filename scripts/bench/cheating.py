@@ -13,7 +13,7 @@ import argparse
 from checks import Check, Output
 
 from prime_lab.cheating import Outcome, Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 
 POLICY = CheckPolicy(audits=AuditPolicy())
 STRATEGIES: dict[str, Strategy] = {

@@ -130,9 +130,9 @@ def http(path: str, body: bytes, *fields: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-def asked(path: str, message: Request, key: SigningKey, epoch: str) -> bytes:
-    """A signed request as clients send it: in a header."""
-    return http(path, b"", f"{REQUEST_HEADER}: {signed(message, key, epoch).decode()}")
+def asked(path: str, message: Request, key: SigningKey, epoch: str, *, run: str = "") -> bytes:
+    """A signed request as clients send it: in a header. `run` is the digest of another run than `bench_run`'s."""
+    return http(path, b"", f"{REQUEST_HEADER}: {signed(message, key, epoch, run=run).decode()}")
 
 
 def announced(path: str, body: bytes, key: SigningKey, epoch: str) -> bytes:
@@ -149,7 +149,7 @@ def announced(path: str, body: bytes, key: SigningKey, epoch: str) -> bytes:
     return http(path, body, f"{CLAIM_HEADER}: {claim}")
 
 
-async def send_all(port: int, requests: Sequence[bytes]) -> list[bytes]:
+async def send_all(port: int, requests: Sequence[bytes], *, connections: int = CONNECTIONS) -> list[bytes]:
     """All requests over some connections; the answers in order. Fails on the first that is not 200."""
     answers: list[bytes] = [b""] * len(requests)
     todo = iter(range(len(requests)))
@@ -164,13 +164,13 @@ async def send_all(port: int, requests: Sequence[bytes]) -> list[bytes]:
             assert head.startswith(b"HTTP/1.1 200"), answers[index]
         writer.close()
 
-    await asyncio.gather(*(connection() for _ in range(CONNECTIONS)))
+    await asyncio.gather(*(connection() for _ in range(connections)))
     return answers
 
 
-def signed(message: Request, key: SigningKey, epoch: str) -> bytes:
+def signed(message: Request, key: SigningKey, epoch: str, *, run: str = "") -> bytes:
     stamped = Stamped(
-        run=make_run(**bench_run()).digest,
+        run=run or make_run(**bench_run()).digest,
         nonce=secrets.token_hex(16),
         issued_at_ms=time.time_ns() // 1_000_000,
         epoch=epoch,

@@ -44,8 +44,8 @@ from prime_node.cli.wire_measurement import random_model
 from prime_node.validator.calibrating import LeaseSeries, random_prompts, sample_honestly
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import evidence_of
+from prime_protocol.check_policy import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.evidence import folded, log_evidence
-from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.verify import Statistics, judge, summary, verdict_on
 
 PROMPT_TOKENS = 24

@@ -7,19 +7,18 @@ nothing outside the namespaces, and removes everything when the context ends.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-PUBLIC, HOME, SYMMETRIC, CARRIER = "public", "home", "symmetric", "carrier"
-"""An open address; behind a masquerading router that keeps ports; behind one that gives each connection a random port; behind a
-home's router that is itself behind its provider's."""
+from shaped.network import start_carrier
+from shaped.routers import add_namespace, masquerade, put_behind, run_command
+
+from prime_lab.homes import NatKind
+
 UNSHAPED_MBIT = 10_000
 
 
@@ -32,7 +31,7 @@ class Place:
     """Its own address."""
     outer: str
     """Its address for others: its own, or its router's."""
-    kind: str
+    kind: NatKind
 
     def command(self, *argv: str) -> list[str]:
         return ["ip", "netns", "exec", self.namespace, *argv]
@@ -47,7 +46,7 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def internet(kinds: Sequence[str], *, round_trip_ms: float = 0.0) -> Iterator[list[Place]]:
+def internet(kinds: Sequence[NatKind], *, round_trip_ms: float = 0.0) -> Iterator[list[Place]]:
     """One place of each kind, all reachable from each other as far as their routers allow. At most 250."""
     tag = f"pn{uuid.uuid4().hex[:6]}"
     made: list[str] = []
@@ -79,74 +78,36 @@ def _bridge(bridge: str, edges: Sequence[str]) -> None:
 
 def _carry(edges: Sequence[str], outer: Sequence[str], round_trip_ms: float) -> subprocess.Popen[bytes]:
     """The same, and every packet takes half the round trip."""
-    rows = [[edge, address, UNSHAPED_MBIT, UNSHAPED_MBIT] for edge, address in zip(edges, outer, strict=True)]
-    script = Path(__file__).parent / "shaped" / "delay.py"
-    carrier = subprocess.Popen(
-        [sys.executable, str(script), json.dumps(rows), str(round_trip_ms / 4)], stdout=subprocess.PIPE
-    )
-    assert carrier.stdout is not None
-    if carrier.stdout.readline().strip() != b"ready":
-        raise RuntimeError("shaped/delay.py did not start")
+    delay_ms = round_trip_ms / 4
+    links = zip(edges, outer, strict=True)
+    carrier = start_carrier([[edge, address, UNSHAPED_MBIT, UNSHAPED_MBIT, delay_ms, 0.0] for edge, address in links])
     for edge in edges:
         _ip(edge, "link set eth0 name wan")
     return carrier
 
 
-def _place(tag: str, number: int, kind: str, edge: str, outer: str, made: list[str]) -> Place:
+def _place(tag: str, number: int, kind: NatKind, edge: str, outer: str, made: list[str]) -> Place:
     _ip(edge, f"addr add {outer}/24 dev wan")
     _ip(edge, "link set wan up")
     _ip(edge, "route add default dev wan")
-    if kind == PUBLIC:
+    if kind is NatKind.PUBLIC:
         return Place(edge, outer, outer, kind)
-    _masquerade(edge, is_symmetric=kind == SYMMETRIC)
-    if kind == CARRIER:
+    masquerade(edge, wan="wan", is_symmetric=kind is NatKind.SYMMETRIC)
+    if kind is NatKind.CARRIER:
         router = _namespace(f"{tag}r{number}", made)
-        _behind(edge, router, f"100.64.{number}", "wan")
-        _masquerade(router, is_symmetric=False)
+        put_behind(edge, router, f"100.64.{number}", device="wan")
+        masquerade(router, wan="wan")
         edge = router
     host = _namespace(f"{tag}h{number}", made)
-    _behind(edge, host, f"192.168.{number + 1}", "eth0")
+    put_behind(edge, host, f"192.168.{number + 1}", device="eth0")
     return Place(host, f"192.168.{number + 1}.2", outer, kind)
 
 
-def _behind(router: str, namespace: str, network: str, device: str) -> None:
-    """A wire from the router's `lan`, which is .1, to the other's `device`, which is .2."""
-    _ip(router, f"link add lan type veth peer name {device} netns {namespace}")
-    _ip(router, f"addr add {network}.1/24 dev lan")
-    _ip(router, "link set lan up")
-    _ip(namespace, f"addr add {network}.2/24 dev {device}")
-    _ip(namespace, f"link set {device} up")
-    _ip(namespace, f"route add default via {network}.1")
-
-
-def _masquerade(router: str, *, is_symmetric: bool) -> None:
-    """Drop what arrives from `wan` unrequested."""
-    _run("ip", "netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-    ports = "masquerade random,fully-random" if is_symmetric else "masquerade"
-    rules = (
-        "add table ip home;"
-        "add chain ip home out { type nat hook postrouting priority 100; };"
-        f"add rule ip home out oifname wan {ports};"
-        "add chain ip home through { type filter hook forward priority 0; policy accept; };"
-        "add rule ip home through iifname wan ct state new drop;"
-        "add chain ip home own { type filter hook input priority 0; policy accept; };"
-        "add rule ip home own iifname wan ct state new drop"
-    )
-    _run("ip", "netns", "exec", router, "nft", rules)
-
-
 def _namespace(name: str, made: list[str]) -> str:
-    _run("ip", "netns", "add", name)
+    add_namespace(name)
     made.append(name)
-    _ip(name, "link set lo up")
     return name
 
 
 def _ip(namespace: str, words: str) -> None:
-    _run("ip", "-n", namespace, *words.split())
-
-
-def _run(*argv: str) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+    run_command(f"ip -n {namespace} {words}")

@@ -34,16 +34,26 @@ from shading import LIMIT, SIZE
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.validator.calibrating import CAP_MIN, CAP_OVER_TAIL, HEADROOM, RATIO_CAP, SPREAD, Errors
 from prime_protocol.calibration import BUNDLES_OF_A_LIFE
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.close_flips import CLOSE_FLIPS, close_bets
 from prime_protocol.close_flips import STAKES as CLOSE_STAKES
+from prime_protocol.compared_choices import COOLER, LOOSE
 from prime_protocol.evidence import Moments, Sums, calibrate_statistics, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.excess_flips import SLACK as FLIP_SLACK
 from prime_protocol.excess_flips import STAKES as FLIP_STAKES
 from prime_protocol.reward_ranks import RATES, REWARD_RANKS, rank_sums
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.shading import REWARD_SLACK, SHADING, SHADING_BY_REWARD, STAKES, bets
-from prime_protocol.verify import FLATTER, LIKELIHOOD_RATIOS, SHARPER, SPREAD_MIN, Measured, judge, outer
+from prime_protocol.verify import (
+    FLATTER,
+    LIKELIHOOD_RATIOS,
+    OF_SEEDS,
+    SHARPER,
+    SPREAD_MIN,
+    Measured,
+    judge,
+    outer,
+)
 
 Floats = npt.NDArray[np.float64]
 TOKENS, CHOICES = 16, 8
@@ -52,7 +62,7 @@ SHIPPED_SLACK = 4.0
 """Factor by which the moments of the shipped calibration exceed measured ones, at a small lambda."""
 ERROR_MAX = 1.0
 """Nats, of a logit's noise. The largest honest error of a logprob that was ever measured is 0.7."""
-OF_SEEDS = ("margin", "flip", EXCESS_FLIPS, CLOSE_FLIPS)
+SEEDED = (*OF_SEEDS, EXCESS_FLIPS, CLOSE_FLIPS)
 LEAN_MAX, LEAN_VARIANCE = 60.0, 0.1
 """Rewards follow what the validator finds likelier as strongly as keeps chances of a reward within about REWARD_SLACK."""
 
@@ -108,6 +118,11 @@ def tokens_of(kind: Kind, num: int, rng: np.random.Generator) -> dict[str, Float
     chances = np.exp(log_p)
     squares = 1 - 2 * np.exp(found["trusted"]) + np.square(chances).sum(axis=2)
     found["norm"] = found["logprob"] / np.sqrt(np.maximum(squares, 0.0) + SPREAD_MIN**2)
+    found["square"] = np.square(found["norm"])
+    colder = theirs / COOLER + gumbel
+    found["cooler"] = found["margin"] - (colder.max(axis=2) - of_chosen(colder))
+    small, large = (of_chosen(noisy) / scale - np.logaddexp.reduce(noisy / scale, axis=2) for scale in LOOSE)
+    found["looser"] = large - small
     for name, temperature in zip(LIKELIHOOD_RATIOS, (SHARPER, FLATTER), strict=True):
         tempered = log_p / temperature
         tempered -= np.logaddexp.reduce(tempered, axis=2, keepdims=True)
@@ -128,7 +143,7 @@ def _part(kind: Kind, num: int, seed: int) -> Pool:
     found = tokens_of(kind, num, np.random.default_rng(seed))
     log_e = {}
     for name, moments in kind.moments.items():
-        if name in (OF_SEEDS if not kind.seeded else LIKELIHOOD_RATIOS):
+        if name in (SEEDED if not kind.seeded else LIKELIHOOD_RATIOS):
             continue
         values = np.minimum(found[name].reshape(num, -1), moments.cap)
         rates, taken = np.array(moments.lambdas), np.array(moments.log_moments)
@@ -277,7 +292,8 @@ def calibrated(kind: Kind) -> dict[str, Moments]:
     """Return the moments that `prime-node calibrate` would give for such an engine."""
     num = REAL_TOKENS // TOKENS
     found, errors = tokens_of(kind, num, np.random.default_rng(2)), Errors()
-    values = {name: found[name].ravel().astype(np.float32) for name in ("margin", "flip", "norm", "proof")}
+    names = ("margin", "flip", "norm", "square", "cooler", "looser", "proof")
+    values = {name: found[name].ravel().astype(np.float32) for name in names}
     lengths = np.full(num, TOKENS, np.int32)
     errors.add(values, lengths)
     moments = errors.moments()

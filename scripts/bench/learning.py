@@ -54,7 +54,8 @@ from prime_node.algo.schedule import ParameterSchedule
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.train_backend import Group, KeptPolicy, OptimizerSettings, TrainingDiverged, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainingDiverged
+from prime_node.ports.train_samples import Group, TrainSample
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
@@ -257,7 +258,7 @@ class Bench:
 
 
 def _with_reference(backend: TorchBackend, samples: Sequence[TrainSample]) -> list[TrainSample]:
-    logprobs = backend.kept_logprobs(samples, KeptPolicy.REFERENCE)
+    logprobs = backend.logprobs(samples, KeptPolicy.REFERENCE)
     return [replace(sample, reference_logprobs=tuple(found)) for sample, found in zip(samples, logprobs, strict=True)]
 
 

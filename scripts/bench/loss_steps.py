@@ -24,7 +24,8 @@ from memory import peak_bytes, reset_peak
 from prime_node.adapters.engines.torch_weights import to_weights
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+from prime_node.ports.train_backend import OptimizerSettings
+from prime_node.ports.train_samples import TrainSample
 
 TRL_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "prime-node" / "bench-trl"
 TRL_PACKAGES = (

@@ -26,7 +26,11 @@ from typing import Any
 from checks import Check, Output, at_least
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from homes import CARRIER, HOME, PUBLIC, SYMMETRIC, Place, internet, missing
+from homes import Place, internet, missing
+
+from prime_lab.homes import NatKind
+
+PUBLIC, HOME, SYMMETRIC, CARRIER = NatKind
 
 PORT = 4001
 RUN = "a" * 64
@@ -147,7 +151,7 @@ async def peers(places: Sequence[Place], *, private: Sequence[int] = ()) -> Asyn
             await peer.process.wait()
 
 
-async def pair(kinds: tuple[str, str], *, wait_s: float = 45.0) -> dict[str, Any]:
+async def pair(kinds: tuple[NatKind, NatKind], *, wait_s: float = 45.0) -> dict[str, Any]:
     """One hub and two peers: what each finds out, and the result of a link from the first to the second."""
     with internet([PUBLIC, *kinds]) as places:
         async with peers(places) as (hub, caller, called):

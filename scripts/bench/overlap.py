@@ -34,7 +34,8 @@ from typing import Any
 
 from checks import Check, Output, at_least, at_most
 
-from prime_lab.world import Costs, Scenario, SimulatedRun
+from prime_lab.scenario import Costs, Scenario
+from prime_lab.world import SimulatedRun
 from prime_protocol.schedule import Schedule
 
 GROUPS, WORKERS, MEAN_S = 512, 64, 130.0 * 64 / 512

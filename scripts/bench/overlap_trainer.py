@@ -10,7 +10,8 @@ from pathlib import Path
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.ports.train_backend import OptimizerSettings, TrainSample
+from prime_node.ports.train_backend import OptimizerSettings
+from prime_node.ports.train_samples import TrainSample
 
 COMPLETIONS = 4
 PROMPT_TOKENS, COMPLETION_TOKENS = 24, 96

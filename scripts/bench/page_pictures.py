@@ -1,6 +1,8 @@
 """Pictures of each view of the coordinator's page at three sizes, for docs/page/, with the invented run of page_server.py.
 
-    python scripts/bench/page_pictures.py [docs/page]
+    python scripts/bench/page_pictures.py [docs/page] [--operator]
+
+`--operator` takes the operator's page alone.
 
 It needs Chromium. Colours are reduced until a picture has at most 60 kB.
 """
@@ -8,8 +10,11 @@ It needs Chromium. Colours are reduced until a picture has at most 60 kB.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import re
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,7 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from page_server import PageServer, page_server
 from PIL import Image
 from tests.chromium_world import MISSING, Browser, chromium_program, running_chromium
+from tests.node.coordinator_world import COORDINATOR
+from tests.node.operator_world import write_key
 from tests.page_world import VIEWS
+
+from prime_node.cli.operate_page.serving import serve_page
+from prime_node.cli.operator import Operator
+from prime_node.cli.run_dir import RunDir
 
 BYTES_MAX = 60_000
 SIZES = ((1280, 800, False), (1920, 1080, True), (390, 844, False))
@@ -43,6 +54,30 @@ def small(picture: bytes) -> bytes:
         image = image.resize((image.width * 4 // 5, image.height * 4 // 5), Image.Resampling.LANCZOS)
 
 
+async def take_operator(server: PageServer, browser: Browser, folder: Path) -> None:
+    """Take the operator's page, with an invitation that was just made."""
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # so that the page shows a short path
+        run_dir = RunDir(Path("runs") / "sums")
+        write_key(run_dir.key("coordinator"), COORDINATOR)
+        run_dir.run_spec.write_bytes(server.run_spec)
+        run_dir.join_link_file.write_text(f"{server.url}/#{server.digest}\n")
+        for width, height, dark in SIZES:
+            stop, lines = asyncio.Event(), asyncio.Queue[str]()
+            serving = asyncio.create_task(
+                serve_page(Operator.of(run_dir.path), stop, port=0, socket=None, shown=lines.put_nowait)
+            )
+            async with browser.tab(width=width, height=height, dark=dark) as tab:
+                await tab.go(re.findall(r"http://\S+", await lines.get())[0])
+                await tab.until("document.querySelectorAll('#o-workers, tbody tr').length > 5")
+                await tab.evaluate("document.querySelector('#i-days').form.requestSubmit()")
+                await tab.until("document.querySelector('.qr')")
+                path = folder / f"operate-{width}.png"
+                path.write_bytes(small(await tab.picture(tall=HEIGHT_MAX if width < 1000 else None)))
+                print(path, path.stat().st_size, tab.errors)
+            stop.set()
+            await serving
+
+
 async def take(server: PageServer, browser: Browser, folder: Path) -> None:
     for width, height, dark in SIZES:
         for view in VIEWS:
@@ -61,7 +96,9 @@ def main() -> None:
     program = chromium_program()
     if program is None:
         sys.exit(MISSING)
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parents[2] / "docs" / "page"
+    places = [argument for argument in sys.argv[1:] if argument != "--operator"]
+    folder = Path(places[0]) if places else Path(__file__).resolve().parents[2] / "docs" / "page"
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with page_server(NUM_WORKERS, hostile=False) as server:
         server.ask("changes")
@@ -69,7 +106,9 @@ def main() -> None:
         async def run() -> None:
             async with running_chromium(program) as browser:
                 await asyncio.sleep(6.0)  # something happens in the newest seconds
-                await take(server, browser, folder)
+                if "--operator" not in sys.argv:
+                    await take(server, browser, folder)
+                await take_operator(server, browser, folder)
 
         asyncio.run(run())
 

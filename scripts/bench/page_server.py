@@ -25,7 +25,7 @@ from tests.node.coordinator_world import make_run, memory_parts
 from tests.page_world import MACHINES, name_of, recorded_history
 
 from prime_node.broadcast.routes import UpdateRoute
-from prime_node.coordinator.api.routes import make_routes
+from prime_node.coordinator.api.routes import serve_endpoints
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_protocol.identity import SigningKey
@@ -46,6 +46,8 @@ STATES = (
 STEPS = 180
 OBSERVED = 40
 """Workers that report when they could use a policy."""
+PERSON, PERSON_S = SigningKey(bytes([99]) * 32), range(3, 6)
+"""A person, and the numbers of its machines."""
 
 
 @dataclass
@@ -54,6 +56,8 @@ class PageServer:
 
     url: str
     digest: str
+    run_spec: bytes
+    """Signed RunSpec of the invented run."""
     process: int
     pipe: Connection
 
@@ -72,9 +76,9 @@ def page_server(num_workers: int, *, hostile: bool = True) -> Iterator[PageServe
     process.start()
     try:
         assert here.poll(120), "the server did not start"
-        port, digest = here.recv()
+        port, digest, run_spec = here.recv()
         assert process.pid is not None
-        yield PageServer(f"http://127.0.0.1:{port}", digest, process.pid, here)
+        yield PageServer(f"http://127.0.0.1:{port}", digest, run_spec, process.pid, here)
     finally:
         process.kill()
         process.join()
@@ -109,9 +113,11 @@ async def _serve(num_workers: int, pipe: Connection, hostile: bool) -> None:
     _fill(coordinator, parts, keys, 0 if hostile else 8)
     await parts.private.write("history.json", recorded_history(STEPS, tokens, now_ms=parts.clock.now_ms()))
     await coordinator.history.restore()
-    routes = make_routes(coordinator.handlers, coordinator.gate, coordinator.decisions, parts.clock, parts.metrics)
+    of = coordinator
+    served = serve_endpoints(of.handlers, of.gate, of.decisions, parts.clock, parts.metrics)
+    routes = [endpoint.route() for endpoint in served]
     port = await parts.web.start(routes, host="0.0.0.0", port=0)
-    pipe.send((port, run.digest))
+    pipe.send((port, run.digest, run.envelope.to_bytes()))
     changes: asyncio.Task[None] | None = None
     asked: asyncio.Queue[str] = asyncio.Queue()
     asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(pipe.recv()))
@@ -133,7 +139,8 @@ def _fill(coordinator: Coordinator, parts: Parts, keys: list[str], first_name: i
     observer, now_ms = coordinator.report.observer, parts.clock.now_ms()
     for number, key in enumerate(keys):
         machine = MACHINES[number % len(MACHINES)]
-        decide(ev.WorkerJoined(key, name_of(number + first_name), "1", "vllm 0.32 bf16 cuda", 64, hardware=machine))
+        name, person = name_of(number + first_name), PERSON.key_id if number in PERSON_S else ""
+        decide(ev.WorkerJoined(key, name, "1", "vllm 0.32 bf16 cuda", 64, hardware=machine, person=person))
     for policy in range(STEPS + 1):
         whole, deltas = UpdateRoute(None, 90_000_000), range(max(0, policy - 2), policy)
         decide(ev.ManifestPublished(policy, "d" * 64, (whole, *(UpdateRoute(base, 4_100_000) for base in deltas))))
@@ -166,7 +173,7 @@ async def _change(coordinator: Coordinator, parts: Parts, keys: list[str]) -> No
         now_ms = parts.clock.now_ms()
         for key in draw.sample(keys, each):
             coordinator.presence.reported(key, _beat(draw), parts.clock.monotonic_s())
-            history.accepted(key, 90)
+            history.credited(key, 90)
         key = draw.choice(keys)
         name = coordinator.decisions.state.workers[key].name
         took_ms = draw.randrange(400, 1_500)

@@ -28,7 +28,7 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 
 HIDDEN, LAYERS, HEADS, INTERMEDIATE = 512, 4, 8, 1_536
 SEQUENCES, LENGTH = 4, 256

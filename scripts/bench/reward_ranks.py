@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from checks import Output, at_most
 
+from prime_protocol.check_policy import EVIDENCE_MAX
 from prime_protocol.evidence import Sums, folded, log_evidence
 from prime_protocol.reward_ranks import REWARD_RANKS, rank_sums
-from prime_protocol.run_spec import EVIDENCE_MAX
 
 SIZE = 8
 STATISTICS = (*REWARD_RANKS, *(f"of tokens {number}" for number in range(7)))

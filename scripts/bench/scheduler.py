@@ -24,7 +24,7 @@ from typing import Any
 
 from checks import Output, at_least
 
-from prime_lab.world import make_rules
+from prime_lab.scenario import make_rules
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batches import choose_batch, forgettable_step, next_step, stale_slots

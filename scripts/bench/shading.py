@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from checks import Check, Output, at_most
 
+from prime_protocol.check_policy import EVIDENCE_MAX
 from prime_protocol.evidence import Sums, folded, log_evidence
-from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.shading import (
     REWARD_SLACK,
     SHADING,

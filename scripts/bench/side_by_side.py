@@ -41,7 +41,8 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 from checks import Check, Output, at_least, at_most
 
-from prime_lab.world import Costs, Scenario, SimulatedRun
+from prime_lab.scenario import Costs, Scenario
+from prime_lab.world import SimulatedRun
 from prime_node.worker.generating import bundle_for, generate
 from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling

@@ -33,17 +33,14 @@ import prime_node
 import prime_protocol
 from prime_lab.homes import Home, draw_homes
 from prime_lab.network import Result, SimulatedSwarm, Simulation
-from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules
-from prime_node.trainer.config import TrainerConfig
 from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, PIECES_WISHED
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shaped.race import Row
 from shaped.rows import ROWS
+from shaped.simulated import ORIGIN_CHOKER, simulate_row
 
-ORIGIN_CHOKER = ChokerRules(slots=TrainerConfig().swarm.upload_slots)
 SIZES = (100, 1_000, 10_000)
 FILE_BYTES, NUM_PIECES = 64_000_000, 128
 CROSSING_BYTES = (2**16, 2**18, 2**20)
@@ -53,8 +50,6 @@ COMPILED = (
     *(f"prime_node/broadcast/swarm/{name}.py" for name in ("piece_sets", "picker", "choker")),
     "prime_lab/network.py",
 )
-HEADERS = 0.068
-"""1,514 bytes on the wire for 1,448 of data, and an acknowledgement of 66 for each two packets."""
 
 
 def simulate(count: int, *, nat_share: float, churn: float, seed: int) -> Result:
@@ -105,23 +100,6 @@ def crossings(counts: Sequence[int]) -> list[dict[str, Any]]:
                 }
             table.append(line)
     return table
-
-
-def validation(row: Row) -> float:
-    """The ratio that the simulator gives for a row of the bench with namespaces."""
-    origin, *others = (Home(link.up_mbit, link.down_mbit, delay_ms=0.1) for link in row.links)
-    world = SimulatedSwarm(
-        others,
-        origin,
-        int(row.size_mb * 1e6),
-        262_144,
-        origin_is_peer=True,
-        stride_s=0.004,
-        overhead=HEADERS,
-        time_s_max=300.0,
-        origin_choker=ORIGIN_CHOKER,
-    )
-    return Simulation(world).run().last_ratio
 
 
 def run_compiled() -> int:
@@ -179,7 +157,7 @@ def main() -> int:
             )
             gc.collect()
     rows = [row for row, _ in ROWS.values() if row.size_mb <= 64 and not row.links[1].is_nat]
-    validated = {row.name: round(validation(row), 2) for row in (rows[:1] if options.quick else rows)}
+    validated = {row.name: round(simulate_row(row).last_ratio, 2) for row in (rows[:1] if options.quick else rows)}
     if options.plot:
         draw(curves, options.plot)
     print("| " + " | ".join(table[0]) + " |\n|" + "---|" * len(table[0]))

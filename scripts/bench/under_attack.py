@@ -37,7 +37,7 @@ from prime_lab.adversaries.table import ADVERSARIES
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 from prime_node.ports.engine import Engine
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
 from prime_node.worker.generating import bundle_for, requests_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem

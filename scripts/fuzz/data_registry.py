@@ -29,6 +29,7 @@ from prime_protocol.identity import PublicKey
 from prime_protocol.judged_logprobs import LogprobsHeader, open_logprobs, pack_logprobs
 from prime_protocol.manifest import PartEntry
 from prime_protocol.run_spec import JoinLink
+from prime_protocol.training_state import TrainingState, TrainingTensor, open_training_state
 from prime_protocol.weights import WeightTensor
 
 
@@ -202,7 +203,20 @@ def _checkpoints() -> list[Parser]:
         decoder.feed_part(0, data)
         decoder.finish()
 
+    named = TrainingTensor(name="model.w", dtype="fp32", shape=(2,))
+    stored = PartEntry(digest=digest_of(b"w"), size=8)
+    state = TrainingState(run=RUN.digest, policy_version=4, progress="{}", tensors=(named,), parts=(stored,))
+
+    def training_state(data: bytes) -> None:
+        open_training_state(data, digest=digest_of(data), run=RUN.digest, policy_version=4)
+
     return [
+        Parser(
+            "training_state",
+            training_state,
+            [state.model_dump_json().encode()],
+            ("training_state.open_training_state",),
+        ),
         Parser(
             "chunk_index",
             indexed,

@@ -40,9 +40,9 @@ from valid_messages import MODEL_OF, examples  # noqa: E402
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite  # noqa: E402
 from prime_node.coordinator.api.routes import ENDPOINTS  # noqa: E402
-from prime_node.coordinator.journal import restore_state  # noqa: E402
 from prime_node.coordinator.state import invariants  # noqa: E402
 from prime_node.coordinator.state.rules import rules_of  # noqa: E402
+from prime_node.coordinator.state_follower import restore_state  # noqa: E402
 from prime_node.ports.transport import Unreachable  # noqa: E402
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of  # noqa: E402
 from prime_protocol.digest import digest_of  # noqa: E402
@@ -69,8 +69,9 @@ PAYLOADS = {
 """Routes whose body is no request."""
 GETS = (
     *("/v1/run", "/v1/head", "/v1/manifests/{}", "/v1/keys/{}", "/v1/timestamp", "/v1/ledger", "/v1/ledger/{}"),
-    *("/v1/calibrations/{}", "/v1/blobs/{}", "/v1/status", "/v1/workers/{}", "/healthz", "/metrics"),
-    *("/v1/history", "/v1/events", "/v1/roster", "/v1/evidence/{}"),
+    *("/v1/calibrations/{}", "/v1/blobs/{}", "/v1/status", "/v1/workers/{}", "/v1/standing/{}"),
+    *("/healthz", "/readyz", "/metrics"),
+    *("/v1/history", "/v1/events", "/v1/roster", "/v1/evidence/{}", "/v1/batches/{}/{}"),
 )
 ANSWER_S_MAX = 20.0
 WALLS = ("connects_per_second=1e9", "public_requests_per_second=1e9")
@@ -228,7 +229,7 @@ class Fuzzer:
         method = self.rng.choice(("GET",) * 8 + ("HEAD", "PUT", "DELETE", "OPTIONS"))
         return (
             method,
-            self.rng.choice(GETS).format(name) + self.rng.choice(("", "", "", "/", "?a=b", "//")),
+            self.rng.choice(GETS).replace("{}", name) + self.rng.choice(("", "", "", "/", "?a=b", "//")),
             headers,
             b"",
         )
@@ -334,9 +335,10 @@ async def _fuzz_in(folder: Path, seconds: float, seed: int, replayed: Sent | Non
 
 async def _check_kept(folder: Path) -> None:
     """Raises Finding where the state that a killed daemon left breaks an invariant."""
-    store = await open_sqlite(folder / "state.db")
+    run = cw.make_run(**crash_run())
+    store = await open_sqlite(folder / "state.db", run=run.digest)
     try:
-        number, state = await restore_state(store, rules_of(cw.make_run(**crash_run())))
+        number, state = await restore_state(store, rules_of(run))
         invariants.check_invariants(state)
         print(f"state of {number} events: its invariants hold")
     except (AssertionError, LocalError) as error:

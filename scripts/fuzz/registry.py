@@ -28,7 +28,7 @@ from pydantic import BaseModel
 from tests.builder import build_manifest
 from valid_messages import examples, wire_models
 
-from prime_protocol import invite, ledger, peers
+from prime_protocol import delegation, invite, ledger, peers
 from prime_protocol.amendment import CalibrationAmendment, CalibrationChain
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.chain import check_link, check_manifest
@@ -142,6 +142,12 @@ def _statements() -> list[Parser]:
         now_ms=NOW_MS,
     )
     invited = {"run": RUN.digest, "invite": "0" * 32, "keys_max": 3, "expires_at_ms": NOW_MS + 1}
+    authorised = {
+        "person": VALIDATOR.key_id,
+        "machine": WORKER.key_id,
+        "issued_at_ms": NOW_MS,
+        "expires_at_ms": NOW_MS + 1_000,
+    }
     answer = {"run": RUN.digest, "nonce": "0" * 32}
     head = {"run": RUN.digest, "num_entries": 1, "digest": "0" * 64, "at_ms": 0}
     listed = {"run": RUN.digest, "peers": [], "issued_at_ms": 0}
@@ -191,7 +197,7 @@ def _statements() -> list[Parser]:
             signed_as(
                 PayloadType.INVITE,
                 COORDINATOR,
-                lambda found: invite.open_invite(invite.invite_text(found), RUN, now_ms=NOW_MS),
+                lambda found: invite.open_invite(found.to_base64(), RUN, now_ms=NOW_MS),
             ),
             [json_of(invited)],
             ("invite.open_invite",),
@@ -199,8 +205,24 @@ def _statements() -> list[Parser]:
         Parser(
             "invite_text",
             lambda data: invite.open_invite(data.decode("latin-1"), RUN, now_ms=NOW_MS),
-            [invite.invite_text(seal(json_of(invited), PayloadType.INVITE, COORDINATOR)).encode()],
+            [seal(json_of(invited), PayloadType.INVITE, COORDINATOR).to_base64().encode()],
             ("invite.open_invite",),
+        ),
+        Parser(
+            "delegation",
+            signed_as(
+                PayloadType.DELEGATION,
+                VALIDATOR,
+                lambda found: delegation.open_delegation(found.to_base64(), WORKER.key_id, RUN.digest, now_ms=NOW_MS),
+            ),
+            [json_of(authorised)],
+            ("delegation.open_delegation", "delegation.read_delegation"),
+        ),
+        Parser(
+            "delegation_text",
+            lambda data: delegation.read_delegation(data.decode("latin-1")),
+            [seal(json_of(authorised), PayloadType.DELEGATION, VALIDATOR).to_base64().encode()],
+            ("delegation.read_delegation", "envelope.open_base64"),
         ),
         Parser(
             "peer_list",

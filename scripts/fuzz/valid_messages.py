@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 import prime_protocol
 from prime_protocol import (
+    delegation,
     dossier,
     invite,
     ledger,
@@ -49,6 +50,7 @@ MODEL_OF: dict[str, type[BaseModel]] = {
     PayloadType.CALIBRATION: CalibrationAmendment,
     PayloadType.TIMESTAMP: timestamp.Timestamp,
     PayloadType.INVITE: invite.Invite,
+    PayloadType.DELEGATION: delegation.Delegation,
     PayloadType.LEDGER_HEAD: ledger.LedgerHead,
     PayloadType.BAN: dossier.BanStatement,
     PayloadType.PEER_LIST: peers.PeerList,
@@ -131,12 +133,19 @@ def example(model: type[BaseModel]) -> dict[str, Any]:
             model.model_validate_json(json.dumps(value))
         except ValidationError as error:
             fault = error.errors()[0]
+            if not fault["loc"]:
+                value |= _TOGETHER[model.__name__]
+                continue
             _repair(value, list(fault["loc"]), fault["type"], fault.get("ctx", {}))
         else:
             return value
     raise LookupError(f"no example of {model.__name__} was found: {value}")
 
 
+_TOGETHER: dict[str, dict[str, Any]] = {
+    "Delegation": {"machine": SigningKey(bytes(31) + b"1").key_id, "issued_at_ms": 1, "expires_at_ms": 2}
+}
+"""Fields that a model's own validator compares with each other."""
 _FRESH: dict[str, Any] = {
     "missing": None,
     "string_type": "x",

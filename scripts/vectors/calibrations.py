@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing
-from prime_protocol.run_spec import CheckPolicy
 from vectors.folder import NOW_MS, ROOT, STRANGER, WORKER, Case, Folder, fields
 from vectors.runs import run_spec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
-from prime_protocol.invite import Invite, invite_text
+from prime_protocol.invite import Invite
 from vectors.folder import COORDINATOR, NOW_MS, ROOT, TRAINER, Case, Folder, fields
 
 E = ErrorCode
@@ -16,7 +16,7 @@ def invites(folder: Folder, run: Envelope) -> None:
     foreign = good.model_copy(update={"run": "00" * 32})
 
     def text(invite: Invite, key: SigningKey, kind: PayloadType = PayloadType.INVITE) -> str:
-        return invite_text(seal(invite, kind, key))
+        return seal(invite, kind, key).to_base64()
 
     cases: list[tuple[str, str, int, ErrorCode | None]] = [
         ("by the coordinator", text(good, COORDINATOR), NOW_MS, None),

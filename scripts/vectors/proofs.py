@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.compared_choices import cooler_of, looser_of
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.proof import build_proofs
@@ -70,3 +71,20 @@ def choices(folder: Folder) -> None:
         case = {"name": name, "logits": logits.tolist(), "seeds": seeds, "positions": positions, "filters": filters}
         cases.append(case | {"expect": values})
     folder.cases("choice", cases)
+
+
+def compared_choices(folder: Folder) -> None:
+    logits = np.round(np.random.default_rng(6).normal(0, 2, (2, 12)), 1)
+    seeds, positions = [7, 2**40], [0, 11]
+    noise = gumbel_noise(seeds, positions, 12)
+    tokens = [0, 4]
+    cases = []
+    for temperature in (1.0, 0.7):
+        scaled = logits / temperature
+        values = {
+            "cooler": cooler_of(scaled, noise, np.array(tokens)).tolist(),
+            "looser": looser_of(scaled + noise, np.array(tokens)).tolist(),
+        }
+        given = {"logits": logits.tolist(), "seeds": seeds, "positions": positions, "tokens": tokens}
+        cases.append({"name": f"temperature {temperature}", "temperature": temperature, **given, "expect": values})
+    folder.cases("compared_choices", cases)

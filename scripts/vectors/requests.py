@@ -14,6 +14,7 @@ from prime_protocol.requests import (
     CheckResultRequest,
     HeartbeatRequest,
     HoldingRequest,
+    JoiningAsked,
     JoinRequest,
     LeaseRequest,
     LeaveRequest,
@@ -21,11 +22,12 @@ from prime_protocol.requests import (
     ReceiptsRequest,
     Request,
     ReturnLeaseRequest,
+    RevokeRequest,
     WorkerState,
 )
 from prime_protocol.telemetry import Hardware, HeldOutFigures, Interval
 from prime_protocol.verdict import RejectReason, Verdict
-from vectors.folder import COORDINATOR, TRAINER, VALIDATOR, WORKER
+from vectors.folder import COORDINATOR, STRANGER, TRAINER, VALIDATOR, WORKER
 from vectors.runs import ENGINE
 
 SESSION = "fedcba9876543210" * 2
@@ -47,6 +49,14 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
         ),
         WORKER,
     )
+    yield (
+        "join request of a person's machine",
+        JoinRequest(
+            name="a workstation", software="vectors 1", engine=ENGINE, rollouts_max=64, delegation="a delegation's text"
+        ),
+        WORKER,
+    )
+    yield "revoke request of a person", RevokeRequest(machine=WORKER.key_id), STRANGER
     yield (
         "heartbeat",
         HeartbeatRequest(
@@ -121,3 +131,9 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
     )
     yield "ban request", AdminRequest(action="ban", worker=WORKER.key_id, reason="sends rubbish"), COORDINATOR
     yield "drain request", AdminRequest(action="drain"), COORDINATOR
+    yield "pause request", AdminRequest(action="pause", reason="moving"), COORDINATOR
+    yield "resume request", AdminRequest(action="resume"), COORDINATOR
+    yield "snapshot request", AdminRequest(action="snapshot"), COORDINATOR
+    joining = JoiningAsked(workers_max=100, invites_needed=False)
+    yield "limit request", AdminRequest(action="limit", joining=joining), COORDINATOR
+    yield "limit request that ends all limits", AdminRequest(action="limit", joining=JoiningAsked()), COORDINATOR

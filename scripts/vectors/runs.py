@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+from prime_protocol import limits
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
@@ -55,6 +57,11 @@ def runs(folder: Folder) -> Envelope:
     ahead = Schedule.model_validate({"preset": "prime_rl_lag1", "selection": "lowest_slot_first"})
     bounded = spec.model_copy(update={"async_level": 3, "schedule": ahead})
     gated = seal(bounded, PayloadType.RUN_SPEC, ROOT)
+    shared = spec.model_copy(update={"coordinators": ("https://a.example.org", "http://203.0.113.6:8400")})
+    several = seal(shared, PayloadType.RUN_SPEC, ROOT)
+    elsewhere = seal(
+        spec.model_copy(update={"coordinators": ("http://a.example.org/reboot",)}), PayloadType.RUN_SPEC, ROOT
+    )
     unbounded = seal(bounded.model_copy(update={"async_level": 1}), PayloadType.RUN_SPEC, ROOT)
     folder.cases(
         "run_spec",
@@ -72,6 +79,12 @@ def runs(folder: Folder) -> Envelope:
                 "pinned": gated.digest,
                 "expect": fields(bounded),
             },
+            {
+                "name": "several coordinators",
+                "text": several.to_bytes().decode(),
+                "pinned": several.digest,
+                "expect": fields(shared),
+            },
             wire | {"name": "another run", "pinned": digest_of(b"other"), "error": E.WRONG_RUN},
             *(
                 {"name": name, "text": other.to_bytes().decode(), "pinned": other.digest, "error": code}
@@ -79,18 +92,30 @@ def runs(folder: Folder) -> Envelope:
                     ("signed by another key", strange, E.BAD_SIGNATURE),
                     ("another protocol version", later, E.VERSION_UNSUPPORTED),
                     ("unknown field", unknown, E.UNKNOWN_FIELD),
+                    ("a coordinator's address with a path", elsewhere, E.WRONG_TYPE),
                     ("a run-ahead with another async_level", unbounded, E.WRONG_TYPE),
                 ]
             ),
         ],
     )
     link = JoinLink("http://203.0.113.5:8400", envelope.digest)
+    invited = replace(link, invite="eyJwYXlsb2FkIjoi_-8=")
     folder.cases(
         "join_link",
-        [{"name": "plain", "text": str(link), "expect": {"url": link.url, "run": link.run}}]
+        [
+            {"name": "plain", "text": str(link), "expect": {"url": link.url, "run": link.run}},
+            {
+                "name": "with an invitation",
+                "text": str(invited),
+                "expect": {"url": link.url, "run": link.run, "invite": invited.invite},
+            },
+        ]
         + [
             {"name": name, "text": text, "error": "value_error"}
             for name, text in [
+                ("an empty invitation", f"{link}."),
+                ("an invitation in other base64", f"{link}.ab+/"),
+                ("a long invitation", f"{link}.{'a' * (limits.INVITE_CHARS_MAX + 1)}"),
                 ("no digest", link.url),
                 ("a short digest", str(link)[:-1]),
                 ("upper case", f"{link.url}/#{link.run.upper()}"),

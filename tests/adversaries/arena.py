@@ -32,21 +32,22 @@ from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.ports.transport import ValidatorPort, WorkerPort
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.scoring_workers import ScoringWorkers
+from prime_node.validator.validator import Validator
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.generating import requests_for
 from prime_node.worker.loop import run_worker as run_worker
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
 from prime_protocol.identity import SigningKey
 from prime_protocol.replies import TrainBatch
 from prime_protocol.requests import BatchRequest
 from prime_protocol.rollout import Completion
-from prime_protocol.run_spec import CheckPolicy, ModelFile, PinnedRun
+from prime_protocol.run_spec import ModelFile, PinnedRun
 from prime_protocol.verdict import Receipt
 from prime_protocol.weights import Weights
 

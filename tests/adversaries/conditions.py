@@ -6,7 +6,7 @@ from typing import Any
 
 from prime_node.cli.shipped import shipped_calibration
 from prime_protocol.assignment import Sampling
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 
 SOFT = ("equivocation", "time-shift", "hoarding", "picking")
 """Cheats that upload nothing false; the scheduler limits them."""

@@ -21,7 +21,8 @@ from prime_node.broadcast.audit.safetensors_file import read_weights, write_safe
 from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Environment
-from prime_node.ports.train_backend import Group, OptimizerSettings
+from prime_node.ports.train_backend import OptimizerSettings
+from prime_node.ports.train_samples import Group
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.lessons import Lessons

@@ -27,6 +27,8 @@ LOGPROB_ERROR_MAX = 1e-3
 PROOF_ERROR_MAX = 0.5
 """Steps of bf16, for any single proof, both with fp32 arithmetic."""
 STOP = 256
+CONTEXT = 2_048
+"""Tokens of a vLLM engine's context."""
 SAMPLING = Sampling(temperature=1.0, completion_tokens_max=12, stop_token_ids=(STOP, *range(40)))
 
 
@@ -64,7 +66,12 @@ def deaf_vllm(folder: Path) -> VllmEngine:
             if not self.deaf:
                 await super().replace_weights(weights)
 
-    return DeafVllm(folder, context_tokens_max=128)
+        async def lengths(self) -> list[int]:
+            """Return the number of tokens sampled so far for each completion that vLLM works on or has just aborted."""
+            found, *_ = await self._llm.collective_rpc("prime_lengths")
+            return [*found.values()]
+
+    return DeafVllm(folder, context_tokens_max=CONTEXT)
 
 
 Engine = DeafTransformers  # type for the tests: the port, and the switch
@@ -109,3 +116,11 @@ def distances(found: Prefill, completions: Sequence[Completion]) -> np.ndarray:
     assert found.hidden_TD is not None
     proofs = np.frombuffer(b"".join(completion.proofs for completion in completions), np.uint8).reshape(-1, PROOF_BYTES)
     return compare_proofs(proofs, found.hidden_TD, [len(c.token_ids) for c in completions]).distance_mean_C
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the process ids of a process's children, of theirs, and so on."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [*children, *(other for child in children for other in descendants(child))]

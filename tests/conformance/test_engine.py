@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from tests.conformance.engine_world import (
+    CONTEXT,
     FLIPS_SHARE_MAX,
     LOGPROB_ERROR_MAX,
     PROOF_ERROR_MAX,
@@ -32,11 +33,14 @@ from tests.conformance.engine_world import (
     to_score,
     write_model,
 )
-from tests.time_world import be_slow
+from tests.node.memory_coordinator import WorkerWorld
+from tests.node.worker_world import make_run
+from tests.time_world import be_slow, until
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
 from prime_node.validator.spans import prefill_spans
+from prime_node.worker.loop import run_worker
 from prime_protocol.assignment import Sampling
 from prime_protocol.proof import PROOF_BYTES, num_proofs
 from prime_protocol.rollout import FinishReason
@@ -90,6 +94,19 @@ async def test_seeds_choose_the_tokens_and_logprobs_are_those_of_the_policy_at_t
     assert len(prefill.margins_T) > 300
     assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
     assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
+
+
+async def test_it_computes_with_the_new_weights_where_only_a_part_of_a_layer_changed(
+    engine: Engine, scorer: TransformersEngine, policies: list[Weights]
+) -> None:
+    first, other = policies
+    one_matrix = {**first, (name := "model.layers.1.self_attn.q_proj.weight"): other[name]}
+    for version, weights in enumerate((first, one_matrix, other, first)):
+        await engine.load(weights, policy_version=version)
+        completions = await engine.generate(requests(), SAMPLING)
+        prefill = await judged(scorer, weights, requests(), completions)
+        assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
+        assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.8}, {"top_k": 8, "min_p": 0.02}])
@@ -315,3 +332,32 @@ async def test_vllm_finds_out_a_missed_update_that_is_too_small_for_logprobs(
     finally:
         engine.deaf = False
     await engine.load(nudged, policy_version=1)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("engine", ["vllm"], indirect=True)
+async def test_vllm_stops_within_a_cancelled_lease_which_returns(
+    engine: Engine, policies: list[Weights], tmp_path: Path
+) -> None:
+    """A worker of a real run, whose coordinator says that it can no longer use the lease. All completions are endless."""
+    endless = Sampling(completion_tokens_max=CONTEXT - 8, stop_token_ids=())
+    pinned = make_run(heartbeat_seconds=50.0, sampling=endless, vocab_size=264)
+    world = WorkerWorld(tmp_path, pinned=pinned, policies=0)
+    world.coordinator.publish_policy(policies[0])
+    world.coordinator.leases_max = 1
+    working = asyncio.create_task(run_worker(world.worker(engine), world.stop))
+    await until(lambda: world.coordinator.leases, seconds=200.0)
+    while len(sampled := await engine.lengths()) < 8 or min(sampled) < 2:  # type: ignore[attr-defined]
+        assert not working.done()
+    (lease,) = world.coordinator.leases
+    world.coordinator.cancels.add(lease)
+    await until(lambda: world.coordinator.returned)
+    while now := await engine.lengths():  # type: ignore[attr-defined]
+        sampled = now
+    assert max(sampled) < endless.completion_tokens_max / 2, "they were aborted, not finished"
+    assert len(await engine.generate(requests(1), SAMPLING)) == 1
+    assert world.coordinator.returned == [lease]
+    world.stop.set()
+    await working
+    assert world.coordinator.verdicts == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import select
@@ -21,6 +20,7 @@ from tests.conformance.engine_world import (
     PROOF_ERROR_MAX,
     SAMPLING,
     deaf_vllm,
+    descendants,
     distances,
     judged,
     logprobs_of,
@@ -31,7 +31,6 @@ from tests.conformance.engine_world import (
 )
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.ports.engine import EngineDied
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -98,60 +97,6 @@ async def test_an_unseeded_vllm_samples_by_itself_at_the_runs_temperature_and_wi
     await scorer.close()
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-async def test_vllm_computes_with_the_new_weights_where_only_a_part_of_a_layer_changed(folder: Path) -> None:
-    first, other = peaked_weights(folder, 3), peaked_weights(folder, 4)
-    one_matrix = {**first, (name := "model.layers.1.self_attn.q_proj.weight"): other[name]}
-    engine, scorer = deaf_vllm(folder), TransformersEngine(folder)
-    for version, weights in enumerate((first, one_matrix, other, first)):
-        await engine.load(weights, policy_version=version)
-        completions = await engine.generate(requests(), SAMPLING)
-        prefill = await judged(scorer, weights, requests(), completions)
-        assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
-        assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
-    await engine.close()
-    await scorer.close()
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-async def test_the_end_of_vllms_processes_ends_each_call_and_the_next_load_starts_new_ones(folder: Path) -> None:
-    # Upstream's calls of worker methods never end then, so a validator whose vLLM was killed judged nothing more.
-    from prime_node.adapters.engines.vllm_scorer import VllmScorer
-
-    policy, other = peaked_weights(folder, 3), peaked_weights(folder, 4)
-    scorer = VllmScorer(folder, context_tokens_max=128)
-    for load_again in (False, True):
-        await scorer.load(policy, policy_version=0)
-        engine_core = {pid for pid in descendants(os.getpid()) if b"resource_tracker" not in command_line(pid)}
-        completions = await scorer.generate(requests(), SAMPLING)
-        asked = to_score(requests(), completions)
-        found = await scorer.prefill(asked, SAMPLING)
-        assert np.abs(found.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
-        send(signal.SIGSTOP, engine_core)
-        call = asyncio.ensure_future(
-            scorer.load(other, policy_version=1) if load_again else scorer.prefill(asked, SAMPLING)
-        )
-        assert not (await asyncio.wait({call}, timeout=1))[0], "a stopped engine answers nothing"
-        send(signal.SIGKILL, engine_core)
-        with pytest.raises(EngineDied, match="processes ended"):
-            await call
-    await scorer.close()
-
-
-def command_line(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def send(number: signal.Signals, pids: set[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
 START_AND_WAIT = """
 import asyncio, pathlib, sys
 from prime_node.adapters.models.tiny_model import initial_weights
@@ -189,10 +134,3 @@ async def test_vllm_ends_with_the_process_that_started_it(folder: Path, tmp_path
         readable, _, _ = await asyncio.to_thread(select.select, [ended], [], [], 30)
         os.close(ended)
         assert readable, "a process of the engine is still running"
-
-
-def descendants(pid: int) -> list[int]:
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return [*children, *(other for child in children for other in descendants(child))]

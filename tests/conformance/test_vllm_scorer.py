@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +19,7 @@ from tests.conformance.engine_world import (
     LOGPROB_ERROR_MAX,
     PROOF_ERROR_MAX,
     SAMPLING,
+    descendants,
     distances,
     logprobs_of,
     peaked_weights,
@@ -24,13 +29,13 @@ from tests.conformance.engine_world import (
 )
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.ports.engine import ScoreRequest
+from prime_node.ports.engine import EngineDied, ScoreRequest
 from prime_node.validator.calibrating import local_lease, measure_pair, sample_honestly
 from prime_node.worker.cheats import mapped, quantised
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.calibration import Calibration, PairMoments, evidence_of
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.rollout import Rollouts
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import Verdict
 from prime_protocol.verify import Prefill, summary, verdict_on
 from prime_protocol.weights import Weights
@@ -171,3 +176,36 @@ async def test_honest_bundles_of_the_same_build_are_accepted_and_those_of_rounde
     claimed = await sample_honestly(judge, [lease])
     await judge.load(policies[0], policy_version=2)
     assert not (await verdict(claimed)).accepted
+
+
+@pytest.mark.timeout(600)
+async def test_the_end_of_vllms_processes_ends_each_call_and_the_next_load_starts_new_ones(
+    judge: VllmScorer, policies: list[Weights]
+) -> None:
+    # Upstream's calls of worker methods never end then, so a validator whose vLLM was killed judged nothing more.
+    policy, other = policies
+    for load_again in (False, True):
+        await judge.load(policy, policy_version=0)
+        engine_core = {pid for pid in descendants(os.getpid()) if b"resource_tracker" not in command_line(pid)}
+        completions = await judge.generate(requests(), SAMPLING)
+        asked = to_score(requests(), completions)
+        found = await judge.prefill(asked, SAMPLING)
+        assert np.abs(found.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
+        send(signal.SIGSTOP, engine_core)
+        call = asyncio.ensure_future(
+            judge.load(other, policy_version=1) if load_again else judge.prefill(asked, SAMPLING)
+        )
+        assert not (await asyncio.wait({call}, timeout=1))[0], "a stopped engine answers nothing"
+        send(signal.SIGKILL, engine_core)
+        with pytest.raises(EngineDied, match="processes ended"):
+            await call
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def send(number: signal.Signals, pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -29,6 +29,7 @@ SMALL_RUN = [
     "trainer.evaluate_every=4",
     "trainer.evaluation_problems=16",
     "up.port=0",
+    "up.replay_steps=0",
 ]
 
 
@@ -131,6 +132,19 @@ class Up:
                 return pid
         raise LookupError(role)
 
+    @contextlib.contextmanager
+    def suspended(self, *roles: str) -> Iterator[None]:
+        """Suspend the processes of these roles meanwhile, as a long computation would."""
+        stopped = [self.process_of(role) for role in roles]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def ranks_of_trainer(self) -> list[int]:
         """Process ids of what torchrun started."""
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in self.processes()}
@@ -144,6 +158,22 @@ class Up:
         """Output and the ends of all logs, for a failure's message."""
         logs = sorted((self.directory / "logs").glob("*.log"))
         return "\n".join([self.output, *(f"--- {path.name}\n{last_lines(path, 30)}" for path in logs)])
+
+
+@contextlib.contextmanager
+def joined(up: Up, folder: Path, name: str, engine: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `prime-node join` with the link of a run; its folder is NAME, its log NAME.log."""
+    link = (up.directory / "join-link").read_text().strip()
+    command = ["join", link, "--name", name, "--engine", engine, "--folder", str(folder / name)]
+    with (folder / f"{name}.log").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "prime_node", *command], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.e2e.conftest import Up
-from tests.time_world import wait_until
+from tests.e2e.conftest import Up, joined
+from tests.source_tree import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
+JOIN_EXAMPLE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)[1]
+
 
 def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
-    up.start("up.cheat_after_policies=1", "run.checks.strikes_max=1")
+    up.start("up.cheat_after_policies=1", "run.checks.strikes_max=1", "run.replay.state_every=4", "up.replay_steps=1")
     code = up.finish(timeout_s=300)
     assert code == 0, up.everything()
     summary = up.summary()
@@ -37,7 +42,8 @@ def test_up_trains_bans_the_cheater_and_verifies_the_chain(up: Up) -> None:
     )
     assert verified.returncode == 0, verified.stdout + verified.stderr
     _leased_the_prompts_that_this_machine_renders(up)
-    _flip_a_byte_of_the_largest_blob(up.directory / "coordinator" / "public" / "blobs")
+    _can_be_re_executed(up)
+    _flip_a_byte_of_the_largest_part(up.directory / "coordinator" / "public")
     tampered = subprocess.run(
         [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain"], capture_output=True, text=True
     )
@@ -59,6 +65,31 @@ def _leased_the_prompts_that_this_machine_renders(up: Up) -> None:
     assert seeds["num_rendered"] == seeds["num_checked"] + seeds["num_evaluations"] > 0
 
 
+def _can_be_re_executed(up: Up) -> None:
+    """By the summary's line, by a stranger on a copy of the public folder, and from that stranger's evidence."""
+    assert up.summary()["replay"]["exit_code"] == 0, up.summary()["replay"]
+    run = (up.directory / "join-link").read_text().strip().rpartition("#")[2]
+    copy, evidence = up.directory.with_name("copy"), up.directory.with_name("evidence")
+    shutil.copytree(up.directory / "coordinator" / "public", copy)
+    code, report = _report_of("replay", copy, "--step", 5, "--genesis", "--evidence", evidence, "--run", run)
+    assert (code, report["outcome"], [one["step"] for one in report["steps"]]) == (0, "exact", [-1, 4, 5]), report
+    assert any("rewards follow from the tokens" in text for text in report["steps"][1]["established"])
+    assert json.loads((evidence / "replay-finding.json").read_bytes())["outcome"] == "exact"
+    batch = json.loads((evidence / "batches" / "00000005-0000.json").read_bytes())
+    bundle = json.loads(base64.b64decode(batch["payload"]))["groups"][0]["bundle"]
+    (evidence / "blobs" / bundle[:2] / bundle).unlink()
+    code, report = _report_of("evidence", "verify", evidence, "--run", run)
+    assert (code, report["outcome"]) == (8, "withheld"), report
+
+
+def _report_of(*arguments: object) -> tuple[int, dict[str, Any]]:
+    """Run a command that prints JSON; return its exit code and what it printed."""
+    command = [sys.executable, "-m", "prime_node", *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
 def _has_a_trace(up: Up) -> None:
     """Each role's lane holds what it did, in the same seconds."""
     command = [sys.executable, "-m", "prime_node", "trace", str(up.directory)]
@@ -74,26 +105,47 @@ def _has_a_trace(up: Up) -> None:
     assert max(e["ts"] for e in events if e.get("cat") == "worker-1") > min(step["ts"] for step in steps)
 
 
-def test_up_stops_cleanly_and_resumes(up: Up) -> None:
+def test_up_stops_cleanly_and_resumes_while_a_trainers_key_is_replaced(up: Up) -> None:
+    """Both keys are valid first; when the new one signs, the old one is removed. The whole chain verifies.
+
+    The only worker is suspended for the commands on keys, so that the run does not reach its last step before they end.
+    """
     up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=30")
     up.until(lambda status: status["step"] >= 3, timeout_s=180, what="step 3")
+    with up.suspended("join"):
+        old = _keys("show", up.directory).partition("trainer (1 must sign): ")[2].split()[0]
+        _keys("rotate", up.directory, "--role", "trainer", "--keep")
+        _keys("submit", up.directory / "key-ring-1.json", up.directory)
     up.interrupt()
     assert up.finish(timeout_s=90) == 130, up.everything()
     assert up.processes() == []
     assert "resumes" in up.output
 
     up.start("trainer.evaluate_at=[29]", new=False)
+    step = up.until(lambda status: status["step"] >= 1, timeout_s=90, what="the coordinator")["step"]
+    up.until(lambda status: status["step"] >= step + 1, timeout_s=90, what="a policy by the new key")
+    with up.suspended("join"):
+        _keys("revoke", up.directory, old)
+        _keys("submit", up.directory / "key-ring-2.json", up.directory)
+        revoked_at = up.status()["head"]
     assert up.finish(timeout_s=240) == 0, up.everything()
     rows = [json.loads(line) for line in (up.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
     assert any(row.get("step") == 29 and "eval_greedy" in row for row in rows), "the settings of the second start"
     assert up.summary()["verification"]["ok"]
     assert up.summary()["rollouts"]["accepted"] == 30 * 6 * 4
+    verified = subprocess.run(
+        [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain", "--json"], capture_output=True
+    )
+    report = json.loads(verified.stdout)
+    assert (report["ok"], report["key_ring"]) == (True, 2)
+    assert report["policy_version"] > revoked_at + 1
+    assert old not in report["policy"]["signers"]
 
 
 def test_every_role_may_be_killed_without_loss(up: Up) -> None:
     """In a run whose environment answers, so that a rollout has several turns."""
     again = '{name="again", id="reasoning_gym", turns_max=3, options={task="spell_backward", max_word_len=6, partner="retry"}}'
-    up.start("up.unsafe_cheaters={}", "up.num_workers=2", "run.max_steps=24", f"run.environments=[{again}]")
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=24", f"run.environments=[{again}]")
     for step, role in ((2, "coordinator"), (5, "trainer"), (8, "validator"), (11, "join")):
         up.until(lambda status, step=step: status["step"] >= step, timeout_s=180, what=f"step {step}")
         os.kill(up.process_of(role), signal.SIGKILL)
@@ -106,8 +158,15 @@ def test_every_role_may_be_killed_without_loss(up: Up) -> None:
     assert up.processes() == []
 
 
-def test_a_trainer_of_two_ranks_survives_the_death_of_one(up: Up) -> None:
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=10", "trainer.ranks.nproc=2")
+def test_a_trainer_of_two_ranks_survives_the_death_of_one_and_its_steps_are_exact_on_two_ranks(up: Up) -> None:
+    up.start(
+        "up.unsafe_cheaters={}",
+        "up.num_workers=1",
+        "run.max_steps=10",
+        "trainer.ranks.nproc=2",
+        "run.replay.state_every=2",
+        "up.replay_steps=1",
+    )
     up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
     ranks = up.ranks_of_trainer()
     assert len(ranks) == 2
@@ -116,64 +175,50 @@ def test_a_trainer_of_two_ranks_survives_the_death_of_one(up: Up) -> None:
     assert up.summary()["verification"]["ok"]
     assert up.summary()["rollouts"]["accepted"] == 10 * 6 * 4
     assert up.processes() == []
-
-
-def test_nothing_is_orphaned_when_up_itself_is_killed(up: Up) -> None:
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=200")
-    up.until(lambda status: status["step"] >= 1, timeout_s=180, what="step 1")
-    up.kill()
-    wait_until(lambda: not up.processes())
-
-
-def test_ctrl_c_ends_up_soon_even_if_no_role_listens(up: Up) -> None:
-    """A role in a long computation is like one that is suspended. The limits of SIGTERM would add up to 85 s."""
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=200")
-    up.until(lambda status: status["step"] >= 1, timeout_s=180, what="step 1")
-    for role in ("join", "validator", "trainer"):
-        os.kill(up.process_of(role), signal.SIGSTOP)
-    up.interrupt()
-    assert up.finish(timeout_s=30) == 130, up.everything()
-    assert up.processes() == []
+    assert "--nproc 2" in up.summary()["replay"]["text"]
+    code, report = _report_of("replay", up.directory, "--step", 3, "--nproc", 2)
+    assert (code, report["outcome"], report["steps"][-1]["step"]) == (0, "exact", 3), report
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-def test_a_worker_with_vllm_joins_by_the_link(up: Up, tmp_path: Path) -> None:
-    """vLLM on this machine's CPU, alone and then with a transformers worker; its rollouts pass the same checks.
+def test_workers_join_by_the_link_until_the_run_is_drained(up: Up, tmp_path: Path) -> None:
+    """vLLM on this machine's CPU, alone and then with the program of docs/python.md; their rollouts pass the same checks.
 
     The run has no other worker while vLLM starts: it would train hundreds of policies and leave vLLM hardly a core.
     """
     up.start("up.unsafe_cheaters={}", "up.num_workers=0", "run.max_steps=5000")
     up.until(lambda status: status["head"] >= 0, timeout_s=180, what="policy 0")
-    with _joined(up, tmp_path, "guest", "vllm") as guest:
+    with joined(up, tmp_path, "guest", "vllm") as guest:
         alone = up.until(lambda status: _accepted(status, "guest") > 0, timeout_s=400, what="a bundle by vLLM")
-        with _joined(up, tmp_path, "neighbour", "transformers") as neighbour:
+        with _program(up, tmp_path) as anna:
             before = _accepted(alone, "guest")
             status = up.until(
-                lambda status: _accepted(status, "neighbour") > 0 and _accepted(status, "guest") > before,
+                lambda status: _accepted(status, "anna") > 0 and _accepted(status, "guest") > before,
                 timeout_s=120,
                 what="accepted bundles of both workers",
             )
             assert [worker["refused"] for worker in status["workers"]] == [{}, {}]
-            for process in (guest, neighbour):
-                process.send_signal(signal.SIGINT)
-                assert process.wait(timeout=60) in (0, 130), (tmp_path / "guest.log").read_text()  # 130: not in time
+            guest.send_signal(signal.SIGINT)
+            assert guest.wait(timeout=60) in (0, 130), (tmp_path / "guest.log").read_text()  # 130: not in time
+            up.until(lambda found: found["step"] >= status["step"] + 2, timeout_s=180, what="two steps by the program")
+            subprocess.run([sys.executable, "-m", "prime_node", "operate", "drain", str(up.directory)], check=True)
+            printed, errors = anna.communicate(timeout=120)
+        assert (anna.returncode, printed) == (0, "drained\n"), errors + up.everything()
 
 
 @contextlib.contextmanager
-def _joined(up: Up, folder: Path, name: str, engine: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`prime-node join` with the link of a run; its log is NAME.log."""
+def _program(up: Up, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the program of docs/python.md, whose worker has the name anna."""
+    program = folder / "work.py"
+    program.write_text(JOIN_EXAMPLE)
     link = (up.directory / "join-link").read_text().strip()
-    command = ["join", link, "--name", name, "--engine", engine, "--folder", str(folder / name)]
-    with (folder / f"{name}.log").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "prime_node", *command], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, str(program), link]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
 
 
 def _accepted(status: dict[str, Any], name: str) -> int:
@@ -181,42 +226,15 @@ def _accepted(status: dict[str, Any], name: str) -> int:
     return next((worker["accepted"] for worker in status["workers"] if worker["name"] == name), 0)
 
 
-def _flip_a_byte_of_the_largest_blob(folder: Path) -> None:
-    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+def _flip_a_byte_of_the_largest_part(public: Path) -> None:
+    manifests = [json.loads(path.read_bytes())["payload"] for path in (public / "manifests").iterdir()]
+    encodings = [each for payload in manifests for each in json.loads(base64.b64decode(payload))["encodings"]]
+    largest = max((part for each in encodings for part in each["parts"]), key=lambda part: int(part["size"]))
+    path = public / "blobs" / largest["digest"][:2] / largest["digest"]
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.chmod(0o600)
     path.write_bytes(data)
-
-
-def test_a_trainers_key_is_replaced_while_the_run_continues(up: Up) -> None:
-    """Both keys are valid first; when the new one signs, the old one is removed. The whole chain verifies."""
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=5000")
-    up.until(lambda status: status["step"] >= 2, timeout_s=180, what="step 2")
-    old = _keys("show", up.directory).partition("trainer (1 must sign): ")[2].split()[0]
-    _keys("rotate", up.directory, "--role", "trainer", "--keep")
-    _keys("submit", up.directory / "key-ring-1.json", up.directory)
-    up.interrupt()
-    assert up.finish(timeout_s=90) == 130, up.everything()
-
-    up.start(new=False)
-    step = up.until(lambda status: status["step"] >= 1, timeout_s=90, what="the coordinator")["step"]
-    up.until(lambda status: status["step"] >= step + 1, timeout_s=90, what="a policy by the new key")
-    _keys("revoke", up.directory, old)
-    _keys("submit", up.directory / "key-ring-2.json", up.directory)
-    revoked_at = up.status()["head"]
-    up.until(
-        lambda status: status["head"] > revoked_at + 1, timeout_s=90, what="a policy after the old key was taken away"
-    )
-    up.interrupt()
-    assert up.finish(timeout_s=90) == 130, up.everything()
-    verified = subprocess.run(
-        [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain", "--json"], capture_output=True
-    )
-    report = json.loads(verified.stdout)
-    assert (report["ok"], report["key_ring"]) == (True, 2)
-    assert report["policy_version"] > revoked_at
-    assert old not in report["policy"]["signers"]
 
 
 def _keys(*arguments: object) -> str:

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from prime_lab.world import Costs, Scenario, SimulatedRun
+from prime_lab.scenario import Costs, Scenario
+from prime_lab.world import SimulatedRun
 from prime_node.coordinator.state import invariants
 from prime_protocol.schedule import Schedule, SwapPolicy
 

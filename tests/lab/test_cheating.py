@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prime_lab.cheating import Strategy, after_audits, at_rate, once_trusted, play, with_little_at_stake
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 
 DEFAULT = CheckPolicy(audits=AuditPolicy())
 STRATEGIES = {

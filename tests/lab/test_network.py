@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prime_lab.homes import Home, draw_homes, fluid_bound_s
+from prime_lab.homes import Home, NatKind, draw_homes, fluid_bound_s
 from prime_lab.network import Result, SimulatedSwarm, Simulation
 from prime_node.broadcast.swarm.choker import ChokerRules
 
@@ -56,14 +56,14 @@ def test_peers_that_leave_and_join_do_not_keep_others_from_finishing() -> None:
 
 
 def test_peers_behind_nats_that_nothing_punches_still_get_everything() -> None:
-    homes = [Home(50, 100, delay_ms=1, is_nat=True)] * 5
+    homes = [Home(50, 100, delay_ms=1, nat=NatKind.HOME)] * 5
     found = simulate(homes, mb=8, punched_share=0.0)
     assert found.unfinished == 0
     assert found.origin_copies == pytest.approx(5.0, abs=0.1)
 
 
 def test_a_third_behind_nats_costs_little() -> None:
-    homes = [Home(100, 100, delay_ms=0.2, is_nat=index % 3 == 0) for index in range(12)]
+    homes = [Home(100, 100, 0.2, NatKind.PUBLIC if index % 3 else NatKind.HOME) for index in range(12)]
     assert simulate(homes, mb=24, punched_share=0.0).last_ratio < 1.6
 
 

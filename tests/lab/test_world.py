@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from prime_lab.world import Costs, Scenario, SimulatedRun
+from prime_lab.scenario import Costs, Scenario
+from prime_lab.world import SimulatedRun
 from prime_node.coordinator.state import invariants
 from prime_protocol.schedule import PRESETS, Schedule
 

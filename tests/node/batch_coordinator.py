@@ -28,6 +28,7 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.parcel import pack_parcel
+from prime_protocol.replay import ReplayPolicy
 from prime_protocol.replies import BatchGroup, NotYet, TrainBatch
 from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.rollout import Completion, FinishReason, pack_body, rollouts_for
@@ -58,7 +59,12 @@ def write_model(folder: Path, **changes: object) -> Path:
 
 
 def make_run(
-    *, max_steps: int = 5, async_level: int = 2, adapters: AdapterSpec | None = None, **schedule: object
+    *,
+    max_steps: int = 5,
+    async_level: int = 2,
+    adapters: AdapterSpec | None = None,
+    replay: ReplayPolicy | None = None,
+    **schedule: object,
 ) -> PinnedRun:
     spec = build_spec(
         role_keys(ROOT, COORDINATOR, TRAINER, VALIDATOR),
@@ -72,6 +78,7 @@ def make_run(
         groups_per_step=GROUPS,
         rollouts_per_group=ROLLOUTS,
         adapters=adapters,
+        replay=replay,
     )
     return pinned(spec, ROOT)
 
@@ -107,8 +114,12 @@ class BatchCoordinator:
         """Number of requests that get no answer."""
         self.refused = 0
         """Number of requests that have got none."""
+        self.refusals: list[RemoteError] = []
+        """Errors that the next requests get."""
         self.forgets = 0
         """Number of publications that are refused because a blob is missing."""
+        self.spoil: Callable[[bytes], bytes | None] | None = None
+        """What the disk makes of each bundle's bytes; None: they are lost."""
         self._decoded: dict[str, Weights] = {}
         self.gate = asyncio.Event()
         """Event for which publications wait."""
@@ -176,9 +187,12 @@ class BatchCoordinator:
     async def bundle(self, request: BundleRequest) -> bytes:
         self._answer()
         self.fuse.passes("bundle")
-        return self.bundles[request.bundle]
+        found = self.bundles[request.bundle] if self.spoil is None else self.spoil(self.bundles[request.bundle])
+        if found is None:
+            raise RemoteError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle}")
+        return found
 
-    async def put_blob(self, data: bytes) -> str:
+    async def put_blob(self, data: bytes, *, seeded: bool = True) -> str:
         self._answer()
         self.fuse.passes("put_blob")
         self.blobs[digest_of(data)] = data
@@ -226,6 +240,8 @@ class BatchCoordinator:
             self.away -= 1
             self.refused += 1
             raise Unreachable("connection refused")
+        if self.refusals:
+            raise self.refusals.pop()
 
 
 def make_bundle(run: PinnedRun, step: int, policy: SignedManifest) -> tuple[bytes, tuple[BatchGroup, ...]]:

@@ -41,7 +41,7 @@ class FolderCoordinator(BatchCoordinator):
         for path in sorted(folder.glob("*.manifest")):
             self.manifests.append(open_manifest(open_envelope(path.read_bytes()), self.run))
 
-    async def put_blob(self, data: bytes) -> str:
+    async def put_blob(self, data: bytes, *, seeded: bool = True) -> str:
         digest = await super().put_blob(data)
         write_durably(self._folder / f"{digest}.blob", data)
         return digest

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.node.coordinator_world import folder_parts, make_run
 
@@ -46,11 +49,26 @@ class Daemon:
     def kill(self) -> None:
         self._process.kill()
 
+    def send(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     async def wait(self) -> None:
         await asyncio.to_thread(self._process.join)
 
 
-async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple[Daemon, int]:
+async def start(
+    folder: Path,
+    port: int,
+    *,
+    clock_ahead_s: float = 0.0,
+    settings: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Daemon, int]:
     """Start a daemon in another process; return it and its port. Port 0 chooses a free one.
 
     The process is forked from a server that has imported everything, which takes a new process more than a second.
@@ -58,7 +76,9 @@ async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(theirs, folder, port, clock_ahead_s), daemon=True)
+    process = context.Process(
+        target=_serve, args=(theirs, folder, port, clock_ahead_s, dict(settings), dict(environment)), daemon=True
+    )
     await asyncio.to_thread(process.start)
     theirs.close()
     with ours:
@@ -66,12 +86,20 @@ async def start(folder: Path, port: int, *, clock_ahead_s: float = 0.0) -> tuple
         return Daemon(process), ours.recv()
 
 
-def _serve(told: Connection, folder: Path, port: int, clock_ahead_s: float) -> None:
-    asyncio.run(main(folder, port, clock_ahead_s, ready=told.send))
+def _serve(
+    told: Connection,
+    folder: Path,
+    port: int,
+    clock_ahead_s: float,
+    settings: dict[str, str],
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)  # the server that forks has that of its own start
+    asyncio.run(main(folder, port, clock_ahead_s, ready=told.send, **settings))
 
 
 async def main(
-    folder: Path, port: int, clock_ahead_s: float, *, ready: Callable[[int], None], **settings: float
+    folder: Path, port: int, clock_ahead_s: float, *, ready: Callable[[int], None], **settings: float | str
 ) -> None:
     given = {"snapshot_events": 20, "requests_per_second": 10_000, **settings}
     parts = await folder_parts(make_run(**crash_run()), folder, port=port, **given)

@@ -18,11 +18,10 @@ from tests.builder import build_header, build_manifest, build_spec, pinned, prov
 from prime_lab.memory_blobs import MemoryBlobs, MemoryDocuments
 from prime_lab.memory_store import MemoryStore
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
-from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.cli.wire_store import open_blobs, open_storage
 from prime_node.coordinator.api.cached_response import OLD_S_MAX
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import secret_of
@@ -127,7 +126,7 @@ def memory_parts(run: PinnedRun, **settings: object) -> Parts:
         key=COORDINATOR,
         secret=secret_of(COORDINATOR),
         config=CoordinatorConfig.load(
-            {"coordinator": {"port": 0, "tick_seconds": 0.05, "grace_seconds": 1.0, **settings}}
+            {"coordinator": {"port": 0, "tick_seconds": 0.05, "grace_seconds": 1.0, "lag_ms_max": 0.0, **settings}}
         ),
         clock=SystemClock(),
         store=MemoryStore(),
@@ -143,19 +142,21 @@ def memory_parts(run: PinnedRun, **settings: object) -> Parts:
 
 
 async def folder_parts(run: PinnedRun, folder: Path, **settings: object) -> Parts:
-    """Return the parts of a coordinator as in production: SQLite and folders."""
+    """Return the parts of a coordinator as in production: the store and blobs of its settings, by default SQLite and folders."""
     memory = memory_parts(run, **settings)
+    storage = await open_storage(memory.config, run, folder, public=folder / "public")
     return Parts(
         run=run,
         key=COORDINATOR,
         secret=memory.secret,
         config=memory.config,
         clock=memory.clock,
-        store=await open_sqlite(folder / "state.sqlite"),
-        bundles=FolderBlobs(folder / "bundles"),
-        public=FolderBlobs(folder / "public" / "blobs"),
-        published=FolderDocuments(folder / "public"),
-        private=FolderDocuments(folder / "evidence"),
+        store=storage.store,
+        bundles=await open_blobs(memory.config.blobs, run, folder / "bundles"),
+        public=await open_blobs(memory.config.blobs, run, folder / "public" / "blobs"),
+        published=storage.published,
+        private=storage.private,
+        leadership=storage.leadership,
         web=memory.web,
         metrics=memory.metrics,
         environments=memory.environments,

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from prime_node.cli.main import app
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.evidence import BundleEvidence, Moments, Sums
 from prime_protocol.replies import CheckTask
 from prime_protocol.requests import CheckRequest, CheckResultRequest
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 
 CLASS = "toy/fp32/cpu"

@@ -25,7 +25,15 @@ from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import SignedManifest
 from prime_protocol.parcel import open_parcel
-from prime_protocol.replies import HeartbeatReply, JoinReply, NotYet, ReceiptList, UploadReply
+from prime_protocol.replies import (
+    HeartbeatReply,
+    JoinReply,
+    MachineStanding,
+    NotYet,
+    ReceiptList,
+    Standing,
+    UploadReply,
+)
 from prime_protocol.requests import (
     HeartbeatRequest,
     JoinRequest,
@@ -146,6 +154,16 @@ class MemoryCoordinator(MemorySource):
         self._check_reachable()
         signed = [seal(one, PayloadType.RECEIPT, self.key) for one in self.receipts_signed[request.after :]]
         return ReceiptList(receipts=tuple(one.to_bytes().decode() for one in signed), next=len(self.receipts_signed))
+
+    async def standing(self, key: str) -> Standing:
+        self._check_reachable()
+        tokens = sum(receipt.num_tokens for receipt in self.receipts_signed)
+        machine = MachineStanding(
+            worker=key, name="worker", state="idle", accepted=self.accepted, refused=0, tokens=tokens
+        )
+        return Standing(
+            contributor=key, rank=1, contributors=3, tokens=tokens, all_tokens=2 * tokens, machines=(machine,)
+        )
 
     async def leave(self, request: LeaveRequest) -> None:
         self._check_worker()

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.node.coordinator_world import (
     COORDINATOR,
     World,
+    make_run,
 )
 from typer.testing import CliRunner
 
@@ -21,6 +22,13 @@ def write_key(path: Path, key: SigningKey) -> Path:
     path.write_text(key.to_bytes().hex() + "\n")
     path.chmod(0o600)
     return path
+
+
+def make_run_folder(folder: Path) -> Path:
+    """Make a folder with nothing but a RunSpec."""
+    folder.mkdir()
+    (folder / "run.json").write_bytes(make_run().envelope.to_bytes())
+    return folder
 
 
 def run_dir_of(world: World, folder: Path) -> RunDir:

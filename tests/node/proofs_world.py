@@ -6,7 +6,7 @@ from tests.builder import build_lease
 from tests.node.worker_world import WORKER, make_run
 
 from prime_protocol.assignment import GroupAssignment, Problem, Sampling
-from prime_protocol.run_spec import CheckPolicy
+from prime_protocol.check_policy import CheckPolicy
 
 RUN = make_run(
     vocab_size=264,

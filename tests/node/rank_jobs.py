@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, follow_copies
 from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
-from prime_node.algo.losses import find_loss
+from prime_node.algo.losses import Distillation, find_loss
 from prime_node.algo.shares import Packing
-from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainSample
+from prime_node.ports.train_backend import CriticSettings, KeptPolicy, OptimizerSettings
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_protocol.checkpoint import EncodedCheckpoint, root_of_table
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import BasePolicy
@@ -48,7 +49,8 @@ def samples(count: int = 11, *, seed: int = 0, longest: int = 12) -> list[TrainS
         for _ in range(min(3, count - len(made))):
             completion = tuple(rng.choice((30, 31, 32, 33)) for _ in range(rng.randrange(1, longest)))
             logprobs = tuple(-5.5 + rng.gauss(0.0, 0.3) for _ in completion)
-            made.append(TrainSample(prompt, completion, logprobs, rng.gauss(0.0, 1.0)))
+            selected = tuple(token == 30 for token in completion)  # for the losses that choose tokens
+            made.append(TrainSample(prompt, completion, logprobs, rng.gauss(0.0, 1.0), selected=selected))
     return made
 
 
@@ -105,6 +107,90 @@ def logprobs(ranks: Ranks, *, model: Path) -> list[list[float]]:
     return TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48).logprobs(samples())
 
 
+def token_values(
+    ranks: Ranks, *, model: Path
+) -> tuple[list[list[float]], list[list[list[int]]], list[list[list[int]]]]:
+    """Return the score norms, and the likeliest tokens now and under a kept policy."""
+    backend = TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48)
+    backend.keep_policy(KeptPolicy.REFERENCE)
+    norms, tops = backend.score_norms(samples()), backend.top_logprobs(samples(), 3)
+    kept = backend.top_logprobs(samples(), 3, KeptPolicy.REFERENCE)
+    return norms, [top.token_ids_NK.tolist() for top in tops], [top.token_ids_NK.tolist() for top in kept]
+
+
+def critic_steps(ranks: Ranks, *, model: Path, folder: Path, packing: str = "tree") -> tuple[list[list[float]], ...]:
+    """Return the critic's values before and after three steps, and after a resumption; each has another fourth step ahead."""
+
+    def made() -> TorchBackend:
+        return TorchBackend(
+            model,
+            seed=5,
+            packing=Packing(packing),
+            ranks=ranks,
+            row_tokens=16,
+            micro_batch_tokens=48,
+            critic=CriticSettings(OptimizerSettings(eps=1e-6), cliprange_value=0.2),
+        )
+
+    def learned(backend: TorchBackend, batch: Sequence[TrainSample]) -> list[list[float]]:
+        values = backend.values(batch)
+        pairs = zip(batch, values, strict=True)
+        backend.train_critic(
+            [replace(one, values=tuple(its), returns=(1.0,) * len(its)) for one, its in pairs], lr=1e-2
+        )
+        return values
+
+    backend, batch = made(), samples()
+    before, *_ = (learned(backend, batch) for _ in range(3))
+    backend.save(folder)()
+    after = learned(backend, batch)
+    going_on = backend.values(batch)
+    resumed = made()
+    resumed.load(folder)
+    assert learned(resumed, batch) == after
+    assert resumed.values(batch) == going_on
+    return before, after, going_on
+
+
+def late_critic(ranks: Ranks, *, model: Path, folder: Path) -> list[list[float]]:
+    """Return the values of a critic that joins a run after two steps of the policy, when it has learned for one step."""
+
+    def made(critic: CriticSettings | None) -> TorchBackend:
+        return TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48, critic=critic)
+
+    backend, batch = made(None), samples()
+    for seed in (1, 2):
+        backend.train_step(samples(seed=seed), find_loss("aipo"), lr=1e-2)
+    backend.save(folder)()
+    joined = made(CriticSettings(OptimizerSettings(eps=1e-6)))
+    joined.load(folder)
+    pairs = zip(batch, joined.values(batch), strict=True)
+    joined.train_critic([replace(one, values=tuple(its), returns=(1.0,) * len(its)) for one, its in pairs], lr=1e-2)
+    return joined.values(batch)
+
+
+def distilled(ranks: Ranks, *, model: Path) -> Curve:
+    """Train towards a teacher's likeliest tokens, in a batch that has them for some samples only."""
+    teacher = TorchBackend(model, seed=6).top_logprobs(samples(), 4)
+    backend = TorchBackend(model, seed=5, ranks=ranks, row_tokens=16, micro_batch_tokens=48, published_dtype="fp32")
+    backend.new_optimizer(OptimizerSettings(eps=1e-6))
+    objective = find_loss("aipo", distillation=Distillation())
+    batch = [
+        replace(sample, mode=TrainingMode.OPD, teacher_top=top) if number % 2 else sample
+        for number, (sample, top) in enumerate(zip(samples(), teacher, strict=True))
+    ]
+    stats = [backend.train_step(batch, objective, lr=1e-3) for _ in range(2)]
+    whole = backend.snapshot()
+    return Curve(
+        losses=tuple(one.loss for one in stats),
+        norms=tuple(one.grad_norm for one in stats),
+        metrics=stats[-1].metrics,
+        work=stats[-1].work,
+        weights={name: floats(tensor) for name, tensor in whole.items()},
+        root="",
+    )
+
+
 def agreement(
     ranks: Ranks,
     *,
@@ -133,11 +219,11 @@ def reference_logprobs(ranks: Ranks, *, model: Path, folder: Path, lora: LoraSet
     backend.keep_policy(KeptPolicy.REFERENCE)
     curve(backend, [1, 2])
     moved = backend.logprobs(batch) != before
-    kept = backend.kept_logprobs(batch, KeptPolicy.REFERENCE) == before
+    kept = backend.logprobs(batch, KeptPolicy.REFERENCE) == before
     backend.save(folder)()
     resumed = made()
     resumed.load(folder)
-    return moved and kept, resumed.kept_logprobs(batch, KeptPolicy.REFERENCE) == before
+    return moved and kept, resumed.logprobs(batch, KeptPolicy.REFERENCE) == before
 
 
 def save_and_go_on(ranks: Ranks, *, model: Path, folder: Path, published_dtype: str = "fp32") -> Curve:

@@ -14,9 +14,9 @@ from tests.node.worker_world import make_run
 from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.loop import run_validator as run_validator
 from prime_protocol.assignment import Lease
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.rollout import rollouts_for
-from prime_protocol.run_spec import CheckPolicy
 
 COMPARED = CheckPolicy(unseeded=True, reference_share=1.0)
 RUN = make_run(rollouts_per_group=16, checks=COMPARED)

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,24 @@ class CutServer(AiohttpServer):
     num_bytes = 0
     """Bytes of requested blobs."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, bounds: CallerBounds | None = None) -> int:
-        return await super().start([self._cuttable(route) for route in routes], host=host, port=port, bounds=bounds)
+    async def start(
+        self,
+        routes: Sequence[Route],
+        *,
+        host: str,
+        port: int,
+        bounds: CallerBounds | None = None,
+        bound: socket.socket | None = None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> int:
+        return await super().start(
+            [self._cuttable(route) for route in routes],
+            host=host,
+            port=port,
+            bounds=bounds,
+            bound=bound,
+            may_send=may_send,
+        )
 
     def _cuttable(self, route: Route) -> Route:
         if (route.method, route.path) != ("GET", "/v1/blobs/{digest}"):

@@ -159,6 +159,9 @@ async def test_engines_compute_with_the_merged_model(base: Path, tmp_path: Path)
     found = await scorer.prefill(requests, sampling)
     assert found.logprobs_T.tolist() == pytest.approx(expected, abs=1e-4)
     engine = MergingEngine(inner, read_weights(base), adapters)
+    for wrong in (dict(list(policy.items())[1:]), dict(read_weights(base))):
+        with pytest.raises(LocalError, match="not of its adapters"):
+            await engine.load(wrong, policy_version=2)
     assert SwapPolicy.KEEP_KV in engine.swaps
     await engine.update(policy, policy_version=2, swap=SwapPolicy.KEEP_KV)
     again = await scorer.prefill(requests, sampling)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from prime_node.algo.advantages import ADVANTAGES
+from prime_node.algo.advantages import ADVANTAGES, TOKEN_ADVANTAGES
 from prime_node.algo.filters import FILTERS
 from prime_node.algo.losses import LOSSES
+from prime_node.coordinator.curriculum_config import CurriculumConfig
 from prime_node.ports.train_backend import AggregationKind
-from prime_node.trainer.config import AdvantageConfig, LossConfig, TrainerConfig
+from prime_node.trainer.algorithm_config import AdvantageConfig, LossConfig
+from prime_node.trainer.config import TrainerConfig
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 FRAMEWORKS = ("here", "prime-rl", "verl", "TRL", "NeMo-RL", "SkyRL", "AReaL", "slime", "OpenRLHF")
 OWN_FORMS = {"aipo_stop_gradient", "sft"}
 """Losses without a counterpart to compare: another form of `aipo`, and cross-entropy."""
-OWN_FILTERS = {"gibberish", "repetition", "zero_advantage"}
 
 
 def table() -> list[list[str]]:
@@ -28,8 +29,12 @@ def names() -> list[str]:
 
 
 def test_each_name_in_the_table_exists() -> None:
-    settings = {name for config in (LossConfig, AdvantageConfig, TrainerConfig) for name in config.model_fields}
-    known = {*LOSSES, *ADVANTAGES, *FILTERS, *AggregationKind, *settings}
+    settings = {
+        name
+        for config in (LossConfig, AdvantageConfig, TrainerConfig, CurriculumConfig)
+        for name in config.model_fields
+    }
+    known = {*LOSSES, *ADVANTAGES, *TOKEN_ADVANTAGES, *FILTERS, *AggregationKind, *settings}
     assert set(names()) <= known
     assert len(names()) == len(set(names()))
 
@@ -38,5 +43,5 @@ def test_each_algorithm_has_a_row_and_each_framework_a_column() -> None:
     rows = table()
     assert tuple(rows[0]) == FRAMEWORKS
     assert {len(row) for row in rows} == {len(FRAMEWORKS)}
-    everything = {*LOSSES, *ADVANTAGES, *FILTERS, *AggregationKind}
-    assert everything - set(names()) == OWN_FORMS | OWN_FILTERS | {"default"}
+    everything = {*LOSSES, *ADVANTAGES, *TOKEN_ADVANTAGES, *FILTERS, *AggregationKind}
+    assert everything - set(names()) == OWN_FORMS | {"default"}

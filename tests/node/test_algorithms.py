@@ -6,6 +6,7 @@ import inspect
 import math
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from prime_node.algo.advantages import (
     ADVANTAGES,
+    TOKEN_ADVANTAGES,
     AdvantageInputs,
     LengthCost,
     OverlongPenalty,
@@ -24,7 +26,7 @@ from prime_node.algo.advantages.batch_whitening import whitened
 from prime_node.algo.filters import FILTERS, Filter, FilterInputs, find_filter, flags
 from prime_node.algo.losses import LOSSES
 from prime_node.algo.schedule import Damping, Decay, ParameterSchedule
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.recipe import Recipe
@@ -74,6 +76,11 @@ def test_advantages_are_their_formulas_for_groups_of_any_size(size: int) -> None
         ],
     }
     expected["default"] = expected["reinforce_plus_plus_baseline"] = expected["group_mean"]
+    second = sorted(rewards)[-2] if size > 1 else 0.0
+    expected["grpo_passk"] = [
+        (reward - second) / (deviation + 1e-6) if reward == max(rewards) and size > 1 else 0.0 for reward in rewards
+    ]
+    expected["gdpo"] = [(reward - mean) / (deviation + 1e-6) for reward in rewards]
     expected["opo"] = [reward - weighted for reward in rewards]
     expected["max_rl"] = [(reward - mean) / mean for reward in rewards]
     expected["reinforce_plus_plus"] = rewards
@@ -88,6 +95,13 @@ def test_a_deviation_is_the_samples_or_the_populations() -> None:
         assert found == pytest.approx((0.5 / deviation, -0.5 / deviation))
     with pytest.raises(LocalError, match="expected sample or population"):
         find_advantage("normalized", kwargs={"std": "none"})(rewarded(1.0, 0.0))
+
+
+def test_only_a_rollout_that_is_better_than_all_others_learns_to_pass_at_k() -> None:
+    plain = find_advantage("grpo_passk", kwargs={"norm_adv_by_std_in_grpo": False})
+    assert plain(rewarded(0.25, 1.0, 0.75)) == (0.0, 0.25, 0.0)
+    assert plain(rewarded(0.25, 1.0, 1.0)) == (0.0, 0.0, 0.0)
+    assert find_advantage("grpo_passk", kwargs={"eps": 0.0})(rewarded(1.0, 0.0)) == pytest.approx((2**0.5, 0.0))
 
 
 def test_max_rl_of_a_mean_that_is_not_positive_is_the_plain_difference() -> None:
@@ -193,6 +207,21 @@ def test_length_penalties_shape_the_rewards_before_any_advantage(name: str) -> N
     assert turns(rewarded(1.0, 1.0, 0.5, 0.0, turns=(2, 6, 1, 1))) == pytest.approx(plain(rewarded(*shaped)))
 
 
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_a_linear_penalty_takes_from_every_reward_by_the_groups_success(name: str) -> None:
+    """Mean 0.5: outputs 2 and 4 of 4, inputs 1 and 5 of 5 (prompt and tools), turns 1 and 2 of 2."""
+    short, long = RolloutView(1.0, (7,) * 2, prompt_ids=(1,)), RolloutView(0.0, (7,) * 4, prompt_ids=(1,), num_turns=2)
+    group = AdvantageInputs((short, replace(long, tool_response_len=4)))
+    weights = {"num_output_tokens_weight": 0.2, "num_input_tokens_weight": 0.1, "num_turns_weight": 0.4}
+    shaped = (1.0 - 0.5 * (0.2 / 2 + 0.1 / 5 + 0.4 / 2), 0.0 - 0.5 * (0.2 + 0.1 + 0.4))
+    plain, linear = find_advantage(name), find_advantage(name, length_cost=LengthCost.LINEAR, length_weights=weights)
+    assert linear(group) == pytest.approx(plain(group.with_rewards(shaped)))
+    default = find_advantage("reinforce_plus_plus", whiten=False, length_cost=LengthCost.LINEAR)
+    assert default(group) == pytest.approx((1.0 - 0.5 * (0.125 + 0.02 + 0.05), -0.5 * 0.45))
+    assert linear(rewarded()) == ()
+    assert linear(rewarded(0.0, 0.0, lengths=(0, 0)))[0] == 0.0
+
+
 def test_being_short_never_pays_for_being_wrong() -> None:
     penalised = find_advantage("group_mean", length_cost=LengthCost.TOKENS)
     assert penalised(rewarded(0.0, 0.0, lengths=(1, 9))) == (0.0, 0.0)
@@ -271,7 +300,8 @@ def test_the_documents_list_every_algorithm_with_its_settings() -> None:
     rows = {
         line.split("|")[1].split("`")[1]: line for line in reversed(lines)
     }  # a later table has other frameworks' names
-    functions = {name: known.function for name, known in LOSSES.items()} | dict(ADVANTAGES) | dict(FILTERS)
+    functions: dict[str, Callable[..., object]] = {name: known.function for name, known in LOSSES.items()}
+    functions |= {**ADVANTAGES, **FILTERS, **TOKEN_ADVANTAGES}
     del functions["default"]  # a second name
     for name, function in functions.items():
         assert name in FILTERS or name in rows, f"docs/algorithms.md has no row for {name}"

@@ -30,17 +30,18 @@ from prime_node.cli.wire_measurement import random_model
 from prime_node.coordinator.api.amendments import amendment_name
 from prime_node.folder_lock import FolderLock
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.scoring_workers import ScoringWorkers
+from prime_node.validator.validator import Validator
 from prime_node.worker.generating import bundle_for, requests_for
 from prime_protocol.assignment import Sampling
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role
 from prime_protocol.requests import JoinRequest
 from prime_protocol.rollout import rollouts_for
-from prime_protocol.run_spec import CheckPolicy, PinnedRun, open_run_spec
+from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.verdict import BundleStatus, Receipt
 from prime_protocol.verify import LIKELIHOOD_RATIOS
 from prime_protocol.weights import Weights

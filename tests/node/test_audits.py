@@ -17,12 +17,12 @@ from prime_node.coordinator.state import audits, invariants, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Effect, Settled
 from prime_node.coordinator.state.records import LeaseRecord, WorkerRecord
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import AdminRequest, LeaseRequest, LeaveRequest, ReceiptsRequest
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
 
 AUDITED = dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, escrow_bundles=3, max_steps=20)
@@ -283,6 +283,7 @@ def test_when_the_run_ends_the_escrow_is_credited_once_all_is_judged() -> None:
     (released,) = settled_in(run.do(ev.EscrowReleased(("anna",))))
     assert (released.bundle, released.status) == (late, BundleStatus.ACCEPTED)
     assert credited + released.num_tokens == 60, "the last receipt repeats its tokens and adds those in escrow"
+    assert released.credited_before == last.num_tokens, "so that no figure counts them twice"
     assert released.weighed == last.weighed
     assert not audits.is_releasable(run.state, anna(run))
     assert ev.event_from_json(ev.event_to_json(run.log[-1][0])) == run.log[-1][0]

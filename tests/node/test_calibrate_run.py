@@ -35,7 +35,9 @@ def run_in(folder: Path) -> RunDir:
     file.write_text(shipped_calibration().model_copy(update={"pairs": tuple(known)}).model_dump_json())
     settings = [f"run.environments=[{LIGHT}]", f"environments.data_folder={data.parent}", f"run.calibration={file}"]
     run_dir = RunDir(folder / "run")
-    run = make_run(run_dir, Options(DEMO, settings), config_file=DEMO).spec
+    config = folder / "config.toml"
+    config.write_text(DEMO.read_text().replace("[run.replay]\n", ""))  # else policies commit to their training
+    run = make_run(run_dir, Options(config, settings), config_file=config).spec
     source = MemorySource(run_dir.load_run())
     source.blobs |= {file.digest: (run_dir.model / file.name).read_bytes() for file in run.model_files}
     source.publish(

@@ -21,9 +21,9 @@ from prime_node.validator.alternatives import in_words, tokens_until_ban
 from prime_node.validator.calibrating import Errors, sample_honestly
 from prime_node.worker.cheats import mapped
 from prime_protocol.calibration import evidence_of
+from prime_protocol.check_policy import EVIDENCE_MAX
 from prime_protocol.errors import LocalError
 from prime_protocol.evidence import folded, log_evidence
-from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.verify import Statistics
 
 folder, judged = calibrating_world.folder, calibrating_world.judged
@@ -126,7 +126,7 @@ def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
         ("transformers/fp32/cpu", "transformers/fp32/cpu"),
     }
     assert pairs[1] == read_calibration(first).pairs[0]
-    assert set(pairs[0].moments) >= {"margin", "flip", "norm"}
+    assert set(pairs[0].moments) >= {"margin", "flip", "square", "cooler", "looser"}
     assert "stop" not in pairs[0].moments, "it was measured without stop tokens"
 
 
@@ -138,11 +138,15 @@ def test_what_a_calibration_cannot_tell_apart_is_said() -> None:
     honest, lying = Errors(), Errors()
     for errors, scale in ((honest, 1.0), (lying, 10.0)):
         values = np.abs(rng.normal(0.0, 0.05 * scale, 32_000)).astype(np.float32)
-        errors.add({"norm": values, "margin": np.zeros_like(values)}, np.full(1_000, 32, np.int32))
+        errors.add({"square": values**2, "margin": np.zeros_like(values)}, np.full(1_000, 32, np.int32))
     moments = honest.moments()
     assert tokens_until_ban(lying, moments, is_rescored=False) <= 512
     assert tokens_until_ban(lying, moments, is_rescored=True) == math.inf, "its choices are the honest ones"
     assert tokens_until_ban(honest, moments, is_rescored=False) == math.inf
+    for nats, bundles in ((0.0, math.inf), (2.0, 1)):
+        others = {"shading": np.full((1_000, 3), nats)}
+        found = tokens_until_ban(honest, moments, is_rescored=False, others=others)
+        assert found == bundles * 8 * 32, "eight completions of 2 nats each are above ln(3 * 2 * 1e5)"
 
 
 def test_an_unknown_engine_is_reported(tmp_path: Path) -> None:

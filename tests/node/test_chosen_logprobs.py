@@ -31,6 +31,10 @@ def test_blocks_change_nothing_but_rounding(
     logits = exact[0] @ exact[1].T + (exact[2] if with_bias else 0.0)
     expected, expected_entropies = of_logits(logits / temperature, rows, targets)
     torch.testing.assert_close(found.double(), expected, rtol=0.0, atol=5e-6)
+    squares = chosen_logprobs.squared_sums(hidden, head, bias if with_bias else None, temperature=temperature)
+    torch.testing.assert_close(
+        squares.double(), (logits / temperature).softmax(-1).square().sum(-1), rtol=0.0, atol=5e-6
+    )
     torch.testing.assert_close(entropies.double(), expected_entropies, rtol=0.0, atol=5e-6)
     assert not entropies.requires_grad
 

@@ -14,10 +14,12 @@ from typer.testing import CliRunner
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.cli import doctor
+from prime_node.cli.finding import Finding
 from prime_node.cli.main import app
 from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.wire_store import open_blobs, open_store, read_store
 from prime_protocol.errors import LocalError
 
 NOWHERE = f"http://127.0.0.1:1/#{'0' * 64}"
@@ -53,7 +55,54 @@ async def test_a_damaged_database_is_named(tmp_path: Path) -> None:
     path = tmp_path / "state.sqlite"
     path.write_text("garbage " * 100)
     with pytest.raises(LocalError, match=r"state\.sqlite cannot be used \(file is not a database\)"):
-        await open_sqlite(path)
+        await open_sqlite(path, run="ab" * 32)
+
+
+@pytest.mark.parametrize(
+    ("store", "message"),
+    [
+        ("mysql://db/mine", 'expected "sqlite" or "postgresql://user@host/database"'),
+        ("postgresql://prime:hunter2@db/mine", "must hold no password: set PGPASSWORD"),
+        ("postgresql://db/mine?password=hunter2", "must hold no password: set PGPASSWORD"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_without_showing_a_password(
+    run_dir: RunDir, store: str, message: str
+) -> None:
+    error = error_of("coordinator", str(run_dir.path), "--set", f"coordinator.store={store}")
+    assert f"[coordinator] store: {message}" in error.replace("Value error, ", "")
+    assert "hunter2" not in error
+
+
+@pytest.mark.parametrize(
+    ("blobs", "message"),
+    [
+        ("gs://bucket", 'expected "folder" or "s3://bucket/prefix"'),
+        ("s3://", 'expected "folder" or "s3://bucket/prefix"'),
+        ("s3://key:hunter2@bucket/x", "must hold no credentials: set AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_blobs_that_cannot_be_are_refused_without_showing_a_secret(run_dir: RunDir, blobs: str, message: str) -> None:
+    error = error_of("coordinator", str(run_dir.path), "--set", f"coordinator.blobs={blobs}")
+    assert f"[coordinator] blobs: {message}" in error.replace("Value error, ", "")
+    assert "hunter2" not in error
+
+
+async def test_blobs_in_s3_without_its_client_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "prime_node.adapters.storage.s3_blobs", raising=False)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(LocalError, match="blobs in S3 need the extra 's3'"):
+        await open_blobs("s3://bucket/x", make_run(), tmp_path)
+
+
+async def test_a_store_in_postgresql_without_its_driver_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "prime_node.adapters.storage.postgres_store", raising=False)
+    monkeypatch.setitem(sys.modules, "asyncpg", None)
+    for opened in (open_store, read_store):
+        with pytest.raises(LocalError, match="stores in PostgreSQL need the extra 'postgres'"):
+            await opened("postgresql://db/mine", make_run(), tmp_path)
 
 
 def test_a_setting_of_a_signed_run_is_refused_by_each_role(run_dir: RunDir) -> None:
@@ -79,7 +128,7 @@ def test_a_trainer_without_a_gpu_says_so_before_it_asks_for_the_run() -> None:
 def test_a_trainer_without_torch_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "prime_node.adapters.hardware", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)  # Python then raises ImportError
-    assert "trainers need the extra 'train'" in error_of("trainer", NOWHERE)
+    assert "trainers need the extra 'trainer'" in error_of("trainer", NOWHERE)
 
 
 def test_a_dead_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +161,11 @@ def test_doctor_contradicts_itself_in_no_line() -> None:
 
 def test_a_machine_without_an_engine_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no torch: fine for a coordinator, but `join` would fail."""
-    missing = doctor.Finding("torch", False, doctor.MISSING, how_to_install("train"), "generating")
+    missing = Finding("torch", False, doctor.MISSING, how_to_install("train"), "generating")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: missing,))
     alone = CliRunner().invoke(app, ["doctor"])
     assert alone.exit_code == 0
     assert "not available here: generating" in alone.stdout
     with_link = CliRunner().invoke(app, ["doctor", NOWHERE])
     assert "cannot take part: torch, coordinator" in str(with_link.exception)
-    assert './scripts/up in the project\'s folder, or there: pip install ".[train]"' in with_link.stdout
+    assert how_to_install("train") in with_link.stdout

@@ -34,12 +34,12 @@ finally:
     [
         (("--help",), {"pydantic", "numpy", "rich.console", "asyncio", "prime_protocol.limits"}),
         (("version",), {"numpy", "rich.console", "asyncio", "prime_protocol.limits"}),
-        (("verify", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
-        (("ledger", "verify", "no-such-file"), {"torch", "transformers", "numba", "sqlalchemy"}),
-        (("operate", "drain", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
-        (("join", "http://no.digest:8400"), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
-        (("doctor",), {"transformers", "numba", "aiohttp", "sqlalchemy", *(() if HAS_GPU else ("torch",))}),
-        (("config",), {"torch", "transformers", "numba", "aiohttp", "sqlalchemy"}),
+        (("verify", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "asyncpg"}),
+        (("ledger", "verify", "no-such-file"), {"torch", "transformers", "numba", "asyncpg"}),
+        (("operate", "drain", "no-such-folder"), {"torch", "transformers", "numba", "aiohttp", "asyncpg"}),
+        (("join", "http://no.digest:8400"), {"torch", "transformers", "numba", "aiohttp", "asyncpg"}),
+        (("doctor",), {"transformers", "numba", "aiohttp", "asyncpg", *(() if HAS_GPU else ("torch",))}),
+        (("config",), {"torch", "transformers", "numba", "aiohttp", "asyncpg"}),
     ],
 )
 def test_a_command_imports_only_what_it_needs(command: tuple[str, ...], needless: set[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,30 @@ from prime_protocol.errors import LocalError
 from prime_protocol.requests import WorkerState
 
 MORNING, NOON, NIGHT = (dt.datetime(2026, 11, 24, hour, 30, tzinfo=dt.UTC) for hour in (6, 12, 23))
+
+
+@dataclass(frozen=True)
+class Around:
+    """What else happens on a machine."""
+
+    battery: bool = False
+    busy: bool = False
+    gpu_busy: bool = False
+    in_use: bool = False
+
+    def on_battery(self) -> bool:
+        return self.battery
+
+    def is_busy(self) -> bool:
+        return self.busy
+
+    def is_gpu_busy(self) -> bool:
+        return self.gpu_busy
+
+    def is_in_use(self) -> bool:
+        return self.in_use
+
+
 NIGHTS, DAYS = WorkLimits(hours="22:00-07:00"), WorkLimits(hours="07:00-22:00")
 ON_MAINS = WorkLimits(on_battery=False)
 
@@ -57,7 +82,28 @@ ON_MAINS = WorkLimits(on_battery=False)
 def test_why_a_worker_must_not_compute(
     wanted: Wanted, limits: WorkLimits, now: dt.datetime, on_battery: bool, reason: str
 ) -> None:
-    assert pause_reason(Control(wanted=wanted), limits, now=now, on_battery=lambda: on_battery) == reason
+    assert pause_reason(Control(wanted=wanted), limits, now=now, around=Around(battery=on_battery)) == reason
+
+
+@pytest.mark.parametrize(
+    ("limits", "around", "reason"),
+    [
+        (WorkLimits(), Around(busy=True, gpu_busy=True), ""),
+        (WorkLimits(when_busy=False), Around(gpu_busy=True), ""),
+        (WorkLimits(when_busy=False), Around(busy=True), "until other programs leave the processor idle for a minute"),
+        (
+            WorkLimits(when_gpu_busy=False),
+            Around(gpu_busy=True),
+            "until other programs leave the GPU idle for a minute",
+        ),
+        (WorkLimits(when_busy=False), Around(in_use=True), ""),
+        (WorkLimits(when_in_use=False), Around(in_use=True), "until this machine's desktop says that no one uses it"),
+    ],
+)
+def test_a_worker_waits_for_other_programs_if_its_owner_wants_that(
+    limits: WorkLimits, around: Around, reason: str
+) -> None:
+    assert pause_reason(Control(), limits, now=NOON, around=around) == reason
 
 
 @pytest.mark.parametrize(
@@ -241,7 +287,7 @@ async def test_the_commands_show_what_a_running_worker_then_does(tmp_path: Path)
     assert (
         f"| paused until {hours[:5]}" in (await ordered("limit", tmp_path, f"hours={hours}", "on_battery=false")).stdout
     )
-    assert f"hours={hours}, on_battery=False" in (await ordered("limit", tmp_path)).stdout
+    assert f"hours={hours}, on_battery=false" in (await ordered("limit", tmp_path)).stdout
     assert "paused" not in (await ordered("limit", tmp_path, "hours=")).stdout
     await until(lambda: worker.activity.in_hand)
     assert "it finishes its leases" in (await ordered("finish", tmp_path)).stdout
@@ -271,9 +317,18 @@ def test_commands_for_a_worker_that_does_not_run_hold_for_its_next_start(
     command.resume_worker(folder)
     assert read_control(folder).wanted is Wanted.RUN
     assert read_control(folder).limits == NIGHTS
-    for wrong, why in (("hours", "is no limit"), ("sleep=1", "is no limit"), ("hours=7", "not hours of the day")):
+    for wrong, why in (
+        ("hours", "is no limit"),
+        ("sleep=1", "is no limit"),
+        ("hours=7", "not hours of the day"),
+        ("threads=0", "threads: "),
+    ):
         with pytest.raises(LocalError, match=why):
             command.limit_worker(folder, [wrong])
+    command.limit_worker(folder, ["hours=", "threads=3", "upload_mbit_per_s=2.5"])
+    assert read_control(folder).limits == WorkLimits(threads=3, upload_mbit_per_s=2.5)
+    command.limit_worker(folder, ["threads=", "upload_mbit_per_s="])
+    assert read_control(folder).limits == WorkLimits()
     lock = FolderLock(folder)
     (folder / "status.json").unlink()
     with pytest.raises(LocalError, match="no worker has run"):

@@ -27,11 +27,12 @@ from prime_node.coordinator.api.amendments import amendment_name
 from prime_node.coordinator.daemon import serve_coordinator
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.evidence import BundleEvidence, Moments, Sums
 from prime_protocol.identity import SigningKey
-from prime_protocol.run_spec import CheckPolicy, PinnedRun
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import open_timestamp
 
 OLD, NEW = "test/fp32/cpu", "test/bf16/cpu"

@@ -365,5 +365,6 @@ async def test_health_status_and_metrics_answer(world: World) -> None:
     assert status["waiting_for"] == ["workers to request leases; 4 groups of step 0 are open"]
     text = (await world.get("/metrics"))[1].decode()
     assert "prime_workers 1.0" in text
+    assert "prime_paused 0.0" in text
     async with world.session.head(world.url + "/v1/head") as answer:
         assert answer.status == 200

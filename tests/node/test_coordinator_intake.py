@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.node.coordinator_process import WrongClock
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
@@ -32,16 +33,17 @@ from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.api.receipts import receipt_signer
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.checks import CheckQueue
-from prime_node.coordinator.journal import open_journal, restore_state
+from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.manifests import kept_encodings
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State
 from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.state_follower import restore_state
 from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_node.ports.web import parse_range
 from prime_protocol import limits
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError, TransientFault
 from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.verdict import Verdict
@@ -63,6 +65,23 @@ class HeldStore(MemoryStore):
         if self.broken:
             raise OSError(28, "No space left on device")
         await super().append(events, receipts, ledger)
+
+
+async def test_an_upload_that_cannot_be_stored_may_be_repeated(tmp_path: Path) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        bundles, aside = tmp_path / "bundles", tmp_path / "aside"
+        bundles.rename(aside)
+        bundles.write_text("no folder")
+        with pytest.raises(RemoteError, match="the coordinator's storage failed") as failed:
+            await world.client(ANNA).upload(parcel)
+        assert failed.value.code is ErrorCode.UNAVAILABLE
+        assert failed.value.is_transient
+        bundles.unlink()
+        aside.rename(bundles)
+        assert (await world.client(ANNA).upload(parcel)).bundle
 
 
 async def test_no_upload_is_acknowledged_before_it_is_durable() -> None:
@@ -117,7 +136,7 @@ async def test_an_event_that_cannot_be_applied_ends_the_journal_and_is_not_in_th
     assert caught.value.code is ErrorCode.UNAVAILABLE
     with pytest.raises(RemoteError):
         await journal.synced()
-    with pytest.raises(LocalError, match="state may be wrong"):
+    with pytest.raises(TransientFault, match="state may be wrong"):
         await writer
     assert [logged.number async for logged in store.events(after=0)] == [1]
 
@@ -143,10 +162,16 @@ async def test_a_restart_resumes_where_it_stopped(tmp_path: Path) -> None:
         assert (await world.client(ANNA).upload(make_parcel(held, ANNA))).verdict is None
 
 
-async def test_bytes_without_an_event_are_swept_away_at_the_start() -> None:
+async def test_bytes_without_an_event_are_swept_away_at_a_start_once_no_upload_can_need_them() -> None:
     parts = memory_parts(make_run())
     orphan = await parts.bundles.put(b"uploaded, but the daemon died before it wrote the event")
-    async with running(parts) as world:
+    public = await parts.public.put(b"a part whose manifest is on its way")
+    soon_s = parts.run.spec.lease_seconds + limits.REQUEST_AGE_S_MAX
+    for clock in (parts.clock, WrongClock(soon_s - 30.0)):
+        async with running(dataclasses.replace(parts, clock=clock)):
+            assert await parts.bundles.has(orphan), "another process may be about to record it"
+            assert await parts.public.has(public)
+    async with running(dataclasses.replace(parts, clock=WrongClock(soon_s + 30.0))) as world:
         await world.publish()
         await world.join(ANNA)
         reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))

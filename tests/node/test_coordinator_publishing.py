@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.node.coordinator_process import WrongClock
 from tests.node.coordinator_world import (
     ANNA,
     TRAINER,
@@ -22,10 +24,11 @@ from tests.node.coordinator_world import (
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_node.broadcast.routes import UpdateRoute, search
+from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.manifests import kept_encodings
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants
-from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.records import Publication, State
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state.tick import tick
 from prime_protocol.checkpoint import EncodedCheckpoint, encode_checkpoint
@@ -33,6 +36,10 @@ from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import BasePolicy, PartEntry, SignedManifest
+from prime_protocol.requests import BatchRequest
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items
 
 RUN = make_run(async_level=0)
 
@@ -83,6 +90,20 @@ async def test_a_manifest_without_all_its_blobs_is_refused() -> None:
                 await world.client(TRAINER).publish(signed.envelope)
             assert caught.value.code is ErrorCode.NOT_FOUND
         assert (await world.status())["head"] == -1
+
+
+async def test_a_trainer_that_claims_to_be_durable_past_the_head_still_has_to_name_the_given_batch() -> None:
+    async with running(memory_parts(make_run(async_level=1))) as world:
+        await world.join(ANNA)
+        await world.publish()
+        await world.fill(0)
+        await world.client(TRAINER).batch(BatchRequest(step=1, durable_step=1))
+        made_up, blobs = make_manifest(world.run, world.head, batch=digest_of(b"made up"))
+        for blob in blobs:
+            await world.client(TRAINER).put_blob(blob)
+        with pytest.raises(RemoteError, match="names another batch"):
+            await world.client(TRAINER).publish(made_up.envelope)
+        await world.publish()
 
 
 async def test_an_index_with_false_data_is_refused() -> None:
@@ -217,6 +238,29 @@ async def test_bytes_that_a_kept_encoding_shares_are_not_deleted() -> None:
                 assert await parts.public.has(blob.digest)
 
 
+async def test_old_policies_are_forgotten_when_their_bytes_exceed_the_budget(tmp_path: Path) -> None:
+    size = sum(len(blob) for blob in encode_checkpoint(make_policy(0)).blobs)
+    run = make_run(async_level=0)
+    parts = await folder_parts(run, tmp_path, public_gib_max=4.5 * size / 2**30)
+    async with running(parts) as world:
+        await world.publish()
+        await world.join(ANNA)
+        for step in range(6):
+            await world.fill(step)
+            await world.publish()
+
+        async def fits() -> bool:  # how many stay depends on how many were published between two ticks
+            kept = [digest async for digest in parts.public.digests()]
+            return int((await world.status())["policies_kept"]) <= 4 and len(kept) < 2 * 6
+
+        await world.until(fits)
+        assert (tmp_path / "public" / "manifests" / "00000006.json").exists()
+    again = await folder_parts(run, tmp_path, public_gib_max=4.5 * size / 2**30)
+    (tmp_path / "public" / "manifests" / "00000005.json").write_bytes(b"rotten")
+    async with running(again) as world:
+        assert (await world.status())["head"] == 6, "a damaged old manifest only keeps old parts from being deleted"
+
+
 async def test_deletions_that_a_crash_cut_short_are_finished_at_the_next_start(tmp_path: Path) -> None:
     run = make_run(async_level=0)
     parts = await folder_parts(run, tmp_path, checkpoints_kept=1)
@@ -225,10 +269,36 @@ async def test_deletions_that_a_crash_cut_short_are_finished_at_the_next_start(t
         orphan = await world.client(TRAINER).put_blob(b"left behind")
         assert await parts.public.has(orphan)
     again = await folder_parts(run, tmp_path, checkpoints_kept=1)
-    async with running(again) as world:
+    async with running(replace(again, clock=WrongClock(3_600.0))) as world:
         assert not await again.public.has(orphan)
         head = await world.client(TRAINER).head()
         assert head is not None
+
+
+class CountedReads(dict[int, Publication]):
+    """The published policies, with the number of times that all were read."""
+
+    num_reads = 0
+
+    def items(self) -> dict_items[int, Publication]:
+        self.num_reads += 1
+        return super().items()
+
+
+@pytest.mark.parametrize("setting", [{}, {"checkpoints_kept": 1}, {"public_gib_max": 1e-9}])
+async def test_a_tick_without_a_change_does_not_read_all_policies(setting: dict[str, float]) -> None:
+    coordinator = await open_coordinator(memory_parts(RUN, **setting))
+    state = coordinator.decisions.state
+    state.published = published = CountedReads()
+    for version in range(2):
+        tick(state, ev.ManifestPublished(version, f"{version:064d}", (UpdateRoute(None, 50),)), 0)
+        before = published.num_reads
+        await coordinator.retention.forget_old_encodings()
+        after = published.num_reads
+        assert after > before, "a new policy may need more room"
+        for _ in range(3):
+            await coordinator.retention.forget_old_encodings()
+        assert published.num_reads == after
 
 
 def test_an_unreachable_policy_is_no_state() -> None:

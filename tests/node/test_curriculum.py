@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from tests.node.coordinator_world import (
     ANNA,
     TRAINER,
@@ -24,6 +25,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.coordinator.curriculum_config import AdvantageRangeGate, CurriculumConfig
 from prime_node.coordinator.state.curriculum import EXAMPLES_MAX, Curriculum, Pool, Rating
 from prime_protocol.assignment import Problem
 from prime_protocol.envelope import Envelope, parse_json
@@ -149,6 +151,69 @@ async def test_groups_without_a_lesson_are_replaced_by_other_problems() -> None:
         assert easy + hard == 2 * thrown_away
 
 
+def test_a_gate_rejects_groups_whose_advantages_all_lie_in_its_range() -> None:
+    """prime-rl's default range holds 0 alone: equal rewards of any size, whose mean rounds."""
+    gate = AdvantageRangeGate()
+    assert not gate.admits((0.1,) * 7)
+    assert not gate.admits((0.5,))
+    assert gate.admits((0.1, 0.2))
+    wide = AdvantageRangeGate(reject_min=-0.1, reject_max=0.2)
+    assert not wide.admits((0.5, 0.5, 0.65))
+    assert wide.admits((0.5, 0.5, 0.9)), "0.9 - 19/30 is above 0.2"
+    with pytest.raises(ValidationError, match="reject_min must not be above reject_max"):
+        AdvantageRangeGate(reject_min=0.1)
+    config = CurriculumConfig(gates={"signal": gate})
+    assert config.is_on
+    assert [config.filtered_as(rewards) for rewards in ((0.5, 0.5), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0))] == [
+        Pool.NORMAL,
+        Pool.HARD,
+        Pool.EASY,
+        None,
+    ]
+    assert CurriculumConfig().filtered_as((0.0, 0.0)) is None
+
+
+async def test_a_group_that_a_gate_rejects_is_replaced() -> None:
+    settings = {"gates": {"signal": {"type": "advantage_range"}}, "oversampling_factor": 9.0}
+    async with running(few(memory_parts(make_run(), curriculum=settings))) as world:
+        await begin(world)
+        for step in range(3):
+            batch, _ = await train_step(
+                world, step, lambda problem: (0.5, 0.5) if question(problem) < 2 else (1.0, 0.0)
+            )
+            assert {group.rewards for group in batch.groups} == {(1.0, 0.0)}
+            await world.publish()
+        assert (await figures(world)).get("filtered_rollouts/letters/normal", 0.0) > 0.0
+
+
+async def test_problems_of_a_pool_of_small_weight_are_drawn_less_often() -> None:
+    pools = {"solved": {"threshold": 1.0, "weight": 0.0}, "other": {"threshold": 0.75, "weight": 2.0}}
+    settings = {"sampler": {"type": "difficulty_pool", "pools": pools}}
+    async with running(few(memory_parts(make_run(), curriculum=settings))) as world:
+        await begin(world)
+        asked: list[int] = []
+        for step in range(12):
+            asked += [question(problem) for problem in (await train_step(world, step, by_question))[1]]
+            await world.publish()
+        last = asked.index(0) // 4 * 4 + 4
+        assert 0 not in asked[last:], "a weight of 0"
+        assert 1 in asked[last:], "the pool `other` has no lower end"
+        found = await figures(world)
+        assert found["pool/letters/solved"] == pytest.approx(1 / QUESTIONS)
+        assert found["pool/letters/other"] == pytest.approx(5 / QUESTIONS)
+        assert not any(name.startswith("evicted_examples") for name in found)
+
+
+async def test_if_all_problems_have_the_weight_0_any_is_drawn() -> None:
+    pools = {"all": {"threshold": 0.75, "weight": 0.0}, "solved": {"threshold": 1.0, "weight": 1.0}}
+    settings = {"sampler": {"type": "difficulty_pool", "pools": pools}}
+    async with running(few(memory_parts(make_run(), curriculum=settings))) as world:
+        await begin(world)
+        for step in range(6):
+            await train_step(world, step, mixed)
+            await world.publish()
+
+
 async def test_oversampling_has_an_end() -> None:
     settings = {"online_difficulty_filtering": True, "oversampling_factor": 1.5}
     async with running(few(memory_parts(make_run(), curriculum=settings))) as world:
@@ -245,6 +310,23 @@ def test_the_memory_of_examples_is_bounded_and_forgets_the_one_not_seen_for_long
     assert curriculum.counts == {"evicted_examples/letters/easy": EXAMPLES_MAX + 1}
 
 
-def test_thresholds_that_overlap_are_refused() -> None:
-    with pytest.raises(LocalError, match="hard_threshold must be below easy_threshold"):
-        CoordinatorConfig.load({"coordinator": {"curriculum": {"easy_threshold": 0.3, "hard_threshold": 0.4}}})
+POOLED = {"type": "difficulty_pool"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"easy_threshold": 0.3, "hard_threshold": 0.4}, "hard_threshold must be below easy_threshold"),
+        ({"sampler": POOLED, "easy_threshold": 0.9}, "choose one"),
+        ({"sampler": POOLED | {"seed": 42}}, "the assignment secret of the coordinator determines the draws"),
+        ({"sampler": POOLED | {"pools": {"all": {"threshold": 1.0, "weight": 0.0}}}}, "a weight above 0"),
+        (
+            {"sampler": POOLED | {"pools": {name: {"threshold": 1.0, "weight": 1.0} for name in ("a", "b")}}},
+            "each pool needs another threshold",
+        ),
+        ({"sampler": {"pools": {"all": {"threshold": 1.0, "weight": 1.0}}}}, "pools need the type"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(LocalError, match=said):
+        CoordinatorConfig.load({"coordinator": {"curriculum": settings}})

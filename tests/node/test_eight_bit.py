@@ -13,7 +13,8 @@ from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.ports.train_backend import OptimizerSettings, TrainingMode, TrainSample
+from prime_node.ports.train_backend import OptimizerSettings
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_protocol.weights import root_of
 
 pytest.importorskip("torchao")

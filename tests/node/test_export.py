@@ -18,7 +18,7 @@ from prime_node.broadcast.audit.attestation import PAYLOAD_TYPE, PREDICATE_TYPE,
 from prime_node.broadcast.audit.audit import Verified, audit
 from prime_node.broadcast.audit.compare import compare
 from prime_node.broadcast.audit.export import PROVENANCE_FILE, SIGNED_PROVENANCE_FILE, export_checkpoint, shards_of
-from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, read_weights
+from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, METADATA, read_weights
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, pre_authentication_encoding
 from prime_protocol.errors import LocalError
@@ -183,6 +183,15 @@ def test_an_export_never_touches_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="not empty"):
         export_checkpoint(verified(source), tmp_path / "out", software="test")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path: Path) -> None:
+    """Before, the export of a run with such a tensor succeeded, and no library could read it."""
+    source = MemorySource(make_run())
+    source.publish({METADATA: table_weights(0)["table"]})
+    with pytest.raises(LocalError, match="tensor __metadata__"):
+        export_checkpoint(verified(source), tmp_path / "out", software="test")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
 from prime_node.training_data.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.training_data.feed import Feed, StepBatch
+from prime_node.training_data.kept_bundles import KeptBundles
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -138,6 +140,47 @@ async def test_the_last_step_fetches_nothing_ahead(coordinator: BatchCoordinator
     assert coordinator.asked == [0]
 
 
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+async def test_a_bundle_is_the_same_after_a_restart_whatever_its_coordinator_has_then(
+    coordinator: BatchCoordinator, tmp_path: Path
+) -> None:
+    async def groups_of_step(step: int, *, durable_step: int = 0) -> list[int]:
+        feed = Feed(coordinator, coordinator.run, clock=VirtualClock(), copies=KeptBundles(tmp_path))
+        try:
+            return [group.slot for group in (await feed.take(step, durable_step=durable_step)).groups]
+        finally:
+            await feed.close()
+
+    def cut(data: bytes) -> bytes:
+        return data[:-1]
+
+    whole = await groups_of_step(1)
+    coordinator.spoil = cut
+    assert await groups_of_step(1) == whole, "the copy replaces the damaged one"
+    assert await groups_of_step(0) == []
+    coordinator.spoil = None
+    assert await groups_of_step(0) == [], "what was left out once is left out again"
+    for name, data in files_in(tmp_path).items():
+        (tmp_path / name).write_bytes(data[:-1])
+    assert await groups_of_step(1) == whole, "a damaged copy is fetched again"
+
+
+async def test_copies_of_bundles_are_deleted_once_the_checkpoint_is_past_them(
+    coordinator: BatchCoordinator, tmp_path: Path
+) -> None:
+    (tmp_path / ("ab" * 32)).write_bytes(b"of an earlier process")
+    feed = Feed(coordinator, coordinator.run, clock=VirtualClock(), copies=KeptBundles(tmp_path))
+    for step in range(4):
+        await feed.take(step, durable_step=max(0, step - 1))
+    await feed.close()
+    kept = files_in(tmp_path)
+    assert "ab" * 32 not in kept
+    assert 1 <= len(kept) <= 3, "those of step 2 and later"
+
+
 async def test_an_absent_coordinator_and_a_batch_that_is_not_ready_are_waited_for(
     coordinator: BatchCoordinator, feed: Feed, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +192,36 @@ async def test_an_absent_coordinator_and_a_batch_that_is_not_ready_are_waited_fo
     coordinator.manifests = manifests
     assert (await taking).step == 0
     assert "connection refused; trying" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["changed", "missing"])
+async def test_a_bundle_that_the_coordinator_no_longer_has_costs_its_groups_and_not_the_run(
+    coordinator: BatchCoordinator, feed: Feed, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator.spoil = lambda parcel: None if damage == "missing" else parcel[:-1] + bytes([parcel[-1] ^ 1])
+    batch = await feed.take(0)
+    assert batch.groups == ()
+    assert batch.num_left_out == GROUPS
+    assert "step 0 trains without slot 0" in caplog.text
+    await coordinator.until(lambda: len(coordinator.bundles) == 2)
+    await feed.take(1)
+    coordinator.spoil = None
+    assert len((await feed.take(2)).groups) == GROUPS
+
+
+async def test_bytes_that_only_the_network_changed_are_fetched_again(coordinator: BatchCoordinator, feed: Feed) -> None:
+    left = [1]
+    coordinator.spoil = lambda parcel: parcel[:-1] if left and left.pop() else parcel
+    assert len((await feed.take(0)).groups) == GROUPS
+
+
+async def test_a_clock_that_is_wrong_for_an_hour_is_waited_out_and_named(
+    coordinator: BatchCoordinator, feed: Feed, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = "signed 3600 s away from the coordinator's time, 120 s are allowed; check the clock"
+    coordinator.refusals += [RemoteError(ErrorCode.EXPIRED, why)] * 100
+    assert len((await feed.take(0)).groups) == GROUPS
+    assert why in caplog.text
 
 
 async def test_taking_the_same_step_again_gives_the_same_batch(feed: Feed) -> None:
@@ -195,7 +268,7 @@ async def test_pauses_grow_and_respect_what_the_coordinator_asks_for() -> None:
     assert await ask_until_answered(answer_third, what="batch 0", clock=clock) == "here"
     first, second = at[1] - at[0], at[2] - at[1]
     assert 0.0 < first < 1.0
-    assert second == pytest.approx(30.0)  # no more than PAUSE_S_MAX
+    assert 30.0 <= second <= 45.0  # PAUSE_S_MAX, and up to half as much
 
 
 # Each check has a test that changes one thing in a valid batch or bundle.
@@ -248,10 +321,10 @@ def test_a_batch_that_names_a_slot_twice_is_refused(coordinator: BatchCoordinato
         open_all(coordinator, bundle, [*groups, groups[0]])
 
 
-def test_other_bytes_than_the_batch_names_are_refused(coordinator: BatchCoordinator) -> None:
+def test_other_bytes_than_the_batch_names_are_not_trained(coordinator: BatchCoordinator) -> None:
     bundle, groups = parts(coordinator)
-    with pytest.raises(RemoteError, match="the coordinator sent other bytes"):
-        open_all(coordinator, bundle[:-1] + bytes([bundle[-1] ^ 1]), groups)
+    assert open_all(coordinator, bundle, groups)
+    assert not open_all(coordinator, bundle[:-1] + bytes([bundle[-1] ^ 1]), groups)
 
 
 @pytest.mark.parametrize("place", [4, 60, -1])

@@ -252,7 +252,7 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     async def make() -> None:
         make_follower(tmp_path / "file")
 
-    with pytest.raises(LocalError, match="checkpoint folder"):
+    with pytest.raises(LocalError, match="Not a directory; choose another folder"):
         asyncio.run(make())
 
 

@@ -43,7 +43,7 @@ async def test_a_worker_has_joined_and_sends_heartbeats_while_its_engine_is_buil
     beats, lines = len(world.coordinator.beats), len(world.said)
     await until(lambda: len(world.coordinator.beats) > beats + 2 and len(world.said) > lines + 1)
     assert world.coordinator.leases == {}
-    assert "waiting: the engine to be built" in world.said[-1]
+    assert "waiting: the engine is being loaded" in world.said[-1]
     building.go.set()
     assert await working is Ending.STOPPED
     assert world.coordinator.accepted >= 1

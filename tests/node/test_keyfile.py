@@ -51,7 +51,7 @@ def test_a_damaged_key_is_never_replaced(tmp_path: Path, text: str) -> None:
 
 
 def test_a_folder_in_place_of_the_key_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LocalError, match="cannot be read"):
+    with pytest.raises(LocalError, match="not a regular file"):
         load_or_create(tmp_path)
 
 

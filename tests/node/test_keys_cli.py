@@ -138,6 +138,7 @@ def test_a_request_of_yesterday_is_no_request_of_today(run_dir: RunDir) -> None:
 
 async def test_a_working_coordinator_takes_the_ring_over_http_and_keeps_its_folder_to_itself(run_dir: RunDir) -> None:
     run = make_run()
+    (run_dir.coordinator / "public" / "head.json").unlink()  # this coordinator begins the run
     lock = FolderLock(run_dir.coordinator)
     async with running(await folder_parts(run, run_dir.coordinator)) as world:
         link = JoinLink(world.url, run.digest)

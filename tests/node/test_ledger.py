@@ -197,7 +197,8 @@ async def test_a_coordinator_starts_while_the_ledger_of_its_folder_is_read(tmp_p
         lock = FolderLock(place.coordinator)
         parts = await folder_parts(make_run(), place.coordinator)
         await parts.store.close()
-        async with running(replace(parts, store=await open_sqlite(place.coordinator / "state.sqlite"))) as world:
+        store = await open_sqlite(place.coordinator / "state.sqlite", run=make_run().digest)
+        async with running(replace(parts, store=store)) as world:
             world.head = head
             await work(world)
             report = await audit_ledger(opened.source, opened.run)
@@ -208,7 +209,7 @@ async def test_a_coordinator_starts_while_the_ledger_of_its_folder_is_read(tmp_p
 async def test_an_export_by_another_key_than_the_first_leaves_no_wrong_secret_behind(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
     new(place.path, config=config_path("demo.toml"))
-    await (await open_sqlite(place.coordinator / "state.sqlite")).close()
+    await (await open_sqlite(place.coordinator / "state.sqlite", run=place.load_run().digest)).close()
     place.key("coordinator").unlink()
     place.assignment_secret.unlink()
     write_key(place.key("coordinator"), ANNA)

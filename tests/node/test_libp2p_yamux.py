@@ -163,3 +163,18 @@ def test_nonsense_and_a_farewell_end_the_link_and_nothing_else(frame: tuple[int,
             await one.event_closed.wait()
 
     on_trio(talk)
+
+
+def test_a_cancelled_close_still_closes_the_socket() -> None:
+    """Before, a link that was cancelled as it closed kept its socket until the garbage collector found it."""
+
+    async def talk() -> None:
+        async with links(Yamux, Yamux) as (one, _):
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await one.close()
+            assert scope.cancelled_caught
+            with pytest.raises(trio.ClosedResourceError):
+                await one.secured_conn.raw.stream.stream.send_all(b"x")
+
+    on_trio(talk)

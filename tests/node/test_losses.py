@@ -25,6 +25,7 @@ INF, NAN = math.inf, math.nan
 LOG_RATIOS = (-200.0, -30.0, -1.0, -0.3, -0.01, 0.0, 0.01, 0.15, 1.0, 1.9, 2.1, 69.0, 200.0)
 ADVANTAGES = (1.0, -1.0, 0.25, -0.25, 0.0, 3.0, -3.0, 0.5, -0.5, -2.0, 2.0, 1.5, -0.75)
 LENGTHS = (4, 1, 8)
+SELECTED = (True, False, False, True, True, False, False, True, False, True, False, False, True)
 
 
 def inputs(log_ratios: tuple[float, ...] = LOG_RATIOS, *, prox: bool = False) -> LossInputs:
@@ -38,6 +39,7 @@ def inputs(log_ratios: tuple[float, ...] = LOG_RATIOS, *, prox: bool = False) ->
         loss_mask=torch.ones(len(log_ratios), dtype=torch.bool),
         teacher_logprobs=inference - 0.7 * shift.clamp(-1.0, 1.0),
         prox_logprobs=inference + 0.25 * shift if prox else None,
+        selected=torch.tensor(SELECTED),
         lengths=LENGTHS,
     )
 
@@ -66,7 +68,16 @@ def surrogate(ratio: Scalar, advantage: float, low: float, high: float, dual: fl
 class Tokens:
     """One sequence in float64: pi carries the gradient."""
 
-    def __init__(self, pi: Tensor, mu: Tensor, advantages: Tensor, teacher: Tensor, prox: Tensor | None) -> None:
+    def __init__(
+        self,
+        pi: Tensor,
+        mu: Tensor,
+        advantages: Tensor,
+        teacher: Tensor,
+        selected: Tensor,
+        prox: Tensor | None,
+    ) -> None:
+        self.selected: list[bool] = selected.bool().tolist()
         self.pi, self.mu, self.advantages, self.teacher = pi, mu, advantages.tolist(), teacher
         self.prox = pi.detach() if prox is None else prox
 
@@ -86,6 +97,19 @@ class Tokens:
             weight * surrogate(clamped(pi - prox).exp(), advantage, low, high)
             for weight, pi, prox, advantage in zip(weights, self.pi, self.prox, self.advantages, strict=True)
         ]
+
+
+def clip_cov(tokens: Tokens) -> list[Scalar]:
+    losses = tokens.corrected(token_weights(lambda w: 1.0))
+    return [loss * 0.0 if chosen else loss for loss, chosen in zip(losses, tokens.selected, strict=True)]
+
+
+def kl_cov(tokens: Tokens) -> list[Scalar]:
+    logs = [clamped(pi - prox) for pi, prox in zip(tokens.pi, tokens.prox, strict=True)]
+    return [
+        -log.exp() * advantage + (0.5 * abs(log) if chosen else 0.0)
+        for log, advantage, chosen in zip(logs, tokens.advantages, tokens.selected, strict=True)
+    ]
 
 
 def dppo_kl(pi: Scalar, log_r: Scalar, mu: Scalar, advantage: float, teacher: Scalar) -> Scalar:
@@ -163,6 +187,8 @@ REFERENCES: Mapping[tuple[str, tuple[tuple[str, Any], ...]], Callable[[Tokens], 
     ("dppo_binary_kl", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: dppo_binary(pi, log_r, mu, a, is_kl=True)),
     ("dppo_binary_tv", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: dppo_binary(pi, log_r, mu, a, is_kl=False)),
     ("gmpo", ()): gmpo,
+    ("clip_cov", ()): clip_cov,
+    ("kl_cov", (("ppo_kl_coef", 0.5),)): kl_cov,
     ("gpg", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: -a * pi),
     ("sapo", ()): lambda t: t.each(lambda pi, log_r, mu, a, q: sapo(log_r, a)),
     ("decoupled_ppo", (("behavior_weight_max", 1.5), ("behavior_weight_mode", "mask"))): lambda t: t.corrected(
@@ -200,10 +226,10 @@ def in_float64(
     proxies = [None] * len(LENGTHS) if given.prox_logprobs is None else split(given.prox_logprobs)
     parts = (
         torch.split(pi, list(LENGTHS)),
-        *map(split, (given.inference_logprobs, given.advantages, given.teacher_logprobs)),
+        *map(split, (given.inference_logprobs, given.advantages, given.teacher_logprobs, torch.tensor(SELECTED))),
     )
-    for pi_T, mu_T, advantages_T, teacher_T, prox_T in zip(*parts, proxies, strict=True):
-        losses = reference(Tokens(pi_T, mu_T, advantages_T, teacher_T, prox_T))
+    for pi_T, mu_T, advantages_T, teacher_T, selected_T, prox_T in zip(*parts, proxies, strict=True):
+        losses = reference(Tokens(pi_T, mu_T, advantages_T, teacher_T, selected_T, prox_T))
         total = total + sum(losses) / (len(losses) if kind is AggregationKind.SEQUENCE_MEAN else 1)
     (gradient,) = torch.autograd.grad(total, pi)
     return float(total.detach()), gradient
@@ -307,6 +333,7 @@ def test_masked_tokens_contribute_exactly_nothing(name: str) -> None:
             torch.tensor([True, *(False for _ in trainer)]),
             teacher_logprobs=torch.tensor([-2.0, *inference]),
             prox_logprobs=torch.tensor([-2.9, *trainer]),
+            selected=torch.ones(1 + len(trainer), dtype=torch.bool),
         )
 
     def outcome(inputs: LossInputs) -> tuple[float, list[float], dict[str, object]]:
@@ -332,6 +359,7 @@ def test_no_ratio_gives_nan(name: str, smallest: float) -> None:
         torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0]),
         torch.ones(5, dtype=torch.bool),
         teacher_logprobs=torch.full((5,), -2.0),
+        selected=torch.tensor([True, False, True, True, True]),
     )
     outputs = found(name)(given)
     assert math.isfinite(outputs.loss.item())

@@ -127,10 +127,12 @@ def of_architecture(folder: Path, architecture: str, model_type: str, **entries:
         ("Qwen3ForCausalLM", "qwen3", {"tie_word_embeddings": True, "sliding_window": 4_096}),
         ("Qwen3ForCausalLM", "qwen3", {"tie_word_embeddings": False}),
         ("MistralForCausalLM", "mistral", {"sliding_window": None}),
+        ("MistralForCausalLM", "mistral", {"sliding_window": 64, "max_position_embeddings": 64}),
+        ("Gemma3ForCausalLM", "gemma3_text", {"sliding_window": 64, "max_position_embeddings": 64}),
         ("Qwen3MoeForCausalLM", "qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 24}),
     ],
 )
-def test_models_with_full_attention_in_all_layers_are_supported(
+def test_models_with_full_attention_over_all_positions_are_supported(
     tmp_path: Path, architecture: str, model_type: str, entries: dict[str, object]
 ) -> None:
     require_supported(of_architecture(tmp_path, architecture, model_type, **entries))
@@ -139,12 +141,7 @@ def test_models_with_full_attention_in_all_layers_are_supported(
 @pytest.mark.parametrize(
     ("architecture", "model_type", "reason"),
     [
-        (
-            "Gemma3ForCausalLM",
-            "gemma3_text",
-            "layers of kind .*sliding_attention; this software knows full attention only",
-        ),
-        ("MistralForCausalLM", "mistral", "sliding_window is 4,096 in all layers"),
+        ("EmbeddingGemma", "gemma3_text", "architectures is EmbeddingGemma"),
         ("JambaForCausalLM", "jamba", "layers of kind .*linear_attention"),
         ("BloomForCausalLM", "bloom", "no attention but its own"),
         ("FalconForCausalLM", "falcon", "transformers cannot build this run's model"),

@@ -246,7 +246,7 @@ def test_a_run_that_no_calibration_covers_measures_its_own_and_the_next_one_reus
     assert first is not None
     assert [(pair.worker, pair.validator) for pair in first.pairs] == [("transformers/fp32/cpu",) * 2]
     assert (first.num_layers_max, first.temperature_min) == (3, 1.0)
-    assert first.pairs[0].moments["norm"].num_tokens >= 2_000
+    assert first.pairs[0].moments["square"].num_tokens >= 2_000
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.npz")}
     again = make_run(RunDir(tmp_path / "again"), options, config_file=DEMO).spec.checks.calibration
     assert again == first

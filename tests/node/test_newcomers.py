@@ -30,13 +30,13 @@ from prime_node.coordinator.state.records import LeaseRecord, WorkerRecord
 from prime_node.coordinator.state.scheduler import NothingToLease, fair_share
 from prime_protocol import limits
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
-from prime_protocol.invite import Invite, invite_text
+from prime_protocol.invite import Invite
 from prime_protocol.requests import AdminRequest, LeaveRequest
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.telemetry import Hardware
 from prime_protocol.verdict import RejectReason
 
@@ -145,7 +145,7 @@ async def turned_away(world: World, key: SigningKey, code: ErrorCode, **changes:
 
 def invitation(world: World, key: SigningKey = COORDINATOR, **changes: object) -> str:
     fields: dict[str, object] = {"run": world.run.digest, "invite": "ab" * 16, "keys_max": 1, "expires_at_ms": 2**50}
-    return invite_text(seal(Invite.model_validate(fields | changes), PayloadType.INVITE, key))
+    return seal(Invite.model_validate(fields | changes), PayloadType.INVITE, key).to_base64()
 
 
 async def test_an_invitation_admits_its_number_of_keys() -> None:
@@ -183,7 +183,7 @@ async def test_an_unseeded_engine_takes_part_only_where_the_run_says_so_and_the_
 async def test_old_software_must_upgrade_and_other_software_is_not_compared() -> None:
     async with running(memory_parts(make_run(), software_min="0.10")) as world:
         refusal = await turned_away(world, ANNA, ErrorCode.VERSION_UNSUPPORTED, software="prime-node 0.9.3")
-        assert "pip install --upgrade prime-node" in refusal.detail
+        assert "ask its operator where to get it" in refusal.detail
         await world.client(ANNA).join(request(software="prime-node 0.10"))
         await world.client(ANNA).join(request(software="prime-node 0.10.0.dev1"))
         await world.client(BEN).join(request(software="another client 0.1"))

@@ -15,7 +15,8 @@ from prime_node.adapters.training.torch_batch import Tallies, loss_inputs
 from prime_node.algo.losses import LOG_RATIO_ABS, LOSSES, LossInputs, Objective, find_loss
 from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.shares import batch_counts
-from prime_node.ports.train_backend import AggregationKind, TrainingMode, TrainSample
+from prime_node.ports.train_backend import AggregationKind
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_protocol.errors import LocalError
 
 SEED_EXAMPLE = """
@@ -62,6 +63,7 @@ def samples(count: int = 9, *, modes: tuple[TrainingMode, ...] = (TrainingMode.R
                 mode=modes[index % len(modes)],
                 loss_mask=mask,
                 teacher_logprobs=tuple(rng.uniform(-3.0, -0.1) for _ in range(length)),
+                selected=tuple(place % 3 == 1 for place in range(length)),
             )
         )
     return result

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +61,35 @@ def test_a_full_disk_costs_the_metrics_and_not_the_role(caplog: pytest.LogCaptur
     recorder.record(step=1)
     recorder.record(step=2)
     assert caplog.text.count("No space left") == 1
+
+
+LOGS = """
+import logging, sys
+from prime_node.observe import setup_logging
+setup_logging("worker")
+try:
+    raise ValueError("an\\x1b[31m odd error")
+except ValueError:
+    logging.getLogger("prime_node.test").exception("two\\nlines of %s", "text")
+"""
+
+
+def test_log_lines_are_json_objects_if_that_is_asked_for() -> None:
+    def lines(wanted: str) -> list[str]:
+        environment = os.environ | {"PRIME_LOG_FORMAT": wanted}
+        ran = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, env=environment)
+        return ran.stderr.splitlines()
+
+    [line] = lines("json")
+    shown = json.loads(line)
+    assert {name: shown[name] for name in ("level", "role", "module")} == {
+        "level": "ERROR",
+        "role": "worker",
+        "module": "prime_node.test",
+    }
+    assert shown["message"].startswith("two")
+    assert "\n" not in shown["message"]
+    assert "odd error" in shown["traceback"]
+    assert "\x1b" not in shown["traceback"]
+    assert " ERROR   worker prime_node.test: two" in lines("text")[0]
+    assert "log lines are text or json" in lines("xml")[-1]

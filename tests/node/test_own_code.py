@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 from tests.source_tree import ROOT
 
+from prime_node.adapters.environments.child import EnvironmentFailed
 from prime_node.cli.wire_environments import build_environments, end_environments, start_environments
 from prime_node.cli.wire_new import pin_datasets
 from prime_node.coordinator.new_run import RunConfig
@@ -22,6 +26,7 @@ from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec, Option
 
 EXAMPLES = ROOT / "examples"
+TUTORIAL = ROOT / "docs" / "tutorials" / "reward.md"
 ROWS = "".join(f'{{"question": "{n} + {n}?", "answer": "{2 * n}", "worth": 0.5}}\n' for n in range(50))
 
 
@@ -175,6 +180,27 @@ def test_own_code_is_confined_as_other_environments_are(code: Path, tmp_path: Pa
     assert not (code / "new.py").exists()
 
 
+def test_the_other_numbers_of_a_dict_are_further_rewards(code: Path) -> None:
+    (code / "mine.py").write_text(
+        "def score(completion, answer, info):\n"
+        "    return {'reward': 0.5, 'format': float(len(completion)), 'note': 'x', 'right': completion == answer}\n"
+    )
+    settings = EnvironmentSettings(code_folder=code, data_folder=code)
+    (several,) = pinned(rewarded(), code)
+    (code / "flat.py").write_text("def score(completion, answer, info): return 0.5\n")
+    (one,) = pinned(rewarded("flat:score"), code)
+    made = start_environments([several, one.model_copy(update={"name": "flat"})], code, hidden=[], settings=settings)
+    try:
+        world = made["sums"]
+        assert world.parts(0, "four", finished=True) == {"format": 4.0, "right": 0.0}
+        assert world.score(0, "four", finished=True) == 0.5
+        assert world.parts(0, "four", finished=False) == {}
+        with pytest.raises(EnvironmentFailed, match="further rewards are entries of a dict"):
+            made["flat"].parts(0, "four", finished=True)
+    finally:
+        end_environments(made)
+
+
 def example(name: str) -> tuple[EnvironmentSpec, ...]:
     tables: dict[str, Any] = tomllib.loads((EXAMPLES / name).read_text())
     return pinned(EnvironmentSpec.model_validate(tables["run"]["environments"][0]), EXAMPLES)
@@ -203,6 +229,29 @@ def test_the_examples_reward_function_scores_in_the_confined_process(model: Path
         assert all(one.is_correct(world.answer(0), finished=True) is False for one in world.held_out(3))
     finally:
         end_environments(made)
+
+
+def test_the_files_of_the_tutorial_on_rewards_are_an_environment(model: Path, tmp_path: Path) -> None:
+    """`prime-node up` itself takes minutes: the questions, the config and the score are what could be wrong."""
+    saved = re.findall(r"Save it as `([\w.]+)`:\n\n```\w+\n(.*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
+    for name, text in saved:
+        (tmp_path / name).write_text(text)
+    made = subprocess.run([sys.executable, "questions.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (tmp_path / "questions.jsonl").write_text(made.stdout)
+    tables = tomllib.loads((tmp_path / "reward.toml").read_text())
+    assert RunConfig.load(tables).max_steps == tables["run"]["max_steps"]
+    settings = EnvironmentSettings(code_folder=tmp_path, data_folder=tmp_path)
+    spec = pinned(EnvironmentSpec.model_validate(tables["run"]["environments"][0]), tmp_path)
+    worlds = start_environments(spec, model, hidden=[], settings=settings)
+    try:
+        world = worlds["backward"]
+        answer = world.answer(0)
+        assert len(answer) == 3
+        assert world.score(0, answer, finished=True) == 1.0
+        assert 0.0 < world.score(0, answer[:1] + "??", finished=True) < 1.0
+        assert len(world.held_out(64)) == 64
+    finally:
+        end_environments(worlds)
 
 
 def test_the_examples_environment_answers_the_model(guess: TurnEnvironment, model: Path) -> None:

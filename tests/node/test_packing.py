@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_node.algo.packing import PackedRows, pack
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 
 
 def sample(prompt: str, completion: str) -> TrainSample:

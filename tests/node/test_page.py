@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,14 @@ from tests.node.coordinator_world import (
     running,
 )
 
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.coordinator.api.page import PACKAGE
 from prime_node.coordinator.assembly import open_coordinator
 from prime_node.coordinator.measure.history import STEPS_MAX, RunHistory
-from prime_node.coordinator.page.assets import page_files
-from prime_node.coordinator.page.live_feed import VIEWERS_EACH_MAX
+from prime_node.coordinator.page.live_feed import TICK_S, VIEWERS_EACH_MAX
 from prime_node.coordinator.page.roster import Roster
 from prime_node.coordinator.state import events as ev
+from prime_node.pages.assets import page_files
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope
 from prime_protocol.requests import AdminRequest, BatchRequest
@@ -81,7 +85,7 @@ async def test_a_join_link_opens_a_page_that_runs_only_its_own_files(world: Worl
     "name", ["app.js", "0123456789ab-app.js", "{digest}-index.html", "{digest}-..%2Fassets.py", "{digest}-"]
 )
 async def test_only_the_files_of_this_version_are_served(world: World, name: str) -> None:
-    status, _, _ = await world.get("/page/" + name.replace("{digest}", page_files().digest))
+    status, _, _ = await world.get("/page/" + name.replace("{digest}", page_files(PACKAGE).digest))
     assert status == 404
 
 
@@ -98,7 +102,7 @@ async def test_the_history_shows_what_is_trained_and_whether_it_learns(world: Wo
     assert (found["run"]["title"], found["run"]["description"]) == ("Sums", "Learns to add.")
     assert (found["steps"]["step"], found["steps"]["reward"]) == ([0], [0.5])
     assert found["now"]["head"] == 1
-    assert found["contributors"] == [[ANNA.key_id, f"node {ANNA.key_id[-4:]}", 8]]
+    assert found["contributors"] == [[ANNA.key_id, f"node {ANNA.key_id[-4:]}", 8, 1]]
     roster = await read_json(world, "/v1/roster")
     assert [roster["named"][name] for name in ("key", "accepted", "tokens")] == [[ANNA.key_id], [8], [8]]
 
@@ -224,6 +228,25 @@ async def test_one_network_cannot_take_all_places_of_viewers(world: World) -> No
         answer.close()
 
 
+class WithoutNews(SystemClock):
+    """A clock by which the page's next tick never comes."""
+
+    async def sleep(self, seconds: float) -> None:
+        await super().sleep(3_600.0 if seconds == TICK_S else seconds)
+
+
+async def test_a_viewer_that_leaves_frees_its_place_before_there_is_news() -> None:
+    async with running(replace(memory_parts(make_run()), clock=WithoutNews())) as world:
+        for answer in [await world.session.get(f"{world.url}/v1/live") for _ in range(VIEWERS_EACH_MAX)]:
+            answer.close()
+
+        async def has_room() -> bool:
+            async with world.session.get(f"{world.url}/v1/live") as one:
+                return one.status == 200
+
+        await world.until(has_room)
+
+
 async def test_streams_do_not_delay_the_end_of_the_coordinator() -> None:
     async with running(memory_parts(make_run(), grace_seconds=60.0)) as world:
         answer = await world.session.get(f"{world.url}/v1/live")
@@ -248,13 +271,34 @@ async def test_the_history_survives_a_restart(tmp_path: Path) -> None:
     assert after["version"] > before["version"]
 
 
+EMPTY: dict[str, object] = {"steps": [], "evaluations": [], "events": [], "tokens": {}}
+CHANGES: list[dict[str, object]] = [
+    {"steps": 1},
+    {"steps": [5]},
+    {"steps": [{"at": 1}]},
+    {"steps": [{"step": math.inf}]},
+    {"steps": [{"step": 1, "reward": "x"}]},
+    {"evaluations": [{}]},
+    {"events": [{"kind": "ban"}]},
+    {"events": [{"kind": "ban", "number": "a"}]},
+    {"tokens": {"key": math.inf}},
+]
+BROKEN = [
+    b"{",
+    b"[]",
+    b"[" * 100_000,
+    *(json.dumps(EMPTY | changes).encode() for changes in CHANGES),
+]
+
+
 async def test_a_broken_history_begins_again(tmp_path: Path) -> None:
+    """Before, a document of another form kept the coordinator from starting, or its status from answering."""
     parts = await folder_parts(make_run(), tmp_path)
-    for broken in (b"{", b"[]", b'{"steps": 1, "evaluations": [], "events": [], "tokens": {}}'):
+    for broken in BROKEN:
         await parts.private.write("history.json", broken)
         history = RunHistory(parts.private, parts.clock)
         await history.restore()
-        assert history.last_step == -1
+        assert (history.last_step, len(history.evaluations), history.events(0)) == (-1, 0, []), broken[:80]
     await parts.store.close()
 
 

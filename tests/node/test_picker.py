@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,8 +147,9 @@ def test_pieces_that_only_slow_sources_have_are_asked_of_them_and_of_a_fallback(
         assert (of.unasked == 0) == is_web_seed
 
 
-def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
-    of = picker(400, rules=PickerRules(rate_memory_s=0.1))
+@pytest.mark.parametrize(("size", "most"), [(2**20, 4), (2**16, 32)])
+def test_a_fast_source_far_away_gets_many_requests_at_once_and_more_of_small_pieces(size: int, most: int) -> None:
+    of = picker(400, size=size, rules=PickerRules(rate_memory_s=0.1))
     of.add("far", has=span(0, 400))
     asked: list[tuple[float, int]] = []  # answered 0.2 s after the request, however many are open
     now_s, widest = 0.0, 0
@@ -156,16 +158,15 @@ def test_a_fast_source_far_away_gets_many_requests_at_once() -> None:
         widest = max(widest, len(asked))
         now_s, piece = asked.pop(0)
         of.arrived("far", piece, now_s)
-    assert widest == PickerRules().in_flight_max
+    assert widest == most
 
 
-def test_a_new_source_is_asked_for_two_pieces_and_for_one_where_there_are_many() -> None:
-    few, many = picker(400), picker(400)
-    for number in range(13):
-        for of in (few, many) if number < PickerRules().sources_few else (many,):
+def test_new_sources_are_asked_for_half_a_megabyte_together_and_each_for_a_piece() -> None:
+    for num_sources, expected in ((1, 8), (4, 2), (13, 1)):
+        of = picker(400, size=2**16)
+        for number in range(num_sources):
             of.add(str(number), has=span(0, 400))
-    assert len(picks(few, "0")) == 2
-    assert len(picks(many, "0")) == 1
+        assert len(picks(of, "0")) == expected
 
 
 # The end game
@@ -187,7 +188,7 @@ def test_the_last_pieces_of_a_slow_source_are_taken_over() -> None:
 
 def test_a_fallback_takes_over_what_is_late_but_only_what_is_very_late_while_other_pieces_are_unasked() -> None:
     for num_unasked, late_s in ((0, 0.1), (5, 2.1)):
-        of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
+        of = picker(4 + num_unasked, rules=PickerRules(first_bytes=0, in_flight_max=1, in_flight_bytes=0))
         of.add("peer", has=of.missing & ~1)
         of.add("origin", has=of.missing, is_web_seed=True)
         give(of, "origin", rate=10, until_s=0.1)
@@ -213,7 +214,7 @@ def test_peers_that_claim_everything_and_give_nothing_do_not_keep_a_receiver_fro
 
 
 def test_a_peer_that_was_late_is_believed_again_once_it_gives_something() -> None:
-    of = picker(8, rules=PickerRules(sources_few=0))
+    of = picker(8, rules=PickerRules(first_bytes=0))
     of.add("peer", has=span(4, 8))
     of.add("other", has=span(0, 4))
     of.add("origin", has=of.missing, is_web_seed=True)
@@ -247,7 +248,7 @@ def test_a_fallback_gives_nothing_where_two_slow_peers_together_bring_more_than_
 
 def test_a_piece_that_is_a_little_late_is_taken_over_at_the_end_and_not_while_others_are_unasked() -> None:
     for num_unasked in (0, 1):
-        of = picker(4 + num_unasked, rules=PickerRules(sources_few=0, in_flight_max=1))
+        of = picker(4 + num_unasked, rules=PickerRules(first_bytes=0, in_flight_max=1, in_flight_bytes=0))
         of.add("third", has=of.missing)
         for name, rate in (("late", 1.0), ("fast", 1 / 0.55)):
             of.add(name, has=span(0, 4))

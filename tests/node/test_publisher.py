@@ -48,6 +48,19 @@ async def test_policies_are_published_in_order_as_one_chain(coordinator: BatchCo
     await publisher.close()
 
 
+async def test_dates_do_not_decrease_along_the_chain_when_the_clock_is_put_back(coordinator: BatchCoordinator) -> None:
+    clock = VirtualClock()
+    publisher = Publisher(coordinator, coordinator.run, TRAINER, clock=clock, pending_max=0)
+    await publisher.start()
+    for version in range(3):
+        await publisher.submit(version, weights(version), provenance(version))
+        await publisher.flush()
+        clock.seconds += -100.0 if version == 0 else 300.0
+    await publisher.close()
+    first, second, third = (signed.manifest.created_at_ms for signed in coordinator.manifests)
+    assert first == second < third
+
+
 @pytest.mark.parametrize("pending_max", [0, 1, 2])
 async def test_the_trainer_is_held_up_only_past_the_pending_limit(
     coordinator: BatchCoordinator, pending_max: int

@@ -15,7 +15,9 @@ from tests.node.worker_world import MemorySource, make_run
 from tests.source_tree import ROOT
 
 import prime_node
-from prime_node.cli.api import OptionConflict
+from prime_node.cli.api import OptionConflict, confined_worker
+from prime_node.envs.settings import EnvironmentSettings
+from prime_node.worker.config import WorkerConfig
 from prime_node.worker.worker import Ending
 from prime_protocol.errors import LocalError
 
@@ -128,3 +130,13 @@ async def test_a_wrong_link_or_setting_raises_before_anything_is_confined(
 ) -> None:
     with pytest.raises(LocalError, match=fault):
         await prime_node.join(link, folder=tmp_path, settings=settings)
+
+
+@pytest.mark.parametrize(("link", "invite"), [(f"{LINK}.from-link==", "from-link=="), (LINK, "from-settings")])
+def test_an_invitation_in_the_link_replaces_that_of_the_settings(tmp_path: Path, link: str, invite: str) -> None:
+    settings = WorkerConfig.load({"worker": {**FREE["worker"], "invite": "from-settings"}})
+    worker = confined_worker(link, settings, EnvironmentSettings(), folder=tmp_path, identity=None)
+    worker.machine.close()
+    if worker.launcher is not None:
+        worker.launcher.close()
+    assert worker.settings.invite == invite

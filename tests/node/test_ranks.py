@@ -180,6 +180,47 @@ def test_logprobs_come_in_the_batch_s_order_from_all_ranks(pool: RankPool, model
         assert [pytest.approx(values, abs=2e-6) for values in expected] == found
 
 
+def test_values_of_tokens_come_from_all_ranks(pool: RankPool, model: Path) -> None:
+    norms, tops, kept = rank_jobs.token_values(ALONE, model=model)
+    assert tops == kept
+    for found_norms, found_tops, found_kept in pool.run(rank_jobs.token_values, ranks=2, model=model):
+        for values, expected in zip(found_norms, norms, strict=True):
+            assert values == pytest.approx(expected, abs=1e-5)
+        assert found_tops == found_kept == tops
+
+
+@pytest.mark.parametrize("packing", ["tree", "sequences"])
+def test_a_critic_learns_the_same_on_any_number_of_ranks_and_survives_a_checkpoint(
+    pool: RankPool, model: Path, tmp_path: Path, packing: str
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    expected = rank_jobs.critic_steps(ALONE, model=model, folder=tmp_path / "one", packing=packing)
+    for found in pool.run(rank_jobs.critic_steps, ranks=2, model=model, folder=tmp_path / "two", packing=packing):
+        for values, its in zip(found, expected, strict=True):
+            for one, other in zip(values, its, strict=True):
+                assert one == pytest.approx(other, abs=1e-5)
+    assert expected[0] == [[0.0] * len(values) for values in expected[0]]
+    assert min(map(min, expected[2])) > 0.0
+
+
+def test_a_critic_that_joins_a_run_is_the_same_on_any_number_of_ranks(
+    pool: RankPool, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    expected = rank_jobs.late_critic(ALONE, model=model, folder=tmp_path / "one")
+    for found in pool.run(rank_jobs.late_critic, ranks=2, model=model, folder=tmp_path / "two"):
+        for one, other in zip(found, expected, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+    assert min(map(min, expected)) > 0.0
+
+
+def test_distillation_is_the_same_on_any_number_of_ranks(pool: RankPool, model: Path) -> None:
+    expected = rank_jobs.distilled(ALONE, model=model)
+    same(pool.run(rank_jobs.distilled, ranks=2, model=model)[0], expected)
+
+
 def test_copies_that_do_not_divide_the_ranks_are_refused(pool: RankPool, model: Path) -> None:
     with pytest.raises(AssertionError, match="4 ranks cannot hold 3 copies"):
         pool.run(rank_jobs.train, ranks=4, replicas=3, model=model)

@@ -24,7 +24,7 @@ from prime_node.cli.new import make_run
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 from prime_protocol.assignment import Sampling
 from prime_protocol.weights import num_bytes, root_of
 

@@ -17,7 +17,8 @@ from prime_node.adapters.training.chosen_logprobs import in_blocks, of_logits
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LossInputs, LossOutputs, Penalty, find_loss, needs
 from prime_node.algo.losses.penalty import kl_estimate
-from prime_node.ports.train_backend import AggregationKind, KeptPolicy, LossNeed, TrainSample
+from prime_node.ports.train_backend import AggregationKind, KeptPolicy, LossNeed
+from prime_node.ports.train_samples import TrainSample
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
@@ -130,7 +131,7 @@ def test_the_entropys_gradient_is_that_of_its_definition(blocks: bool, monkeypat
 def test_a_custom_loss_gets_what_it_asks_for(tmp_path: Path) -> None:
     backend = TorchBackend(write_model(tmp_path / "model"))
     loss = find_loss("custom", import_path=f"{__name__}.custom")
-    assert loss.needs == set(LossNeed)
+    assert loss.needs == {LossNeed.REFERENCE_LOGPROBS, LossNeed.ENTROPY}
     backend.keep_policy(KeptPolicy.REFERENCE)
     samples = with_reference(backend)
     stats = backend.train_step(samples, loss, lr=1e-2)
@@ -141,7 +142,7 @@ def test_a_custom_loss_gets_what_it_asks_for(tmp_path: Path) -> None:
 
 
 def with_reference(backend: TorchBackend) -> list[TrainSample]:
-    found = backend.kept_logprobs(BATCH, KeptPolicy.REFERENCE)
+    found = backend.logprobs(BATCH, KeptPolicy.REFERENCE)
     return [
         TrainSample(
             one.prompt_token_ids,
@@ -170,13 +171,13 @@ def test_the_reference_stays_while_the_policy_moves_and_survives_a_checkpoint(
     for _ in range(3):
         backend.train_step(BATCH, aipo, lr=1e-1)
     trained = backend.logprobs(BATCH)
-    assert backend.kept_logprobs(BATCH, KeptPolicy.REFERENCE) == before != trained
+    assert backend.logprobs(BATCH, KeptPolicy.REFERENCE) == before != trained
     assert backend.logprobs(BATCH) == trained
     (tmp_path / "saved").mkdir()
     backend.save(tmp_path / "saved")()
     resumed = TorchBackend(model, lora=lora)
     resumed.load(tmp_path / "saved")
-    assert resumed.kept_logprobs(BATCH, KeptPolicy.REFERENCE) == before
+    assert resumed.logprobs(BATCH, KeptPolicy.REFERENCE) == before
     assert resumed.logprobs(BATCH) == trained
 
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_without_a_reference_says_that_none_is_stored(tmp_path: Pat
     backend.keep_policy(KeptPolicy.REFERENCE)
     backend.load(tmp_path / "saved")
     with pytest.raises(LocalError, match="no reference policy is stored"):
-        backend.kept_logprobs(BATCH, KeptPolicy.REFERENCE)
+        backend.logprobs(BATCH, KeptPolicy.REFERENCE)
 
 
 def test_the_reference_is_renewed_at_multiples_of_its_interval() -> None:

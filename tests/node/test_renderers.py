@@ -65,6 +65,28 @@ def test_qwen3_continues_after_a_tool_and_restarts_where_thinking_is_stripped(qw
     assert sum(samples[0].loss_mask) == len(first.token_ids) + len(second.token_ids)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "[" * 5_000,
+        '{"name": "add", "arguments": {"a": %s}}' % ("9" * 5_000),
+        '{"name": 5, "arguments": {}}',
+        "null",
+        "[",
+    ],
+    ids=["deep", "a long number", "a number as a name", "nothing", "cut"],
+)
+def test_no_answer_ends_its_episode_by_a_call_that_is_none(qwen3: Path, call: str) -> None:
+    """Before, three of these raised, so that a model or a worker ended an episode by its answer, and its group had no reward."""
+    from prime_node.adapters.models.package_renderer import PackageRenderer
+
+    renderer = PackageRenderer(qwen3, name="auto")
+    parsed = renderer.parse_response(sampled(qwen3, f"four<tool_call>\n{call}\n</tool_call><|im_end|>").token_ids)
+    assert parsed.content.startswith("four")
+    assert parsed.tool_calls == ()
+    assert renderer.render_ids([{"role": "user", "content": "?"}, parsed.message, {"role": "user", "content": "!"}])
+
+
 def test_an_unknown_family_says_that_a_renderer_must_be_named(tiny: Path, tmp_path: Path) -> None:
     from prime_node.adapters.models.package_renderer import PackageRenderer
 

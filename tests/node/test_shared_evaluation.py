@@ -17,7 +17,7 @@ from prime_node.adapters.training.tree_attention import TreeLayout, expand_heads
 from prime_node.algo.losses import find_loss
 from prime_node.algo.packing import pack
 from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 from prime_protocol.assignment import Sampling
 
 SAMPLES = [TrainSample((258, 10, 20 + n, 259), (30, 31, 32 + n), (-5.5,) * 3, 1.0 - n) for n in range(3)]

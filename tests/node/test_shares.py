@@ -8,7 +8,7 @@ from tests.node.rank_jobs import samples
 
 from prime_node.algo.balancing import balance, sequence_cost
 from prime_node.algo.shares import Packing, PackingSettings, batch_counts, shares
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 
 
 def sample(prompt: int, completion: int) -> TrainSample:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.node.spool_world import Receiver, flush_all, make_spool
 from tests.node.worker_world import names_in
 from tests.time_world import VirtualClock
 
@@ -23,36 +22,6 @@ from prime_protocol.replies import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
 
 LEASE = digest_of(b"lease")
-
-
-def make_spool(folder: Path, *, bytes_max: int = 2**20) -> Spool:
-    return Spool(folder, bytes_max=bytes_max, clock=VirtualClock(), rng=random.Random(1))
-
-
-async def flush_all(spool: Spool, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
-    task = asyncio.create_task(spool.flush(upload))
-    done = asyncio.create_task(spool.drained())
-    await asyncio.wait({task, done}, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-        done.cancel()
-        task.result()
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-class Receiver:
-    """Uploader whose `faults` are raised first, one per call."""
-
-    def __init__(self, *faults: Exception) -> None:
-        self.faults = list(faults)
-        self.taken: list[bytes] = []
-
-    async def __call__(self, parcel: bytes) -> UploadReply:
-        if self.faults:
-            raise self.faults.pop(0)
-        self.taken.append(parcel)
-        return UploadReply(bundle=digest_of(parcel))
 
 
 async def test_bundles_go_out_in_the_order_in_which_they_came(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import io
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -13,11 +15,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, ROOT, folder_parts, make_run, memory_parts, running
 from tests.node.operator_world import operate, run_dir_of
 from typer.testing import CliRunner, Result
 
-from prime_node.cli import place, run_status
+from prime_node.cli import place, run_status, status_view
 from prime_node.cli import status as status_file
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
@@ -165,7 +168,7 @@ def test_an_answer_that_is_no_status_is_reported(body: bytes) -> None:
 def test_doctor_shows_nothing_that_steers_a_terminal_and_takes_no_date_that_is_none(date: str) -> None:
     status = {"run": "0" * 64, "name": "\x1b[2Jred", "step": 1, "head": 1, "max_steps": 5}
     with server_that_answers(json.dumps(status).encode(), date=date) as url:
-        ran = CliRunner().invoke(app, ["doctor", f"{url}/#{'0' * 64}"])
+        ran = CliRunner().invoke(app, ["doctor", "--no-measure", f"{url}/#{'0' * 64}"])
     assert "ok  coordinator    run 000000000000 '?[2Jred', step 1 of 5" in ran.stdout
     assert "clock" not in ran.stdout
     assert (ran.exit_code, ran.exception) == (0, None)
@@ -286,19 +289,58 @@ def write(folder: Path, status: Status) -> Path:
     return folder
 
 
+LONG = 100_000
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": [{"step": 1}] * LONG},
+        {"waiting_for": ["nothing"] * LONG},
+        {"validators": {"differing": [{"how": "so"}] * LONG}},
+        {"rollouts": {"refused": {f"reason {number}": 1 for number in range(LONG)}}},
+        {"workers": [{"worker": "key"}] * LONG},
+        {"usable": [{"policy_version": 1, "workers": 1, "median_s": 1.0, "most_s": 1.0}] * LONG},
+        {"stopped": True, "learning": {"at": math.inf}},
+        {"stopped": True, "learning": {"at": math.nan}},
+    ],
+    ids=["steps", "waits", "validators", "reasons", "workers", "policies", "inf", "nan"],
+)
+def test_a_coordinator_s_lists_are_shown_as_far_as_a_screen_goes(changes: dict[str, object]) -> None:
+    """Before, a status of 16 MiB was laid out for an hour, and a date without a number was a traceback."""
+    parsed = run_status.RunStatus.model_validate({"run": "a" * 64, "step": 1, "head": 1, "max_steps": 2} | changes)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(status_view.of_run(parsed))
+    assert isinstance(console.file, io.StringIO)
+    assert len(console.file.getvalue().splitlines()) < 200
+
+
+def test_of_the_steps_that_are_trained_only_the_last_few_are_shown() -> None:
+    trained = [{"step": number, "accepted": 4, "trained": 4} for number in range(12)]
+    steps = [*trained, {"step": 12, "accepted": 4}, {"step": 13, "open": 3, "leased": 1}]
+    run = {"run": "a" * 64, "step": 12, "head": 12, "max_steps": 20, "steps": steps}
+    console = Console(file=io.StringIO(), width=100)
+    console.print(status_view.of_run(run_status.RunStatus.model_validate(run)))
+    assert isinstance(console.file, io.StringIO)
+    first = [line.split()[0] for line in console.file.getvalue().splitlines() if line.split()]
+    assert [int(word) for word in first if word.isdigit()][:5] == [9, 10, 11, 12, 13]
+
+
 def test_a_contributor_sees_what_this_machine_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_file, "HOME", tmp_path)
     monkeypatch.setattr(place, "HOME", tmp_path)
     with pytest.raises(LocalError, match="no worker has run here"):
         shown()
     now_ms = time.time_ns() // 1_000_000
-    write(tmp_path / "runs/aaaa", dataclasses.replace(ONE, at_ms=now_ms - 2_000))
+    placed = dataclasses.replace(ONE, rank=3, contributors=41, share=0.125, person="12D3KooWperson99")
+    write(tmp_path / "runs/aaaa", dataclasses.replace(placed, at_ms=now_ms - 2_000))
     write(tmp_path / "runs/bbbb", dataclasses.replace(ONE, at_ms=now_ms - 3 * 3_600_000))
     write(tmp_path / "runs/cccc", dataclasses.replace(ONE, at_ms=now_ms - 3 * 3_600_000, ended="drained"))
     text = shown().stdout
     assert "policy 41 of 42 | 812 tokens/s" in text
     assert "65,536 tokens; 8 rollouts have no verdict yet" in text
     assert "bundles that wait to be uploaded: 2" in text
+    assert "place 3 of 41 by tokens, 12.5 % of all; all machines of person person99" in text
     assert "last update 3 h ago" in text
     assert "ended: drained" in text
     one = shown(tmp_path / "runs/aaaa", "--json")

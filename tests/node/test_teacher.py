@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -10,11 +11,14 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
 from tests.node.batch_coordinator import BatchCoordinator, make_run
+from tests.node.teacher_world import BackendTeacher
 from tests.node.trainer_world import CONFIG, make_trainer, rows
 from tests.time_world import VirtualClock
 
@@ -24,35 +28,15 @@ from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.ports.teacher import TeacherRefusal
-from prime_node.ports.train_backend import TrainingMode, TrainSample
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_node.ports.transport import Unreachable
-from prime_node.trainer.config import TeacherConfig
+from prime_node.trainer.algorithm_config import TeacherConfig
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.teaching import check_teacher, taught
 from prime_protocol.errors import LocalError
 
 SEQUENCES = [(1, 2, 3), (7, 8, 9, 10, 11), (4, 5)]
 OPD = CONFIG.model_copy(update={"mode": TrainingMode.OPD, "teacher": TeacherConfig(url="http://unused", model="t")})
-
-
-class BackendTeacher:
-    """Teacher that implements ports.teacher.Teacher in this process. It can be unreachable for the first requests."""
-
-    def __init__(self, folder: Path, *, seed: int, away: int = 0) -> None:
-        self._backend = TorchBackend(folder, seed=seed, threads=1)
-        self.away = away
-
-    async def logprobs(self, sequences: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
-        if self.away:
-            self.away -= 1
-            raise Unreachable("the teacher is still starting")
-        samples = [TrainSample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in sequences]
-        return [tuple(values) for values in self._backend.logprobs(samples)]
-
-    async def sequence_tokens_max(self) -> int | None:
-        return None
-
-    async def close(self) -> None: ...
 
 
 async def test_a_student_comes_nearer_to_its_teacher_and_waits_for_one_that_is_away(tmp_path: Path) -> None:
@@ -88,7 +72,7 @@ async def test_a_sample_that_the_teacher_refuses_is_left_out(tmp_path: Path, cap
     await make_trainer(tmp_path, BatchCoordinator(make_run(max_steps=1)), config=OPD).close()
     samples = [TrainSample((1,), (2, token), (0.0, 0.0), 1.0, mode=TrainingMode.OPD) for token in (3, 4, 5)]
     teacher = Choosy(tmp_path / "model", lacks=4)
-    found = await taught(samples, teacher, clock=VirtualClock())
+    found = await taught(samples, teacher, clock=VirtualClock(), vocab_size=264)
     assert [one.completion_token_ids for one in found] == [(2, 3), (2, 5)]
     assert all(len(one.teacher_logprobs or ()) == 2 for one in found)
     assert len([line for line in caplog.messages if "a sample is left out" in line]) == 1
@@ -126,6 +110,17 @@ async def test_distillation_without_a_teacher_is_refused_before_anything_is_trai
         )
 
 
+_PLACE = {"5": {"logprob": -0.5, "rank": 1}}
+
+
+def _wide(number: int) -> dict[str, dict[str, float]]:
+    return {str(token): {"logprob": -0.5, "rank": 1} for token in range(number)}
+
+
+def _top(places: list[dict[str, dict[str, float]]]) -> str:
+    return json.dumps({"choices": [{"index": 0, "prompt_logprobs": [None, *places]}]})
+
+
 @pytest_asyncio.fixture
 async def broken_server() -> AsyncIterator[str]:
     """Answer as a server that is not a teacher, chosen by the model's name."""
@@ -138,8 +133,19 @@ async def broken_server() -> AsyncIterator[str]:
             "unknown": (404, "the model does not exist"),
             "html": (200, "<html>"),
             "other": (200, '{"choices": [{"index": 0, "text": "hello"}]}'),
+            "nested": (200, "[" * 100_000),
+            "large": (200, "[" + "0, " * 2_000 + "0]"),
+            "good": (
+                200,
+                '{"choices": [{"index": 0, "prompt_logprobs": [null, {"5": {"logprob": -0.5, "rank": 1}}]}]}',
+            ),
             "short": (200, '{"choices": [{"index": 0, "prompt_logprobs": [null]}]}'),
             "infinite": (200, '{"choices": [{"index": 0, "prompt_logprobs": [null, {"5": {"logprob": -Infinity}}]}]}'),
+            "endless": (200, _top([_PLACE] * 4 + [_wide(2_000)])),
+            "wide": (200, _top([_wide(2_000)] * 5)),
+            "huge": (200, _top([{str(2**70): {"logprob": -0.5, "rank": 1}}] * 5)),
+            "certain": (200, _top([{"5": {"logprob": float("inf"), "rank": 1}}] * 5)),
+            "few": (200, _top([_PLACE] * 3)),
         }[asked["model"]]
         return web.Response(status=status, text=text)
 
@@ -164,6 +170,8 @@ async def broken_server() -> AsyncIterator[str]:
         ("long", TeacherRefusal, "refuses: HTTP 400: the prompt is longer"),
         ("unknown", LocalError, "refuses: HTTP 404: the model does not exist"),
         ("html", LocalError, "is not JSON"),
+        ("nested", LocalError, "is not JSON"),
+        ("large", LocalError, r"more than 4,096 bytes; lower trainer\.distillation\.topk"),
         ("other", LocalError, "no prompt logprobs"),
         ("short", LocalError, "no prompt logprobs"),
         ("infinite", LocalError, "not finite"),
@@ -172,10 +180,42 @@ async def broken_server() -> AsyncIterator[str]:
 async def test_a_server_that_is_no_teacher_is_explained(
     broken_server: str, model: str, fault: type[Exception], why: str
 ) -> None:
-    teacher = VllmTeacher(broken_server + "/v1/", model=model)
+    teacher = VllmTeacher(broken_server + "/v1/", model=model, answer_bytes_max=2**17 if model == "nested" else 4_096)
     with pytest.raises(fault, match=why):
         await teacher.logprobs([(4, 5)])
     await teacher.close()
+    await teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [("endless", -1), ("wide", 4), ("huge", 4), ("certain", 4), ("few", 4), ("few", -1)]
+)
+async def test_likeliest_tokens_that_are_none_are_refused(broken_server: str, model: str, count: int) -> None:
+    """Before, one long place of many cost its length at each, a large token id ended the trainer, and +inf reached the loss."""
+    teacher = VllmTeacher(broken_server, model=model)
+    with pytest.raises(LocalError, match="no prompt logprobs"):
+        await teacher.top_logprobs([(4, 5, 6, 7, 8, 9)], count)
+    await teacher.close()
+
+
+class Watched(tuple[int, ...]):
+    """Sequence that notes which threads read a part of it."""
+
+    __slots__ = ()
+    readers: ClassVar[set[str]] = set()
+
+    def __getitem__(self, place: Any) -> Any:
+        self.readers.add(threading.current_thread().name)
+        return super().__getitem__(place)
+
+
+async def test_answers_are_parsed_in_another_thread(broken_server: str) -> None:
+    teacher = VllmTeacher(broken_server, model="good")
+    assert await teacher.logprobs([Watched((4, 5))]) == [(-0.5,)]
+    assert Watched.readers
+    assert threading.current_thread().name not in Watched.readers
+    (top,) = await teacher.top_logprobs([(4, 5)], 1)
+    assert (top.token_ids_NK.tolist(), top.logprobs_NK.tolist()) == ([[5]], [[-0.5]])
     await teacher.close()
 
 
@@ -248,11 +288,14 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 async def test_a_real_vllm_server_returns_what_the_model_computes(vllm_server: tuple[str, Path]) -> None:
     """Tolerance: 1e-3 nats, between two engines in fp32."""
     url, folder = vllm_server
-    local = TorchBackend(folder, pretrained_weights(str(folder)), threads=1)
+    local = TorchBackend(folder, pretrained_weights(str(folder)), threads=1, published_dtype="fp32")
     samples = [TrainSample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in SEQUENCES]
     teacher, unknown = VllmTeacher(url, model="teacher"), VllmTeacher(url, model="another")
     try:
         found = await teacher.logprobs(SEQUENCES)
+        likeliest = await teacher.top_logprobs(SEQUENCES, 5)
+        with pytest.raises(TeacherRefusal, match="HTTP 400"):
+            await teacher.top_logprobs(SEQUENCES, 21)
         with pytest.raises(LocalError, match="refuses: HTTP 404"):
             await unknown.logprobs(SEQUENCES)
     finally:
@@ -260,3 +303,6 @@ async def test_a_real_vllm_server_returns_what_the_model_computes(vllm_server: t
         await unknown.close()
     for values, expected in zip(found, local.logprobs(samples), strict=True):
         assert values == pytest.approx(expected, abs=1e-3)
+    for top, expected_top in zip(likeliest, local.top_logprobs(samples, 5), strict=True):
+        assert top.token_ids_NK.shape == expected_top.token_ids_NK.shape
+        np.testing.assert_allclose(top.logprobs_NK, expected_top.logprobs_NK, atol=1e-3)

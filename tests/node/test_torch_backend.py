@@ -20,7 +20,8 @@ from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LossInputs, LossOutputs, Objective, find_loss
 from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.losses.objective import BoundLoss
-from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainingDiverged, TrainingMode, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainingDiverged
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import WeightTensor, root_of
 
@@ -313,11 +314,11 @@ def test_weights_of_another_model_are_refused(folder: Path) -> None:
         TorchBackend(folder, weights)
 
 
-def test_sliding_windows_are_refused(folder: Path) -> None:
+def test_sliding_windows_below_the_positions_are_refused(folder: Path) -> None:
     config = json.loads(tiny_files()["config.json"])
     changes = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     (folder / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(LocalError, match="sliding_attention"):
+    with pytest.raises(LocalError, match="sliding_window is 4"):
         TorchBackend(folder)
 
 
@@ -328,7 +329,7 @@ def test_the_proximal_policy_is_the_one_that_was_kept_and_the_weights_at_hand_st
     backend.train_step(batch, AIPO, lr=1e-2)
     trained = backend.logprobs(batch)
     assert trained != before
-    assert backend.kept_logprobs(batch, KeptPolicy.PROXIMAL) == before
+    assert backend.logprobs(batch, KeptPolicy.PROXIMAL) == before
     assert backend.logprobs(batch) == trained
     untouched = exact(folder)
     untouched.train_step(batch, AIPO, lr=1e-2)

@@ -11,7 +11,8 @@ import pytest
 from tests.node.batch_coordinator import GROUPS, ROLLOUTS, BatchCoordinator, Fuse, KilledError, make_run
 from tests.node.trainer_world import CONFIG, make_trainer, rows
 
-from prime_node.ports.train_backend import Loss, StepStats, TrainSample
+from prime_node.ports.train_backend import Loss, StepStats
+from prime_node.ports.train_samples import TrainSample
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError

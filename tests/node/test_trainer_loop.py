@@ -10,8 +10,8 @@ import pytest
 from tests.node.batch_coordinator import GROUPS, ROLLOUTS, BatchCoordinator, Fuse, KilledError, make_run
 from tests.node.trainer_world import CONFIG, make_trainer, root_of_backend, rows
 
+from prime_node.trainer.algorithm_config import FilterConfig
 from prime_node.trainer.checkpointing import Checkpoints
-from prime_node.trainer.config import FilterConfig
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError
@@ -99,6 +99,39 @@ async def test_killed_anywhere_it_continues_bit_exactly(
     assert coordinator.roots == whole.roots
     assert root_of_backend(resumed) == whole.roots[-1]
     assert not list((tmp_path / "cut").rglob("*.partial"))
+
+
+async def test_with_its_newest_checkpoint_damaged_it_resumes_from_the_one_before_bit_exactly(
+    tmp_path: Path, whole: BatchCoordinator
+) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=STEPS))
+    config = CONFIG.model_copy(update={"checkpoint_every": 1, "checkpoints_kept": 2})
+    with pytest.raises(KilledError):
+        await run_trainer(
+            make_trainer(tmp_path, coordinator, config=config, fuse=Fuse("after publish", 4)), asyncio.Event()
+        )
+    *_, newest = sorted((tmp_path / "checkpoints").iterdir())
+    weights = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    assert await run_trainer(make_trainer(tmp_path, coordinator, config=config), asyncio.Event())
+    assert coordinator.roots == whole.roots
+
+
+async def test_bundles_that_rot_between_their_step_and_the_checkpoint_are_trained_again_from_copies(
+    tmp_path: Path, whole: BatchCoordinator
+) -> None:
+    coordinator = BatchCoordinator(make_run(max_steps=STEPS))
+    config = CONFIG.model_copy(update={"checkpoint_every": STEPS})
+    with pytest.raises(KilledError):
+        await run_trainer(
+            make_trainer(tmp_path, coordinator, config=config, fuse=Fuse("after publish", 4)), asyncio.Event()
+        )
+    rotten = set(coordinator.bundles.values())
+    coordinator.spoil = lambda data: data[:-1] if data in rotten else data
+    assert await run_trainer(make_trainer(tmp_path, coordinator, config=config), asyncio.Event())
+    assert coordinator.roots == whole.roots
 
 
 async def test_stopping_finishes_the_step_saves_publishes_and_leaves(tmp_path: Path, whole: BatchCoordinator) -> None:
@@ -275,9 +308,54 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         Checkpoints(tmp_path, run="1" * 64, kept=2).newest(head=-1)
 
 
-def test_a_damaged_checkpoint_says_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *((name, damage) for name in ("weights", "state.json") for damage in ("a flipped bit", "a cut", "a deletion")),
+        *(("digests.json", damage) for damage in ("a flipped bit", "a cut")),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed(
+    tmp_path: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
+    for step in (3, 5):
+        save(checkpoints, RL.updated(step=step), head=step)
+    assert checkpoints.durable_step(5) == 3, "the coordinator must keep what the older one needs"
+    path = tmp_path / "00000000-step-00000005" / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "a deletion":
+        path.write_bytes(data[:-1] if damage == "a cut" else bytes([data[0] ^ 1]) + data[1:])
+    found = checkpoints.newest(head=5)
+    assert found is not None
+    assert found[0].step == 3
+    assert str(path) in caplog.text
+    save(checkpoints, RL.updated(step=5), head=5)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["00000000-step-00000003", "00000000-step-00000005"]
+
+
+def test_without_an_intact_checkpoint_the_trainer_says_which_files_are_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
+    for step in (0, 1):
+        save(checkpoints, RL.updated(step=step), head=1)
+        (tmp_path / f"00000000-step-{step:08d}" / "weights").write_bytes(b"1235")
+    for _ in range(2):  # the next start must not begin at step 0, and delete what may be restored
+        with pytest.raises(
+            LocalError, match=r"no checkpoint .* is intact.*00000000.damaged, 00000000-step-00000001.damaged"
+        ):
+            checkpoints.newest(head=1)
+    assert "00000001/weights is not what was written" in caplog.text
+    for step in (0, 1):
+        assert (tmp_path / f"00000000-step-{step:08d}.damaged" / "weights").exists()
+
+
+def test_a_checkpoint_of_a_release_without_digests_is_resumed(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
     save(checkpoints, RL, head=-1)
-    (tmp_path / "00000000-step-00000000" / "state.json").write_text("{")
-    with pytest.raises(LocalError, match="Delete it to resume from the previous one"):
-        checkpoints.newest(head=-1)
+    (tmp_path / "00000000-step-00000000" / "digests.json").unlink()
+    found = checkpoints.newest(head=-1)
+    assert found is not None
+    assert found[0] == RL

@@ -14,7 +14,8 @@ from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.ports.train_backend import AggregationKind, Group, TrainingMode, TrainSample
+from prime_node.ports.train_backend import AggregationKind
+from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
 from prime_node.trainer.batch import Prepared, prepare
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out

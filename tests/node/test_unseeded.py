@@ -19,9 +19,10 @@ from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.evidence import Moments
 from prime_protocol.rollout import Rollouts, rollouts_for
-from prime_protocol.run_spec import CheckPolicy, PinnedRun
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
 
 RUN = make_run(vocab_size=264, sampling=LEASE.sampling, checks=CheckPolicy(unseeded=True))

@@ -14,9 +14,9 @@ from prime_node.ports.engine import ScoreRequest
 from prime_node.validator.calibrating import Errors, choice_moments, raised_choices, sample_honestly
 from prime_node.worker.cheats import mapped
 from prime_protocol.calibration import evidence_of
+from prime_protocol.check_policy import EVIDENCE_MAX
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.rollout import Rollouts
-from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.verify import LIKELIHOOD_RATIOS, OF_SEEDS, Statistics, statistics
 
 CLASS = "transformers/fp32/cpu"

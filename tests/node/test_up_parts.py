@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 from pathlib import Path
@@ -12,13 +13,14 @@ from tests.node.worker_world import make_run
 from typer.testing import CliRunner
 
 from prime_node.cli.gather import progress_of
+from prime_node.cli.lifetime import FINAL_CODES
 from prime_node.cli.main import app
-from prime_node.cli.outcome import outcome_of
+from prime_node.cli.outcome import MAY_PASS, outcome_of
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Row, RunProgress, one_line, render, size, sparkline
 from prime_node.cli.supervisor import ChildState
 from prime_node.folder_lock import FolderLock
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError, TransientFault
 
 RUN = make_run()
 
@@ -50,6 +52,12 @@ def test_an_error_on_purpose_is_one_line_though_a_task_group_wraps_it() -> None:
     full, banned = LocalError("the disk is full"), RemoteError(ErrorCode.BANNED, "forged")
     assert outcome_of(full) == (3, "the disk is full")
     assert outcome_of(ExceptionGroup("tasks", [banned, ExceptionGroup("more", [full])])) == (3, "the disk is full")
+    away = TransientFault("the database cannot be reached")
+    assert outcome_of(ExceptionGroup("tasks", [banned, away])) == (MAY_PASS, "the database cannot be reached")
+    assert outcome_of(ExceptionGroup("tasks", [away, full])) == (3, "the disk is full")
+    bucket = outcome_of(OSError(errno.EHOSTUNREACH, "cannot read in s3://b"))
+    assert bucket == (MAY_PASS, "cannot read in s3://b; check the storage service, then start again")
+    assert MAY_PASS not in FINAL_CODES
     assert outcome_of(ExceptionGroup("tasks", [banned])) == (4, "refused by the other side: banned: forged")
     assert outcome_of(ExceptionGroup("tasks", [full, KeyError("a bug")])) is None
 

@@ -33,11 +33,12 @@ from prime_node.validator.judge import (
 )
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.close_flips import CLOSE_FLIPS
 from prime_protocol.evidence import Moments
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.rollout import Rollouts
-from prime_protocol.run_spec import CheckPolicy, PinnedRun
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def model_of(folder: Path) -> Path:
     return folder
 
 
-def words(name: str = "words", **options: str | bool) -> EnvironmentSpec:
+def words(name: str = "words", **options: str | int | bool) -> EnvironmentSpec:
     return EnvironmentSpec(name=name, id="verifiers", options={"taskset": "prime_words", **options}, turns_max=4)
 
 
@@ -58,16 +59,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory, model: Path, tasksets: None) -> Iterator[Worlds]:
-    """Start two environments in one process, whose imports take seconds: one looks for a secret, one has two agents."""
+    """Start two environments in one process, whose imports take seconds: one looks for a secret and a port."""
     key = tmp_path_factory.mktemp("run") / "keys" / "worker.key"
     key.parent.mkdir()
     key.write_text("secret")
-    made = start_environments(
-        [words(snoop=str(key)), words("handoff", env="prime_handoff")],
-        model,
-        hidden=[key.parent],
-        settings=EnvironmentSettings(),
-    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = start_environments(
+            [words(snoop=str(key), dial=listener.getsockname()[1]), words("handoff", env="prime_handoff")],
+            model,
+            hidden=[key.parent],
+            settings=EnvironmentSettings(),
+        )
     yield {name: world for name, world in made.items() if isinstance(world, ProcessTurnEnvironment)}
     end_environments(made)
 
@@ -99,10 +101,10 @@ def split(text: str, special: dict[str, int]) -> list[str | int]:
     return [text] if text else []
 
 
-async def test_a_taskset_is_played_and_scored_again_and_sees_no_key(worlds: Worlds, model: Path) -> None:
+async def test_a_taskset_is_played_and_scored_again_and_sees_no_key_and_no_port(worlds: Worlds, model: Path) -> None:
     world = worlds["words"]
     word = world.answer(0)[::-1]
-    assert world.prompt(0) == f"FileNotFoundError: reverse {word}"
+    assert world.prompt(0) == f"FileNotFoundError, ConnectionRefusedError: reverse {word}"
 
     reward, turns = await recorded(world, model, lambda prompt: word[::-1] if word in prompt else "?")
     assert (reward, len(turns)) == (1.0, 1)

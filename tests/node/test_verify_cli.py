@@ -355,7 +355,7 @@ sys.argv = ["prime-node", "verify", *sys.argv[1:]]
 try:
     main()
 finally:
-    heavy = [name for name in ("torch", "transformers", "vllm", "aiohttp.web", "sqlalchemy") if name in sys.modules]
+    heavy = [name for name in ("torch", "transformers", "vllm", "aiohttp.web", "asyncpg") if name in sys.modules]
     print("imported:", heavy)
 """
 

@@ -156,7 +156,9 @@ async def test_a_worker_that_has_ended_shows_no_notice_of_a_missing_lease(tmp_pa
 async def test_a_worker_that_waits_for_the_first_policy_says_so(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path, policies=0)
     task = asyncio.create_task(run_worker(world.worker(status_seconds=0.1), world.stop))
-    await until(lambda: "waiting: the trainer to publish a policy" in world.said[-1] if world.said else False)
+    await until(
+        lambda: "waiting: the trainer has not published a policy yet" in world.said[-1] if world.said else False
+    )
     world.stop.set()
     assert await task is Ending.STOPPED
     shown = [line for line in world.said[:-1] if not line.startswith("joined")]

@@ -101,7 +101,7 @@ async def test_no_work_is_taken_before_the_engine_holds_a_policy(tmp_path: Path)
     num_messages = len(world.said)
     await until(lambda: len(world.said) > num_messages + 1)
     assert world.coordinator.leases == {}
-    assert "waiting: the engine to load policy 0" in world.said[-1]
+    assert "waiting: the engine loads policy 0" in world.said[-1]
     world.coordinator.publish_policy(table_weights(1))
     engine.go.set()
     await working

@@ -14,6 +14,8 @@ from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.observe import JsonLines, read_json_lines
 from prime_node.ports.environment import HeldOutProblem
 from prime_node.ports.train_backend import (
+    CommittedTensors,
+    CriticStats,
     KeptPolicy,
     Loss,
     OptimizerSettings,
@@ -21,14 +23,18 @@ from prime_node.ports.train_backend import (
     PolicyCopy,
     StepStats,
     TrainBackend,
-    TrainSample,
 )
+from prime_node.ports.train_samples import TopLogprobs, TrainSample
+from prime_node.trainer.algorithm_config import AdamW
 from prime_node.trainer.checkpointing import Checkpoints
-from prime_node.trainer.config import AdamW, SftConfig, TrainerConfig
+from prime_node.trainer.committing import Committer
+from prime_node.trainer.config import SftConfig, TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.trainer import Trainer, record_published
 from prime_node.training_data.feed import Feed
+from prime_node.training_data.kept_bundles import KeptBundles
+from prime_protocol.training_state import TrainingTensor
 from prime_protocol.weights import Weights, root_of
 
 
@@ -55,14 +61,30 @@ class FusedBackend:
         self._fuse.passes("after train_step")
         return stats
 
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        return self.inner.logprobs(samples)
+    def logprobs(self, samples: Sequence[TrainSample], of: KeptPolicy | None = None) -> list[list[float]]:
+        return self.inner.logprobs(samples, of)
+
+    def top_logprobs(
+        self, samples: Sequence[TrainSample], count: int, of: KeptPolicy | None = None
+    ) -> Sequence[TopLogprobs]:
+        return self.inner.top_logprobs(samples, count, of)
+
+    def begin_critic(self) -> None:
+        self.inner.begin_critic()
+
+    def values(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        return self.inner.values(samples)
+
+    def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
+        stats = self.inner.train_critic(samples, lr=lr)
+        self._fuse.passes("after train_critic")
+        return stats
+
+    def score_norms(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        return self.inner.score_norms(samples)
 
     def keep_policy(self, which: KeptPolicy) -> None:
         self.inner.keep_policy(which)
-
-    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> Sequence[Sequence[float]]:
-        return self.inner.kept_logprobs(samples, which)
 
     def snapshot(self) -> Weights:
         return self.inner.snapshot()
@@ -86,6 +108,16 @@ class FusedBackend:
 
     def load(self, folder: Path) -> None:
         self.inner.load(folder)
+
+    @property
+    def numerics(self) -> str:
+        return self.inner.numerics
+
+    def commit(self, path: Path) -> CommittedTensors:
+        return self.inner.commit(path)
+
+    def restore(self, path: Path, tensors: Sequence[TrainingTensor]) -> None:
+        self.inner.restore(path, tensors)
 
 
 @dataclass(frozen=True)
@@ -154,12 +186,13 @@ def make_trainer(
         environments, tokenizer, evaluation=config.evaluation_problems, stopping=config.sft.check_problems
     )
     metrics = JsonLines(folder / "metrics.jsonl")
-    inner = backend or TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens)
+    critic = None if config.critic is None else config.critic.settings()
+    inner = backend or TorchBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens, critic=critic)
     return Trainer(
         run=run,
         config=config,
         backend=FusedBackend(inner, coordinator.fuse),
-        feed=Feed(coordinator, run, clock=clock),
+        feed=Feed(coordinator, run, clock=clock, copies=KeptBundles(folder / "bundles")),
         publisher=Publisher(
             coordinator,
             run,
@@ -188,6 +221,7 @@ def make_trainer(
         checkpoints=Checkpoints(folder / "checkpoints", run=run.digest, kept=config.checkpoints_kept),
         metrics=metrics,
         clock=clock,
+        committer=None if run.spec.replay is None else Committer(run.spec.replay, folder / "states"),
     )
 
 

@@ -18,10 +18,10 @@ from tests.time_world import VirtualClock
 from prime_node.broadcast.follow.trust import Trust
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
-from prime_protocol.run_spec import CheckPolicy
 
 NEW_TRAINER, NEW_COORDINATOR = SigningKey(b"\x50" * 32), SigningKey(b"\x51" * 32)
 

@@ -16,8 +16,8 @@ from tests.time_world import VirtualClock
 from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import Environment, HeldOutProblem
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.loop import Validator
 from prime_node.validator.scoring_workers import ScoringWorkers
+from prime_node.validator.validator import Validator
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType

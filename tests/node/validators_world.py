@@ -16,9 +16,9 @@ from tests.node.coordinator_world import (
 
 from prime_node.ports.engine import ScoreRequest
 from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.loop import Validator
 from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.scoring_workers import ScoringWorkers
+from prime_node.validator.validator import Validator
 from prime_protocol.assignment import Sampling
 from prime_protocol.identity import SigningKey
 from prime_protocol.verify import Prefill

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.node.scheduler_world import Run
-from tests.oracles.facts import Facts, Rule
-from tests.oracles.prime_rl import Orchestrator
+from tests.oracles.facts import Cancelling, Facts, Rule
 
 from prime_node.coordinator.state import batches
 from prime_node.coordinator.state import events as ev
@@ -75,7 +74,7 @@ class Pair:
             self.run.publish()
             self.facts.publish()
             self.run.do(ev.TrainerDurable(batches.forgettable_step(self.run.state, self.run.state.head)))
-            if isinstance(self.rule, Orchestrator):
+            if isinstance(self.rule, Cancelling):
                 self._cancel(self.rule.cancelled(self.facts))
 
     def _cancel(self, theirs: set[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(slots=True)
@@ -106,6 +106,15 @@ class Rule(Protocol):
 
     def batch(self, facts: Facts) -> set[int] | None:
         """Return the groups of the next batch; None if it has to wait."""
+        ...
+
+
+@runtime_checkable
+class Cancelling(Rule, Protocol):
+    """An upstream rule that ends work in progress."""
+
+    def cancelled(self, facts: Facts) -> set[int]:
+        """Return the groups in progress that are ended as a policy is published."""
         ...
 
 

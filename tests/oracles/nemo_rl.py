@@ -110,6 +110,11 @@ class Windowed:
         """As WeightFifo."""
         return WeightFifo(self.max_staleness_versions).stale(facts)
 
+    def cancelled(self, facts: Facts) -> set[int]:
+        """Groups in progress that have left the window (`should_abort_inflight`); no other sampler aborts any."""
+        kept = in_window(facts.running, trainer_version=facts.step, window=self.max_staleness_versions)
+        return {group.number for group in facts.running} - {group.number for group in kept}
+
     def batch(self, facts: Facts) -> set[int] | None:
         """The first ready groups of the buffer, or those of the newest policies."""
         ready = in_window(facts.ready, trainer_version=facts.step, window=self.max_staleness_versions)

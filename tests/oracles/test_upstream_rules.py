@@ -139,4 +139,4 @@ def test_no_decision_differs(name: str) -> None:
         may_fail = not isinstance(pair.rule, FullyAsync)  # it does not say what a failure counts
         drive(pair, rng, decisions=OF_ONE_RUN, may_fail=may_fail, is_greedy=isinstance(pair.rule, Orchestrator))
         decided, cancelled = decided + pair.decisions, cancelled + pair.num_cancelled
-    assert (cancelled > 0) == (name == "prime_rl_lag1")
+    assert (cancelled > 0) == (name in ("prime_rl_lag1", "nemo_windowed"))

@@ -10,13 +10,14 @@ from tests.builder import pinned
 from prime_protocol import limits
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.calibration import Calibration, PairMoments, require_possible
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.dossier import BanStatement, check_dossier
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Moments, Sums, Weighed, folded, log_evidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing
-from prime_protocol.run_spec import CheckPolicy, PinnedRun
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt
 
 OLD, NEW, THIRD = "toy/fp32/cpu", "toy/bf16/cpu", "toy/bf16/cuda"

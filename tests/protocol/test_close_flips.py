@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from prime_protocol.calibration import is_calibrated, require_possible
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.close_flips import (
     CLOSE_FLIPS,
     CUT,
@@ -22,7 +23,6 @@ from prime_protocol.close_flips import (
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.excess_flips import apart
-from prime_protocol.run_spec import CheckPolicy
 
 CHECKS = CheckPolicy(close_flips_seen=True)
 CONTEXTS = 2_000

@@ -9,6 +9,7 @@ import pytest
 
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.dossier import BanStatement, check_dossier
 from prime_protocol.envelope import Envelope, PayloadType
@@ -17,7 +18,7 @@ from prime_protocol.evidence import Moments, Sums, Wealth, Weighed, folded, log_
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.rollout import EngineInfo, RolloutHeader
-from prime_protocol.run_spec import CheckPolicy, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
+from prime_protocol.run_spec import EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason
 
 WORKER, OTHER = (SigningKey(bytes([n]) * 32).key_id for n in (1, 2))

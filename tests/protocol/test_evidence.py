@@ -85,6 +85,32 @@ def test_a_small_sample_allows_more_than_a_large_one() -> None:
     assert all(a > b for a, b in zip(small.log_moments, large.log_moments, strict=True))
 
 
+def test_values_below_0_lower_moments_but_never_hide_the_errors() -> None:
+    """A statistic that counts for honest workers too: log M0 is at least 0, and headroom enlarges what is above 0."""
+    rng = np.random.default_rng(8)
+    small, large = (np.where(rng.random(20_000) < 0.1, rng.normal(-0.05, scale, 20_000), 0.0) for scale in (0.01, 0.2))
+    lengths = np.full(len(small) // 32, 32)
+
+    def moments_of(values: np.ndarray, headroom: float = 1.0) -> tuple[float, ...]:
+        return calibrate_statistics(
+            values, cap=0.5, lambdas=LAMBDAS[:3], lengths=lengths, headroom=headroom
+        ).log_moments
+
+    assert moments_of(small)[0] == 0.0, "its mean is below 0"
+    for rate, log_moment in zip(LAMBDAS[1:3], moments_of(large)[1:], strict=True):
+        assert log_moment > math.log(np.exp(rate * np.minimum(large, 0.5)).mean())
+    assert all(a > b for a, b in zip(moments_of(large, 1.25)[1:], moments_of(large)[1:], strict=True))
+
+
+def test_values_far_below_0_have_moments_like_any_others() -> None:
+    """Powers below what 1 + x can hold: a completion's exponent is the sum of its values, not -inf."""
+    values = np.where(np.arange(4_000) % 40 == 0, 0.01, -3.0)
+    with np.errstate(all="raise", under="ignore"):
+        (found,) = calibrate_statistics(values, cap=0.5, lambdas=(20.0,), lengths=np.full(400, 10)).log_moments
+    assert math.isfinite(found)
+    assert found >= 0.0
+
+
 def test_values_beyond_the_cap_and_values_that_are_none_count_as_the_cap() -> None:
     moments = calibrated()
     capped = sums_of(np.array([0.5]), moments)

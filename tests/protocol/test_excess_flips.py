@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from prime_protocol.calibration import is_calibrated, require_possible
+from prime_protocol.check_policy import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS, MOMENTS, SLACK, STAKES, apart, flip_sums
-from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 
 CHECKS = CheckPolicy(flips_explained=True)
 

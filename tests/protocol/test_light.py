@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("aiohttp", "asyncio", "numba", "prime_node", "requests", "sqlalchemy", "torch", "transformers", "vllm")
+HEAVY = ("aiohttp", "asyncio", "numba", "prime_node", "requests", "asyncpg", "torch", "transformers", "vllm")
 CODE = """
 import importlib, pkgutil, sys
 import prime_protocol

@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from prime_protocol.calibration import require_possible
+from prime_protocol.check_policy import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, ComparedRewards, Sums, folded, log_evidence
 from prime_protocol.limits import COMPARED_REWARDS_MAX
 from prime_protocol.reward_ranks import MOMENTS, RATES, REWARD_RANKS, rank_sums
-from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 
 SIZE = 8
 """Number of rewards of a group, and of its references."""

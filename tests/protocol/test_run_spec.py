@@ -178,6 +178,12 @@ def test_a_join_link_is_read_and_written_back(text: str, url: str) -> None:
     assert JoinLink.parse(str(link)) == link
 
 
+def test_an_invitation_may_follow_the_digest() -> None:
+    link = JoinLink.parse(f"http://host:8400/#{RUN}.abc_-9==\n")
+    assert link == JoinLink("http://host:8400", RUN, "abc_-9==")
+    assert JoinLink.parse(str(link)) == link
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -199,6 +205,10 @@ def test_a_join_link_is_read_and_written_back(text: str, url: str) -> None:
         f"http://host:0/#{RUN}",
         f"http://host:x/#{RUN}",
         f"http://[::1/#{RUN}",
+        f"http://host/#{RUN}.",
+        f"http://host/#{RUN}.a.b",
+        f"http://host/#{RUN}.a b",
+        f"http://host/#{RUN}.{'a' * (limits.INVITE_CHARS_MAX + 1)}",
     ],
 )
 def test_what_is_no_join_link_is_the_users_mistake(text: str) -> None:

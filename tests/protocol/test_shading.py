@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from prime_protocol.calibration import is_calibrated, require_possible
+from prime_protocol.check_policy import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums, folded, log_evidence
-from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.shading import (
     MOMENTS,
     MOMENTS_BY_REWARD,

@@ -17,6 +17,8 @@ from prime_protocol import (
     assignment,
     body_claim,
     calibration,
+    check_policy,
+    delegation,
     dossier,
     evidence,
     invite,
@@ -27,6 +29,7 @@ from prime_protocol import (
     manifest,
     parcel,
     peers,
+    replay,
     replies,
     requests,
     rollout,
@@ -34,6 +37,7 @@ from prime_protocol import (
     seed_chain,
     telemetry,
     timestamp,
+    training_state,
     verdict,
 )
 from prime_protocol.envelope import PayloadType, WireModel
@@ -50,6 +54,8 @@ MODULES = (
     assignment,
     body_claim,
     calibration,
+    check_policy,
+    delegation,
     dossier,
     evidence,
     invite,
@@ -57,6 +63,7 @@ MODULES = (
     key_ring,
     ledger,
     manifest,
+    replay,
     replies,
     requests,
     parcel,
@@ -66,6 +73,7 @@ MODULES = (
     seed_chain,
     telemetry,
     timestamp,
+    training_state,
     verdict,
 )
 MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE)

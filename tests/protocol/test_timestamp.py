@@ -91,28 +91,45 @@ def test_it_holds_until_it_expires_give_or_take_two_minutes_of_the_clocks(
 
 def test_a_later_one_may_name_the_same_or_more_and_an_earlier_copy_says_nothing(sample: Any) -> None:
     known = stamp(sample, key_ring=1)
-    assert check_follows(stamp(sample, key_ring=1, issued_at_ms=NOW_MS + 1), known)
-    assert check_follows(stamp(sample, 4, key_ring=2, issued_at_ms=NOW_MS + 1), known)
-    assert not check_follows(known, known)
-    assert not check_follows(stamp(sample, 2, issued_at_ms=NOW_MS - 1), known)
+    assert check_follows(stamp(sample, key_ring=1, issued_at_ms=NOW_MS + 1), known, NOW_MS)
+    assert check_follows(stamp(sample, 4, key_ring=2, issued_at_ms=NOW_MS + 1), known, NOW_MS)
+    assert not check_follows(known, known, NOW_MS)
+    assert not check_follows(stamp(sample, 2, issued_at_ms=NOW_MS - 1), known, NOW_MS)
 
 
 def test_a_later_one_that_takes_something_back_is_a_rollback_or_a_fork(sample: Any, raises: Raises) -> None:
     known = stamp(sample, key_ring=1)
     later: dict[str, Any] = {"issued_at_ms": NOW_MS + 1}
-    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 2, key_ring=1, **later), known)
-    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, None, key_ring=1, **later), known)
-    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=0, **later), known)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 2, key_ring=1, **later), known, NOW_MS)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, None, key_ring=1, **later), known, NOW_MS)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=0, **later), known, NOW_MS)
     other = ChainPoint(policy_version=3, manifest=digest_of(b"other"))
-    raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **later), known)
+    raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **later), known, NOW_MS)
 
 
 def test_what_was_said_before_and_comes_later_contradicts_as_well(sample: Any, raises: Raises) -> None:
     """Another source may have kept a statement that the coordinator has since replaced."""
     known = stamp(sample, key_ring=1)
     earlier: dict[str, Any] = {"issued_at_ms": NOW_MS - 1}
-    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=1, **earlier), known)
-    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 2, key_ring=2, **earlier), known)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 4, key_ring=1, **earlier), known, NOW_MS)
+    raises(ErrorCode.CHAIN_BROKEN, check_follows, stamp(sample, 2, key_ring=2, **earlier), known, NOW_MS)
     other = ChainPoint(policy_version=3, manifest="e" * 64)
-    raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **earlier), known)
-    assert not check_follows(stamp(sample, 2, key_ring=0, **earlier), known)
+    raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **earlier), known, NOW_MS)
+    assert not check_follows(stamp(sample, 2, key_ring=0, **earlier), known, NOW_MS)
+
+
+def test_a_date_that_a_wrong_clock_gave_convicts_no_coordinator_and_hides_nothing(sample: Any, raises: Raises) -> None:
+    """The coordinator's clock, or this one, was an hour ahead or behind."""
+    hour_ms = 3_600_000
+    known = stamp(sample, key_ring=1)
+    behind, ahead = ({"issued_at_ms": ms, "expires_at_ms": ms + 600_000} for ms in (NOW_MS - hour_ms, NOW_MS + hour_ms))
+    raises(ErrorCode.EXPIRED, check_follows, stamp(sample, 4, key_ring=1, **behind), known, NOW_MS)
+    raises(ErrorCode.EXPIRED, check_follows, stamp(sample, 2, key_ring=1, **ahead), known, NOW_MS)
+    assert not check_follows(stamp(sample, 2, key_ring=1, **behind), known, NOW_MS), "an old copy says nothing"
+    taken_by_a_wrong_clock = stamp(sample, key_ring=1, **ahead)
+    assert check_follows(known, taken_by_a_wrong_clock, NOW_MS)
+    assert check_follows(stamp(sample, 4, key_ring=1), taken_by_a_wrong_clock, NOW_MS)
+    assert not check_follows(stamp(sample, 2, key_ring=1), taken_by_a_wrong_clock, NOW_MS)
+    other = ChainPoint(policy_version=3, manifest="e" * 64)
+    for dated in (behind, ahead):
+        raises(ErrorCode.FORK, check_follows, stamp(sample, key_ring=1, head=other, **dated), known, NOW_MS)

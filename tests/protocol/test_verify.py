@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from prime_protocol.assignment import Sampling
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, FinishReason, rollouts_for
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure_logprobs, outer, statistics
 
@@ -150,6 +150,19 @@ def test_each_token_says_by_how_much_it_is_off(sample: Any) -> None:
     assert found["margin"].tolist() == [0.5, 0.5, 0.0, np.inf, *[0.0] * 7]
     assert found["logprob"][3] == np.inf
     assert np.allclose(np.delete(found["logprob"], 3), 0.25)
+
+
+def test_errors_over_their_spread_are_squared_too_and_what_is_below_0_stays(sample: Any) -> None:
+    cooler = np.linspace(-0.2, 0.2, 11, dtype=np.float32)
+    cooler[[1, 2, 3]] = np.nan, -np.inf, np.inf
+    claims = replace(
+        prefill(sample, error=0.25), spread_T=np.full(11, 0.5, np.float32), cooler_T=cooler, looser_T=-cooler
+    )
+    found = statistics(sample.rollouts, claims)
+    assert np.allclose(found["norm"], 0.25 / np.hypot(0.5, 0.01))
+    assert np.allclose(found["square"], found["norm"] ** 2)
+    assert found["cooler"][[0, 1, 2, 3]].tolist() == [np.float32(-0.2), np.inf, -60.0, np.inf]
+    assert found["looser"][[0, 1, 2, 3]].tolist() == [np.float32(0.2), np.inf, np.inf, -60.0]
 
 
 def test_5_claims_that_are_off_on_average_are_refused(sample: Any) -> None:

@@ -20,6 +20,8 @@ from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
 from prime_protocol.close_flips import close_flip_sums, contexts_of
+from prime_protocol.compared_choices import cooler_of, looser_of
+from prime_protocol.delegation import open_delegation
 from prime_protocol.digest import digest_of
 from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import (
@@ -61,6 +63,7 @@ from prime_protocol.seed_chain import opened_secrets as chain_opened
 from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums
 from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
+from prime_protocol.training_state import open_training_state
 from prime_protocol.turns import episodes_behind, turn_seed
 from prime_protocol.verify import check_assignment
 from prime_protocol.weights import Weights, WeightTensor, state_root
@@ -140,6 +143,10 @@ def invite(case: Case, folder: Path) -> Any:
     return fields(open_invite(case["text"], _run_of(case, folder), now_ms=case["now_ms"]))
 
 
+def delegation(case: Case, folder: Path) -> Any:
+    return fields(open_delegation(case["text"], case["machine"], case["run"], now_ms=case["now_ms"]))
+
+
 def ledger(case: Case, folder: Path) -> Any:
     run = _run_of(case, folder)
     open_ledger_head(open_envelope(data_of(case, folder)), run)
@@ -181,7 +188,7 @@ def compared(case: Case, folder: Path) -> Any:
 
 def join_link(case: Case, folder: Path) -> Any:
     link = JoinLink.parse(case["text"])
-    return {"url": link.url, "run": link.run}
+    return {"url": link.url, "run": link.run} | ({"invite": link.invite} if link.invite else {})
 
 
 def message(case: Case, folder: Path) -> Any:
@@ -219,6 +226,13 @@ def choice(case: Case, folder: Path) -> Any:
         "tokens": choice_of(logits, noise, sampling).tolist(),
         "margins_of_first": margins_of(logits[[0] * len(every)], noise[[0] * len(every)], every, sampling).tolist(),
     }
+
+
+def compared_choices(case: Case, folder: Path) -> Any:
+    scaled = np.array(case["logits"]) / case["temperature"]
+    noise = gumbel_noise(case["seeds"], case["positions"], scaled.shape[1])
+    tokens = np.array(case["tokens"])
+    return {"cooler": cooler_of(scaled, noise, tokens).tolist(), "looser": looser_of(scaled + noise, tokens).tolist()}
 
 
 def proof(case: Case, folder: Path) -> Any:
@@ -346,6 +360,18 @@ def _tensor(row: Case) -> WeightTensor:
     return WeightTensor(row["dtype"], tuple(row["shape"]), data)
 
 
+def commitments(case: Case, folder: Path) -> Any:
+    run = _run_of(case, folder)
+    manifest = open_manifest(open_envelope(data_of(case, folder)), run).manifest
+    check_manifest(manifest, run)
+    return fields(manifest.produced_by)
+
+
+def training_state(case: Case, folder: Path) -> Any:
+    where = {"digest": case["digest"], "run": case["run"], "policy_version": case["policy_version"]}
+    return fields(open_training_state(data_of(case, folder), **where))
+
+
 KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "adapters": adapters,
     "assignment": assignment,
@@ -355,10 +381,13 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "bundle": bundle,
     "proof": proof,
     "choice": choice,
+    "commitments": commitments,
     "checkpoint": checkpoint,
     "envelope": envelope,
     "heartbeat_reply": lambda case, folder: fields(parse_json(data_of(case, folder), replies.HeartbeatReply)),
     "invite": invite,
+    "delegation": delegation,
+    "standing": lambda case, folder: fields(parse_json(data_of(case, folder), replies.Standing)),
     "join_link": join_link,
     "json": json_text,
     "key_id": key_id,
@@ -374,6 +403,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "assigned": assigned,
     "calibration": calibration,
     "compared": compared,
+    "compared_choices": compared_choices,
     "seed_chain": seed_chain,
     "seed": seed,
     "shading": shading,
@@ -397,6 +427,7 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
         for name, sums in rank_sums(case["groups"]).items()
     },
     "timestamp": timestamp,
+    "training_state": training_state,
     "turn_seed": lambda case, folder: turn_seed(case["seed"], case["turn"]),
     "turns": turns,
 }

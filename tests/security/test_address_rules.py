@@ -204,7 +204,7 @@ async def test_every_address_that_a_name_led_to_is_remembered_and_too_many_count
         return [{"host": answers[-1]}]
 
     monkeypatch.setattr("aiohttp.resolver.ThreadedResolver.resolve", resolve)
-    resolver = NotedResolver()
+    resolver = NotedResolver("evil.example")
     for number in range(HOSTS_MAX + 5):
         answers.append(f"192.168.1.{number}")
         await resolver.resolve("evil.example")

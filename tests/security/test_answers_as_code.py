@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import io
+import math
 import os
 import sys
 import textwrap
@@ -212,6 +213,31 @@ def test_an_answer_that_breaks_its_scorer_fails_alone(answer: str, why: str, sec
     assert len(str(raised.value)) <= 400
     assert SeparateGrading(scorer).grade(source.draw(1), "0.5") == 0.5
     assert scorer.graded == [], "no answer has been evaluated here"
+
+
+class Parted(Scorer):
+    """A source whose further rewards are what the answer names."""
+
+    def parts(self, problem: SourceProblem, answer: str) -> Any:
+        return {
+            "good": {"format": 0.5},
+            "nan": {"format": math.nan},
+            "huge": {"format": 1e30},
+            "text": {"format": "x"},
+            "many": dict.fromkeys(map(str, range(17)), 0.0),
+            "long": {"x" * 65: 0.0},
+            "exit": None if answer != "exit" else os._exit(0),
+        }[answer]
+
+
+@pytest.mark.parametrize("answer", ["nan", "huge", "text", "many", "long", "exit"])
+def test_further_rewards_that_are_none_fail_alone(answer: str) -> None:
+    source = SeparateGrading(Parted())
+    with pytest.raises(GradingFailed):
+        source.parts(source.draw(1), answer)
+    assert source.parts(source.draw(1), "good") == {"format": 0.5}
+    with pytest.raises(GradingFailed, match="only a reward function of the run's own"):
+        SeparateGrading(Scorer()).parts(source.draw(1), "good")
 
 
 def test_only_answers_of_one_set_share_a_process() -> None:

@@ -16,9 +16,9 @@ from prime_node.coordinator.checks import HELD_S_MAX, SILENT_S, TOKENS_S_MAX, Ch
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
 from prime_protocol.assignment import Sampling
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, HoldingRequest, LeaseRequest
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import RejectReason
 
 LEASE_TOKENS = 64_000

@@ -27,7 +27,7 @@ from tests.node.trainer_world import make_trainer, rows
 from tests.node.validator_world import RUN as JUDGED_RUN
 from tests.node.validator_world import LengthEnvironment, LetterTokenizer, generate, make_bundle, make_lease
 
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 from prime_node.trainer.config import SftConfig
 from prime_node.trainer.loop import run_trainer
 from prime_node.training_data.bundles import groups_of, open_trained_bundle, with_logprobs
@@ -171,6 +171,15 @@ def test_a_group_of_an_environment_that_the_run_does_not_have_is_left_out(caplog
     assert [group.slot for group in usable(honest(), environments=("other", "echo"))] == [1]
     assert [group.slot for group in usable(FAULTS["keeps 2000 of 3 tokens"](), environments=("other", "echo"))] == [1]
     assert "the run has no environment other" in caplog.text
+
+
+def test_damaged_logprobs_of_a_validator_never_let_the_claimed_ones_be_trained() -> None:
+    parcel = parcel_of(honest())
+    digest = digest_of(parcel)
+    bundle = open_trained_bundle(parcel, digest=digest, worker=WORKER.key_id, run=RUN)
+    assert bundle.fault == ""
+    damaged = with_logprobs(bundle, b"other bytes", digest=digest, logprobs=digest_of(b"bytes"), run=RUN)
+    assert "its logprobs are damaged" in damaged.fault
 
 
 def test_a_body_that_cannot_be_read_and_a_wrong_number_of_logprobs_cost_their_own_groups_only() -> None:

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.builder import provenance
+from tests.builder import pinned, provenance
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import MODEL_FILES, TRAINER, MemorySource, make_follower, make_run
+from tests.node.worker_world import MODEL_FILES, ROOT, TRAINER, MemorySource, make_follower, make_run
 from typer.testing import CliRunner
 
 from prime_node import memory
@@ -21,6 +21,7 @@ from prime_protocol.codec.layout import CHUNK_ELEMENTS, TYPES, Mode, write_chunk
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import Manifest, TensorEntry, sign_manifest
+from prime_protocol.run_spec import ModelFile
 from prime_protocol.weights import num_bytes
 
 CHUNKS = 32
@@ -132,6 +133,22 @@ async def test_a_follower_does_not_wait_for_memory_that_the_machine_does_not_hav
         await follower.fetch(0)
     assert not isinstance(refused.value, MemoryShort)
     assert source.clock.monotonic_s() - began_s < ROOM_PAUSE_S
+
+
+async def test_model_files_that_do_not_fit_are_not_fetched() -> None:
+    """Before, `verify` read each of 64 files of two gigabytes into memory, and with an export kept all of them."""
+    files = {"config.json": b"{}", "one.json": bytes(2**16), "two.json": bytes([1]) * 2**16}
+    listed = tuple(ModelFile(name=name, digest=digest_of(data), size=len(data)) for name, data in files.items())
+    source = MemorySource(pinned(make_run().spec.model_copy(update={"model_files": listed}), ROOT))
+    source.blobs |= {digest_of(data): data for data in files.values()}
+    source.publish(table_weights(0))
+    with pytest.raises(LocalError, match=r"model file one\.json needs 65,536 bytes"):
+        await audit(source, None, memory_bytes_max=2**16 - 1)
+    assert (await audit(source, None, memory_bytes_max=2**16)).passed, "one after the other"
+    source.blobs_asked.clear()
+    with pytest.raises(LocalError, match=r"model file two\.json needs 131,"):
+        await audit(source, None, memory_bytes_max=2**17, on_verified=lambda _: None)
+    assert digest_of(files["two.json"]) not in source.blobs_asked
 
 
 async def test_policies_that_are_held_count() -> None:

@@ -26,6 +26,7 @@ from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import WorkerRecord
 from prime_protocol.assignment import Lease
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.identity import SigningKey
@@ -33,7 +34,6 @@ from prime_protocol.key_ring import RoleKeys
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest, LeaseRequest
 from prime_protocol.rollout import EngineInfo
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 
 MADE_UP = EngineInfo(name="x", version="1", dtype="y", device="z")

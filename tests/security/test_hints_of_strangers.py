@@ -1,4 +1,4 @@
-"""Strangers cannot occupy the table of hints with streams on which they ask nothing."""
+"""Strangers cannot occupy the table of hints, and no message to it occupies the thread of all links."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from libp2p.host.exceptions import StreamFailure
 from libp2p.kad_dht.common import PROTOCOL_ID
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.network.stream.exceptions import StreamError
+from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
+from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.tools.anyio_service import background_trio_service
 from libp2p.utils.varint import encode_varint_prefixed, read_varint_prefixed_bytes_limited
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import libp2p_hints
+from prime_node.adapters.peers.libp2p_bounds import PEER_ID_BYTES_MAX, TABLE_MESSAGE_BYTES_MAX
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 
 
@@ -40,7 +44,7 @@ def on_trio(talk: Callable[[IHost, IHost, IHost], Awaitable[None]]) -> None:
             private=False,
             hosts_of=lambda peer: seen.get(peer, []),
             choose=lambda addresses: addresses,
-            proven=lambda peer, addresses: [],
+            proven=lambda peer, addresses: list(addresses),
         )
         with trio.fail_after(20):
             async with (
@@ -86,5 +90,56 @@ def test_a_stream_that_asks_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) ->
         stream = await stranger.new_stream(ours.get_id(), [PROTOCOL_ID])
         with pytest.raises(StreamError):
             await stream.read(1)
+
+    on_trio(talk)
+
+
+async def tell(asker: IHost, asked: IHost, message: Message) -> Message | None:
+    """The answer to a message; None if its stream is reset."""
+    stream = await asker.new_stream(asked.get_id(), [PROTOCOL_ID])
+    try:
+        await stream.write(encode_varint_prefixed(message.SerializeToString()))
+        answer = Message.FromString(await read_varint_prefixed_bytes_limited(stream, 2**22))
+    except StreamError:
+        return None
+    await stream.reset()
+    return answer
+
+
+def test_a_peer_id_of_any_length_does_not_stop_the_links() -> None:
+    """Before, one message of 400 kB occupied the thread of all links for two minutes, one of 4 MiB for hours."""
+    for length in (TABLE_MESSAGE_BYTES_MAX - 200, 400_000):
+        message = Message(type=Message.ADD_PROVIDER, key=b"k" * 32)
+        message.providerPeers.add(id=b"x" * length)
+
+        async def talk(ours: IHost, stranger: IHost, honest: IHost, message: Message = message) -> None:
+            await tell(stranger, ours, message)
+            assert (await ask(honest, ours)).type == Message.FIND_NODE
+
+        on_trio(talk)
+    with pytest.raises(ValueError, match="a peer id of 65 bytes"):
+        ID(b"x" * (PEER_ID_BYTES_MAX + 1))
+
+
+def test_the_table_keeps_no_signed_record_and_few_addresses_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it kept 4 MiB for each key, and sent those of twenty peers to all that asked for peers."""
+    monkeypatch.setattr(libp2p_hints, "KEYS_MAX", 4)
+
+    async def talk(ours: IHost, stranger: IHost, honest: IHost) -> None:
+        many = [Multiaddr(f"/ip4/127.1.{number // 256}.{number % 256}/tcp/1") for number in range(1_000)]
+        record = create_signed_peer_record(stranger.get_id(), many, stranger.get_private_key()).marshal_envelope()
+        for number in range(6):
+            message = Message(type=Message.ADD_PROVIDER, key=bytes([number]) * 32, senderRecord=record)
+            named = message.providerPeers.add(id=stranger.get_id().to_bytes(), signedRecord=record)
+            named.addrs.extend(address.to_bytes() for address in many)
+            assert await tell(stranger, ours, message) is not None
+        assert ours.get_peerstore().get_peer_record(stranger.get_id()) is None
+        answers = [
+            await tell(honest, ours, Message(type=Message.GET_PROVIDERS, key=bytes([number]) * 32))
+            for number in range(6)
+        ]
+        providers = [list(answer.providerPeers) for answer in answers if answer is not None]
+        assert [len(peers) for peers in providers] == [0, 0, 1, 1, 1, 1], "the oldest digests are dropped"
+        assert len(providers[5][0].addrs) <= limits.PEER_ADDRESSES_MAX + 1
 
     on_trio(talk)

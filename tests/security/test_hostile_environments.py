@@ -24,7 +24,7 @@ from prime_node.adapters.environments.frames import (
 )
 from prime_node.cli.wire_environments import start_environments
 from prime_protocol import limits
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, TransientFault
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -87,10 +87,12 @@ def test_a_package_that_fails_when_it_is_loaded_is_a_local_error(
     assert len(str(refused.value)) < 1_000
 
 
-def test_a_package_that_never_loads_is_a_local_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_does_not_load_in_time_is_a_fault_that_may_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child, "START_S_MAX", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(package(tmp_path / "package")))
-    with pytest.raises(LocalError, match="did not start"):
+    with pytest.raises(TransientFault, match="did not start"):
         start_environments([hostile("hang")], model(tmp_path / "model"), hidden=[], settings=BOUNDS)
 
 

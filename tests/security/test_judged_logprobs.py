@@ -22,10 +22,11 @@ from tests.node.coordinator_world import (
 )
 from tests.node.validators_world import Scorer, validator_of
 
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 from prime_node.training_data.feed import Feed
 from prime_node.validator.loop import run_validator as run_validator
 from prime_protocol.assignment import Lease
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -35,7 +36,7 @@ from prime_protocol.parcel import pack_parcel
 from prime_protocol.replies import CheckTask
 from prime_protocol.requests import CheckResultRequest
 from prime_protocol.rollout import Completion, FinishReason, pack_body, rollouts_for
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy, PinnedRun
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import Verdict
 
 TRUE = (-0.1, -0.2, -0.3)
@@ -54,6 +55,7 @@ async def trained(world: World, run: PinnedRun = RUN) -> Group:
     """Return the trainer's data for step 0."""
     feed = Feed(world.client(TRAINER), run, clock=world.parts.clock)
     batch = await feed.take(0)
+    world.batch = batch.digest
     await feed.close()
     return batch.groups[0]
 
@@ -192,6 +194,7 @@ async def test_the_logprobs_are_deleted_with_their_step_and_not_before() -> None
         await judging.verdict(digest)
         await trained(world)
         assert await world.parts.bundles.has(digest)
+        await world.publish()
         feed = Feed(world.client(TRAINER), RUN, clock=world.parts.clock)
         taking = asyncio.create_task(feed.take(1, durable_step=1))
 

@@ -24,6 +24,7 @@ from libp2p.peer.peerinfo import PeerInfo
 from libp2p.utils.varint import encode_varint_prefixed
 from multiaddr import Multiaddr
 
+from prime_node.adapters.peers.libp2p_bounds import PROTOCOL_CHARS_MAX
 from prime_node.adapters.peers.libp2p_host import KNOWN_PEERS_MAX, OLDEST_PEERS, PeerSettings, make_host
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
@@ -99,7 +100,8 @@ def test_what_a_peer_says_of_itself_is_cut_before_it_is_stored() -> None:
     async def talk() -> None:
         stranger = new_host()
         addresses = [Multiaddr(f"/ip4/127.1.{n // 256}.{n % 256}/tcp/1").to_bytes() for n in range(1_000)]
-        protocols = [f"/made/up/{number}" for number in range(20_000)]
+        addresses.insert(0, addresses[0] * 50)
+        protocols = ["/long" * 100, *(f"/made/up/{number}" for number in range(20_000))]
         message = Identify(listen_addrs=addresses, protocols=protocols).SerializeToString()
 
         async def answer(stream: INetStream) -> None:
@@ -112,6 +114,7 @@ def test_what_a_peer_says_of_itself_is_cut_before_it_is_stored() -> None:
             while peer not in store.peer_ids() or not store.get_protocols(peer):
                 await trio.lowlevel.checkpoint()
             assert len(store.get_protocols(peer)) == limits.PEER_PROTOCOLS_MAX
+            assert max(map(len, store.get_protocols(peer))) <= PROTOCOL_CHARS_MAX
             assert 0 < looked_at[peer] <= limits.PEER_ADDRESSES_MAX + 1
 
     on_trio(talk)

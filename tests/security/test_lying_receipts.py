@@ -23,13 +23,13 @@ from tests.node.seed_chain_world import Favours, audited, chained, said_in, show
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.assigned import Assigned, SeedRule, digest_of_groups
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.errors import RemoteError
 from prime_protocol.ledger import LedgerHead
 from prime_protocol.limits import LEASE_DRAWS_MAX, LEASE_ROLLOUTS_MAX, Limits
 from prime_protocol.replies import ReceiptList
 from prime_protocol.requests import AdminRequest
-from prime_protocol.run_spec import AuditPolicy, CheckPolicy
 from prime_protocol.seed_chain import OpenSecret, opened_secrets
 from prime_protocol.verdict import Receipt
 

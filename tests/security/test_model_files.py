@@ -57,7 +57,18 @@ def change(path: Path, **entries: object) -> None:
     "kind",
     [
         *("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "mixtral", "phi3", "smollm3", "olmo2", "granite", "glm4"),
-        *("deepseek_v3", "gpt2", "gpt_neo", "gpt_neox", "opt", "gemma", "cohere", "starcoder2", "stablelm"),
+        *(
+            "deepseek_v3",
+            "gpt2",
+            "gpt_neo",
+            "gpt_neox",
+            "opt",
+            "gemma",
+            "gemma3_text",
+            "cohere",
+            "starcoder2",
+            "stablelm",
+        ),
     ],
 )
 def test_configurations_as_transformers_writes_them_pass(tmp_path: Path, kind: str) -> None:

@@ -92,12 +92,21 @@ def test_what_is_forgotten_is_given_back() -> None:
     assert fill(nonces, "anna", Room.MEMBERS, later_s + MEMORY_S + 3.0) == full
 
 
+def test_a_run_with_many_workers_has_room_for_what_each_of_them_sends() -> None:
+    nonces, members = Nonces(nonces_max=1_000), 300
+    for number in range(200):
+        for member in range(members):
+            nonces.spend(f"worker {member}", f"{number}", number * MEMORY_S / 200, num_members=members)
+    with pytest.raises(RemoteError):
+        nonces.spend("worker 0", "7", MEMORY_S, num_members=members)
+
+
 async def test_a_member_that_uses_up_its_share_leaves_others_and_the_run_s_keys_theirs() -> None:
     async with running(memory_parts(make_run(), nonces_max=1_000)) as world:
         await world.publish()
         await world.join(ANNA, BEN)
         await world.learn_epoch()
-        statuses = [(await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA)))[0] for _ in range(100)]
+        statuses = [(await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA)))[0] for _ in range(200)]
         assert statuses[:10] == [200] * 10
         assert statuses[-10:] == [429] * 10
         await world.client(BEN).heartbeat(HEARTBEAT)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.node.coordinator_world import make_run, memory_parts, running
 from tests.security.raw_http import Raw, ask, get
 
 from prime_lab.memory_blobs import MemoryDocuments
 from prime_node.coordinator.api.page import DOSSIER_PIECE_BYTES
 from prime_node.coordinator.assembly import open_coordinator
-from prime_node.coordinator.page.live_feed import FRAMES_KEPT
+from prime_node.coordinator.page.live_feed import FRAMES_KEPT, VIEWERS_EACH_MAX
+from prime_protocol.errors import ErrorCode
 
 NAME = f"ban-{'a' * 44}-1.jsonl"
 DOSSIER = bytes(range(256)) * 2**14
@@ -63,3 +65,15 @@ async def test_a_viewer_that_reads_too_slowly_is_told_to_begin_again() -> None:
     feed.document()
     assert (await anext(frames)).startswith(f"id: {version + 1}\n".encode())
     await frames.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("path", ["/v1/live?since=x", "/v1/live?since=-1", "/v1/live?since=" + "9" * 16])
+async def test_a_viewer_whose_request_is_refused_takes_no_place(path: str) -> None:
+    """Before, sixteen such requests kept all viewers of their network out until the coordinator's restart."""
+    async with running(memory_parts(make_run())) as world:
+        for _ in range(VIEWERS_EACH_MAX):
+            assert (await ask(world.url, get(path))).code == ErrorCode.MALFORMED
+        raw = await Raw.to(world.url)
+        await raw.send(get("/v1/live"))
+        assert b" 200 " in await raw.line()
+        raw.close()

@@ -17,8 +17,9 @@ from tests.node.worker_world import MemorySource, make_run
 from typer.testing import CliRunner
 
 from prime_node.cli.main import app
+from prime_node.cli.place import named_in
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.target import expected_run, named_in
+from prime_node.cli.target import expected_run
 from prime_protocol.errors import LocalError
 
 RUN = make_run()

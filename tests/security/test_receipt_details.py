@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from tests.node.coordinator_world import ANNA, VALIDATOR, make_parcel, make_run, memory_parts, running
 
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.requests import CheckResultRequest
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.verify import Measured, judge
 

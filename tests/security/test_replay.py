@@ -60,6 +60,7 @@ from prime_protocol.requests import (
     ReceiptsRequest,
     Request,
     ReturnLeaseRequest,
+    RevokeRequest,
 )
 from prime_protocol.verdict import Verdict
 
@@ -83,6 +84,7 @@ EVERY_REQUEST: tuple[tuple[Request, SigningKey], ...] = (
     (BundleRequest(bundle="0" * 64), TRAINER),
     (BAN, ROOT),
     (UNBAN, COORDINATOR),
+    (RevokeRequest(machine=ANNA.key_id), BEN),
     (AdminRequest(action="drain"), COORDINATOR),
 )
 """Requests of every role. `drain` is the last one: the run ends with it."""

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from prime_protocol.run_spec import EVIDENCE_MAX
+from prime_protocol.check_policy import EVIDENCE_MAX
 
 
 @pytest.fixture(scope="module")

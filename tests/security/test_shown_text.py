@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import io
 import json
 import logging
+import pkgutil
 import re
 import subprocess
 import sys
@@ -24,8 +26,7 @@ from rich.console import Console
 from tests.cases_world import check_each
 
 import prime_node
-import prime_protocol.replies as _replies  # noqa: F401 - its models are walked
-import prime_protocol.requests as _requests  # noqa: F401
+import prime_protocol
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import outcome, screen, status_view
 from prime_node.cli.plot import Curve, save_curves_png
@@ -50,9 +51,11 @@ NOT_SHOWN = {
     "EnvelopeText": "a signed envelope, opened before anything of it is used",
     "authorization": "the same, in base64",
     "invite": "the same",
+    "delegation": "the same",
     "receipts": "the same",
     "peers": "the same",
     "ticket": "the same",
+    "progress": "is parsed as the trainer's state; an error quotes it as Python does, with escapes",
     "path": "is matched with the routes",
     "preset": "is one of the names that the code knows",
     "options": "are data of environments; where an error quotes them, RemoteError makes them printable",
@@ -101,6 +104,8 @@ def models(base: type[BaseModel] = WireModel) -> Iterator[type[BaseModel]]:
 
 
 def fields() -> list[Any]:
+    for module in pkgutil.walk_packages(prime_protocol.__path__, "prime_protocol."):
+        importlib.import_module(module.name)
     return [
         (f"{model.__name__}.{name}", (name, found))
         for model in sorted(set(models()), key=lambda model: model.__name__)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from prime_node.cli.shipped import shipped_calibration
+from prime_protocol.check_policy import EVIDENCE_MAX, CheckPolicy
 from prime_protocol.close_flips import CLOSE_FLIPS, close_flip_sums
 from prime_protocol.evidence import folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS, apart, flip_sums
-from prime_protocol.run_spec import EVIDENCE_MAX, CheckPolicy
 
 CHECKS = CheckPolicy(
     calibration=shipped_calibration(), flips_explained=True, close_flips_seen=True, shading_seen=True, unseeded=True

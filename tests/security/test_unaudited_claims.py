@@ -18,9 +18,11 @@ from tests.node.batch_coordinator import write_model
 
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LOSSES
-from prime_node.ports.train_backend import Group, OptimizerSettings, StepStats, TrainSample
+from prime_node.ports.train_backend import OptimizerSettings, StepStats
+from prime_node.ports.train_samples import Group, TrainSample
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.other_policies import with_selected
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.weights import Weights
@@ -73,6 +75,8 @@ def step(folder: Path, samples: Sequence[TrainSample], by: Recipe) -> tuple[Step
     trained = backend(folder)
     trained.new_optimizer(PLAIN)
     before = flat(trained.snapshot())
+    if by.chooses_tokens:
+        samples = with_selected(samples, by, trained, seed=7)
     stats = trained.train_step(samples, by.loss, lr=1.0)
     return flat(trained.snapshot()) - before, stats
 

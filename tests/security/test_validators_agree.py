@@ -23,6 +23,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.cli.run_status import RunStatus
 from prime_node.coordinator.agreement import RETRY_CHECKS, UNANSWERED_MAX, Agreement, Opinion
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
@@ -30,7 +31,6 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest, ReceiptsRequest
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import Receipt, RejectReason, Verdict
 
 SECOND, THIRD = (SigningKey(bytes([number]) * 32) for number in (98, 99))

@@ -23,6 +23,7 @@ from tests.node.coordinator_world import (
 
 from prime_node.coordinator.agreement import Agreement, Opinion
 from prime_node.coordinator.state.records import LeaseRecord, PendingBundle
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
@@ -30,7 +31,6 @@ from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verdict import RejectReason, Verdict
 
 SECOND = SigningKey(bytes([98]) * 32)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 
 
 def sequence_cost(num_tokens: int, *, quadratic_tokens: int) -> float:

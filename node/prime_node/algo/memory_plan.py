@@ -8,6 +8,8 @@ value (2 for bf16, 4 for fp32), m bytes of one moment of the optimizer (4, or 1 
                                                      with offload
                  (4 P + 2 (P - E) + (12 + 2 m) A) / N    with adapters: merged weights in fp32, the base's in bf16
                  2 P / N                             each kept policy: reference, proximal; 4 A with adapters
+                 (8 + 2 m) P' / N                    a critic: weight and gradient in fp32, two moments; P' lacks an untied head.
+                                                     Its passes follow the policy's, so the rest is needed once
     gathered     (3 b + 4) (P - E) / L + (2 b + 4) E three layers, and one layer's gradient in fp32; the rest of the model and
                                                      its gradient. Only where FSDP shards: several ranks, bf16 or offload
                  4 P                                 gradients until the end of the step, without `reduce_each_pass`
@@ -61,6 +63,12 @@ class ModelShape:
         attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
         return rank * self.layers * (attention + 3 * (self.hidden + self.mlp))
 
+    @property
+    def critic_parameters(self) -> int:
+        """Parameters of a critic: the decoder and the embedding, with one output instead of the vocabulary."""
+        head = self.root_parameters - self.vocab * self.hidden
+        return self.parameters - head + self.hidden + 1
+
     def cache_bytes(self, tokens: int) -> int:
         """Return the bytes of keys and values of so many tokens in bf16."""
         return 2 * 2 * self.layers * self.keys * tokens
@@ -82,6 +90,8 @@ class TrainerLoad:
     """Earlier policies that the trainer keeps: a reference, a proximal one."""
     adapter_parameters: int | None = None
     """Parameters of adapters; None: the weights themselves are trained."""
+    critic_moments: str | None = None
+    """Type of the moments of a critic's optimizer; None: there is no critic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +130,8 @@ def trainer_memory(shape: ModelShape, load: TrainerLoad) -> TrainerMemory:
     else:
         base = 2 * (shape.parameters - shape.root_parameters)
         state = (4 * shape.parameters + base + (12 + moments + 4 * load.kept_policies) * adapters) / load.ranks
+    if load.critic_moments is not None:
+        state += (8 + 2 * MOMENT_BYTES[load.critic_moments]) * shape.critic_parameters / load.ranks
     layer = (shape.parameters - shape.root_parameters) / shape.layers
     gathered = 0.0
     if load.ranks > 1 or load.offload or load.compute_dtype == "bf16":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from prime_node.algo.balancing import balance, sequence_cost
 from prime_node.algo.packing import PackedRows, pack
 from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
-from prime_node.ports.train_backend import TrainSample
+from prime_node.ports.train_samples import TrainSample
 
 Packed = PackedRows | PackedSequences
 

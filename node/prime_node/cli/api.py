@@ -14,21 +14,23 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_node.cli.options import SECTIONS
-from prime_node.cli.place import HOME, parse_link
-from prime_node.cli.target import expected_run, is_url, named_in, open_source, published_folder
+from prime_node.cli.place import HOME, is_url, named_in, parse_link
+from prime_node.cli.target import expected_run, open_source, published_folder
 
 if TYPE_CHECKING:
     from prime_node.broadcast.audit.audit import Verified
     from prime_node.broadcast.audit.audit_report import Check
     from prime_node.broadcast.follow.follower import DownloadProgress
+    from prime_node.cli.node_screen import NodeScreen
     from prime_node.cli.verify_output import Verification
     from prime_node.cli.wire_environments import Launcher
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.power import PowerSupply
+    from prime_node.other_programs import ThisMachine
     from prime_node.worker.config import WorkerConfig
     from prime_node.worker.worker import Ending
     from prime_protocol.identity import SigningKey
@@ -88,7 +90,9 @@ class ConfinedWorker:
     launcher: Launcher | None
     folder: Path
     key: SigningKey
-    power: PowerSupply
+    delegation: str
+    """Delegation by its person's key; empty for a machine without one."""
+    machine: ThisMachine
     cheat: tuple[str, int] | None
     """A cheat of worker/cheats.py, and the number of policies to serve honestly first."""
 
@@ -103,22 +107,29 @@ def confined_worker(
     cheat: tuple[str, int] | None = None,
 ) -> ConfinedWorker:
     """Open a worker's folder and key, start its launcher, then confine this process. Raises LocalError."""
-    from prime_node.cli.kernels import ready_kernels
-    from prime_node.cli.wire import environment_launcher
+    from prime_node.at_desk import Desk
+    from prime_node.cli.kernels import make_kernels
+    from prime_node.cli.wire import clock, environment_launcher
+    from prime_node.cli.wire_classes import engine_info
+    from prime_node.cli.wire_identity import delegation_for
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, worker_needs
     from prime_node.folder_lock import FolderLock
     from prime_node.keyfile import load_or_create
+    from prime_node.other_programs import ThisMachine
     from prime_node.power import PowerSupply
 
     parsed = parse_link(link)
-    settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
+    engine_info(settings)  # fail before anything is made if no engine is installed
+    own = {"base_model": absolute_model(settings.base_model), "invite": parsed.invite or settings.invite}
+    settings = settings.model_copy(update=own)
     place = (folder or HOME / "runs" / parsed.run[:16]).resolve()
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     FolderLock(place).release()  # fail early if another worker runs there; the worker takes the lock that is kept
-    ready_kernels()
+    make_kernels()
     launcher = environment_launcher(grants, settings.sandbox, folder=place)
     key = load_or_create(key_file)
-    power = PowerSupply()
+    delegation = delegation_for(key_file, key, parsed.run)
+    machine = ThisMachine(PowerSupply(), clock(), desk=Desk())
     confine_role(settings.sandbox, place, worker_needs(settings, grants, launcher))
     return ConfinedWorker(
         link=parsed,
@@ -127,13 +138,18 @@ def confined_worker(
         launcher=launcher,
         folder=place,
         key=key,
-        power=power,
+        delegation=delegation,
+        machine=machine,
         cheat=cheat,
     )
 
 
 async def run_confined(
-    worker: ConfinedWorker, stop: asyncio.Event, on_download: Callable[[DownloadProgress], None]
+    worker: ConfinedWorker,
+    stop: asyncio.Event,
+    on_download: Callable[[DownloadProgress], None] = lambda progress: None,
+    *,
+    screen: NodeScreen | None = None,
 ) -> Ending:
     """Build the worker's other parts and run it until `stop` is set, the run is over or the worker is banned.
 
@@ -142,14 +158,16 @@ async def run_confined(
     from prime_node.cli import wire, wire_swarm
     from prime_node.cli.wire_classes import engine_info
     from prime_node.cli.wire_environments import end_environments
+    from prime_node.cli.wire_node import limit_links, limited_settings, links_of, node_page
     from prime_node.observe import BestEffort, JsonLines
     from prime_node.patience import Switch, unless
     from prime_node.worker.loop import run_worker
     from prime_node.worker.worker import Ending, Equipment, Worker
+    from prime_protocol.codec import warm_up
 
     settings, folder = worker.settings, worker.folder
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(worker.power.close)
+        stack.callback(worker.machine.close)
         if worker.launcher is not None:
             stack.callback(worker.launcher.close)
         client = await stack.enter_async_context(wire.client(worker.link, worker.key))
@@ -161,12 +179,14 @@ async def run_confined(
         model = folder / "model"
 
         async def equip() -> Equipment:
-            """Build in threads, so that signals are still handled, and both at once, as each imports for seconds."""
-            engine, environments = await asyncio.gather(
-                asyncio.to_thread(wire.engine, settings, model, run, cheat=worker.cheat),
+            """Build in threads, so that signals are still handled, and all at once, as each takes long."""
+            limited = limited_settings(settings, folder)
+            engine, environments, _ = await asyncio.gather(
+                asyncio.to_thread(wire.engine, limited, model, run, cheat=worker.cheat),
                 asyncio.to_thread(
                     wire.turn_environments, run.spec, model, worker.grants, worker.launcher, folder=folder
                 ),
+                asyncio.to_thread(warm_up),
             )
             stack.push_async_callback(engine.close)
             stack.callback(end_environments, environments)
@@ -174,30 +194,40 @@ async def run_confined(
 
         timeline = BestEffort(JsonLines(folder / "timeline.jsonl", bytes_max=TIMELINE_BYTES_MAX))
         try:
-            accepted = Switch()
+            accepted, on_progress = Switch(), on_download if screen is None else screen.show_download
             following = wire_swarm.swarm_follower(
-                run, worker.key, client, folder, settings, accepted=accepted, on_progress=on_download
+                run,
+                worker.key,
+                client,
+                folder,
+                settings,
+                accepted=accepted,
+                on_progress=on_progress,
             )
             async with following as (follower, trust, peer):
                 made = Worker(
                     run=run,
                     config=settings,
                     key=worker.key,
+                    delegation=worker.delegation,
                     coordinator=client,
                     engine_info=engine_info(settings),
                     equip=equip,
                     follower=follower,
                     trust=trust,
                     hardware=wire.describe_hardware(),
-                    on_battery=worker.power.on_battery,
-                    swarm=(lambda: "") if peer is None else peer.describe,
+                    around=worker.machine,
+                    limit_links=partial(limit_links, settings, follower, peer),
+                    links=partial(links_of, follower, peer),
                     folder=folder,
                     clock=wire.clock(),
                     rng=random.Random(),
                     timeline=timeline,
+                    screen=None if screen is None else screen.show,
                     accepted=accepted,
                 )
-                return await run_worker(made, stop)
+                async with node_page(made, f"{worker.link.url}/#{worker.link.run}"):
+                    return await run_worker(made, stop)
         finally:
             timeline.close()
 

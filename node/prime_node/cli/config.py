@@ -1,15 +1,16 @@
-"""`prime-node config`: every setting with its default and its meaning, taken from the code."""
+"""`prime-node config`: every setting with its value, meaning and range, taken from the code."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 
-from prime_node.cli.options import Options, Section
+from prime_node.cli.options import ConfigFile, Options, Section, Set
+from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_node.config import Settings
 from prime_protocol.errors import LocalError
@@ -17,24 +18,65 @@ from prime_protocol.errors import LocalError
 
 def config(
     section: Annotated[Section | None, typer.Argument(help="All if left out.")] = None,
+    file: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run directory whose settings are shown.", show_default=False)
+    ] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of config files, for editors.")] = False,
 ) -> None:
-    """Print every setting with its default and its meaning."""
+    """Print every setting with its value, meaning and range, as a config file. Without a file the values are the defaults."""
+    from prime_node.cli.config_text import settings_schema
+
+    if schema:
+        say(*json.dumps(settings_schema(all_settings()), indent=2).splitlines())
+        return
+    options = Options(file, assignments) if run is None else Options.of_run(str(run), file, assignments)
+    named = file or (run and RunDir(run).config)
     for settings in all_settings():
         if section in (None, settings.section):
-            say(*describe_settings(settings, settings.section), "")
+            say(*_described(settings, options, str(named), with_origin=origin), "")
+
+
+def _described(settings: type[Settings], options: Options, file: str, *, with_origin: bool) -> Iterator[str]:
+    """Yield the lines of one table. The run's own settings have no defaults for all: without any they are explained only."""
+    from prime_node.cli.config_text import origin_of, settings_toml
+
+    section = settings.section
+    variables = settings.from_environment()
+    sources = {
+        "--set": options.overrides.get(section, {}),
+        "the environment": variables,
+        file: options.tables.get(section, {}),
+    }
+    is_given = any(sources.values())
+    value = None if section == "run" and not is_given else options.load(settings)
+    shown = (lambda names: origin_of(names[1:], sources)) if with_origin else (lambda names: "")
+    return settings_toml(settings, value, (section,), shown)
 
 
 def all_settings() -> list[type[Settings]]:
     """Return one settings class per table, in the order of the data flow."""
     from prime_node.cli.up_config import UpConfig
     from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.coordinator.gateway.config import GatewayConfig
     from prime_node.coordinator.new_run import RunConfig
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.trainer.config import TrainerConfig
     from prime_node.validator.config import ValidatorConfig
     from prime_node.worker.config import WorkerConfig
 
-    return [RunConfig, UpConfig, CoordinatorConfig, TrainerConfig, ValidatorConfig, WorkerConfig, EnvironmentSettings]
+    return [
+        RunConfig,
+        UpConfig,
+        CoordinatorConfig,
+        GatewayConfig,
+        TrainerConfig,
+        ValidatorConfig,
+        WorkerConfig,
+        EnvironmentSettings,
+    ]
 
 
 def check_settings(options: Options, *, with_run: bool) -> None:
@@ -59,39 +101,3 @@ def _check_weights(options: Options) -> None:
             "[trainer] initial_weights: the run's model is pretrained, so the trainer needs its weights; "
             f'set it to a folder or a model name, for example initial_weights = "{run.model.name_or_path}"'
         )
-
-
-def describe_settings(model: type[BaseModel], table: str) -> Iterator[str]:
-    """Yield TOML lines with a comment above each setting; nested tables follow the plain settings."""
-    yield f"[{table}]"
-    nested: list[tuple[str, type[BaseModel]]] = []
-    for name, field in model.model_fields.items():
-        inner = [item for item in (field.annotation, *get_args(field.annotation)) if _is_model(item)]
-        if inner and (field.is_required() or isinstance(field.get_default(call_default_factory=True), BaseModel)):
-            nested.append((name, inner[0]))
-            continue
-        yield f"# {' '.join((field.description or '').split())}"
-        yield f"{name} = {_toml(field.get_default(call_default_factory=True))}"
-    for name, inner_model in nested:
-        yield ""
-        yield from describe_settings(inner_model, f"{table}.{name}")
-
-
-def _is_model(item: object) -> bool:
-    return isinstance(item, type) and issubclass(item, BaseModel)
-
-
-def _toml(value: Any) -> str:
-    if value is PydanticUndefined:
-        return "...  # needed"
-    if value is None:
-        return '""  # none'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
-    return f'"{value}"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,18 +47,48 @@ def finish_worker(folder: Folder = None) -> None:
     _order(folder, Wanted.FINISH, "it has ended meanwhile")
 
 
+def open_worker(
+    folder: Folder = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the address. It opens the page once, in a browser of this machine.")
+    ] = False,
+) -> None:
+    """Open a worker's page in the browser: what it does and why it waits, history, limits, pause and finish.
+
+    Where there is no browser, print the address. Over SSH, forward its port first: ssh -L PORT:127.0.0.1:PORT HOST
+    """
+    for each in _running(folder):
+        address = _page_address(each)
+        if print_only or not _opened_in_browser(address):
+            say(address)
+        else:
+            say(f"{each}: opened in the browser; `prime-node open --print` prints an address instead")
+
+
 def limit_worker(
     folder: Annotated[Path, typer.Argument(help="The worker's folder.")],
     assignments: Annotated[
-        list[str], typer.Argument(metavar="[NAME=VALUE]...", help='hours=22:00-07:00 ("hours=": all), on_battery=false')
+        list[str],
+        typer.Argument(metavar="[NAME=VALUE]...", help="hours=22:00-07:00, on_battery=false; NAME= removes one."),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
 ) -> None:
-    """Show or change when a worker computes. It is paused outside of its limits.
+    """Show or change when a worker computes and how much it uses. It is paused outside of its limits on when.
 
-    They take effect at once, are kept over restarts, and replace the settings worker.limits.
+    \b
+    hours=22:00-07:00      hours of the day, in local time
+    on_battery=false       not on battery power
+    when_busy=false        not while other programs use the processor
+    when_gpu_busy=false    not while other programs use the GPU
+    when_in_use=false      not while someone uses its keyboard and mouse
+    upload_mbit_per_s=5    for serving peers; download_mbit_per_s for policies
+    threads=2              at the next lease; with vLLM at the next start
+    gpu_memory_share=0.5   at the next start
+
+    They are kept over restarts, and replace all of the settings worker.limits.
     """
     from pydantic import ValidationError
 
+    from prime_node.at_desk import SEATS
     from prime_node.worker.control import WorkLimits, read_control
 
     _check(folder)
@@ -66,16 +97,19 @@ def limit_worker(
         text = "those of its settings, worker.limits" if control.limits is None else _shown(control)
         say(f"{folder}: {text}")
         return
-    changes = {}
+    changes: dict[str, object] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or name not in WorkLimits.model_fields:
-            raise LocalError(f"{assignment!r} is no limit; write hours=22:00-07:00 or on_battery=false")
-        changes[name] = value
+            raise LocalError(f"{assignment!r} is no limit; limits are {', '.join(WorkLimits.model_fields)}")
+        changes[name] = value or WorkLimits.model_fields[name].default
     try:
         limits = WorkLimits.model_validate((control.limits or WorkLimits()).model_dump() | changes)
     except ValidationError as error:
-        raise LocalError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
+        fault = error.errors()[0]
+        raise LocalError(f"{fault['loc'][0]}: {str(fault['msg']).removeprefix('Value error, ')}") from None
+    if not limits.when_in_use and not SEATS.is_dir():
+        say("this machine shows no seat of systemd-logind: no use of its keyboard and mouse is seen")
     changed = control.model_copy(update={"limits": limits})
     _tell(folder, changed, f"its next start keeps to {_shown(changed)}")
 
@@ -83,10 +117,7 @@ def limit_worker(
 def _order(folder: Path | None, wanted: Wanted, stopped: str) -> None:
     from prime_node.worker.control import Control, Wanted, read_control
 
-    folders = [folder] if folder is not None else [one for one in worker_folders() if _runs(one)]
-    if not folders:
-        raise LocalError("no worker runs here; name a worker's folder, or see `prime-node status`")
-    for each in folders:
+    for each in _running(folder):
         _check(each)
         if wanted is Wanted.FINISH and not _runs(each):
             raise LocalError(f"no worker runs in {each}: there is nothing to finish")
@@ -96,6 +127,40 @@ def _order(folder: Path | None, wanted: Wanted, stopped: str) -> None:
             say(f"{error}; limits set there are lost")
             control = Control()
         _tell(each, control.model_copy(update={"wanted": wanted}), stopped)
+
+
+def _running(folder: Path | None) -> list[Path]:
+    """Return the folder that is named, or those of all workers that run. Raises LocalError if there is none."""
+    folders = [folder] if folder is not None else [one for one in worker_folders() if _runs(one)]
+    if not folders:
+        raise LocalError("no worker runs here; name a worker's folder, or see `prime-node status`")
+    return folders
+
+
+def _page_address(folder: Path) -> str:
+    """Return an address that opens the page of the worker once. Raises LocalError."""
+    from prime_node.cli.wire_node import PAGE_FILE, read_address
+
+    _check(folder)
+    if not _runs(folder):
+        raise LocalError(f"no worker runs in {folder}: there is no page to open")
+    try:
+        return read_address(folder)
+    except FileNotFoundError:
+        raise LocalError(
+            f"the worker in {folder} serves no page: it has just started, or worker.page.enabled is off, or its log says why"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise LocalError(f"page {folder / PAGE_FILE}: {error}") from None
+
+
+def _opened_in_browser(address: str) -> bool:
+    """Open an address in a browser with windows. Return False if this session has none."""
+    try:
+        browser = webbrowser.get()
+        return type(browser) is not webbrowser.GenericBrowser and browser.open(address)  # that one is for terminals
+    except webbrowser.Error:
+        return False
 
 
 def _tell(folder: Path, control: Control, stopped: str) -> None:
@@ -128,7 +193,8 @@ def _answer(folder: Path, ordered: Control) -> str:
 
 def _shown(control: Control) -> str:
     assert control.limits is not None
-    return ", ".join(f"{name}={value}" for name, value in control.limits.model_dump(mode="json").items())
+    set_ones = control.limits.model_dump(mode="json", exclude_defaults=True)
+    return ", ".join(f"{name}={str(value).lower()}" for name, value in set_ones.items()) or "no limits"
 
 
 def _runs(folder: Path) -> bool:

@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
+from typer.core import TyperGroup
 
+from prime_node.cli.coordinator_replay import coordinator_replay
+from prime_node.cli.move import move
 from prime_node.cli.new import write_join_link
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import refuse_links
@@ -20,6 +23,8 @@ from prime_node.keyfile import load_key
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
+    from typer._click import Context
+
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.envs.settings import EnvironmentSettings
 
@@ -30,35 +35,63 @@ PORT = 8400
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def coordinator(
+class ServeOrCommand(TyperGroup):
+    """Group whose command `serve` needs no name: `prime-node coordinator RUN`."""
+
+    default_command = "serve"
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Insert `serve` where no command is named."""
+        return super().parse_args(ctx, args if args[:1] and args[0] in self.commands else [self.default_command, *args])
+
+
+coordinator = typer.Typer(
+    cls=ServeOrCommand,
+    help="Serve a run, move a stopped one to another store, or fold its archived journal again.",
+    add_completion=False,
+    rich_markup_mode=None,
+)
+coordinator.command("move")(move)
+coordinator.command("replay")(coordinator_replay)
+
+
+@coordinator.command()
+def serve(
     run: Annotated[Path, typer.Argument(help="Run directory made by `prime-node new`.")],
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",
     stop_with_parent: StopWithParent = False,
 ) -> None:
-    """Serve a run: leases, uploads, verdicts, batches, checkpoints, /v1/status and /metrics."""
+    """Serve a run to its workers, validators and trainer.
+
+    It serves leases, uploads, verdicts, batches, checkpoints, /v1/status and /metrics. `prime-node coordinator move` takes a
+    stopped run to another store, and `prime-node coordinator replay` folds its journal again; a folder called `move` is ./move.
+    """
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.wire_traces import traced
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
 
     setup_logging("coordinator", level=log_level)
     run_dir = RunDir(run)
-    run_dir.load_run()
-    options = Options.of_run(str(run), config, assignments)
+    pinned = run_dir.load_run()
+    options = Options.of_run(str(run), config, assignments, reads=READ_BY_ROLE["coordinator"])
     settings, grants = options.load(CoordinatorConfig), options.load(EnvironmentSettings)
-    raise typer.Exit(
-        run_role(
+    with traced("coordinator", pinned.digest):
+        code = run_role(
             lambda stop: _coordinate(run_dir, settings, grants, stop),
             stop_with_parent=stop_with_parent,
             grace_s=settings.grace_seconds + 5.0,
         )
-    )
+    raise typer.Exit(code)
 
 
 def unreachable(link: JoinLink, settings: CoordinatorConfig) -> Iterator[str]:
     """Yield the reasons why contributors cannot reach the join link unless something forwards connections to this machine."""
+    if settings.gateways_listen:
+        return  # the link's address is a gateway's
     url = urlsplit(link.url)
     port = url.port or {"http": 80, "https": 443}[url.scheme]
     listening = listening_port(link, settings)
@@ -88,7 +121,7 @@ async def _coordinate(
     if not run_dir.join_link_file.exists():
         write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port or PORT}")
     link = run_dir.join_link()
-    hosts = (*settings.hosts, urlsplit(link.url).hostname or "")
+    hosts = (*settings.hosts, *(urlsplit(url).hostname or "" for url in (link.url, *pinned.spec.coordinators)))
     settings = settings.model_copy(update={"port": listening_port(link, settings), "hosts": hosts})
     parts = await wire_coordinator.coordinator_parts(
         pinned,
@@ -98,6 +131,7 @@ async def _coordinate(
         folder=run_dir.coordinator,
         public=run_dir.public,
         model=run_dir.model,
+        gateway_key=run_dir.key("gateway"),
     )
     for warning in unreachable(link, settings):
         log.warning(warning)

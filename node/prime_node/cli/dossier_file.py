@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 
+from prime_node.inside import open_regular
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.dossier import BanStatement
@@ -105,7 +107,7 @@ def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]
 def read_dossier_part(path: Path, bytes_max: int | None) -> bytes:
     """Read a file. Raises OSError, and RemoteError if it has more than `bytes_max` bytes."""
     data = bytearray()
-    with path.open("rb") as file:
+    with os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
         while piece := file.read(2**20):  # read(n) would allocate n bytes at once
             data += piece
             if bytes_max is not None and len(data) > bytes_max:

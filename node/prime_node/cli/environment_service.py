@@ -26,6 +26,7 @@ from prime_node.ports.environment import (
     Environment,
     EnvironmentSilent,
     HeldOutProblem,
+    PartedEnvironment,
     TurnEnvironment,
     TurnProblem,
 )
@@ -134,6 +135,10 @@ class Service:
             return world.answer(its["index"])
         if method == "score":
             return world.score(its["index"], its["completion"], finished=its["finished"])
+        if method == "parts":
+            if not isinstance(world, PartedEnvironment):
+                raise ValueError("this environment names no further rewards")
+            return dict(world.parts(its["index"], its["completion"], finished=its["finished"]))
         if method == "held_out":
             return [problem.prompt for problem in self._problems(environment, its["count"])]
         problem = self._problems(environment, its["count"])[its["number"]]

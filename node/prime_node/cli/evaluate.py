@@ -57,7 +57,7 @@ def evaluate(
     from prime_node.worker.config import WorkerConfig
 
     setup_logging("evaluate", level=log_level)
-    parsed, options = parse_link(link), Options(config, assignments)
+    parsed, options = parse_link(link), Options(config, assignments, reads=("trainer", "worker", "environments"))
     how, engine = options.load(TrainerConfig), options.load(WorkerConfig)
     grants = options.load(EnvironmentSettings)
     place = folder or HOME / "evaluate" / parsed.run[:16]
@@ -81,7 +81,7 @@ async def _evaluate(
     stop: asyncio.Event,
 ) -> int:
     from prime_node.cli import wire, wire_swarm, wire_training
-    from prime_node.cli.join import download_bar
+    from prime_node.cli.download_bar import download_bar
     from prime_node.folder_lock import FolderLock
     from prime_node.keyfile import load_or_create
     from prime_node.observe import JsonLines

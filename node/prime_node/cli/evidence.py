@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from prime_node.cli.deciding_bundle import about_the_bundle
 from prime_node.cli.dossier_file import DossierFile, read_dossier
+from prime_node.cli.options import Options
+from prime_node.cli.replay import exit_with_report
+from prime_node.cli.replay_target import ReplayOptions
 from prime_node.cli.say import say
+from prime_node.inside import read_regular
 from prime_protocol.assigned import SeedRule
 from prime_protocol.dossier import check_dossier
-from prime_protocol.errors import RemoteError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import open_ledger_head
 from prime_protocol.seed_chain import opened_secrets as chain_opened
 from prime_protocol.verdict import BanKind
@@ -40,10 +44,43 @@ def _group() -> None:
     """Group of evidence commands."""
 
 
+FINDING_BYTES_MAX = 2**24
+"""Size limit of a finding of `prime-node replay`."""
+
+
+def repeat_finding(folder: Path, run: str | None, *, as_json: bool, code: frozenset[str] = frozenset()) -> NoReturn:
+    """Repeat the checks of a folder of evidence, and exit with the code of what follows. Raises LocalError."""
+    from prime_node.cli.replay_target import REPEATED
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.replay.recording import FINDING
+
+    try:
+        found = json.loads(read_regular((folder / FINDING).resolve(), bytes_max=FINDING_BYTES_MAX))
+        steps = [int(each["step"]) for each in found["steps"]]
+        asked: dict[str, Any] = {
+            name: bool(found.get("options", {})[name]) for name in REPEATED if name in found.get("options", {})
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise LocalError(f"{folder} has no readable {FINDING}: it is no evidence of `prime-node replay`") from None
+    named = tuple(step for step in steps if step >= 0)
+    asked["genesis"] = min(steps, default=0) < 0
+    options = ReplayOptions(run=run, steps=named, ledger=False, code=code, **asked)
+    if not as_json:
+        unusual = [name for name, value in asked.items() if value is (name != "rewards") and name != "genesis"]
+        for name in unusual:
+            option = "no-rewards" if name == "rewards" else name.replace("_", "-")
+            say(f"note the finding was made with --{option}, and is repeated so")
+    settings = Options(None, []).load(EnvironmentSettings)
+    exit_with_report(str(folder), options, settings, as_json=as_json)
+
+
 @evidence.command("verify")
 def evidence_verify(
     dossier: Annotated[
-        Path, typer.Argument(help="Ban dossier: coordinator/evidence/ban-WORKER-TIME.jsonl in the run's folder.")
+        Path,
+        typer.Argument(
+            help="Ban dossier, coordinator/evidence/ban-WORKER-TIME.jsonl in the run's folder; or a folder of `replay`."
+        ),
     ],
     run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
     model: Annotated[
@@ -69,20 +106,31 @@ def evidence_verify(
             "Needs --run.",
         ),
     ] = None,
+    code: Annotated[
+        list[str],
+        typer.Option(
+            "--code",
+            metavar="MODULE:NAME",
+            show_default=False,
+            help="For a folder of `replay`: run this code of the recipe's creator, which you have read; repeatable.",
+        ),
+    ] = [],  # noqa: B006 - typer reads it, nothing changes it
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check the evidence for a ban.
+    """Check the evidence for a ban, or of a re-execution.
 
     It checks signatures, receipts, sums, and the deciding bundle if it is in the same folder.
     Evidence is in nats: an honest worker reaches n nats with a probability of at most e^-n.
 
     \b
-    Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault.
+    Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault. For a folder of `replay`: its codes and its --json.
 
     \b
     --json prints one object: ok, run, worker, kind, reason, num_receipts, fault, bundle: what was found about it, and
     seeds: the result of --ledger; prompts: the result of --prompts; notes: statements by former keys.
     """
+    if dossier.is_dir():
+        repeat_finding(dossier, run, as_json=as_json, code=frozenset(code))
     opened, bundle_finding, seeds, rendered, fault = None, "", "", "", ""
     try:
         opened = read_dossier(dossier, pinned=run)

@@ -59,7 +59,7 @@ def fetch(
 
     setup_logging("fetch", level=log_level)
     parsed = parse_link(link)
-    settings = Options(config, assignments).load(WorkerConfig)
+    settings = Options(config, assignments, reads=("worker",)).load(WorkerConfig)
     place = folder or HOME / "fetch" / parsed.run[:16]
     lock = FolderLock(place)
     ready_kernels(Console(stderr=True, highlight=False).print)
@@ -76,7 +76,7 @@ async def fetch_policy(
     from prime_node.broadcast.audit.export import check_free, export_checkpoint
     from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.cli import wire, wire_swarm
-    from prime_node.cli.join import download_bar
+    from prime_node.cli.download_bar import download_bar
     from prime_node.keyfile import load_or_create
 
     if out is not None:

@@ -11,6 +11,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Row, RunProgress, recent, size
 from prime_node.cli.supervisor import ChildState
 from prime_node.inside import read_regular
+from prime_node.worker.status import STATUS_BYTES_MAX
 from prime_protocol.run_spec import PinnedRun
 
 
@@ -52,8 +53,8 @@ def _key_id(folder: Path) -> str:
     Names prove nothing: any worker may use "worker-1" as its name.
     """
     try:
-        return str(json.loads(read_regular(folder / "status.json"))["worker"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(read_regular(folder / "status.json", bytes_max=STATUS_BYTES_MAX))["worker"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 
@@ -99,7 +100,7 @@ def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained
         name,
         state,
         str(worker.get("state", "")),
-        policy=str(worker.get("policy_version", "")),
+        policy=str(version) if (version := worker.get("policy_version", -1)) >= 0 else "-",
         accepted=int(worker.get("accepted", 0)),
         refused=sum(refused.values()),
         note=note,

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from prime_node.cli.options import ConfigFile, EngineName, LogLevel, Options, Set, StopWithParent
-
-if TYPE_CHECKING:
-    from prime_node.broadcast.follow.follower import DownloadProgress
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, EngineName, LogLevel, Options, Set, StopWithParent
 
 UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the checks at work. You will be banned."
 
@@ -57,12 +51,14 @@ def join(
     """
     from prime_node.cli.api import confined_worker, run_confined
     from prime_node.cli.lifetime import run_role
+    from prime_node.cli.node_screen import node_screen
+    from prime_node.cli.wire_traces import traced
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig
 
     setup_logging("worker", level=log_level)
-    options = Options(config, assignments)
+    options = Options(config, assignments, reads=READ_BY_ROLE["join"])
     for setting, value in (("name", name), ("engine", engine)):
         if value is not None:
             options.overrides.setdefault("worker", {})[setting] = value
@@ -78,35 +74,9 @@ def join(
     )
 
     async def main(stop: asyncio.Event) -> int:
-        with download_bar() as on_progress:
-            return (await run_confined(worker, stop, on_progress)).exit_code
+        with node_screen() as screen:
+            return (await run_confined(worker, stop, screen=screen)).exit_code
 
-    raise typer.Exit(run_role(main, stop_with_parent=stop_with_parent, grace_s=worker.settings.grace_seconds + 5.0))
-
-
-@contextlib.contextmanager
-def download_bar() -> Iterator[Callable[[DownloadProgress], None]]:
-    """Show a progress bar for downloads that take long enough; show nothing without a terminal."""
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda progress: None
-        return
-    with Bar(
-        TextColumn("policy {task.fields[version]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-        console=console, transient=True,
-    ) as bar:  # fmt: skip
-        task = bar.add_task("policy", total=None, version="-", visible=False)
-
-        def show(progress: DownloadProgress) -> None:
-            bar.update(
-                task,
-                completed=progress.bytes_done,
-                total=progress.bytes_total,
-                version=progress.policy_version,
-                visible=progress.bytes_done < progress.bytes_total,
-            )
-
-        yield show
+    with traced("worker", worker.link.run):
+        code = run_role(main, stop_with_parent=stop_with_parent, grace_s=worker.settings.grace_seconds + 5.0)
+    raise typer.Exit(code)

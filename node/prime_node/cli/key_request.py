@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from prime_node.broadcast.audit.audit_report import date_of
 from prime_node.broadcast.follow.pinned import fetch_key_rings
+from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.target import expected_run, is_url, open_source
+from prime_node.cli.target import expected_run, open_source
 from prime_node.files import write_durably
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key

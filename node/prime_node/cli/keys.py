@@ -27,9 +27,9 @@ from prime_node.cli.key_request import (
     use_new_keys,
     write_request,
 )
+from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
-from prime_node.cli.target import is_url
 from prime_node.keyfile import create_key, load_key, load_or_create
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import KeyRing, Role, RoleKeys

@@ -1,4 +1,4 @@
-"""`prime-node trainer --nproc N`: torchrun with the settings that this machine needs, and an orderly shutdown.
+"""`--nproc N` of `prime-node trainer` and `prime-node replay`: torchrun with this machine's settings, and an orderly shutdown.
 
 Concurrency: this process waits for torchrun, and torchrun for the ranks. A stop request goes only to torchrun (its ranks are in
 their own session), which forwards it; rank 0 finishes its step, saves, publishes and dismisses the other ranks. If this process
@@ -22,7 +22,7 @@ SHUTDOWN_S = 60
 """Time after the stop request before remaining ranks are killed."""
 
 
-def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str]) -> list[str]:
+def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str], command: str = "trainer") -> list[str]:
     """Return the torchrun command for this machine.
 
     Example: torchrun_command(2, restarts_max=3, arguments=["runs/demo"]).
@@ -30,15 +30,16 @@ def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str])
     return [
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts_max)),
-        *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "prime_node", "trainer"),
+        # After "--" no abbreviation is taken for an option of torchrun.
+        *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "--", "prime_node", command),
         *arguments,
     ]
 
 
-async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int) -> int:
+async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int, failed: int | None = None) -> int:
     """Run the command to its end and return an exit code.
 
-    It is rank 0's code if there is one; else `unfinished` after a stop request; else torchrun's.
+    It is rank 0's code if there is one; else `unfinished` after a stop request; else `failed`; None: torchrun's.
     """
     with tempfile.TemporaryDirectory() as folder:
         outcome = Path(folder) / "outcome"
@@ -70,4 +71,6 @@ async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int
                     os.killpg(process.pid, signal.SIGKILL)
         with contextlib.suppress(OSError, ValueError):
             return int(outcome.read_text(encoding="utf-8"))
-        return unfinished if stop.is_set() else code
+        if stop.is_set():
+            return unfinished
+        return code if failed is None else failed

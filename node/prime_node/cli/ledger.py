@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from prime_node.cli.place import is_url, named_in
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
-from prime_node.cli.target import is_url, named_in
 from prime_node.folder_lock import FolderInUse, FolderLock
 from prime_node.keyfile import load_key
 from prime_node.ports.transport import LedgerSource, Unreachable
@@ -164,6 +164,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
     from prime_node.broadcast.audit.ledger_file import UnpinnedLedger, open_ledger_file
     from prime_node.cli import wire, wire_coordinator
     from prime_node.cli.key_request import known_of
+    from prime_node.cli.wire_store import store_setting
 
     try:
         if is_url(target):
@@ -186,7 +187,8 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                 return
             async with contextlib.AsyncExitStack() as stack:
                 try:
-                    opened = wire_coordinator.stored_ledger(own, run_dir.coordinator, key)
+                    store = store_setting(run_dir.path)
+                    opened = wire_coordinator.stored_ledger(own, run_dir.coordinator, key, store=store)
                     stored = await stack.enter_async_context(opened)
                     signed = _SignedLedger(stored, await stored.ledger_head())
                 finally:

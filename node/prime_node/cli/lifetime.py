@@ -25,6 +25,9 @@ from prime_node.patience import Stop
 
 log = logging.getLogger(__name__)
 
+FINAL_CODES = frozenset({0, 2, 3, 4})
+"""Exit codes after which a role is not restarted: done, wrong usage, a fault of this machine or its settings, refused.
+A fault that may pass has another code (outcome.py)."""
 INTERRUPTED = 130
 """Exit code after a second signal, or if the grace period was too short."""
 INTERRUPT_S, END_S, TERMINATED_END_S = 2.0, 1.0, 10.0

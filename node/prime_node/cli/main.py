@@ -18,6 +18,7 @@ from prime_node import __version__
 
 if TYPE_CHECKING:
     from typer._click import Command, Context, HelpFormatter
+    from typer._click.shell_completion import CompletionItem
 
 SUMMARIES = {
     "up": "Start or resume a whole run on this machine.",
@@ -25,32 +26,66 @@ SUMMARIES = {
     "pause": "Stop this machine's work at once, until resume.",
     "resume": "Let this machine work again.",
     "finish": "Finish the work in progress, then leave the run.",
-    "limit": "Show or change when a worker computes.",
+    "limit": "Show or change when and how much a worker computes.",
+    "open": "Open this machine's page: what its worker does.",
     "status": "Show the state of a run or of this machine's workers.",
     "seed": "Serve a run's policies to its workers: no GPU needed.",
     "fetch": "Download and verify a policy from the run's peers.",
     "verify": "Prove that a published checkpoint is what it claims to be.",
+    "replay": "Train published steps again: do the policies follow?",
     "evaluate": "Evaluate the newest policies on held-out problems.",
     "trace": "Show the timeline of trainer, broadcast and workers.",
     "new": "Make a run: keys, model, signed RunSpec, join link.",
     "coordinator": "Serve a run.",
+    "gateway": "Take connections in front of a run's coordinator.",
     "trainer": "Train a run's policies and publish them.",
     "validator": "Judge a run's rollouts.",
     "calibrate": "Measure how far honest engines differ.",
+    "service": "Run a role as a service that starts with the machine.",
+    "identity": "Keep this machine's key; join several machines as one person.",
     "doctor": "Check what this machine can do and what is missing.",
     "config": "Print every setting, its default and its meaning.",
-    "operate": "Ban and invite workers; drain or amend a run.",
+    "operate": "Ban and invite workers; pause or limit a run.",
     "keys": "Show, rotate and revoke a run's keys.",
     "ledger": "Export and verify a run's ledger of bundles.",
     "evidence": "Check the evidence for a ban.",
+    "support-bundle": "Collect logs and settings for a report, and remove secrets.",
+    "completion": "Print a script that completes commands in your shell.",
+    "man": "Write manual pages.",
     "version": "Print the version.",
+    "upgrade": "Install a newer release, and keep this one if that fails.",
 }
 """Summary of each command for one terminal line; the commands' own help says more. Each key is the name of a module in this
 package and of the function or Typer group that it defines, except those in CONTROLS."""
-CONTROLS = frozenset({"pause", "resume", "finish", "limit"})
+GROUPS = {
+    "Contribute": ("join", "open", "pause", "resume", "finish", "limit", "seed", "identity", "doctor"),
+    "Operate": (
+        *(
+            "up",
+            "new",
+            "coordinator",
+            "gateway",
+            "trainer",
+            "validator",
+            "operate",
+            "keys",
+            "calibrate",
+            "evaluate",
+            "trace",
+        ),
+    ),
+    "Verify": ("verify", "replay", "fetch", "ledger", "evidence"),
+    "Everyone": ("status", "service", "config", "support-bundle", "completion", "man", "version", "upgrade"),
+}
+"""Headings of the overview, and the commands under each."""
+MODULES = {"support-bundle": "support_bundle"}
+"""Module and function of a command whose name is none in Python."""
+CONTROLS = frozenset({"pause", "resume", "finish", "limit", "open"})
 """Commands that are functions of the module control, each with a name like `pause_worker`."""
 
 
+COMPLETION = "_PRIME_NODE_COMPLETE"
+"""Environment variable with which a shell asks for completions."""
 CONFINED = frozenset({"join", "seed", "validator"})
 """Commands that confine themselves, which restricts only threads started later. Importing numpy would start some."""
 
@@ -61,7 +96,8 @@ class Commands(Mapping[str, "Command"]):
     def __getitem__(self, name: str) -> Command:
         if name not in SUMMARIES:
             raise KeyError(name)
-        module, function = ("control", f"{name}_worker") if name in CONTROLS else (name, name)
+        plain = MODULES.get(name, name)
+        module, function = ("control", f"{name}_worker") if name in CONTROLS else (plain, plain)
         found = version if name == "version" else getattr(import_module(f"prime_node.cli.{module}"), function)
         if not isinstance(found, typer.Typer):
             alone = _typer()
@@ -69,6 +105,7 @@ class Commands(Mapping[str, "Command"]):
             found = alone
         command = get_command(found)
         command.short_help = SUMMARIES[name]
+        command.epilog = None if name == "version" else _needs(name)
         return command
 
     def __iter__(self) -> Iterator[str]:
@@ -76,6 +113,14 @@ class Commands(Mapping[str, "Command"]):
 
     def __len__(self) -> int:
         return len(SUMMARIES)
+
+
+def _needs(name: str) -> str | None:
+    """Return the line of a command's help on the extras that it needs."""
+    from prime_node.cli.missing_extra import COMMAND_EXTRAS, how_to_install
+
+    extras = COMMAND_EXTRAS.get(name)
+    return None if extras is None else f"Needs the extra {' and '.join(extras)}: {how_to_install(*extras)}"
 
 
 class Overview(TyperGroup):
@@ -90,9 +135,19 @@ class Overview(TyperGroup):
         return list(SUMMARIES)
 
     def format_commands(self, ctx: Context, formatter: HelpFormatter) -> None:
-        """Write the summaries without importing the commands."""
-        with formatter.section("Commands"):
-            formatter.write_dl(list(SUMMARIES.items()))
+        """Write the summaries under their headings, without importing the commands."""
+        width = max(map(len, SUMMARIES))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), SUMMARIES[name]) for name in names])
+
+    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
+        """Return the commands that begin so, without importing them; else what an option begins with."""
+        from typer._click.shell_completion import CompletionItem
+
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name, help=text) for name, text in SUMMARIES.items() if name.startswith(incomplete)]
 
 
 def _typer(**settings: Any) -> typer.Typer:
@@ -136,9 +191,13 @@ def main() -> None:
     # Freeze all objects at exit: the interpreter's last collection would scan all that torch and transformers made, for
     # seconds.
     atexit.register(gc.freeze)
+    if COMPLETION in os.environ:  # a shell asks what could follow (completion.py)
+        from typer._completion_classes import completion_init
+
+        completion_init()
     try:
-        app()
+        app(prog_name="prime-node")
     except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 (a bug is raised again)
         from prime_node.cli.outcome import tell
 
-        sys.exit(tell(error))
+        sys.exit(tell(error, next(iter(sys.argv[1:]), "")))

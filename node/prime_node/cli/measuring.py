@@ -39,7 +39,7 @@ TOKENS_MIN = 2_000
 """Tokens of a pair below which nothing is calibrated."""
 ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS = 20, 1_000
 """Each alternative is measured on a twentieth of the honest tokens, but on at least this many."""
-PIECES_FORMAT = 1
+PIECES_FORMAT = 2
 """Part of a measurement's key. Increase it when a piece has other arrays, or they mean something else."""
 SECONDS = "seconds"
 VLLM_SHARE = 0.9

@@ -88,6 +88,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
         now_ms=time.time_ns() // 1_000_000,
         adapters=wire_adapters.adapter_spec(settings),
         calibration=calibration,
+        recipe=b"" if settings.replay is None else _recipe(options),
     )
     # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
@@ -96,6 +97,13 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
     write_durably(run_dir.run_spec, run.envelope.to_bytes())
     return run
+
+
+def _recipe(options: Options) -> bytes:
+    from prime_node.trainer.config import TrainerConfig
+    from prime_node.trainer.pinned_recipe import recipe_document
+
+    return recipe_document(options.load(TrainerConfig))
 
 
 def write_join_link(run_dir: RunDir, run: PinnedRun, *, url: str) -> JoinLink:

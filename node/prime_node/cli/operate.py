@@ -1,43 +1,60 @@
-"""`prime-node operate`: ban, unban, drain, invite and amend, for the operator of a run."""
+"""`prime-node operate`: the operator's orders to a run, as commands and as a page on this machine."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from pydantic import ValidationError
 
+from prime_node.cli.operator import Operator
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.run_status import keys_that_end
 from prime_node.cli.say import say
-from prime_node.keyfile import load_key
-from prime_node.ports.transport import Unreachable
-from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import LocalError
-from prime_protocol.identity import SigningKey
-from prime_protocol.invite import Invite, invite_text
-from prime_protocol.requests import AdminRequest
+from prime_protocol.requests import AdminRequest, JoiningAsked
 
 operate = typer.Typer(
-    help="Ban, unban and invite workers, drain a run, and add to its calibration, with the run directory's keys.",
+    help="Ban, unban and invite workers, pause, limit or drain a run, and add to its calibration, with the run directory's keys.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
 )
-DAY_MS = 86_400_000
-ENDING_MIN = 6
-"""Minimum number of final characters that may stand for a key id."""
-KEY_ID_MIN = 50
-"""Minimum length of a complete key id."""
 
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 WorkerId = Annotated[
     str, typer.Argument(help="The worker's key id, or its last characters, as `prime-node status` shows them.")
 ]
+
+
+@operate.command("open")
+def open_page(
+    run: Run,
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Port on this machine; 0: any free one.")] = 0,
+    socket: Annotated[
+        bool,
+        typer.Option("--socket", help="Listen on RUN/operate.sock instead, for this user alone: ssh -L PORT:SOCKET."),
+    ] = False,
+) -> None:
+    """Serve a page with these orders to a browser.
+
+    It is for a browser on this machine, until Ctrl-C.
+    The printed address is good for one browser, which then operates the run. The keys stay in this process.
+    """
+    from prime_node.cli.lifetime import run_role
+    from prime_node.cli.operate_page.serving import serve_page
+    from prime_node.observe import setup_logging
+
+    setup_logging("operate", level="WARNING")
+    operator = Operator.of(run)
+    path = operator.run_dir.operate_socket.resolve() if socket else None
+    raise typer.Exit(
+        run_role(
+            lambda stop: serve_page(operator, stop, port=port, socket=path, shown=say),
+            stop_with_parent=False,
+            grace_s=2.0,
+        )
+    )
 
 
 @operate.command()
@@ -47,20 +64,67 @@ def ban(
     reason: Annotated[str, typer.Option("--reason", help="Reason; the worker sees it.")] = "by the operator",
 ) -> None:
     """Ban a key. Its leases end, and its bundles without a verdict are rejected."""
-    say(f"banned {_ask(run, 'ban', worker, reason)}")
+    say(f"banned {_order(run, 'ban', worker=worker, reason=reason)}")
 
 
 @operate.command()
 def unban(run: Run, worker: WorkerId) -> None:
     """Forgive a banned key. It may join again as a newcomer, without its strikes and the evidence against it."""
-    say(f"forgave {_ask(run, 'unban', worker)}")
+    say(f"forgave {_order(run, 'unban', worker=worker)}")
+
+
+@operate.command("pause")
+def pause_run(
+    run: Run,
+    reason: Annotated[str, typer.Option("--reason", help="Reason; workers and visitors see it.")] = "",
+) -> None:
+    """Give out no new work until `resume`. Workers stay and wait; work that is out is accepted and trained."""
+    _order(run, "pause", reason=reason)
+    say(f"paused, also over restarts: continue with `prime-node operate resume {run}`")
+
+
+@operate.command("resume")
+def resume_run(run: Run) -> None:
+    """Give out work again after `pause`."""
+    _order(run, "resume")
+    say("resumed: work is given out")
 
 
 @operate.command()
 def drain(run: Run) -> None:
-    """Give out no new work and accept outstanding work. Workers finish and leave."""
-    _ask(run, "drain")
+    """Give out no new work and accept outstanding work. Workers finish and leave. This cannot be undone: see `pause`."""
+    _order(run, "drain")
     say("draining: no new work is given out")
+
+
+@operate.command("limit")
+def limit_joining(
+    run: Run,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Workers at one time.", show_default=False)
+    ] = None,
+    per_network: Annotated[
+        int | None, typer.Option("--per-network", min=1, help="Workers of one network at one time.", show_default=False)
+    ] = None,
+    invites: Annotated[
+        bool | None, typer.Option("--invites/--no-invites", help="Whether new keys need an invitation.")
+    ] = None,
+) -> None:
+    """Limit who joins from now on, also after restarts. Workers that take part stay.
+
+    Each call replaces all limits; without an option, the coordinator's settings hold again.
+    """
+    joining = JoiningAsked(workers_max=workers, workers_per_network_max=per_network, invites_needed=invites)
+    _order(run, "limit", joining=joining)
+    asked = ", ".join(f"{name} = {value}" for name, value in joining.model_dump(exclude_none=True).items())
+    say(f"limits: {asked}" if asked else "the limits are those of the coordinator's settings")
+
+
+@operate.command("snapshot")
+def save_snapshot(run: Run) -> None:
+    """Save the state of the coordinator now, for a quick restart."""
+    _order(run, "snapshot")
+    say("saved")
 
 
 @operate.command()
@@ -69,20 +133,11 @@ def invite(
     keys: Annotated[int, typer.Option("--keys", min=1, help="Maximum number of keys that may join with it.")] = 1,
     days: Annotated[float, typer.Option("--days", min=0.001, help="Validity for joining, in days.")] = 7.0,
 ) -> None:
-    """Print an invitation.
+    """Print a join link with an invitation.
 
-    For runs with coordinator.invites_needed; needs no network.
-
-    A contributor sets it as worker.invite: prime-node join LINK --set worker.invite=...
+    It is for runs that need one. This needs no network. Anyone who has the link can use the invitation up.
     """
-    run_dir = RunDir(run)
-    invitation = Invite(
-        run=run_dir.load_run().digest,
-        invite=secrets.token_hex(16),
-        keys_max=keys,
-        expires_at_ms=time.time_ns() // 1_000_000 + round(days * DAY_MS),
-    )
-    say(invite_text(seal(invitation, PayloadType.INVITE, _key(run_dir))))
+    say(str(Operator.of(run).invite(keys=keys, days=days)))
 
 
 @operate.command()
@@ -107,49 +162,17 @@ def amend(
         say(line)
 
 
-def _whole(run: Path, worker: str) -> str:
-    """Return the only key id with this ending. Raises LocalError if there is none or more than one."""
-    if len(worker) >= KEY_ID_MIN:
-        return worker
-    found = keys_that_end(str(run), worker) if len(worker) >= ENDING_MIN else []
-    if len(found) != 1:
-        raise LocalError(
-            f"{len(found) or 'no'} keys end in {worker!r}, and {ENDING_MIN} characters or more must name one: "
-            f"`prime-node status {run}` shows their last 8, with --json all of them"
-        )
-    return found[0]
+def _order(run: Path, action: str, *, worker: str | None = None, **fields: object) -> str | None:
+    """Send an order to the coordinator and return the key id that it was applied to. Raises LocalError, RemoteError."""
+    operator = Operator.of(run)
 
+    async def order() -> str | None:
+        whole = None if worker is None else await operator.whole_key(worker)
+        try:
+            request = AdminRequest.model_validate({"action": action, "worker": whole, **fields})
+        except ValidationError as error:
+            raise typer.BadParameter(error.errors(include_url=False)[0]["msg"]) from None
+        await operator.order(request)
+        return whole
 
-def _key(run_dir: RunDir) -> SigningKey:
-    for role in ("coordinator", "root"):
-        if run_dir.key(role).exists():
-            return load_key(run_dir.key(role))
-    raise LocalError(
-        f"{run_dir.path} holds neither keys/coordinator.key nor keys/root.key: run this where one of them is"
-    )
-
-
-def _ask(
-    run: Path, action: Literal["ban", "unban", "drain"], worker: str | None = None, reason: str = ""
-) -> str | None:
-    """Send a request to the coordinator and return the key id that it was applied to."""
-    from prime_node.cli import wire
-
-    run_dir = RunDir(run)
-    run_dir.load_run()
-    link, key = run_dir.join_link(), _key(run_dir)
-    whole = None if worker is None else _whole(run, worker)
-    try:
-        request = AdminRequest(action=action, worker=whole, reason=reason)
-    except ValidationError as error:
-        raise typer.BadParameter(error.errors(include_url=False)[0]["msg"]) from None
-
-    async def ask() -> None:
-        async with wire.client(link, key) as client:
-            await client.admin(request)
-
-    try:
-        asyncio.run(ask())
-    except Unreachable as error:
-        raise LocalError(f"the coordinator at {link.url} does not answer: {error}") from None
-    return whole
+    return asyncio.run(order())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -11,9 +12,18 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
 from prime_protocol.errors import LocalError
 
-Section = Literal["run", "up", "coordinator", "trainer", "validator", "worker", "environments"]
+Section = Literal["run", "up", "coordinator", "gateway", "trainer", "validator", "worker", "environments"]
 SECTIONS = set(get_args(Section))
 """Tables that a config file may contain."""
+READ_BY_ROLE: dict[str, tuple[Section, ...]] = {
+    "coordinator": ("coordinator", "environments"),
+    "gateway": ("gateway", "coordinator"),
+    "trainer": ("trainer", "environments"),
+    "validator": ("validator", "environments"),
+    "join": ("worker", "environments"),
+    "seed": ("worker",),
+}
+"""Tables that the command of each role reads. `up` passes on only these."""
 
 ConfigFile = Annotated[
     Path | None,
@@ -41,27 +51,50 @@ S = TypeVar("S", bound=Settings)
 class Options:
     """Parsed config file with the overrides of the command line."""
 
-    def __init__(self, file: Path | None, assignments: list[str]) -> None:
+    def __init__(self, file: Path | None, assignments: list[str], *, reads: Sequence[Section] | None = None) -> None:
+        """Parse the options. Raises LocalError.
+
+        `reads` names the tables that the command reads: a `--set` of another one would be ignored, and is refused. A file may
+        hold all tables.
+        """
         self.tables: dict[str, Any] = {} if file is None else read_toml(file)
         if file is not None:
             check_sections(self.tables, SECTIONS, path=file)
         self.assignments = assignments
         self.overrides = parse_overrides(assignments)
         check_sections(self.overrides, SECTIONS, path=Path("--set"))
+        _refuse_ignored(assignments, reads)
 
     @classmethod
-    def of_run(cls, run: str, file: Path | None, assignments: list[str]) -> Self:
+    def of_run(
+        cls, run: str, file: Path | None, assignments: list[str], *, reads: Sequence[Section] | None = None
+    ) -> Self:
         """Return a role's options: from the run's folder if no file is given, overridden by the command line.
 
         Raises LocalError for a setting of the run itself.
         """
         run_dir = RunDir(Path(run))
-        if file is not None or not run_dir.exists:
-            return cls(file, assignments)
+        if not run_dir.exists:
+            return cls(file, assignments, reads=reads)
         if any(one.startswith("run.") and one not in run_dir.overrides() for one in assignments):
             raise LocalError(f"the run in {run} is signed and fixed: --set run.* is for a new folder")
+        _refuse_ignored([one for one in assignments if one not in run_dir.overrides()], reads)
+        if file is not None:
+            return cls(file, assignments)
         return cls(run_dir.config if run_dir.config.exists() else None, [*run_dir.overrides(), *assignments])
 
     def load(self, settings: type[S]) -> S:
         """Load the settings of one role. Raises LocalError."""
         return settings.load(self.tables, self.overrides.get(settings.section))
+
+
+def section_of(assignment: str) -> str:
+    """Return the table of an assignment, such as "worker" of "worker.threads=2"."""
+    return assignment.partition(".")[0].strip()
+
+
+def _refuse_ignored(assignments: list[str], reads: Sequence[Section] | None) -> None:
+    for assignment in assignments if reads is not None else []:
+        if section_of(assignment) not in (reads or ()):
+            tables = ", ".join(f"[{section}]" for section in reads or ())
+            raise LocalError(f"--set {assignment} would be ignored: this command reads only {tables}")

@@ -1,7 +1,8 @@
 """Conversion of errors to exit codes and messages, for every command.
 
 Exit codes: 0 done; 1 a check did not hold (verify); 2 wrong usage; 3 this machine or its settings are at fault; 4 the other
-side refused (banned, wrong run, ...); 5 a trainer was asked to stop before the run was over; 130 interrupted.
+side refused (banned, wrong run, ...); 5 a trainer was asked to stop before the run was over; 6 a fault
+that may pass, such as a database that cannot be reached, a full disk, or environments that start too slowly; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ import errno
 
 from rich.console import Console
 
+from prime_node.cli.missing_extra import missing_module
 from prime_node.cli.say import say
+from prime_node.files import DISK_FAULTS, disk_fault
 from prime_node.patience import causes_of
-from prime_protocol.errors import LocalError, PrimeError
+from prime_protocol.errors import LocalError, PrimeError, TransientFault
 
-DISK_FAULTS = {
-    errno.ENOSPC: "free some space",
-    errno.EDQUOT: "free some space",
-    errno.EROFS: "choose another folder",
-    errno.EACCES: "choose another folder, or change who may use this one",
-}
-"""Disk errors and the advice for each."""
+REFUSED = 4
+"""Exit code after a RemoteError."""
+MAY_PASS = 6
+"""Exit code after a TransientFault: a service manager and `up` start the role again."""
 
 
-def tell(error: BaseException) -> int:
-    """Print an expected error as one line and return the exit code. Raise any other error again."""
-    known = outcome_of(error)
+def tell(error: BaseException, command: str = "") -> int:
+    """Print an expected error of a command as one line and return the exit code. Raise any other error again."""
+    known = outcome_of(error, command)
     if known is None:
         raise error
     code, line = known
@@ -33,21 +33,28 @@ def tell(error: BaseException) -> int:
     return code
 
 
-def outcome_of(error: BaseException) -> tuple[int, str] | None:
+def outcome_of(error: BaseException, command: str = "") -> tuple[int, str] | None:
     """Return the exit code and line of an expected error; None if the error contains a bug.
 
     The tasks of a role run in groups, so their errors arrive as exception groups.
     """
-    causes = [_local(cause) or cause for cause in causes_of(error)]
+    causes = [_local(cause, command) or cause for cause in causes_of(error)]
     if not all(isinstance(cause, PrimeError) for cause in causes):
         return None
-    local = next((cause for cause in causes if isinstance(cause, LocalError)), None)
-    return (4, f"refused by the other side: {causes[0]}") if local is None else (3, str(local))
+    local = [cause for cause in causes if isinstance(cause, LocalError)]
+    if not local:
+        return REFUSED, f"refused by the other side: {causes[0]}"
+    final = next((cause for cause in local if not isinstance(cause, TransientFault)), None)
+    return (MAY_PASS, str(local[0])) if final is None else (3, str(final))
 
 
-def _local(error: BaseException) -> LocalError | None:
-    """Return the LocalError for an error of the disk, which is no bug in this program."""
-    if not isinstance(error, OSError) or error.errno not in DISK_FAULTS:
+def _local(error: BaseException, command: str) -> LocalError | None:
+    """Return the LocalError for an error of the disk, or for a missing extra: neither is a bug in this program."""
+    if isinstance(error, ModuleNotFoundError):
+        return missing_module(error, command)
+    if not isinstance(error, OSError):
         return None
-    where = f"{error.filename}: " if error.filename else ""
-    return LocalError(f"{where}{error.strerror}; {DISK_FAULTS[error.errno]}, then start again")
+    if error.errno == errno.EHOSTUNREACH:  # of S3Blobs
+        where = f"{error.filename}: " if error.filename else ""
+        return TransientFault(f"{where}{error.strerror}; check the storage service, then start again")
+    return disk_fault(error) if error.errno in DISK_FAULTS else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -63,3 +64,19 @@ def parse_link(text: str) -> JoinLink:
         return JoinLink.parse(text)
     except ValueError as error:
         raise LocalError(str(error)) from None
+
+
+def is_url(target: str) -> bool:
+    """Return whether the target is an http or https address."""
+    return target.startswith(("http://", "https://"))
+
+
+def named_in(target: str) -> str | None:
+    """Return the run's digest that the target itself names: the fragment of a join link, without an invitation.
+
+    Raises LocalError for an address that is none.
+    """
+    try:
+        return urlsplit(target).fragment.partition(".")[0] or None if is_url(target) else None
+    except ValueError as error:
+        raise LocalError(f"{target[:120]!r} is not an address: {error}") from None

@@ -10,16 +10,16 @@ model/             configuration and tokenizer
 coordinator/       state, bundles, and public/ (what anyone may download)
 trainer/ validator/ worker-N/
 logs/ROLE.log
+operate.sock       the operator's page, while it is served on a socket
 curve.png summary.json
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_node.inside import open_regular
+from prime_node.inside import read_regular
 from prime_protocol import limits
 from prime_protocol.envelope import open_envelope
 from prime_protocol.errors import LocalError, RemoteError
@@ -49,7 +49,9 @@ class RunDir:
 
     def overrides(self) -> list[str]:
         """Return the `--set` assignments that the run was made with."""
-        return self.overrides_file.read_text(encoding="utf-8").splitlines() if self.overrides_file.exists() else []
+        return (
+            _read(self.overrides_file).decode("utf-8", "replace").splitlines() if self.overrides_file.exists() else []
+        )
 
     @property
     def run_spec(self) -> Path:
@@ -60,6 +62,11 @@ class RunDir:
     def join_link_file(self) -> Path:
         """File of the join link for contributors."""
         return self.path / "join-link"
+
+    @property
+    def operate_socket(self) -> Path:
+        """Socket of the operator's page, while `prime-node operate open --socket` serves it."""
+        return self.path / "operate.sock"
 
     @property
     def model(self) -> Path:
@@ -121,12 +128,15 @@ class RunDir:
             return False
 
     def join_link(self) -> JoinLink:
-        """Read the join link. Raises LocalError if it is not written yet."""
+        """Read the join link. Raises LocalError if it is not written yet, or damaged."""
         if not self.join_link_file.exists():
             raise LocalError(
                 f"{self.path} has no join link yet; `prime-node coordinator {self.path}` or `up` writes it"
             )
-        return JoinLink.parse(_read(self.join_link_file).decode("utf-8", "replace"))
+        try:
+            return JoinLink.parse(_read(self.join_link_file).decode("utf-8", "replace"))
+        except ValueError as error:
+            raise LocalError(f"{self.join_link_file} is damaged ({error}): put back a copy of it") from None
 
     def load_run(self) -> PinnedRun:
         """Read this folder's RunSpec, which is its own trust root. Raises LocalError if there is none, or a damaged one."""
@@ -142,12 +152,6 @@ class RunDir:
 def _read(path: Path) -> bytes:
     """Return the content of a file in a folder that may come from others. Raises LocalError for a device, a pipe or too much."""
     try:
-        with os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
-            data = file.read(limits.ENVELOPE_BYTES_MAX + 1)
+        return read_regular(path.resolve(), bytes_max=limits.ENVELOPE_BYTES_MAX)
     except OSError as error:
-        raise LocalError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > limits.ENVELOPE_BYTES_MAX:
-        raise LocalError(
-            f"{path} is damaged: it has more than {limits.ENVELOPE_BYTES_MAX:,} bytes; put back a copy of it"
-        )
-    return data
+        raise LocalError(f"{path} cannot be read: {error.strerror}; put back a copy of it") from None

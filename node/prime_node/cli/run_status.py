@@ -18,8 +18,9 @@ from urllib.request import getproxies, proxy_bypass
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prime_node.cli.run_dir import STATE, RunDir
-from prime_node.cli.target import expected_run, is_url
+from prime_node.cli.place import is_url
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.target import expected_run
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.limits import COUNT_MAX
@@ -167,6 +168,12 @@ class Learning(UntrustedRow):
     held_out: HeldOut | None = None
 
 
+class JoiningShown(UntrustedRow):
+    """Rules on who joins that are in force."""
+
+    invites_needed: bool = False
+
+
 class RunStatus(UntrustedRow):
     """Fields of /v1/status that are shown."""
 
@@ -177,6 +184,8 @@ class RunStatus(UntrustedRow):
     max_steps: _Whole
     async_level: _Whole = 0
     draining: bool = False
+    paused: bool = False
+    joining_rules: JoiningShown = JoiningShown()
     complete: bool = False
     stopped: bool = False
     """Whether the status was read from the folder of a coordinator that does not run."""
@@ -201,12 +210,45 @@ async def get_status(url: str) -> dict[str, Any] | None:
         return None
 
 
-def keys_that_end(target: str, ending: str) -> list[str]:
+class _PaceNow(UntrustedRow):
+    accepted: _Whole
+    tokens: _Whole
+    step_s: Annotated[float, Field(gt=0.0, le=1e9)]
+
+
+class _PaceOfStep(UntrustedRow):
+    groups_per_step: Annotated[int, Field(ge=1, le=COUNT_MAX)]
+    rollouts_per_group: Annotated[int, Field(ge=1, le=COUNT_MAX)]
+
+
+class _Pace(UntrustedRow):
+    now: _PaceNow
+    run: _PaceOfStep
+
+
+def run_pace(url: str) -> float | None:
+    """Return how many completion tokens a run accepts in a second, by what its coordinator says; None if it is not known yet."""
+    try:
+        found = _Pace.model_validate(asyncio.run(_read(_url_of(url), "/v1/history")))
+    except (LocalError, ValidationError):
+        return None
+    if found.now.accepted <= 0:
+        return None
+    rollouts = found.run.groups_per_step * found.run.rollouts_per_group
+    return rollouts * found.now.tokens / found.now.accepted / found.now.step_s
+
+
+async def status_at(url: str) -> dict[str, Any]:
+    """Return the status that the coordinator at `url` gives of its run, as received. Raises LocalError."""
+    return await _read(url, "/v1/status")
+
+
+async def named_keys(url: str, ending: str) -> list[str]:
     """Return the key ids with this ending that the coordinator knows, active or not, up to its limit per answer.
 
     Raises LocalError.
     """
-    found = asyncio.run(_read(_url_of(target), f"/v1/workers/{quote(ending, safe='')}")).get("workers")
+    found = (await _read(url, f"/v1/workers/{quote(ending, safe='')}")).get("workers")
     return [str(key) for key in found] if isinstance(found, list) else []
 
 
@@ -294,16 +336,18 @@ def _asked(url: str, pinned: str | None) -> tuple[RunStatus, dict[str, Any]]:
 def _stored(run_dir: RunDir, run: PinnedRun) -> dict[str, Any] | None:
     """Return the status in a run's folder; None if it has none, or if its coordinator runs. Raises LocalError."""
     from prime_node.cli import wire_coordinator
+    from prime_node.cli.wire_store import has_store, store_setting
     from prime_node.folder_lock import FolderInUse, FolderLock
 
-    if not (run_dir.coordinator / STATE).exists():
+    store = store_setting(run_dir.path)
+    if not run_dir.coordinator.is_dir() or not has_store(store, run_dir.coordinator):
         return None
     try:
         lock = FolderLock(run_dir.coordinator)
     except FolderInUse:
         return None
     try:
-        return asyncio.run(wire_coordinator.stored_status(run, run_dir.coordinator))
+        return asyncio.run(wire_coordinator.stored_status(run, run_dir.coordinator, store=store))
     finally:
         lock.release()
 

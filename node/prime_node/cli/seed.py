@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import HOME, parse_link
 from prime_protocol.run_spec import JoinLink
 
@@ -51,7 +51,7 @@ def seed(
 
     setup_logging("seed", level=log_level)
     parsed = parse_link(link)
-    settings = Options(config, assignments).load(WorkerConfig)
+    settings = Options(config, assignments, reads=READ_BY_ROLE["seed"]).load(WorkerConfig)
     place = (folder or HOME / "seeds" / parsed.run[:16]).resolve()
     lock = FolderLock(place)
     key = load_or_create(identity or place / "identity.key")

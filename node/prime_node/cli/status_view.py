@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,20 @@ from rich.text import Text
 
 from prime_node.broadcast.audit.audit_report import date_of
 from prime_node.cli.screen import size
-from prime_protocol.visible import printable
+from prime_protocol.visible import number_of, printable
 
 if TYPE_CHECKING:
-    from prime_node.cli.run_status import RunStatus, WorkerLine
+    from prime_node.cli.run_status import RunStatus, StepLine, WorkerLine
     from prime_node.worker.status import Status
 
 WORKERS_SHOWN_MAX = 50
 """Number of a run's workers that are shown; `--json` has them all."""
+STEPS_SHOWN_MAX = 70
+"""The same for steps: a coordinator lists those that are not over, the async level and a few more."""
+TRAINED_SHOWN_MAX = 3
+"""The same for steps of which every group is trained."""
+LINES_SHOWN_MAX = 20
+"""The same for waits, for what validators disagree on, and for reasons of rejections."""
 SILENT_S_MIN = 30.0
 """Minimum silence before a worker is labelled silent."""
 STOPPED_MS = 60_000
@@ -28,7 +35,9 @@ STOPPED_MS = 60_000
 
 def of_run(run: RunStatus) -> RenderableType:
     """Render a run. Example: `demo   step 42 of 400   policy 42   k = 2   learning`, then its waits, steps and workers."""
-    running = "not running here" if run.stopped else "draining" if run.draining else "running"
+    running = (
+        "not running here" if run.stopped else "draining" if run.draining else "paused" if run.paused else "running"
+    )
     state = "complete" if run.complete else running
     head = Table.grid(padding=(0, 3))
     head.add_row(
@@ -40,11 +49,11 @@ def of_run(run: RunStatus) -> RenderableType:
     )
     facts = Table.grid(padding=(0, 2))
     facts.add_row("rollouts", _counted(run.rollouts.accepted, run.rollouts.refused))
-    if run.stopped and run.learning.at:
+    if run.stopped and run.learning.at and isfinite(run.learning.at):
         facts.add_row("last step", f"ended {date_of(int(run.learning.at))}")
     if learned := _learned(run):
         facts.add_row("reward", learned)
-    published = size(run.bytes_published) + ("" if run.stopped else f", {run.peers} peers")
+    published = size(run.bytes_published) + ("" if run.stopped else f", {number_of(run.peers, 'peer')}")
     if run.usable:
         last = run.usable[-1]
         published += (
@@ -56,9 +65,9 @@ def of_run(run: RunStatus) -> RenderableType:
         facts.add_row(
             "problems", f"{run.problems.redrawn} replaced: their environment failed for every worker that tried them"
         )
-    for line in run.validators.lines():
+    for line in run.validators.lines()[:LINES_SHOWN_MAX]:
         facts.add_row("validators", Text(printable(line), style="red"))
-    for wait in run.waiting_for:
+    for wait in run.waiting_for[:LINES_SHOWN_MAX]:
         facts.add_row("waits for", Text(printable(wait), style="yellow"))
     part = Text("1 worker takes part" if run.num_workers == 1 else f"{run.num_workers:,} workers take part")
     if run.stopped:
@@ -95,6 +104,8 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
         facts.add_row(
             "accepted", f"{status.tokens_accepted:,} tokens; {status.rollouts_pending:,} rollouts have no verdict yet"
         )
+        if status.contributors:
+            facts.add_row("standing", _standing(status))
         if status.bundles_spooled:
             facts.add_row("uploads", f"bundles that wait to be uploaded: {status.bundles_spooled}")
         if status.swarm:
@@ -110,13 +121,29 @@ def of_workers(found: Sequence[tuple[Path, Status]], now_ms: int) -> RenderableT
     return Group(*lines[:-1])
 
 
+def _standing(status: Status) -> str:
+    """Return a contributor's place. Example: `place 3 of 41 by tokens, 12.5 % of all`."""
+    if status.rank is None:
+        place = f"no credited tokens yet; {number_of(status.contributors, 'contributor')}"
+    else:
+        place = f"place {status.rank:,} of {status.contributors:,} by tokens, {100 * status.share:.1f} % of all"
+    return place + (f"; all machines of person {printable(status.person[-8:])}" if status.person else "")
+
+
+def _telling(run: RunStatus) -> list[StepLine]:
+    """Return the steps with work left, and the last few of those that are trained: a coordinator lists more of these."""
+    trained = [step for step in run.steps if step.trained and not (step.open or step.leased or step.pending)]
+    dropped = {step.step for step in trained[:-TRAINED_SHOWN_MAX] if step.trained == step.accepted}
+    return [step for step in run.steps if step.step not in dropped]
+
+
 def _steps(run: RunStatus) -> Table:
     """Render where each step's groups are, and the time until half, and nine of ten, of the workers could use its policy."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("groups of step", "open", "leased", "unjudged", "accepted", "trained", "policy usable after"):
         table.add_column(column, justify="right")
     usable = {one.policy_version: f"{one.median_s:.1f} to {one.most_s:.1f} s" for one in run.usable}
-    for step in run.steps:
+    for step in _telling(run)[:STEPS_SHOWN_MAX]:
         groups = (step.step, step.open, step.leased, step.pending, step.accepted, step.trained)
         table.add_row(*map(str, groups), usable.get(step.step, "-"))
     return table
@@ -164,7 +191,8 @@ def _note(worker: WorkerLine) -> str:
 def _counted(accepted: int, refused: Mapping[str, int]) -> Text:
     text = f"{accepted:,} accepted, {sum(refused.values()):,} rejected"
     if refused:
-        text += " (" + ", ".join(f"{printable(reason)} {count:,}" for reason, count in sorted(refused.items())) + ")"
+        shown = sorted(refused.items())[:LINES_SHOWN_MAX]
+        text += " (" + ", ".join(f"{printable(reason)} {count:,}" for reason, count in shown) + ")"
     return Text(text)
 
 

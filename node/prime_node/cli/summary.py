@@ -17,12 +17,21 @@ from prime_node.cli.say import say
 from prime_node.cli.screen import size
 from prime_node.files import write_durably
 from prime_node.observe import read_json_lines
+from prime_protocol.errors import PrimeError
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.visible import printable
 
+DOES_NOT_FOLLOW = 1
+"""Exit code of a re-execution of which a step does not follow."""
 
-async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], console: Console) -> int:
-    """Print and write the summary. Return 0, or 1 if the chain does not verify."""
+
+async def summarise(
+    run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], console: Console, *, replay_steps: int = 0
+) -> int:
+    """Print and write the summary. Return 0, or 1 if the chain does not verify or a step does not follow.
+
+    `replay_steps`: steps to re-execute, in a run that promises it.
+    """
     rows = read_json_lines(run_dir.trainer_metrics)
     bans = [
         {"worker": worker["name"], **worker["banned"]}
@@ -30,6 +39,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
         if worker.get("banned") is not None
     ]
     report = await wire.audit_folder(run_dir.public, run, chain=True)
+    replay = await _replay(run_dir, run, replay_steps) if run.spec.replay is not None and replay_steps else None
     summary = {
         "run": run.digest,
         "policies": run.spec.max_steps,
@@ -44,6 +54,7 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
             "checks": [f"{check.title}: {check.detail}" for check in report.checks if check.passed],
             "reason": None if report.failure is None else f"{report.failure.title}: {report.failure.detail}",
         },
+        "replay": replay,
     }
     curve = curve_of(rows, ban_step=bans[0]["step"] if bans else None)
     _show(summary, console)
@@ -52,7 +63,31 @@ async def summarise(run_dir: RunDir, run: PinnedRun, status: Mapping[str, Any], 
         save_curves_png(curve, run_dir.path / "curve.png", title=f"{run.spec.name}, k = {run.spec.async_level}")
         say(f"curve: {run_dir.path / 'curve.png'}", console=console)
     write_durably(run_dir.path / "summary.json", json.dumps(summary, indent=1, default=float).encode())
-    return 0 if report.passed else 1
+    return 0 if report.passed and (replay is None or replay["exit_code"] != DOES_NOT_FOLLOW) else 1
+
+
+async def _replay(run_dir: RunDir, run: PinnedRun, count: int) -> dict[str, Any]:
+    """Re-execute some steps, drawn at random."""
+    from prime_node.cli.options import Options
+    from prime_node.cli.replay_target import ReplayOptions, replay_target
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.trainer.config import TrainerConfig
+    from prime_node.trainer.pinned_recipe import import_paths
+
+    settings = Options.of_run(str(run_dir.path), None, [])
+    trainer = settings.load(TrainerConfig)
+    if (nproc := trainer.ranks.nproc or 1) > 1:
+        command = f"prime-node replay {run_dir.path} --sample {count} --nproc {nproc}"
+        return {"exit_code": 3, "text": f"not yet: the trainer computed on {nproc} ranks, and so does `{command}`"}
+    options = ReplayOptions(run=run.digest, sample=count, code=frozenset(import_paths(trainer)))
+    try:
+        report = await replay_target(str(run_dir.path), options, settings.load(EnvironmentSettings))
+    except PrimeError as error:
+        return {"exit_code": 3, "text": f"no step could be re-executed: {error}"}
+    wrong = [f"step {one.step}: {one.detail}" for one in report.steps if one.detail]
+    text = f"{len(report.steps)} for {count} drawn at random: {report.outcome}"
+    text = "; ".join([text, *wrong[:1]])
+    return {"exit_code": report.as_fields()["exit_code"], "steps": [one.step for one in report.steps], "text": text}
 
 
 def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -117,6 +152,8 @@ def _show(summary: Mapping[str, Any], console: Console) -> None:
     verification = summary["verification"]
     for check in verification["checks"]:
         row("verified", check)
+    if (replay := summary["replay"]) is not None:
+        row("steps re-executed", replay["text"])
     row("whole chain", "verified" if verification["ok"] else f"DOES NOT HOLD: {verification['reason']}")
     console.print()
     console.print(table)

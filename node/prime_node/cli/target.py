@@ -6,23 +6,13 @@ import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from prime_node.cli.place import is_url, named_in
 from prime_node.cli.run_dir import RunDir
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
-    from prime_node.ports.transport import PublicSource
-
-
-def is_url(target: str) -> bool:
-    """Return whether the target is an http or https address."""
-    return target.startswith(("http://", "https://"))
-
-
-def named_in(target: str) -> str | None:
-    """Return the run's digest that the target itself names: the fragment of a join link."""
-    return urlsplit(target).fragment or None if is_url(target) else None
+    from prime_node.ports.transport import ReplaySource
 
 
 def expected_run(target: str) -> str | None:
@@ -37,7 +27,7 @@ def expected_run(target: str) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def open_source(target: str) -> AsyncIterator[PublicSource]:
+async def open_source(target: str) -> AsyncIterator[ReplaySource]:
     """Open the source of the target's bytes. Raises LocalError if it is neither a URL nor a folder."""
     from prime_node.cli import wire
 

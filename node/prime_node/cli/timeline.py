@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_node.cli.run_dir import RunDir
+from prime_node.inside import read_regular
 from prime_node.observe import read_json_lines
+from prime_node.worker.status import STATUS_BYTES_MAX
 from prime_protocol.errors import LocalError
 
 TRAINER, PUBLISHER, BROADCAST, CHECKS = "trainer", "publisher", "broadcast", "checks"
@@ -64,12 +66,18 @@ class Timeline:
 
 
 def read_timeline(run_dir: RunDir) -> Timeline:
-    """Read the timeline of a run. Raises LocalError if the run has no timeline."""
+    """Read the timeline of a run. Raises LocalError if the run has no timeline, or one of another form."""
     recorded = _read(run_dir.coordinator / "timeline.jsonl")
     names, own = _own_workers(run_dir)
-    activities = [*_of_trainer(read_json_lines(run_dir.trainer_metrics)), *_of_coordinator(recorded, names, own.keys())]
-    for key, rows in own.items():
-        activities += [_activity(names[key], str(row["kind"]), row) for row in rows]
+    try:
+        activities = [
+            *_of_trainer(read_json_lines(run_dir.trainer_metrics)),
+            *_of_coordinator(recorded, names, own.keys()),
+        ]
+        for key, rows in own.items():
+            activities += [_activity(names[key], str(row["kind"]), row) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LocalError(f"{run_dir.path}: a row of its timeline has another form ({error!r:.100})") from None
     if not activities:
         raise LocalError(f"{run_dir.path} has no timeline yet: start the run, or look for coordinator/timeline.jsonl")
     activities.sort(key=lambda each: (each.begin_s, each.lane))
@@ -125,8 +133,8 @@ def _own_workers(run_dir: RunDir) -> tuple[dict[str, str], dict[str, list[dict[s
     for folder in sorted(run_dir.path.glob("worker-*")):
         found = _read(folder / "timeline.jsonl")
         try:
-            key = str(json.loads((folder / "status.json").read_bytes())["worker"])
-        except (OSError, ValueError, KeyError, TypeError):
+            key = str(json.loads(read_regular(folder / "status.json", bytes_max=STATUS_BYTES_MAX))["worker"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if found:
             names[key], rows[key] = folder.name, found

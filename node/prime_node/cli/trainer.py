@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import logging
-import os
-import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import Folder, Key, Place, Run, find_place
-from prime_protocol.errors import LocalError
+from prime_node.cli.ranks import NumProcesses, OutcomeFile, launch_ranks, run_as_rank
 
 if TYPE_CHECKING:
     from prime_node.cli.wire_training import Ranks
@@ -28,14 +25,6 @@ GRACE_S = 50.0
 """Time to finish the current step, save and publish."""
 UNFINISHED = 5
 """Exit code after a stop request before the run was over."""
-
-NumProcesses = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc", min=1, help="Processes on this machine, one for each GPU, started by torchrun.", show_default=False
-    ),
-]
-OutcomeFile = Annotated[Path | None, typer.Option("--outcome-file", hidden=True)]
 
 
 def trainer(
@@ -57,97 +46,50 @@ def trainer(
     """
     from prime_node.cli import wire_training
     from prime_node.cli.kernels import ready_kernels
+    from prime_node.cli.lifetime import run_role
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.trainer.config import TrainerConfig
 
     setup_logging("trainer", level=log_level)
-    options = Options.of_run(run, config, assignments)
+    options = Options.of_run(run, config, assignments, reads=READ_BY_ROLE["trainer"])
     settings, grants = options.load(TrainerConfig), options.load(EnvironmentSettings)
     wire_training.require_device(settings)
     ready_kernels()  # also needed before torchrun: each rank encodes
     if wire_training.is_under_torchrun():
         ranks = wire_training.trainer_ranks(settings)
-        if not ranks.is_first:
-            _follow(ranks)
-            return
-        code = _lead(ranks, run, key, folder, settings, grants, stop_with_parent=stop_with_parent)
-        if outcome_file is not None:
-            outcome_file.write_text(str(code), encoding="utf-8")
-        raise typer.Exit(0 if outcome_file is not None else code)
+
+        async def lead(stop: asyncio.Event) -> int:
+            return await _train(find_place(run, "trainer", key=key, folder=folder), settings, grants, ranks, stop)
+
+        run_as_rank(
+            ranks,
+            lead,
+            command="trainer",
+            stop_with_parent=stop_with_parent,
+            grace_s=GRACE_S,
+            outcome_file=outcome_file,
+        )
     nproc = nproc or settings.ranks.nproc or 1
     if nproc > 1:
         arguments = [run, *_given("--key", key), *_given("--folder", folder), *_given("--config", config)]
         arguments += [part for assignment in assignments for part in ("--set", assignment)]
         raise typer.Exit(
-            _launch([*arguments, "--log-level", log_level], nproc, settings, stop_with_parent=stop_with_parent)
+            launch_ranks(
+                "trainer",
+                [*arguments, "--log-level", log_level],
+                nproc,
+                replicas=settings.ranks.replicas,
+                restarts_max=settings.ranks.restarts_max,
+                unfinished=UNFINISHED,
+                stop_with_parent=stop_with_parent,
+            )
         )
     place = find_place(run, "trainer", key=key, folder=folder)
-    raise typer.Exit(_run(place, settings, grants, None, stop_with_parent=stop_with_parent))
-
-
-def _run(
-    place: Place,
-    settings: TrainerConfig,
-    grants: EnvironmentSettings,
-    ranks: Ranks | None,
-    *,
-    stop_with_parent: bool,
-) -> int:
-    from prime_node.cli.lifetime import run_role
-
-    return run_role(
-        lambda stop: _train(place, settings, grants, ranks, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
-    )
-
-
-def _lead(
-    ranks: Ranks,
-    run: str,
-    key: Path | None,
-    folder: Path | None,
-    settings: TrainerConfig,
-    grants: EnvironmentSettings,
-    *,
-    stop_with_parent: bool,
-) -> int:
-    """Run rank 0. It dismisses the other ranks on an expected end; on a bug they end with it, and torchrun restarts all."""
-    from prime_node.cli import wire_training
-    from prime_node.cli.outcome import tell
-    from prime_protocol.errors import PrimeError
-
-    try:
-        place = find_place(run, "trainer", key=key, folder=folder)
-        code = _run(place, settings, grants, ranks, stop_with_parent=stop_with_parent)
-    except (PrimeError, BaseExceptionGroup) as error:
-        code = tell(error)
-    wire_training.dismiss_ranks(ranks)
-    return code
-
-
-def _follow(ranks: Ranks) -> None:
-    """Run any other rank until rank 0 dismisses it or dies. Only rank 0 handles stop requests."""
-    from prime_node.cli import wire_training
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    wire_training.follow_first_rank(ranks)
-    # Everything is written. A normal interpreter exit would abort while gloo's threads live ("terminate called").
-    logging.shutdown()
-    os._exit(0)
-
-
-def _launch(arguments: list[str], nproc: int, settings: TrainerConfig, *, stop_with_parent: bool) -> int:
-    from prime_node.cli.launch import SHUTDOWN_S, launch, torchrun_command
-    from prime_node.cli.lifetime import run_role
-
-    if nproc % settings.ranks.replicas:
-        raise LocalError(f"--nproc {nproc}: trainer.ranks.replicas = {settings.ranks.replicas} must divide it")
-    command = torchrun_command(nproc, restarts_max=settings.ranks.restarts_max, arguments=arguments)
-    return run_role(
-        lambda stop: launch(command, stop, unfinished=UNFINISHED),
-        stop_with_parent=stop_with_parent,
-        grace_s=SHUTDOWN_S + 10.0,
+    raise typer.Exit(
+        run_role(
+            lambda stop: _train(place, settings, grants, None, stop), stop_with_parent=stop_with_parent, grace_s=GRACE_S
+        )
     )
 
 
@@ -159,10 +101,12 @@ async def _train(
     place: Place, settings: TrainerConfig, grants: EnvironmentSettings, ranks: Ranks | None, stop: asyncio.Event
 ) -> int:
     from prime_node.cli import wire, wire_swarm, wire_training
+    from prime_node.cli.wire_traces import traced
     from prime_node.patience import unless
     from prime_node.trainer.loop import run_trainer as run_trainer
 
     async with wire.client(place.link, place.key) as client, contextlib.AsyncExitStack() as seeding:
+        seeding.enter_context(traced("trainer", place.link.run))
 
         async def set_up() -> Trainer:
             """Wait for an unreachable coordinator, and build in a thread so that signals are still handled."""
@@ -184,7 +128,7 @@ async def _train(
                 asyncio.to_thread(wire_training.train_backend, settings, run.spec, ranks, model=model),
             )
             parts_of = functools.partial(
-                wire.trainer_parts, run, client, place.key, settings, backend, rows,
+                wire_training.trainer_parts, run, client, place.key, settings, backend, rows,
                 trust=trust, publish_to=publish_to, worlds=worlds, model=model, folder=place.folder,
             )  # fmt: skip
             return await asyncio.to_thread(parts_of)

@@ -25,7 +25,9 @@ from rich.live import Live
 
 from prime_node.cli.config import check_settings
 from prime_node.cli.gpu_plan import GpuPlan, RoleShare
-from prime_node.cli.options import ConfigFile, EngineName, Options, Set
+from prime_node.cli.lifetime import FINAL_CODES
+from prime_node.cli.missing_extra import require_extras
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, EngineName, Options, Set, section_of
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import get_status
 from prime_node.cli.say import say
@@ -42,15 +44,13 @@ from prime_protocol.run_spec import JoinLink, PinnedRun
 log = logging.getLogger(__name__)
 
 COORDINATOR, TRAINER, VALIDATOR = "coordinator", "trainer", "validator"
-FINAL_CODES = frozenset({0, 2, 3, 4})
-"""Exit codes after which a child is not restarted: done, wrong usage, a fault of this machine or its settings, refused."""
 WORKERS_WITHOUT_GPU = 3
 GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 REFRESH_S = 0.5
 LINE_S = 5.0
 """Interval between lines without a terminal."""
-START_S_MAX = 60.0
-"""Limit on the time until the coordinator answers."""
+START_S_MAX = 300.0
+"""Limit on the time until the coordinator answers. A failure is noticed at once; on a busy machine, imports take minutes."""
 LEAVE_S_MAX = 10.0
 """Time for workers to leave after the last step."""
 GRACE_S = {"worker": 15.0, VALIDATOR: 10.0, TRAINER: 60.0, COORDINATOR: 15.0}
@@ -72,6 +72,7 @@ def up(
     """Start everything on this machine and train, or resume a run that was stopped."""
     from prime_node.observe import setup_logging
 
+    require_extras("up")
     run_dir = RunDir(directory)
     options = _options(run_dir, config, assignments)
     settings = _settings(run_dir, options)
@@ -90,7 +91,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
     say(
         f"{'resuming' if resumed else 'new run'} in {run_dir.path}",
         f"  join link  {link}",
-        f"  status     {link.url}/v1/status",
+        f"  page       {link.url}/    in a browser: whether it learns, who works",
         f"  metrics    {link.url}/metrics",
         f"  logs       {run_dir.path / 'logs'}    Ctrl-C stops; the same command resumes",
         "",
@@ -119,7 +120,7 @@ async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_f
         return 130 if stop.is_set() else 3
     from prime_node.cli.summary import summarise
 
-    return await summarise(run_dir, run, session.status, console)
+    return await summarise(run_dir, run, session.status, console, replay_steps=settings.replay_steps)
 
 
 class UpSession:
@@ -255,7 +256,8 @@ class UpSession:
         where = [str(self._run_dir.path)] if positional else ["--config", str(self._run_dir.config)]
         share = None if self._plan is None else self._plan.of(name)
         for assignment in [*self._assignments, *([] if share is None else share.assignments())]:
-            where += ["--set", assignment]
+            if section_of(assignment) in READ_BY_ROLE[command or name]:
+                where += ["--set", assignment]
         await self._supervisor.start(
             Child(
                 name,

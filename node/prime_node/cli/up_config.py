@@ -26,6 +26,8 @@ class UpConfig(Settings):
     """Address that the coordinator listens on. Others can join only if they can reach it."""
     port: int = Field(default=8400, ge=0, le=65535)
     """Port of the coordinator; if it is in use, the next free one is taken."""
+    replay_steps: int = Field(default=2, ge=0)
+    """Steps drawn at random that are trained again at the end, in a run with [run.replay]. 0: none."""
     threads: int = Field(default=1, ge=1)
     """Arithmetic threads of each process. More than cores / processes makes everything slower."""
     log_bytes_max: int = Field(default=16 * 2**20, ge=2**16)

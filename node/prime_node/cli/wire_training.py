@@ -1,31 +1,37 @@
-"""The part of wire.py for the training engine: which backend, on which processes."""
+"""The part of wire.py for the trainer: which backend, on which processes, and the parts of its loop."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_node.cli import wire_adapters
+from prime_node.cli import wire, wire_adapters
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.wire_gpus import require_trainer_memory
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun, RunSpec
 
 if TYPE_CHECKING:
     from prime_node.adapters.training.ranks import Ranks as Ranks
+    from prime_node.adapters.web.http_client import HttpClient
+    from prime_node.broadcast.follow.trust import Trust
     from prime_node.observe import Recorder
     from prime_node.ports.engine import Engine
     from prime_node.ports.environment import Environment, Tokenizer
     from prime_node.ports.teacher import Teacher
     from prime_node.ports.train_backend import TrainBackend
+    from prime_node.ports.transport import PublishPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.evaluate import Evaluator
+    from prime_node.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +44,7 @@ def is_under_torchrun() -> bool:
     try:
         from prime_node.adapters.training.ranks import is_launched
     except ImportError as error:
-        raise missing_extra("train", "trainers", error) from None
+        raise missing_extra("trainer", "trainers", error) from None
     return is_launched()
 
 
@@ -47,7 +53,7 @@ def require_device(settings: TrainerConfig) -> None:
     try:
         from prime_node.adapters.hardware import has_gpu
     except ImportError as error:
-        raise missing_extra("train", "trainers", error) from None
+        raise missing_extra("trainer", "trainers", error) from None
 
     for name, device in (("device", settings.device), ("evaluation_device", settings.evaluation_device)):
         if device is not None and device.startswith("cuda") and not has_gpu():
@@ -121,6 +127,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         threads=settings.threads,
         placement=placement,
         lora=lora,
+        critic=None if settings.critic is None else settings.critic.settings(),
     )
     if ranks is None:
         return make(Ranks.single(device=settings.device) if placement.needs_ranks else ALONE)
@@ -149,13 +156,17 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
             try:
                 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
             except ImportError as error:
-                raise missing_extra("coordinator", "metrics for Prometheus", error) from None
+                raise missing_extra("operator", "metrics for Prometheus", error) from None
             from prime_node.adapters.web.aiohttp_server import AiohttpServer
             from prime_node.observe import Gauges
+            from prime_node.ports.web import CallerBounds
             from prime_node.trainer.exposition import metrics_route
 
             metrics, server = PrometheusMetrics(), AiohttpServer()
-            port = await server.start([metrics_route(metrics)], host=settings.metrics_host, port=settings.metrics_port)
+            any_name = CallerBounds(is_host=lambda address, host: True)  # figures alone, for a monitoring system
+            port = await server.start(
+                [metrics_route(metrics)], host=settings.metrics_host, port=settings.metrics_port, bounds=any_name
+            )
             stack.push_async_callback(server.stop, grace_s=1.0)
             log.info("metrics on http://%s:%d/metrics", settings.metrics_host, port)
             rows = Recorders(rows, Gauges(metrics, prefix="prime_trainer_"))
@@ -177,7 +188,6 @@ def trainer_evaluator(
     if not settings.evaluates:
         return None
     from prime_node.adapters.training.torch_backend import TorchBackend
-    from prime_node.cli.wire import transformers_engine
 
     shares = isinstance(backend, TorchBackend) and settings.evaluation_device is None
     tensors = backend.shared_tensors() if isinstance(backend, TorchBackend) and shares else None
@@ -185,7 +195,9 @@ def trainer_evaluator(
     in_bf16 = tensors is None and device != "cpu" and settings.compute_dtype == "bf16"
     options: dict[str, Any] = {"cache_bytes_max": EVALUATION_CACHE_BYTES} if device == "cpu" else {}
     dtype = "bf16" if in_bf16 else "fp32"
-    made = transformers_engine(model, dtype=dtype, threads=settings.threads, device=device, tensors=tensors, **options)
+    made = wire.transformers_engine(
+        model, dtype=dtype, threads=settings.threads, device=device, tensors=tensors, **options
+    )
     engine = wire_adapters.merging_engine(made, run, settings.initial_weights)
     return evaluator_of(run, settings, engine, tokenizer, environments)
 
@@ -213,3 +225,90 @@ def evaluator_of(
         pass_at=settings.evaluation_pass_at,
         bounds=bounds_of(run.spec),
     )
+
+
+def trainer_parts(
+    run: PinnedRun,
+    client: HttpClient,
+    key: SigningKey,
+    settings: TrainerConfig,
+    backend: TrainBackend,
+    metrics: Recorder,
+    *,
+    trust: Trust,
+    publish_to: PublishPort,
+    worlds: dict[str, Environment],
+    model: Path,
+    folder: Path,
+) -> Trainer:
+    """Return all parts of the trainer's loop. Raises LocalError."""
+    from prime_node.broadcast.publish.publisher import Publisher
+    from prime_node.trainer.checkpointing import Checkpoints
+    from prime_node.trainer.committing import Committer
+    from prime_node.trainer.lessons import Lessons
+    from prime_node.trainer.trainer import Trainer, record_published
+    from prime_node.training_data.feed import Feed
+    from prime_node.training_data.kept_bundles import KeptBundles
+
+    spec, read = run.spec, wire.tokenizer(model)
+    wire.check_size(model, run)
+    return Trainer(
+        run=run,
+        config=settings,
+        backend=backend,
+        feed=Feed(
+            client,
+            run,
+            clock=wire.clock(),
+            wait_seconds=settings.wait_seconds,
+            fetches_max=settings.fetches_max,
+            verified=trust.verified,
+            copies=KeptBundles(folder / "bundles"),
+        ),
+        publisher=Publisher(
+            publish_to,
+            run,
+            key,
+            clock=wire.clock(),
+            cosigners=_cosigners(run, key, settings.cosign_keys),
+            pending_max=spec.async_level,
+            rules=settings.publish.rules(),
+            on_published=record_published(metrics),
+            folder=folder,
+            copy_of=backend.copy_of,
+        ),
+        evaluator=trainer_evaluator(run, settings, backend, model, read, worlds),
+        lessons=Lessons(
+            worlds,
+            {environment.name: environment.weight for environment in spec.environments},
+            read,
+            seed=settings.seed,
+            problems=settings.sft.problems,
+            batch_size=settings.sft.batch_size,
+        ),
+        checkpoints=Checkpoints(
+            folder / "checkpoints",
+            run=run.digest,
+            kept=settings.checkpoints_kept,
+            keep_every=settings.checkpoints_keep_every,
+        ),
+        metrics=metrics,
+        clock=wire.clock(),
+        teacher=teacher_of(settings),
+        committer=None if spec.replay is None else Committer(spec.replay, folder / "states"),
+    )
+
+
+def _cosigners(run: PinnedRun, key: SigningKey, files: Sequence[Path]) -> list[SigningKey]:
+    """Return the trainer's other keys. Raises LocalError before computing anything that could not be published."""
+    from prime_node.keyfile import load_key
+
+    cosigners = [load_key(file) for file in files]
+    trainers = run.keys.current.of(Role.TRAINER)
+    ours = {one.key_id for one in (key, *cosigners)}.intersection(trainers)
+    if len(ours) < (needed := run.keys.current.threshold(Role.TRAINER)):
+        raise LocalError(
+            f"manifests need {needed} of the trainer keys {', '.join(trainers)} by key ring {run.keys.version}, and this trainer "
+            f"has {len(ours)}: give it the right key, and more in trainer.cosign_keys"
+        )
+    return cosigners

@@ -22,6 +22,7 @@ from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.operating import OperatorActions
 from prime_node.coordinator.api.page import PagePages
 from prime_node.coordinator.api.peer_discovery import PeerDiscovery
+from prime_node.coordinator.api.persons import PersonRules
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists, receipt_signer
 from prime_node.coordinator.api.requests import BodyChecks, RequestGate
@@ -32,7 +33,6 @@ from prime_node.coordinator.api.statements import (
     LedgerSigner,
     TimestampSigner,
     restore_keys,
-    stored_head,
 )
 from prime_node.coordinator.api.status import StatusPages, StatusReport
 from prime_node.coordinator.api.training import TrainerBatches
@@ -44,30 +44,36 @@ from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.dossiers import BanDossiers
 from prime_node.coordinator.evaluating import Evaluations
-from prime_node.coordinator.journal import Journal, open_journal, restore_state
+from prime_node.coordinator.journal import Journal, open_journal
 from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.manifests import PublishedManifests, Retention
 from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.measure.standings import Standings
 from prime_node.coordinator.measure.tracker import Tracker
 from prime_node.coordinator.metrics import METRICS
+from prime_node.coordinator.own_statements import require_own_statements
 from prime_node.coordinator.page.live_feed import LiveFeed
 from prime_node.coordinator.page.run_page import RunPage
 from prime_node.coordinator.presence import Presence
+from prime_node.coordinator.replay_archive import ReplayArchive
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.state_follower import restore_state
 from prime_node.coordinator.waiting import Notifications
 from prime_node.observe import Gauges, Recorder, Recorders
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.ports.leadership import Leadership
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.store import Store
 from prime_node.ports.swarm import DialBack
 from prime_node.ports.web import WebServer
+from prime_node.ports.writer_link import GatewayListener
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -103,6 +109,12 @@ class Parts:
     """Check of the HTTP addresses that peers announce; without it, none is listed."""
     dial_back_libp2p: DialBack | None = None
     """The same check for libp2p."""
+    gateways: GatewayListener | None = None
+    """Place at which gateways are heard; None: the run has none."""
+    gateway_secret: bytes = field(default=b"", repr=False)
+    """Secret that gateways share with this coordinator."""
+    leadership: Leadership | None = None
+    """Place among the coordinators of the run, where the store can have several."""
     network: PeerNetwork | None = None
     """A libp2p host of the coordinator's own, if its operator wants one."""
     rows: Recorder = field(default_factory=Recorders)
@@ -121,13 +133,22 @@ class Coordinator:
         history = RunHistory(private, clock)
         rows = Recorders(parts.rows, Gauges(metrics, prefix="prime_coordinator_"), history)
         timeline = Recorders(parts.timeline, history)
-        observer = Observer(Tracker(journal.state), metrics, rows=rows, timeline=timeline, history=history)
+        observer = Observer(
+            Tracker(journal.state),
+            metrics,
+            rows=rows,
+            timeline=timeline,
+            history=history,
+            curriculum=config.curriculum,
+        )
         notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
         checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
         agreement = Agreement(check_s, run.checks.validator_classes)
         pairs = CalibratedPairs(run, agreement)
         evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
-        decisions = Decisions(journal, clock, observer, notifications, checks, evaluations, metrics)
+        decisions = Decisions(
+            journal, clock, observer, notifications, checks, evaluations, metrics, leadership=parts.leadership
+        )
         limiter = Limiter(requests_per_second=config.requests_per_second, faults_per_second=config.faults_per_second)
         gate = RequestGate(run=run, limiter=limiter, nonces=Nonces(nonces_max=config.nonces_max))
         peers = Peers(parts.dial_back, parts.dial_back_libp2p, parts.network)
@@ -135,6 +156,7 @@ class Coordinator:
         curation = Curation(config.curriculum, decisions, assigner, private, metrics)
         manifests = PublishedManifests(run, decisions, parts.published)
         seals = BatchSeals(run, key, decisions, assigner)
+        archive = ReplayArchive(run, clock, decisions, seals, manifests, parts.published, private, public, bundles)
         receipts = ReceiptLists(run, key, decisions, store)
         storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles)
         timestamps = TimestampSigner(
@@ -150,8 +172,10 @@ class Coordinator:
         calibrations = CalibrationIntake(run, clock, decisions, gate, timestamps, agreement, parts.published)
         head_s = min(config.timestamp_seconds, limits.LEDGER_HEAD_S_MAX)
         ledger = LedgerSigner(run, key, decisions, journal, assigner, store, private, interval_s=head_s)
+        standings = Standings(decisions, presence, history, clock)
         report = StatusReport(
             run,
+            config,
             clock,
             decisions,
             observer,
@@ -163,17 +187,20 @@ class Coordinator:
             blockers,
             metrics,
             history,
+            standings,
         )
         callers = Callers(proxies=config.behind, trusted=config.trusted)
-        page = RunPage(run, clock, decisions, observer, presence, peers, blockers, history, journal.ledger)
+        page = RunPage(run, clock, decisions, observer, presence, peers, blockers, history, standings, journal.ledger)
         self.feed = LiveFeed(page, clock)
         share = config.second_look_share
         tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement, pairs)
+        persons = PersonRules(run, config, clock, decisions, presence)
         self.handlers = Handlers(
             leasing=Leasing(
                 run, key, clock, decisions, assigner, curation, notifications, presence, observer, blockers
             ),
-            admission=WorkerAdmission(run, config, clock, decisions, assigner, presence),
+            admission=WorkerAdmission(run, config, clock, decisions, assigner, presence, persons),
+            persons=persons,
             intake=BundleIntake(
                 run, clock, decisions, gate, assigner, pairs, presence, receipts, store, bundles, private, metrics
             ),
@@ -181,36 +208,53 @@ class Coordinator:
             check_tasks=tasks,
             judging=Judging(run, clock, decisions, metrics, tasks, agreement, curation, receipts, storage),
             bundles=storage,
-            batches=TrainerBatches(decisions, notifications, observer, seals, blockers),
+            batches=TrainerBatches(decisions, notifications, observer, seals, blockers, storage),
             blobs_in=BlobIntake(run, clock, decisions, gate, public),
             manifests_in=ManifestIntake(
-                run, clock, decisions, gate, manifests, seals, evaluations, observer, notifications, public, private
+                run,
+                clock,
+                decisions,
+                gate,
+                manifests,
+                seals,
+                evaluations,
+                observer,
+                notifications,
+                archive,
+                public,
+                private,
             ),
             keys=keys,
             calibrations=calibrations,
             timestamps=timestamps,
             ledger=ledger,
-            documents=PublicDocuments(run, manifests, keys, calibrations, ledger, notifications),
+            documents=PublicDocuments(run, manifests, keys, calibrations, ledger, archive, notifications),
             blobs=BlobReader(run, public, serve_chunks=config.serve_chunks),
             discovery=PeerDiscovery(run, key, config, clock, decisions, peers),
-            operator=OperatorActions(decisions),
+            operator=OperatorActions(decisions, journal.save_snapshot),
             status=StatusPages(report, gate.epochs, clock),
             page=PagePages(self.feed, private, callers, clock),
             bodies=BodyChecks(clock, decisions, gate, callers),
         )
-        self.retention = Retention(run, config.checkpoints_kept, decisions, public, manifests)
+        self.retention = Retention(
+            run, config.checkpoints_kept, config.public_bytes_max, decisions, public, manifests, archive.needed
+        )
+        self.archive = archive
         self.dossiers = BanDossiers(run, key, decisions, assigner, store, bundles, private)
         self.journal, self.decisions, self.gate, self.assigner = journal, decisions, gate, assigner
         self.notifications, self.presence, self.manifests = notifications, presence, manifests
         self.curation, self.blockers, self.report, self.history = curation, blockers, report, history
 
 
-async def open_coordinator(parts: Parts) -> Coordinator:
-    """Restore the state and everything that depends on it."""
+async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = None) -> Coordinator:
+    """Restore the state and everything that depends on it. `followed` is the state that a standby has read."""
     config, run = parts.config, parts.run
     parts.metrics.declare(*METRICS)
     await restore_keys(run, parts.published, parts.key)
-    restored = await restore_state(parts.store, rules_of(run))
+    if followed is None:  # a standby has checked what it read, and takes over at once
+        await parts.store.check()
+    restored = followed or await restore_state(parts.store, rules_of(run))
+    shown = await require_own_statements(run, parts.key, parts.published, parts.private, parts.store, restored[1])
     await restore_amendments(run, parts.published, restored[1])
     assigner = Assigner(
         run,
@@ -219,19 +263,21 @@ async def open_coordinator(parts: Parts) -> Coordinator:
         tokenizer=parts.tokenizer,
         draws=restored[1].curriculum.draws,
     )
-    shown = await stored_head(parts.private)
     journal = await open_journal(
         parts.store,
         restored,
         clock=parts.clock,
         sign_receipt=receipt_signer(run, parts.key, assigner),
         snapshot_events=config.snapshot_events,
+        archive_days=config.journal_days,
+        archive_bytes_max=config.journal_gib_max * 2**30,
         shown_ms=0 if shown is None else shown.at_ms,
     )
     coordinator = Coordinator(parts, journal, assigner)
     await parts.published.write("run.json", run.envelope.to_bytes())
     coordinator.handlers.calibrations.record_amendments()
     await coordinator.manifests.restore_head()
+    await coordinator.archive.restore()
     await coordinator.handlers.timestamps.restore_time()
     if (head := coordinator.manifests.head) is not None:
         coordinator.report.observer.made(head.manifest.policy_version, head.manifest.created_at_ms)
@@ -239,15 +285,19 @@ async def open_coordinator(parts: Parts) -> Coordinator:
         coordinator.handlers.check_tasks.checks.add(pending.bundle, pending.lease.policy_version)
     await coordinator.curation.restore_pools(random.Random())
     await coordinator.history.restore()
-    await _delete_orphans(parts.bundles, journal.state)
-    await coordinator.retention.sweep_blobs()
+    before_ms = parts.clock.now_ms() - round(1_000 * (run.spec.lease_seconds + limits.REQUEST_AGE_S_MAX))
+    await _delete_orphans(parts.bundles, journal.state, before_ms=before_ms)
+    await coordinator.retention.sweep_blobs(before_ms=before_ms)
     return coordinator
 
 
-async def _delete_orphans(bundles: Blobs, state: State) -> None:
-    """Delete unreferenced bundles: uploads whose event was not written before a crash, and interrupted deletions."""
+async def _delete_orphans(bundles: Blobs, state: State, *, before_ms: int) -> None:
+    """Delete unreferenced bundles: uploads whose event was not written before a crash, and interrupted deletions.
+
+    Keep those stored at `before_ms` or later: their lease may last, and their upload may be on its way through another process.
+    """
     kept = {*state.evidence, *state.bundles, *state.step_bundles()}
-    orphans = [digest async for digest in bundles.digests() if digest not in kept]
+    orphans = [digest async for digest in bundles.digests(before_ms=before_ms) if digest not in kept]
     for digest in orphans:
         await bundles.delete(digest)
     if orphans:

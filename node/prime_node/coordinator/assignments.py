@@ -79,10 +79,13 @@ class Assigner:
         *,
         secret: bytes,
         environments: Mapping[str, Environment],
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         draws: Mapping[int, int] | None = None,
     ) -> None:
-        """Read `draws` at each use: the slots whose problem is not the first draw (curriculum.py). Raise LocalError."""
+        """Read `draws` at each use: the slots whose problem is not the first draw (curriculum.py). Raise LocalError.
+
+        Without a tokenizer it makes no prompts, which `assigned` does not need.
+        """
         self._run = run
         self.rule = SeedRule(run.digest, run.spec)
         """Rule that derives problems and seeds."""
@@ -208,6 +211,10 @@ class Assigner:
         """Return the same kind of number for a second look by another validator."""
         return int.from_bytes(self._hash("look", bundle, num_bytes=8), "big") / 2**64
 
+    def draw_chance(self, slot: int, draw: int) -> float:
+        """Return an unpredictable number in [0, 1) for a slot's draw, for choices by weight. It is the same after a restart."""
+        return int.from_bytes(self._hash("draw", slot, draw, num_bytes=8), "big") / 2**64
+
     def network_name(self, network: str) -> str:
         """Return a name for a network that does not reveal the network."""
         return self._hash("network", network, num_bytes=16).hex()
@@ -217,6 +224,7 @@ class Assigner:
         is_held_out = slot >= self._slots_end
         for draw in range(first_draw, first_draw + (1 if is_held_out else DRAWS_MAX)):
             problem = self._problem(slot, draw)
+            assert self._tokenizer is not None
             prompt = prompt_of(self._environments[problem.environment], problem.index, self._tokenizer)
             if is_leasable(prompt, limits):
                 return problem, prompt, draw

@@ -3,60 +3,29 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from functools import cached_property
 from typing import Annotated, ClassVar
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prime_node.config import Settings, SettingsConfigDict
-from prime_node.coordinator.state.curriculum import Pool
+from prime_node.coordinator.curriculum_config import CurriculumConfig
 from prime_protocol.identity import KeyId
-from prime_protocol.limits import TIMESTAMP_LIFETIME_S_MAX
+from prime_protocol.limits import PERSON_MACHINES_MAX, TIMESTAMP_LIFETIME_S_MAX
 
 
-class CurriculumConfig(BaseModel):
-    """Selection of problems. Without thresholds and filtering, all problems are used."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    easy_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Mean reward of a group at or above which its problem is not asked again."""
-    hard_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Mean reward of a group at or below which its problem is not asked again."""
-    easy_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of the easy pool, drawn at random, that returns to use at each start of the coordinator."""
-    hard_fraction: float = Field(default=0.0, ge=0.0, le=1.0)
-    """The same share of the hard pool."""
-    online_difficulty_filtering: bool = False
-    """Whether to drop groups whose rewards are all 0 or all 1, and to sample another problem instead."""
-    oversampling_factor: float = Field(default=2.0, ge=1.0)
-    """Maximum of the groups generated for a step, as a multiple of those that it trains on. Beyond it, no group is dropped."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> CurriculumConfig:
-        low, high = self.hard_threshold, self.easy_threshold
-        if low is not None and high is not None and low >= high:
-            raise ValueError("hard_threshold must be below easy_threshold")
-        return self
-
-    @property
-    def is_on(self) -> bool:
-        """Whether any selection of problems is on."""
-        return self.online_difficulty_filtering or self.easy_threshold is not None or self.hard_threshold is not None
-
-    def pool_of(self, reward_mean: float) -> Pool:
-        """Return the pool of a problem by its group's mean reward."""
-        if self.easy_threshold is not None and reward_mean >= self.easy_threshold:
-            return Pool.EASY
-        if self.hard_threshold is not None and reward_mean <= self.hard_threshold:
-            return Pool.HARD
-        return Pool.NORMAL
-
-    def filtered_as(self, reward_mean: float) -> Pool | None:
-        """Return the pool for which a group is dropped; None if it is kept."""
-        if not self.online_difficulty_filtering or 0.0 < reward_mean < 1.0:
-            return None
-        return Pool.HARD if reward_mean <= 0.0 else Pool.EASY
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the two parts of an address, for example of "10.0.0.5:8402" or "[fd00::5]:8402". Raises ValueError."""
+    url = urlsplit(f"//{address}")
+    if not url.hostname or url.port is None or url.path or url.query or url.username is not None:
+        raise ValueError('expected host and port, for example "10.0.0.5:8402"')
+    try:
+        url.hostname.encode("idna")
+    except UnicodeError:  # a resolver would raise it
+        raise ValueError(f"{url.hostname[:100]!r} is no name of a host") from None
+    return url.hostname, url.port
 
 
 class EvaluationConfig(BaseModel):
@@ -89,6 +58,23 @@ class CoordinatorConfig(Settings):
     port: int | None = Field(default=None, ge=0, le=65_535)
     """Port to listen on; 0 takes any free one. None takes the join link's port, or 8400 if the link has none, as behind a
     proxy."""
+    gateways_listen: str = ""
+    """Address at which the run's gateways (`prime-node gateway`) reach this coordinator, for example "10.0.0.5:8402": of a
+    network of your own, not of the internet. Gateways prove that they have keys/gateway.key; nothing is encrypted there.
+    Empty: none."""
+    store: str = "sqlite"
+    """Store of the state, the receipts and the ledger: "sqlite" is a file in the run's folder. A PostgreSQL database, one for
+    each run, is named by a URL, for example "postgresql://prime@db.example.org/mine"; it needs the extra postgres. The password
+    comes from PGPASSWORD, ~/.pgpass or a service file."""
+    blobs: str = "folder"
+    """Place of bundles and checkpoints: "folder" is the run's folder. A bucket of S3, or of a service with its API, is named by
+    a URL, for example "s3://my-bucket/prime"; it needs the extra s3. Endpoint, region and credentials come from
+    AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    standby: bool = False
+    """Whether to stand by while another coordinator of the run leads, and to take over when it ends, instead of ending with an
+    error. Needs `store` in PostgreSQL and `blobs` in S3, which all coordinators of the run share."""
+    term_seconds: float = Field(default=2.0, ge=0.5, le=60.0)
+    """Time without a sign of life after which a leader on PostgreSQL is replaced. It answers nothing after nine tenths of it."""
     tick_seconds: float = Field(default=0.5, gt=0.0)
     """Interval of the checks for expired leases, silent workers and overdue verdicts."""
     check_seconds: float = Field(default=30.0, gt=0.0)
@@ -102,9 +88,20 @@ class CoordinatorConfig(Settings):
     """Time without progress after which the log names what the run waits for."""
     snapshot_events: int = Field(default=2_000, ge=1)
     """Events between two snapshots of the state; a restart replays at most these."""
+    journal_days: float = Field(default=30.0, ge=0.0)
+    """Days for which the journal's events stay in the archive that `prime-node coordinator replay` folds again; 0 keeps none."""
+    journal_gib_max: float = Field(default=1.0, ge=0.0)
+    """GiB of that archive above which the oldest events are deleted; 0 keeps none."""
     checkpoints_kept: int | None = Field(default=None, ge=1)
     """Number of newest policies whose every encoding is kept, with the anchor of policy 0 and the cheapest update paths to
-    them. A worker that was away longer starts from there. None keeps all encodings, so that the whole chain can be verified."""
+    them. A worker that was away longer starts from there. None sets no such limit: all encodings stay, and the whole chain can
+    be verified, until they have more bytes than public_gib_max."""
+    public_gib_max: float = Field(default=256.0, ge=0.0)
+    """GiB of checkpoints above which the oldest are forgotten, as by checkpoints_kept; 0: no limit. The newest policies, and the
+    update paths to them, stay in any case."""
+    scrub_hours: float = Field(default=24.0, ge=0.0)
+    """Hours between two readings of all public blobs of the folder, which find and delete damaged ones; 0 reads none. A bucket's
+    service does that itself."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """Selection of problems."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -130,10 +127,15 @@ class CoordinatorConfig(Settings):
     public_requests_per_second: float = Field(default=500.0, gt=0.0)
     """Requests per second from one network on connections without a member's signature; others wait. All of them together get a
     fifth of the coordinator's time. `requests_per_second` limits what members sign."""
+    lag_ms_max: float = Field(default=10.0, ge=0.0)
+    """Lateness of the event loop in milliseconds beyond which requests are refused (503 with Retry-After): those of strangers
+    first, then heartbeats, then requests for work, then uploads. 0 refuses none for load."""
     workers_per_network_max: int = Field(default=64, ge=1)
     """Workers from one network (/24 of IPv4, /48 of IPv6) at one time, except for trusted networks."""
+    machines_per_person_max: int = Field(default=64, ge=1, le=PERSON_MACHINES_MAX)
+    """Machines of one person (`prime-node identity`) that the run knows. Each also counts for its network's limit."""
     allowed_workers: tuple[KeyId, ...] = ()
-    """Keys that may join; empty: any key."""
+    """Keys that may join, of workers or of persons, whose machines may join then; empty: any key."""
     invites_needed: bool = False
     """Whether new keys need an invitation; `prime-node operate invite` creates one."""
     seeders: tuple[KeyId, ...] = ()
@@ -147,8 +149,9 @@ class CoordinatorConfig(Settings):
     """Faulty requests and new keys per second from one network address, sustained; a burst of fifty times as many is accepted.
     Beyond that, keys at this address that neither take part nor belong to the run are refused."""
     nonces_max: int = Field(default=1_000_000, ge=1_000)
-    """Nonces remembered against replays, about 200 bytes each: half of them for members, a quarter for the run's own keys, a
-    quarter for strangers. When a part is used up, requests of its kind are refused for a while."""
+    """Nonces remembered against replays, about 100 bytes each: half of them for members, a quarter for the run's own keys, a
+    quarter for strangers. Each active worker adds room for 512. When a part is used up, requests of its kind are refused for a
+    while."""
     timestamp_seconds: float = Field(default=30.0, gt=0.0)
     """Interval at which the statement of the newest policy and keys, and the head of the ledger, are signed again."""
     timestamp_lifetime_seconds: float = Field(default=600.0, ge=1.0, le=TIMESTAMP_LIFETIME_S_MAX)
@@ -171,6 +174,46 @@ class CoordinatorConfig(Settings):
     grace_seconds: float = Field(default=5.0, ge=0.0)
     """Time that requests in progress get to finish when the coordinator stops."""
 
+    @field_validator("store")
+    @classmethod
+    def _store_is_known(cls, store: str) -> str:
+        url = urlsplit(store)
+        if store != "sqlite" and url.scheme not in ("postgresql", "postgres"):
+            raise ValueError('expected "sqlite" or "postgresql://user@host/database"')
+        if url.password is not None or "password" in parse_qs(url.query):
+            raise ValueError("must hold no password: set PGPASSWORD, or write ~/.pgpass or a service file")
+        return store
+
+    @field_validator("blobs")
+    @classmethod
+    def _blobs_are_known(cls, blobs: str) -> str:
+        url = urlsplit(blobs)
+        if "@" in url.netloc or url.query:
+            raise ValueError("must hold no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY")
+        if blobs != "folder" and (url.scheme != "s3" or not url.netloc):
+            raise ValueError('expected "folder" or "s3://bucket/prefix"')
+        return blobs
+
+    @model_validator(mode="after")
+    def _standbys_share(self) -> CoordinatorConfig:
+        if self.standby and (self.store == "sqlite" or self.blobs == "folder"):
+            raise ValueError(
+                'standby needs what all coordinators of the run share: set store = "postgresql://..." and blobs = "s3://..."'
+            )
+        return self
+
+    @field_validator("gateways_listen")
+    @classmethod
+    def _gateways_reach_it(cls, address: str) -> str:
+        if address:
+            host_and_port(address)
+        return address
+
+    @property
+    def gateways_address(self) -> tuple[str, int] | None:
+        """Host and port at which gateways are heard, if any are."""
+        return host_and_port(self.gateways_listen) if self.gateways_listen else None
+
     @field_validator("trusted_networks", "proxies")
     @classmethod
     def _networks_are_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
@@ -187,6 +230,11 @@ class CoordinatorConfig(Settings):
     def behind(self) -> tuple[ipaddress.IPv4Network | ipaddress.IPv6Network, ...]:
         """The parsed `proxies`."""
         return tuple(ipaddress.ip_network(network) for network in self.proxies)
+
+    @property
+    def public_bytes_max(self) -> float:
+        """Bytes of checkpoints above which the oldest are forgotten."""
+        return self.public_gib_max * 2**30 or math.inf
 
     @property
     def unlimited(self) -> tuple[str, ...]:

@@ -14,12 +14,13 @@ import random
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import count
 
 from prime_node.coordinator.assignments import DRAWS_MAX, Assigner
-from prime_node.coordinator.config import CurriculumConfig
+from prime_node.coordinator.curriculum_config import CurriculumConfig
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.curriculum import Example, Pool, Rating
+from prime_node.coordinator.state.curriculum import Example, Pool, Rating, chosen_place
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.ports.documents import Documents
 from prime_node.ports.metrics import Metrics
@@ -29,7 +30,7 @@ from prime_protocol.errors import LocalError
 log = logging.getLogger(__name__)
 
 TRIES_MAX = 64
-"""Pooled problems in a row after which a slot takes any problem: then nearly all are pooled."""
+"""Problems in a row that a slot draws and does not take. Then it takes one of them by their weights, the first if all are 0."""
 DRAW_MAX = limits.LEASE_DRAWS_MAX - DRAWS_MAX
 """Last draw of a slot. A verifier of its seeds tries no draw beyond the protocol's limit, and too long prompts use some."""
 _FILES = {Pool.EASY: "easy_examples.jsonl", Pool.HARD: "hard_examples.jsonl"}
@@ -66,9 +67,10 @@ class Curation:
         if slot in state.curriculum.redraw:
             draw = self.assigner.asked_draw(slot, draw) + 1
         if state.curriculum.examples:
-            tries = range(draw, draw + TRIES_MAX)
-            fresh = (tried for tried in tries if not state.curriculum.is_pooled(self.assigner.example(slot, tried)))
-            draw = next(fresh, draw)
+            tries, examples = range(draw, draw + TRIES_MAX), state.curriculum.examples
+            weights = (self.config.weight_of(examples.get(self.assigner.example(slot, tried))) for tried in tries)
+            chances = (self.assigner.draw_chance(slot, tried) for tried in count(draw))
+            draw = tries[chosen_place(weights, chances, weight_max=self.config.sampler.weight_max)]
         return min(draw, DRAW_MAX)
 
     def rate(self, lease: LeaseRecord, bundle: str) -> None:
@@ -87,7 +89,7 @@ class Curation:
             if not rewards:
                 continue
             mean = statistics.fmean(rewards)
-            filtered = config.filtered_as(mean)
+            filtered = config.filtered_as(rewards)
             thrown_away = state.curriculum.filtered.get(lease.step, 0) + sum(
                 each.filtered is not None for each in ratings
             )
@@ -104,7 +106,7 @@ class Curation:
     def report(self) -> None:
         """Set the gauges, under the names of prime-rl. It visits all examples, so call it for readers, not for each bundle."""
         for name, value in {
-            **self.decisions.state.curriculum.shares(),
+            **self.config.shares(self.decisions.state.curriculum),
             **self.decisions.state.curriculum.counts,
         }.items():
             self.metrics.set("prime_curriculum", value, name=name)
@@ -149,7 +151,7 @@ class Curation:
                 )
                 for row in rows
             ]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LocalError(f"{_FILES[pool]}: {error!r}; repair or delete this file") from None
 
 

@@ -11,19 +11,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prime_node.coordinator.api.callers import caller_bounds_of
-from prime_node.coordinator.api.routes import make_routes
+from prime_node.coordinator.api.forwarded import ForwardedCalls
+from prime_node.coordinator.api.requests import claimed_sender
+from prime_node.coordinator.api.routes import serve_endpoints
 from prime_node.coordinator.api.statements import require_own_key
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.peering import PeerHost
-from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX
+from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, ActiveWorkers
+from prime_node.coordinator.scrubbing import scrub_blobs
+from prime_node.coordinator.standby import Succession
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.scheduler import expired_leases
 from prime_node.patience import first_of, in_a_hurry
 from prime_node.ports.blobs import Blobs
+from prime_node.ports.web import CallerBounds, Importance, Sender
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +37,13 @@ async def serve_coordinator(
     parts: Parts, stop: asyncio.Event, *, ready: Callable[[int], None] = lambda port: None
 ) -> None:
     """Serve until `stop` is set, then make all events durable and close the store. Call `ready` with the port."""
+    number = 0
     try:
-        coordinator = await open_coordinator(parts)
-        await _serve(coordinator, parts, stop, ready)
+        succession = Succession(parts, ready)
+        if parts.leadership is None or await succession.lead(stop):
+            coordinator = await open_coordinator(parts, succession.followed)
+            await _serve(coordinator, parts, stop, succession)
+            number = coordinator.journal.number
     finally:
         for dial_back in (parts.dial_back, parts.dial_back_libp2p):
             if dial_back is not None:
@@ -42,10 +51,10 @@ async def serve_coordinator(
         parts.rows.close()
         parts.timeline.close()
         await parts.store.close()
-    log.info("stopped at event %d", coordinator.journal.number)
+    log.info("stopped at event %d", number)
 
 
-async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
+async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, succession: Succession) -> None:
     trash: asyncio.Queue[Sequence[str]] = asyncio.Queue()
     handlers, config, clock = coordinator.handlers, parts.config, parts.clock
     async with asyncio.TaskGroup() as tasks:
@@ -53,12 +62,16 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
         ticker = tasks.create_task(_keep_time(coordinator, parts))
         emptier = tasks.create_task(_empty(trash, parts.bundles))
         clerk = tasks.create_task(coordinator.dossiers.keep_dossiers())
+        cleaner: asyncio.Task[None] | None = None
+        if config.scrub_hours and config.blobs == "folder":
+            cleaner = tasks.create_task(scrub_blobs(parts.public, clock, every_s=3_600 * config.scrub_hours))
         host_keeper: asyncio.Task[None] | None = None
         try:
-            routes = make_routes(handlers, coordinator.gate, coordinator.decisions, clock, parts.metrics)
-            port = await parts.web.start(
-                routes, host=config.host, port=config.port or 0, bounds=caller_bounds_of(config)
-            )
+            served = serve_endpoints(handlers, coordinator.gate, coordinator.decisions, clock, parts.metrics)
+            routes, bounds = [endpoint.route() for endpoint in served], _bounds_of(coordinator, parts)
+            port = await succession.listen(routes, bounds)
+            if parts.gateways is not None:
+                await _hear_gateways(ForwardedCalls(served, handlers.bodies, bounds, parts.web.overload), parts)
             log.info("serving run %s on port %d", parts.run.digest[:12], port)
             if config.unlimited:
                 log.warning(
@@ -70,22 +83,56 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, re
                 host = PeerHost(parts.network, clock=clock, metrics=parts.metrics)
                 await host.open(routes)
                 host_keeper = tasks.create_task(host.keep())
-            ready(port)
-            await first_of(stop.wait(), handlers.keys.revoked.wait())
+            succession.say_ready(port)
+            lost = [] if parts.leadership is None else [parts.leadership.lost()]
+            await first_of(stop.wait(), handlers.keys.revoked.wait(), *lost)
+            succession.require_term()
             require_own_key(parts.run, parts.key)
         finally:
             if host_keeper is not None:
                 host_keeper.cancel()
             coordinator.notifications.close()
             coordinator.feed.close()
+            if parts.gateways is not None:
+                await parts.gateways.stop()
             await parts.web.stop(grace_s=min(config.grace_seconds, 1.0) if in_a_hurry(stop) else config.grace_seconds)
             ticker.cancel()
             emptier.cancel()
             clerk.cancel()
+            if cleaner is not None:
+                cleaner.cancel()
             if parts.network is not None:
                 await parts.network.close()
             await coordinator.history.save(at_once=True)
             coordinator.journal.close()
+
+
+async def _hear_gateways(calls: ForwardedCalls, parts: Parts) -> None:
+    address, leadership = parts.config.gateways_address, parts.leadership
+    assert parts.gateways is not None
+    assert address is not None
+    port = await parts.gateways.start(
+        calls.answer,
+        address=address,
+        secret=parts.gateway_secret,
+        run=parts.run.digest,
+        may_send=None if leadership is None else leadership.may_answer,
+    )
+    log.info("hearing gateways at %s:%d", address[0], port)
+
+
+def _bounds_of(coordinator: Coordinator, parts: Parts) -> CallerBounds:
+    """Return the limits of the web server of a coordinator that leads."""
+
+    def refused(importance: Importance, count: int) -> None:
+        parts.metrics.add("prime_requests_shed_total", count, importance=importance.name.lower())
+        if importance is Importance.HEARTBEATS:
+            coordinator.presence.excuse(parts.clock.monotonic_s())
+
+    def claimed(signed: bytes) -> Sender | None:
+        return claimed_sender(signed, run=parts.run, state=coordinator.decisions.state)
+
+    return replace(caller_bounds_of(parts.config), refused=refused, claimed=claimed)
 
 
 @dataclass(slots=True)
@@ -101,7 +148,7 @@ class Watchdog:
         """Return the warning for the operator, if any."""
         state = self.blockers.state
         moved = (state.head, state.accepted, sum(state.refused.values()), sum(map(len, state.batches.values())))
-        if moved != self._seen:
+        if moved != self._seen or state.paused_at_ms:
             self._seen, self._since_s = moved, now_s
             return None
         if now_s - self._since_s < self.quiet_seconds or not (waits := self.blockers.reasons()):
@@ -120,6 +167,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
     expire_from_s = clock.monotonic_s() + grace_s
     saved_step = state.durable_step
     watchdog = Watchdog(coordinator.blockers, config.watchdog_seconds)
+    active = ActiveWorkers(state)
     while True:
         await clock.sleep(config.tick_seconds)
         if config.curriculum.is_on and state.durable_step > saved_step:
@@ -129,7 +177,6 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
         if now_s >= expire_from_s and (expired := expired_leases(state, clock.now_ms())):
             log.info("%d leases expired", len(expired))
             decisions.decide(ev.LeasesExpired(expired))
-        active = (key for key, worker in state.workers.items() if worker.active)
         if lost := presence.silent(active, now_s):
             names = ", ".join(state.workers[worker].name for worker in lost)
             log.info("no heartbeat in time from %s", names)
@@ -141,6 +188,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
         if bark := watchdog.look(now_s):
             log.warning("%s", bark)
         await coordinator.retention.forget_old_encodings()
+        await coordinator.archive.forget_old()
         await handlers.timestamps.renew_timestamp()
         await coordinator.history.save()
 
@@ -148,4 +196,7 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
 async def _empty(trash: asyncio.Queue[Sequence[str]], bundles: Blobs) -> None:
     while True:
         for bundle in await trash.get():
-            await bundles.delete(bundle)
+            try:
+                await bundles.delete(bundle)
+            except OSError as error:
+                log.warning("bundle %s stays until the next start: %s", bundle[:12], error)

@@ -15,6 +15,7 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import is_work_left
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
+from prime_node.ports.leadership import Leadership
 from prime_node.ports.metrics import Metrics
 from prime_protocol.verdict import BundleStatus
 
@@ -33,6 +34,8 @@ class Decisions:
         checks: CheckQueue,
         evaluations: Evaluations,
         metrics: Metrics,
+        *,
+        leadership: Leadership | None,
     ) -> None:
         self.banned: asyncio.Queue[str] = asyncio.Queue()
         """Workers whose ban dossier has to be written (dossiers.py)."""
@@ -43,6 +46,7 @@ class Decisions:
         self._checks = checks
         self._evaluations = evaluations
         self._metrics = metrics
+        self._leadership = leadership
 
     @property
     def state(self) -> State:
@@ -64,6 +68,10 @@ class Decisions:
     async def synced(self) -> None:
         """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible."""
         await self._journal.synced()
+
+    def may_answer(self) -> bool:
+        """Return whether no other coordinator can lead at this moment, so that an answer or a deletion does no harm."""
+        return self._leadership is None or self._leadership.may_answer()
 
     def _carry_out(self, effect: Effect, event: ev.Event) -> None:
         match effect:
@@ -91,7 +99,7 @@ class Decisions:
         self._checks.settled([effect.bundle])
         outcome = str(effect.reason or "accepted")
         if effect.reason is None:
-            self._observer.accepted(effect.lease.worker, effect.num_tokens)
+            self._observer.credited(effect.lease.worker, effect.num_tokens - effect.credited_before)
         self._metrics.add("prime_rollouts_total", effect.num_rollouts, outcome=outcome)
         if effect.reason is not None:
             log.info(

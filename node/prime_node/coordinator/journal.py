@@ -8,6 +8,9 @@ Invariant: the store always holds a prefix of the events in the state. If the st
 journal fails permanently too and the daemon ends. A restart continues from the prefix, and no peer got an answer beyond it. The
 same holds if `tick` raises: it may have applied half of the event, and the log does not contain it.
 
+Snapshots come from a copy of the state that follows the log in a thread (state_copy.py). So neither answers nor ticks wait for
+them. With each snapshot, the events that it replaces are archived (journal_archive.py).
+
 A settled receipt becomes a line of the ledger (prime_protocol/ledger.py) in the transaction of the event that settled it.
 """
 
@@ -18,19 +21,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from pydantic import ValidationError
-
+from prime_node.coordinator.journal_archive import JournalArchive, open_archive
+from prime_node.coordinator.journal_segments import LedgerPoint
 from prime_node.coordinator.ledger import load_chain, settled_last_ms
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state import invariants, snapshot
+from prime_node.coordinator.state import invariants
 from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
 from prime_node.coordinator.state.records import State
-from prime_node.coordinator.state.rules import SchedulerRules
 from prime_node.coordinator.state.tick import tick
+from prime_node.coordinator.state_copy import StateCopy
 from prime_node.ports.clock import Clock
 from prime_node.ports.store import LoggedEvent, Store, StoredReceipt
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError, TransientFault
 from prime_protocol.ledger import LedgerChain
 from prime_protocol.verdict import BundleStatus
 
@@ -49,6 +52,7 @@ class Journal:
         clock: Clock,
         sign_receipt: Callable[[Settled, int], Envelope],
         ledger: LedgerChain,
+        archive: JournalArchive,
         said_ms: int,
         snapshot_events: int,
     ) -> None:
@@ -70,6 +74,16 @@ class Journal:
         self._forgotten: list[str] = []
         self._wanted = asyncio.Event()
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._archive = archive
+        self._written = LedgerPoint(ledger.num_entries, ledger.digest)
+        """End of the ledger after the last durable event."""
+        self._copy = StateCopy(state, number)
+        self._uncopied: list[LoggedEvent] = []
+        """Durable events that the copy lacks."""
+        self._saving: asyncio.Task[None] | None = None
+        """Task of the newest snapshot."""
+        self._asked: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """Event numbers for whose snapshot someone waits."""
         self._failed = False
         self._fault: BaseException | None = None
         self._closing = False
@@ -101,7 +115,10 @@ class Journal:
         return effects
 
     async def synced(self) -> None:
-        """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible."""
+        """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible.
+
+        Whether this coordinator may still answer is another question (`Decisions.may_answer`).
+        """
         if self._failed:
             raise _unavailable()
         if self._durable < self._number:
@@ -116,13 +133,23 @@ class Journal:
                 await self._wanted.wait()
                 self._wanted.clear()
                 if self._fault is not None:
-                    raise LocalError("the coordinator's state may be wrong after an error; restart it") from self._fault
+                    raise TransientFault(
+                        "the coordinator's state may be wrong after an error; restart it"
+                    ) from self._fault
                 await self._write_once(forget)
+                if self._saving is not None and self._saving.done():
+                    self._saving.result()  # raises what ended it
                 if self._closing and not self._events:
+                    await self._save_last()
                     return
+                if self._is_snapshot_due() and (self._saving is None or self._saving.done()):
+                    self._saving = asyncio.create_task(self._save())
+                    self._saving.add_done_callback(lambda _: self._wanted.set())
         except BaseException:
             self._failed = True
-            for _, future in self._waiting:
+            if self._saving is not None:
+                self._saving.cancel()
+            for _, future in (*self._waiting, *self._asked):
                 if not future.done():
                     future.set_exception(_unavailable())
             raise
@@ -143,6 +170,16 @@ class Journal:
         self._said_ms = max(self._said_ms + 1, self._clock.now_ms())
         return self._said_ms
 
+    async def save_snapshot(self) -> None:
+        """Save a snapshot now, so that a restart replays few events. Raise RemoteError(UNAVAILABLE) if that is impossible."""
+        if self._failed or self._closing:
+            raise _unavailable()
+        if self._snapshot < self._number:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._asked.append((self._number, future))
+            self._wanted.set()
+            await future
+
     def close(self) -> None:
         """Refuse further events and let the writer finish."""
         self._closing = True
@@ -160,37 +197,35 @@ class Journal:
     async def _write_once(self, forget: Callable[[Sequence[str]], None]) -> None:
         written, receipts, lines, forgotten = self._events, self._receipts, self._lines, self._forgotten
         self._events, self._receipts, self._lines, self._forgotten = [], [], [], []
-        number = self._number
-        is_due = number - self._snapshot >= self._snapshot_events or (self._closing and number > self._snapshot)
-        payload = snapshot.state_to_json(self.state) if is_due else None
+        number, end = self._number, LedgerPoint(self.ledger.num_entries, self.ledger.digest)
         if written:
             await self._store.append(written, _latest(receipts), lines)
+            self._uncopied += written
+            self._written = end
         self._durable = number
-        while self._waiting and self._waiting[0][0] <= number:
-            _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(None)
-        if payload is not None:
-            await self._store.save_snapshot(number, payload)
-            self._snapshot = number
+        _release(self._waiting, number)
         if forgotten:
             forget(forgotten)
 
+    def _is_snapshot_due(self) -> bool:
+        is_asked = bool(self._asked) and self._snapshot < self._durable
+        return is_asked or self._durable - self._snapshot >= self._snapshot_events
 
-async def restore_state(store: Store, rules: SchedulerRules) -> tuple[int, State]:
-    """Return the number of the last event and the state after it, from a snapshot and every event since.
+    async def _save(self) -> None:
+        """Save a snapshot of all durable events, while others are appended."""
+        events, self._uncopied, end = self._uncopied, [], self._written
+        payload = await asyncio.to_thread(self._copy.snapshot_after, events)
+        segment, kept_from = await self._archive.next_segment(events, payload, end)
+        await self._store.save_snapshot(self._copy.number, payload, segment, kept_from=kept_from)
+        self._snapshot = self._copy.number
+        _release(self._asked, self._snapshot)
 
-    Raise LocalError if the store belongs to another run or release.
-    """
-    try:
-        number, state = await _load(store, rules)
-    except ValidationError as error:
-        raise LocalError(
-            f"the coordinator's store was written by another release: {error}; install that release"
-        ) from None
-    if state.rules != rules:
-        raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
-    return number, state
+    async def _save_last(self) -> None:
+        if self._saving is not None:
+            await self._saving
+        if self._snapshot < self._durable:
+            await self._save()
+        _release(self._asked, self._durable)
 
 
 async def open_journal(
@@ -201,11 +236,19 @@ async def open_journal(
     sign_receipt: Callable[[Settled, int], Envelope],
     snapshot_events: int,
     shown_ms: int = 0,
+    archive_days: float = 0.0,
+    archive_bytes_max: float = 0.0,
 ) -> Journal:
-    """Open the journal after `restore_state`. `shown_ms` is the time of the ledger's last head."""
+    """Open the journal after `restore_state`. `shown_ms` is the time of the ledger's last head.
+
+    What the archive keeps is bounded by days and by bytes; 0 of either keeps none.
+    """
     number, state = restored
     invariants.check_invariants(state)
     chain = await load_chain(store, state.rules.run)
+    archive = await open_archive(
+        store, State(state.rules), run=state.rules.run, days=archive_days, bytes_max=archive_bytes_max
+    )
     log.info("state restored at event %d: policy %d, %d workers", number, state.head, len(state.workers))
     return Journal(
         store,
@@ -214,19 +257,10 @@ async def open_journal(
         clock=clock,
         sign_receipt=sign_receipt,
         ledger=chain,
+        archive=archive,
         said_ms=max(shown_ms, await settled_last_ms(store), _leased_last_ms(state)),
         snapshot_events=snapshot_events,
     )
-
-
-async def _load(store: Store, rules: SchedulerRules) -> tuple[int, State]:
-    latest = await store.latest_snapshot()
-    number, state = (0, State(rules)) if latest is None else (latest[0], snapshot.state_from_json(latest[1]))
-    async for logged in store.events(after=number):
-        assert logged.number == number + 1, f"event {number + 1} is missing in the log"
-        tick(state, ev.event_from_json(logged.payload), logged.at_ms)
-        number = logged.number
-    return number, state
 
 
 def _leased_last_ms(state: State) -> int:
@@ -234,6 +268,14 @@ def _leased_last_ms(state: State) -> int:
     waiting = (pending.lease for pending in state.bundles.values())
     ended = (lease for worker in state.workers.values() for lease in worker.ended)
     return max((lease.issued_at_ms for lease in (*state.leases.values(), *waiting, *ended)), default=0)
+
+
+def _release(waiting: deque[tuple[int, asyncio.Future[None]]], number: int) -> None:
+    """Wake those who wait for events up to a number."""
+    while waiting and waiting[0][0] <= number:
+        _, future = waiting.popleft()
+        if not future.done():
+            future.set_result(None)
 
 
 def _latest(receipts: list[StoredReceipt]) -> list[StoredReceipt]:

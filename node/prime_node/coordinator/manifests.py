@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.routes import search
@@ -22,12 +23,14 @@ from prime_node.coordinator.state.records import State
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.documents import Documents
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 
+HEAD_NAME = "head.json"
+"""Document that names the newest policy to mirrors."""
 Name = tuple[int, int | None]
 """Name of an encoding: its policy and its base, None for an anchor."""
 
@@ -52,9 +55,13 @@ class PublishedManifests:
         newest = self.decisions.state.head
         if policy_version <= newest:
             try:
-                return open_envelope(await self.published.read(manifest_name(policy_version)))
+                return await self._read(manifest_name(policy_version), policy_version)
             except KeyError:
                 log.error("%s is missing in the published folder", manifest_name(policy_version))
+            except RemoteError as error:
+                log.error(
+                    "%s is damaged: %s; put back that file of a copy or a mirror", manifest_name(policy_version), error
+                )
         raise RemoteError(ErrorCode.NOT_FOUND, f"policy {policy_version} is not published; the newest is {newest}")
 
     async def write(self, signed: SignedManifest) -> None:
@@ -64,14 +71,39 @@ class PublishedManifests:
     async def write_head(self) -> None:
         """Rewrite head.json, which names the newest policy to mirrors."""
         if self.head is not None:
-            await self.published.write("head.json", self.head.envelope.to_bytes())
+            await self.published.write(HEAD_NAME, self.head.envelope.to_bytes())
 
     async def restore_head(self) -> None:
-        """Read the head from its file after a restart, and rewrite head.json."""
+        """Read the head from its file after a restart, and rewrite head.json. Either file heals the other.
+
+        Raise LocalError if both are damaged.
+        """
         newest = self.decisions.state.head
-        if newest >= 0:
-            self.head = open_manifest(await self.read(newest), self.run)
+        if newest < 0:
+            return
+        for name in (manifest_name(newest), HEAD_NAME):
+            try:
+                self.head = open_manifest(await self._read(name, newest), self.run)
+            except (KeyError, RemoteError) as error:
+                log.warning("%s is damaged or missing: %s", name, error)
+                continue
+            await self.write(self.head)
             await self.write_head()
+            return
+        raise LocalError(
+            f"{manifest_name(newest)} and {HEAD_NAME} of the published folder are damaged: put back one of them from a copy or "
+            "a mirror"
+        )
+
+    async def _read(self, name: str, policy_version: int) -> Envelope:
+        """Return a manifest from its file. Raise KeyError, and RemoteError if it is not the published one."""
+        envelope = open_envelope(await self.published.read(name))
+        known = self.decisions.state.published.get(policy_version)
+        if known is not None and envelope.digest != known.digest:
+            raise RemoteError(
+                ErrorCode.DIGEST_MISMATCH, f"its digest is {envelope.digest[:12]}, not {known.digest[:12]}"
+            )
+        return envelope
 
 
 def manifest_name(policy_version: int) -> str:
@@ -99,35 +131,77 @@ class Retention:
 
     run: PinnedRun
     checkpoints_kept: int | None
+    public_bytes_max: float
+    """Bytes of encodings above which fewer policies are kept."""
     decisions: Decisions
     public: Blobs
     manifests: PublishedManifests
+    replayable: Callable[[], Awaitable[set[str]]]
+    """Function that returns the blobs that must stay for re-execution."""
+    _settled: tuple[int, int] | None = None
+    """Head and oldest needed policy with which there was nothing to forget. While both stay, there is nothing either."""
 
     async def forget_old_encodings(self) -> None:
-        """Delete the blobs that only forgotten encodings use. The event comes first: no reader looks for missing bytes."""
-        limit = self.checkpoints_kept
-        if limit is None or self.decisions.state.head < 0 or not _forgettable(self.decisions.state, limit):
+        """Delete the blobs that only forgotten encodings use. The event comes first: no reader looks for missing bytes.
+
+        Cheap while nothing has changed: the daemon calls it at each tick, and a run may have 10,000 policies.
+        """
+        state = self.decisions.state
+        if state.head < 0 or (now := (state.head, oldest_policy_needed(state))) == self._settled:
+            return
+        limit = self._limit()
+        if limit is None or not _forgettable(state, limit):
+            self._settled = now
             return
         async with self.manifests.turn:
             forgotten = _forgettable(self.decisions.state, limit)
             self.decisions.decide(ev.EncodingsForgotten(tuple(sorted(forgotten, key=str))))
             await self.decisions.synced()
-            needed = await self._needed()
-            for digest in await self._blobs(forgotten) - needed:
-                await self.public.delete(digest)
+            try:
+                unneeded = await self._blobs(forgotten) - await self._needed()
+            except (RemoteError, OSError) as error:
+                log.error("the parts of %d old encodings stay: %s", len(forgotten), error)
+                return
+            for digest in unneeded:
+                if not self.decisions.may_answer():  # the next leader may need it again
+                    log.warning("parts of %d old encodings stay until the next start: the term is over", len(forgotten))
+                    return
+                try:
+                    await self.public.delete(digest)
+                except OSError as error:
+                    log.warning("part %s stays until the next start: %s", digest[:12], error)
         log.info("deleted the parts of %d old encodings", len(forgotten))
 
-    async def sweep_blobs(self) -> None:
-        """Delete what an interrupted deletion left, after a restart. The trainer uploads an interrupted publication again."""
-        if self.checkpoints_kept is None or self.decisions.state.head < 0:
+    async def sweep_blobs(self, *, before_ms: int) -> None:
+        """Delete what an interrupted deletion left before a time, after a restart. Younger blobs may await their manifest."""
+        state = self.decisions.state
+        if state.head < 0 or (self.checkpoints_kept is None and len(state.published) > state.head):
+            return  # nothing was ever deleted
+        try:
+            needed = await self._needed()
+        except (RemoteError, OSError) as error:
+            log.error("parts that an interrupted deletion left stay: %s", error)
             return
-        needed = await self._needed()
-        for digest in [digest async for digest in self.public.digests() if digest not in needed]:
+        found = self.public.digests(before_ms=before_ms)
+        for digest in [digest async for digest in found if digest not in needed]:
+            if not self.decisions.may_answer():
+                return
             await self.public.delete(digest)
+
+    def _limit(self) -> int | None:
+        """Return how many newest policies are kept: those of the setting, or fewer if their encodings have too many bytes."""
+        state = self.decisions.state
+        if _bytes_of(state, _known(state)) <= self.public_bytes_max:
+            return self.checkpoints_kept
+        limit = min(self.checkpoints_kept or len(state.published), len(state.published))
+        while limit > 1 and _bytes_of(state, kept_encodings(state, limit)) > self.public_bytes_max:
+            limit //= 2
+        return limit
 
     async def _needed(self) -> set[str]:
         """Return the digests of the blobs that must stay. An older encoding may share a blob with a newer one."""
-        return await self._blobs(_known(self.decisions.state)) | {file.digest for file in self.run.spec.model_files}
+        model_files = {file.digest for file in self.run.spec.model_files}
+        return await self._blobs(_known(self.decisions.state)) | model_files | await self.replayable()
 
     async def _blobs(self, names: set[Name]) -> set[str]:
         """Return the digests of all blobs of these encodings."""
@@ -141,6 +215,12 @@ class Retention:
 
 def _known(state: State) -> set[Name]:
     return {(version, route.base_version) for version, it in state.published.items() for route in it.routes}
+
+
+def _bytes_of(state: State, names: set[Name]) -> int:
+    """Return the bytes of encodings; a blob that two share counts twice."""
+    routes = ((version, route) for version, it in state.published.items() for route in it.routes)
+    return sum(route.sent_bytes for version, route in routes if (version, route.base_version) in names)
 
 
 def _forgettable(state: State, checkpoints_kept: int) -> set[Name]:

@@ -9,6 +9,7 @@ LAG_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 METRICS = (
     Metric(MetricKind.GAUGE, "prime_head", "Newest published policy."),
     Metric(MetricKind.GAUGE, "prime_max_steps", "Steps of the whole run."),
+    Metric(MetricKind.GAUGE, "prime_paused", "Whether the operator has paused the run: 1 or 0."),
     Metric(MetricKind.GAUGE, "prime_workers", "Active workers."),
     Metric(MetricKind.GAUGE, "prime_workers_banned", "Banned keys."),
     Metric(MetricKind.GAUGE, "prime_leases_open", "Leases without a bundle yet."),
@@ -18,6 +19,12 @@ METRICS = (
     Metric(MetricKind.GAUGE, "prime_events", "Events in the log since the run began."),
     Metric(MetricKind.COUNTER, "prime_rollouts_total", "Settled rollouts by outcome, since the start.", ("outcome",)),
     Metric(MetricKind.COUNTER, "prime_requests_total", "Requests by endpoint and outcome.", ("endpoint", "outcome")),
+    Metric(
+        MetricKind.COUNTER,
+        "prime_requests_shed_total",
+        "Requests refused because the event loop was behind, by their importance.",
+        ("importance",),
+    ),
     Metric(MetricKind.COUNTER, "prime_upload_bytes_total", "Bytes of uploaded bundles."),
     Metric(MetricKind.GAUGE, "prime_problems_redrawn", "Problems replaced because they fail for a quorum of workers."),
     Metric(MetricKind.GAUGE, "prime_peers", "Listed peers."),
@@ -45,7 +52,7 @@ METRICS = (
     Metric(
         MetricKind.COUNTER,
         "prime_groups_dropped_total",
-        "Accepted groups that were dropped, since the start.",
+        "Accepted groups that were dropped, since the start: stale, damaged on the disk, too easy or hard, taken back.",
         ("reason",),
     ),
     Metric(

@@ -18,21 +18,15 @@ from prime_protocol import limits
 from prime_protocol.adapters import AdapterSpec
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration
+from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
-from prime_protocol.run_spec import (
-    CONFIG_FILE,
-    AuditPolicy,
-    CheckPolicy,
-    EnvironmentSpec,
-    ModelFile,
-    PinnedRun,
-    RunSpec,
-)
+from prime_protocol.replay import BundleAccess, ReplayPolicy
+from prime_protocol.run_spec import CONFIG_FILE, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.schedule import Schedule
 from prime_protocol.seed_chain import committed
 from prime_protocol.verify import LIKELIHOOD_RATIOS
@@ -51,6 +45,7 @@ class TinyModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["tiny"] = "tiny"
+    """Kind of the model: generated here."""
     hidden_size: int = Field(default=128, ge=16)
     """Width."""
     num_layers: int = Field(default=2, ge=1)
@@ -67,6 +62,7 @@ class PretrainedModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     kind: Literal["pretrained"]
+    """Kind of the model: with weights of its own."""
     name_or_path: str
     """Folder with config.json, tokenizer files and safetensors, or a hub's model name such as `Qwen/Qwen3-0.6B`."""
 
@@ -84,6 +80,22 @@ class AdapterConfig(BaseModel):
     """Names of linear layers, such as "q_proj"; empty: all but the head."""
 
 
+class ReplayConfig(BaseModel):
+    """Re-execution of training steps by strangers. The table `[run.replay]`, even an empty one, turns it on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    state_every: int = Field(default=10, ge=1)
+    """Policies between two published training states, 12 bytes a parameter each. A re-execution begins at one of them."""
+    state_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
+    """Days for which they are kept."""
+    bundle_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
+    """Days for which the bundles of a batch are kept for strangers."""
+    bundles: BundleAccess = BundleAccess.PUBLIC
+    """Readers of the bundles: public, everyone; or none, only validators and the trainer, so that strangers can check but the
+    batches' signatures, the learning rates and the bound on each weight's movement."""
+
+
 class RunConfig(Settings):
     """The [run] table. It is read once, when the run directory is created."""
 
@@ -96,6 +108,9 @@ class RunConfig(Settings):
     """Name of the run for people, on its page. Empty: `name`."""
     description: str = ""
     """What is trained and why, in one or two sentences for the page."""
+    coordinators: tuple[str, ...] = ()
+    """Addresses of further coordinators of the run, for example ["http://b.example.org:8400"]: hot standbys, or names that move.
+    Clients ask the next one where one does not answer."""
     async_level: int = Field(default=2, ge=0, le=64)
     """Number of policies that inference may be behind the trainer, k. 2 hides the broadcast."""
     max_steps: int = Field(default=1_000, ge=1)
@@ -146,6 +161,8 @@ class RunConfig(Settings):
     calibration_minutes: float = Field(default=10.0, gt=0.0)
     """Minutes after which the measurement ends with fewer tokens, but at least 2,000. The start of the engines and the end of the
     lease in progress come on top."""
+    replay: ReplayConfig | None = None
+    """Re-execution of training steps by strangers. None: they can verify who signed the weights, not how they were computed."""
     schedule: Schedule = Schedule()
     """Asynchronous mode: a preset, or settings by the names of prime-rl, verl or NeMo-RL. See docs/scheduler.md. A
     staleness_threshold replaces async_level."""
@@ -205,10 +222,12 @@ def build_run_spec(
     now_ms: int,
     adapters: AdapterSpec | None = None,
     calibration: Calibration | None = None,
+    recipe: bytes = b"",
 ) -> PinnedRun:
     """Sign the RunSpec with the root key. Raise LocalError if the settings do not fit together.
 
-    `calibration` becomes part of the checks, unless they contain one already.
+    `calibration` becomes part of the checks, unless they contain one already. `recipe`: the trainer's, if the run can be
+    re-executed.
     """
     checks = config.checks
     if calibration is not None and checks.calibration is None:
@@ -220,6 +239,7 @@ def build_run_spec(
             name=config.name,
             title=config.title,
             description=config.description,
+            coordinators=tuple(url.rstrip("/") for url in config.coordinators),
             created_at_ms=now_ms,
             keys=RoleKeys(
                 root=(keys["root"].key_id,),
@@ -251,6 +271,7 @@ def build_run_spec(
             checks=checks,
             schedule=config.schedule,
             adapters=adapters,
+            replay=None if config.replay is None else ReplayPolicy(recipe=digest_of(recipe), **dict(config.replay)),
             seed_chain=committed(
                 chain_of(secret_of(keys["coordinator"]), min(config.max_steps, limits.SEED_CHAIN_LENGTH_MAX)),
                 prompts=True,

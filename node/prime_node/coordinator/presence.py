@@ -9,11 +9,13 @@ need no session: finished work counts from any machine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.records import State, WorkerRecord
+from prime_node.patience import PAUSE_S_MAX
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import HeartbeatRequest, WorkerState
@@ -39,18 +41,28 @@ class Presence:
     def __init__(self, *, heartbeat_s: float) -> None:
         self._silence_s_max = HEARTBEATS_MISSED_MAX * heartbeat_s
         self._seen: dict[str, LastSeen] = {}
+        """Signs of life, the oldest first, so that `silent` looks at those of silent workers alone."""
         self._hints: dict[str, str] = {}
+        self._excused_s = -math.inf
 
     def heard(self, worker: str, now_s: float) -> None:
         """Record any valid request, which is a sign of life."""
-        old = self._seen.get(worker)
+        old = self._seen.pop(worker, None)
         self._seen[worker] = (
             LastSeen(now_s) if old is None else LastSeen(now_s, old.state, old.policy_version, old.bundles_spooled)
         )
 
     def reported(self, worker: str, beat: HeartbeatRequest, now_s: float) -> None:
         """Record a heartbeat."""
+        self._seen.pop(worker, None)
         self._seen[worker] = LastSeen(now_s, beat.state, beat.policy_version, beat.bundles_spooled)
+
+    def excuse(self, now_s: float) -> None:
+        """Record that a heartbeat was refused for load: no worker counts as silent until it may have sent the next ones.
+
+        A worker that was refused several times in a row repeats its heartbeat after PAUSE_S_MAX at most.
+        """
+        self._excused_s = now_s + PAUSE_S_MAX
 
     def forget(self, worker: str) -> None:
         """Forget a worker."""
@@ -68,29 +80,57 @@ class Presence:
         """Return why a worker's last request for work got nothing; empty if it did."""
         return self._hints.get(worker, "")
 
+    def doing(self, worker: WorkerRecord) -> str:
+        """Return a worker's state in a word."""
+        if worker.banned is not None:
+            return "banned"
+        seen = self.get(worker.worker) if worker.active else None
+        return "away" if not worker.active else "idle" if seen is None else str(seen.state)
+
     def lasts_s(self, worker: str, now_s: float) -> float:
         """Return the seconds until a worker is lost if it sends nothing more."""
         seen = self._seen.get(worker)
-        return self._silence_s_max if seen is None else max(0.0, seen.at_s + self._silence_s_max - now_s)
+        since_s = now_s if seen is None else max(seen.at_s, self._excused_s)
+        return max(0.0, since_s + self._silence_s_max - now_s)
 
     def get(self, worker: str) -> LastSeen | None:
         """Return a worker's last sign of life, if known."""
         return self._seen.get(worker)
 
-    def silent(self, active: Iterable[str], now_s: float) -> tuple[str, ...]:
-        """Return those of `active` that were silent for too long.
+    def silent(self, active: Collection[str], now_s: float) -> tuple[str, ...]:
+        """Return those of `active` that were silent for too long, and forget them and others that were.
 
-        Start counting for unknown workers, and forget those that are not in `active`.
+        Start counting for unknown workers, which all are after a restart.
         """
-        active = set(active)
-        self._seen = {worker: seen for worker, seen in self._seen.items() if worker in active}
+        if len(self._seen) < len(active):
+            for worker in active:
+                self._seen.setdefault(worker, LastSeen(now_s))
         lost = []
-        for worker in sorted(active):
-            seen = self._seen.setdefault(worker, LastSeen(now_s))
-            if now_s - seen.at_s > self._silence_s_max:
+        while self._seen:
+            worker, seen = next(iter(self._seen.items()))
+            if now_s - max(seen.at_s, self._excused_s) <= self._silence_s_max:
+                break
+            self.forget(worker)
+            if worker in active:
                 lost.append(worker)
-        self._hints = {worker: hint for worker, hint in self._hints.items() if worker in active}
-        return tuple(lost)
+        return tuple(sorted(lost))
+
+
+class ActiveWorkers(Collection[str]):
+    """The keys of a state's active workers, without a copy."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __contains__(self, worker: object) -> bool:
+        known = self._state.workers.get(worker) if isinstance(worker, str) else None
+        return known is not None and known.active
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, worker in self._state.workers.items() if worker.active)
+
+    def __len__(self) -> int:
+        return self._state.num_active
 
 
 def require_session(state: State, presence: Presence, signer: str, session: str, now_s: float) -> None:

@@ -49,7 +49,7 @@ def rows_of_json_lines(data: bytes) -> Iterator[Row]:
         if line.strip():
             try:
                 fields = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number}: needs a JSON object: {error}") from None
             if not isinstance(fields, dict):
                 raise ValueError(f"line {number}: needs a JSON object, got a {type(fields).__name__}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,19 @@ class ProblemSource(Protocol):
     def grade(self, problem: SourceProblem, answer: str) -> float:
         """Return the credit for an answer, in [0, 1]; 1 if it is right. Pure."""
         ...
+
+
+@runtime_checkable
+class PartedSource(ProblemSource, Protocol):
+    """A source that can name further rewards of an answer."""
+
+    def parts(self, problem: SourceProblem, answer: str) -> Mapping[str, float]:
+        """Return them by name. Pure."""
+        ...
+
+
+def parts_of(source: ProblemSource, problem: SourceProblem, answer: str) -> Mapping[str, float]:
+    """Return the further rewards of an answer. Raises ValueError if the source has none."""
+    if not isinstance(source, PartedSource):
+        raise ValueError("only a reward function of the run's own that returns a dict names further rewards")
+    return source.parts(problem, answer)

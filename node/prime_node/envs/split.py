@@ -10,12 +10,12 @@ HELD_OUT_START + n is evaluation problem n, so that leases can request it like a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 
-from prime_node.envs.source import ProblemSource, SourceProblem
+from prime_node.envs.source import ProblemSource, SourceProblem, parts_of
 from prime_node.ports.environment import HeldOutProblem
 from prime_protocol.assignment import HELD_OUT_START
 
@@ -87,6 +87,11 @@ class Judge:
         answer = self.frame.read(completion) if finished or self.score_cut_off else None
         return 0.0 if answer is None else self.source.grade(problem, answer)
 
+    def parts(self, problem: SourceProblem, completion: str, *, finished: bool) -> Mapping[str, float]:
+        """Return the further rewards of a completion; none where it holds no answer. Raises ValueError if the source has none."""
+        answer = self.frame.read(completion) if finished or self.score_cut_off else None
+        return {} if answer is None else parts_of(self.source, problem, answer)
+
     def reward(self, problem: SourceProblem, completion: str, *, finished: bool) -> float:
         """Return the reward of a completion."""
         return self.worth(self.credit(problem, completion, finished=finished))
@@ -117,6 +122,10 @@ class SplitEnvironment:
     def score(self, index: int, completion: str, *, finished: bool) -> float:
         """Return the reward of a completion for problem `index`."""
         return self.judge.reward(self.problem(index), completion, finished=finished)
+
+    def parts(self, index: int, completion: str, *, finished: bool) -> Mapping[str, float]:
+        """Return the further rewards of a completion for problem `index`."""
+        return self.judge.parts(self.problem(index), completion, finished=finished)
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
         """Return different questions; fewer than `count` if the source has no more."""

@@ -6,6 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 
+class DamagedBlob(OSError):
+    """The stored bytes of a blob cannot be read as they were written. A plain outage is another OSError."""
+
+
 class Blobs(Protocol):
     """Content-addressed storage.
 
@@ -23,7 +27,8 @@ class Blobs(Protocol):
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Return bytes [start, end).
 
-        Raises KeyError if the blob does not exist. A caller that does not trust the disk checks the digest.
+        Raises KeyError if the blob does not exist, and DamagedBlob if the disk cannot read its bytes or the service holds
+        other bytes. Not each damage is noticed: a caller that does not trust the disk checks the digest.
         """
         ...
 
@@ -39,6 +44,10 @@ class Blobs(Protocol):
         """Delete a blob. Idempotent."""
         ...
 
-    def digests(self) -> AsyncIterator[str]:
-        """Iterate over all digests, in no order. Blobs stored during the iteration may be missing."""
+    def digests(self, *, before_ms: int | None = None) -> AsyncIterator[str]:
+        """Iterate over all digests, in no order. Blobs stored during the iteration may be missing.
+
+        With `before_ms`, only blobs that were last stored before this time, in milliseconds since 1970. Another process may
+        have stored a younger blob for a command that is still on its way.
+        """
         ...

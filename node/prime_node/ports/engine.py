@@ -109,6 +109,15 @@ class BatchingEngine(Engine, Protocol):
         ...
 
 
+@runtime_checkable
+class ThreadedEngine(Engine, Protocol):
+    """An engine whose number of processors can change while it is loaded."""
+
+    def set_threads(self, threads: int) -> None:
+        """Compute with this many threads from the next call of `generate` or `load` on."""
+        ...
+
+
 class Scorer(Protocol):
     """Verifier of completions, by one forward pass over prompt and completion."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol, runtime_checkable
@@ -64,6 +64,15 @@ class Environment(Protocol):
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
         """Return the first `count` evaluation problems, by the evaluation's own seed."""
+        ...
+
+
+@runtime_checkable
+class PartedEnvironment(Environment, Protocol):
+    """An environment that can name further rewards of a completion."""
+
+    def parts(self, index: int, completion: str, *, finished: bool) -> Mapping[str, float]:
+        """Return them by name for training problem `index`; none where the completion holds no answer."""
         ...
 
 

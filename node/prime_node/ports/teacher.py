@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from prime_node.ports.train_samples import TopLogprobs
+
 
 class TeacherRefusal(Exception):
     """The teacher cannot score these sequences: one of them is too long, or has a token that the teacher lacks."""
@@ -18,6 +20,13 @@ class Teacher(Protocol):
 
         Idempotent. Raises Unreachable if the caller may retry, TeacherRefusal if a part of the sequences may be
         scored, LocalError if a retry would not help.
+        """
+        ...
+
+    async def top_logprobs(self, sequences: Sequence[tuple[int, ...]], count: int) -> list[TopLogprobs]:
+        """Return the `count` likeliest tokens, at temperature 1, at every token of each sequence except its first.
+
+        -1: the whole vocabulary. Otherwise as `logprobs`.
         """
         ...
 

@@ -1,62 +1,21 @@
-"""The training engine: a model with its optimizer, on one or many devices, and its inputs.
-
-Letters: N completion tokens, of one sequence or of many sequences concatenated.
-"""
+"""The training engine: a model with its optimizer, on one or many devices, and the loss that it computes."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from prime_node.ports.train_samples import TopLogprobs, TrainSample
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import BasePolicy, Encoding, PartEntry, TensorEntry
-from prime_protocol.rollout import Completion
-from prime_protocol.turns import Turn
+from prime_protocol.training_state import TrainingTensor
 from prime_protocol.weights import Weights
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The accepted rollouts of one prompt, as the feed delivers them: verified, with a validator's rewards.
-
-    Example: Group(17, (72, 105), (completion, other), (1.0, 0.0), policy_versions=(3, 3), worker="12D3...").
-    """
-
-    slot: int
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[Completion, ...]
-    rewards: tuple[float, ...]
-    """Rewards, one for each completion."""
-    policy_versions: tuple[int, ...]
-    """Policy from which each completion's staleness counts: the leased one, unless the schedule says otherwise."""
-    worker: str
-    """Key id of the worker that sampled them."""
-    environment: str = ""
-    """Name, in the RunSpec, of the prompt's environment."""
-    masked: tuple[bool, ...] = ()
-    """Completions that are too old to train on; empty if none is. They count in the advantages."""
-    turns: tuple[tuple[Turn, ...], ...] = ()
-    """Turns of each rollout, whose completion is then the concatenation of its answers. Empty: each rollout is one
-    answer to the prompt."""
-    claimed: bool = False
-    """Whether the logprobs are the worker's claim; otherwise a validator computed them."""
-    policies_spanned: tuple[int, ...] = ()
-    """Policy versions between each completion's first and last token, 0 if one sampled it; empty if none spans any."""
-
-
-class TrainingMode(StrEnum):
-    """Training signal of a sample. One batch may mix modes."""
-
-    RL = "rl"
-    """Reinforcement learning: the advantage, by the loss that the settings name."""
-    OPD = "opd"
-    """On-policy distillation: a teacher's logprobs of the student's own tokens."""
-    SFT = "sft"
-    """Supervised fine-tuning: a reference to imitate."""
 
 
 class AggregationKind(StrEnum):
@@ -80,6 +39,15 @@ class AggregationKind(StrEnum):
         return _VERL_NAMES.get(str(value))
 
 
+class DivisionKind(StrEnum):
+    """Counts by which the sum of a batch's losses is divided."""
+
+    BATCH = "batch"
+    """Those of the whole batch: a mode weighs by its tokens or sequences."""
+    MODE = "mode"
+    """Each training mode by its own: a mode's mean does not depend on what else is in the batch."""
+
+
 class LossNeed(StrEnum):
     """Value of a token that a loss asks for, and that is computed only then."""
 
@@ -87,6 +55,10 @@ class LossNeed(StrEnum):
     """Logprobs under the reference policy: one more forward pass."""
     ENTROPY = "entropy"
     """Entropy of the trained policy, with its gradient."""
+    VALUES = "values"
+    """The critic's value of the state before each token; the trainer must have a critic."""
+    SELECTED = "selected"
+    """Tokens that the loss itself chose among all of the optimizer step: one more forward pass."""
 
 
 class KeptPolicy(StrEnum):
@@ -103,40 +75,6 @@ _VERL_NAMES = {
     "seq-mean-token-sum": AggregationKind.SEQUENCE_SUM,
     "token-sum": AggregationKind.TOKEN_SUM,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSample:
-    """One sequence to train on. Example: TrainSample((1, 2), (3, 4), (-0.1, -0.2), advantage=0.5).
-
-    Per-token fields may be empty if the sample does not use them.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    completion_token_ids: tuple[int, ...]
-    inference_logprobs: tuple[float, ...]
-    """Logprobs (nats) of each completion token under the policy that sampled it; zeros if the mode needs none (sft)."""
-    advantage: float
-    mode: TrainingMode = TrainingMode.RL
-    loss_mask: tuple[bool, ...] = ()
-    """Mask, False on completion tokens that are not trained, such as an environment's text between two turns. Empty:
-    all are trained."""
-    teacher_logprobs: tuple[float, ...] = ()
-    """Logprobs (nats) under the teacher; mode `opd` needs them."""
-    prox_logprobs: tuple[float, ...] = ()
-    """Logprobs (nats) under the proximal policy. Empty: that is the policy at the start of the step."""
-    reference_logprobs: tuple[float, ...] = ()
-    """Logprobs (nats) under the reference policy, for a loss that needs them."""
-    prompt_weight: float = 1.0
-    """Factor of the aggregation prompt_mean: trainable tokens of the batch / (its prompts x those of this prompt)."""
-    claim_nats_max: float = math.inf
-    """Distance (nats) of `inference_logprobs` from the trainer's beyond which a token is not trained. Infinite unless
-    they are a worker's claim."""
-
-    @property
-    def num_trained(self) -> int:
-        """Return the number of trainable tokens."""
-        return sum(self.loss_mask) if self.loss_mask else len(self.completion_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +95,28 @@ class OptimizerSettings:
     """Custom optimizer, "package.module.Class". The AdamW settings above, except the norm, are then unused."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the custom optimizer besides the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """Configuration of a critic."""
+
+    optimizer: OptimizerSettings = OptimizerSettings()
+    cliprange_value: float | None = 0.5
+    """Distance from its old value beyond which a new value gets no gradient towards the return; None: no bound."""
+    initial_weights: str | None = None
+    """Folder or hub's name of its first weights; None: the policy's."""
+
+
+@dataclass(frozen=True, slots=True)
+class CriticStats:
+    """Result of one optimizer step of the critic."""
+
+    loss: float
+    grad_norm: float
+    """Global norm before clipping."""
+    metrics: Mapping[str, float]
+    """Means over the trainable tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +154,30 @@ class Loss(Protocol):
 
     def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
         """Return the divisor for the whole batch, from its trainable tokens and its sequences with at least one."""
+        ...
+
+    def choose(
+        self, advantages: Sequence[float], logprobs: Sequence[float], log_ratios: Sequence[float], *, seed: int
+    ) -> set[int]:
+        """Return the places of the tokens that a loss with LossNeed.SELECTED treats differently.
+
+        The values are of all trainable tokens of mode rl of an optimizer step: advantage, log pi, log(pi / pi_prox).
+        """
+        ...
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """Return whether samples of mode rl need `TrainSample.weight_mean`."""
+        ...
+
+    def mean_weight(
+        self,
+        proximal_N: npt.NDArray[np.float64],
+        inference_N: npt.NDArray[np.float64],
+        mask_N: npt.NDArray[np.bool_],
+        lengths: Sequence[int],
+    ) -> float:
+        """Return it, from log pi_prox and log mu of an optimizer step; the mask is True on trainable tokens of mode rl."""
         ...
 
 
@@ -236,6 +220,15 @@ class PackedBatch:
     """Shares in the backend's own format, one for each rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommittedTensors:
+    """Content of a file of a training state, for its index (prime_protocol.training_state)."""
+
+    tensors: tuple[TrainingTensor, ...]
+    parts: tuple[PartEntry, ...]
+    """Parts of the file, with their digests. Empty except on the first rank."""
+
+
 class TrainBackend(Protocol):
     """A synchronous training engine.
 
@@ -267,16 +260,25 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """Return the logprobs (nats) of every completion token of every sample, as `train_step` computes them."""
+    def logprobs(self, samples: Sequence[TrainSample], of: KeptPolicy | None = None) -> list[list[float]]:
+        """Return the logprobs (nats) of every completion token of every sample, as `train_step` computes them.
+
+        `of`: a kept policy; the current weights stay. Raises LocalError if it was not kept.
+        """
+        ...
+
+    def top_logprobs(
+        self, samples: Sequence[TrainSample], count: int, of: KeptPolicy | None = None
+    ) -> Sequence[TopLogprobs]:
+        """Return the `count` likeliest tokens at every completion token of every sample; -1: the whole vocabulary."""
+        ...
+
+    def score_norms(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        """Return 1 - 2 pi + the sum of pi^2 over the vocabulary for every completion token of every sample."""
         ...
 
     def keep_policy(self, which: KeptPolicy) -> None:
         """Keep the current policy, replacing the one kept before. Checkpoints contain the reference policy."""
-        ...
-
-    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> Sequence[Sequence[float]]:
-        """Return the logprobs (nats) of every completion token under the kept policy. The current weights stay."""
         ...
 
     def snapshot(self) -> Weights:
@@ -297,6 +299,21 @@ class TrainBackend(Protocol):
         """
         ...
 
+    def begin_critic(self) -> None:
+        """Give the critic the policy's present weights and a new optimizer. Without a critic nothing happens."""
+        ...
+
+    def values(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
+        """Return the critic's value of the state before every completion token of every sample."""
+        ...
+
+    def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
+        """Run one optimizer step of the critic towards the samples' returns.
+
+        Raises TrainingDiverged if the gradient is not finite, before any weight has changed.
+        """
+        ...
+
     def save(self, folder: Path) -> Callable[[], None]:
         """Return a function that writes model, optimizer and RNG, as they are now, durably into the empty folder.
 
@@ -307,6 +324,22 @@ class TrainBackend(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore bit-exactly the state at `save`, the optimizer's settings included."""
+        ...
+
+    @property
+    def numerics(self) -> str:
+        """Return the name of the arithmetic: the same name computes the same bits."""
+        ...
+
+    def commit(self, path: Path) -> CommittedTensors:
+        """Write all that the next step depends on to a file of raw tensors, in order of their names, and hash its parts.
+
+        Nothing changes. Raises LocalError if an optimizer's state is not made of tensors.
+        """
+        ...
+
+    def restore(self, path: Path, tensors: Sequence[TrainingTensor]) -> None:
+        """Restore bit-exactly the state of a file from `commit`; `new_optimizer` was called before. Raises LocalError."""
         ...
 
 

@@ -12,7 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.envelope import Envelope
-from prime_protocol.replies import CheckTask, HeartbeatReply, HoldingReply, JoinReply, NotYet, ReceiptList, UploadReply
+from prime_protocol.replies import (
+    CheckTask,
+    HeartbeatReply,
+    HoldingReply,
+    JoinReply,
+    NotYet,
+    ReceiptList,
+    Standing,
+    UploadReply,
+)
 from prime_protocol.requests import (
     BatchRequest,
     BundleRequest,
@@ -99,6 +108,14 @@ class PublicSource(CheckpointSource, StatementSource, Protocol):
     """Public data of a run."""
 
 
+class ReplaySource(PublicSource, Protocol):
+    """Public data of a run, with what its steps were computed from."""
+
+    async def public_batch(self, step: int, part: int) -> Envelope:
+        """Return a signed batch of a step whose policy is published. Raises RemoteError(NOT_FOUND)."""
+        ...
+
+
 class WorkerPort(CheckpointSource, Protocol):
     """A worker's requests to a coordinator. The adapter signs them with the worker's key and a fresh nonce."""
 
@@ -130,6 +147,10 @@ class WorkerPort(CheckpointSource, Protocol):
         """Leave the run."""
         ...
 
+    async def standing(self, key: str) -> Standing:
+        """Return the standing of a worker or a person, unsigned. Raises RemoteError(NOT_FOUND)."""
+        ...
+
 
 class ValidatorPort(CheckpointSource, Protocol):
     """A validator's requests to a coordinator."""
@@ -158,8 +179,8 @@ class ValidatorPort(CheckpointSource, Protocol):
 class PublishPort(CheckpointSource, Protocol):
     """Requests of a publisher of policies to a coordinator."""
 
-    async def put_blob(self, data: bytes) -> str:
-        """Store a checkpoint part or a model file. Idempotent; returns the digest."""
+    async def put_blob(self, data: bytes, *, seeded: bool = True) -> str:
+        """Store a public blob. Idempotent; returns the digest. `seeded`: it is part of a policy, which peers fetch."""
         ...
 
     async def publish(self, manifest: Envelope) -> None:
@@ -167,8 +188,8 @@ class PublishPort(CheckpointSource, Protocol):
         ...
 
 
-class TrainerPort(PublishPort, Protocol):
-    """The trainer's requests to a coordinator."""
+class BatchPort(Protocol):
+    """Source of what steps are trained on."""
 
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
         """Request the signed batch of a step; NotYet if it is incomplete."""
@@ -177,3 +198,7 @@ class TrainerPort(PublishPort, Protocol):
     async def bundle(self, request: BundleRequest) -> bytes:
         """Return an accepted bundle's bytes, unverified."""
         ...
+
+
+class TrainerPort(PublishPort, BatchPort, Protocol):
+    """The trainer's requests to a coordinator."""

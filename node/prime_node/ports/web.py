@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Protocol
 
+from prime_node.ports.host_names import is_own_host
 from prime_protocol.errors import ErrorCode, RemoteError
 
 
@@ -59,6 +62,19 @@ class Response:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
+class Importance(IntEnum):
+    """Kinds of requests, by which an overloaded server refuses them: the lowest first."""
+
+    STRANGERS = 0
+    """Anything on a connection without a member's signature."""
+    HEARTBEATS = 1
+    NEW_WORK = 2
+    FINISHED_WORK = 3
+    """What ends work that was done: uploads, verdicts, batches."""
+    ALWAYS = 4
+    """Never refused for load, such as the checks of a load balancer."""
+
+
 @dataclass(frozen=True, slots=True)
 class BodyShare:
     """A named limit that several bodies in transit share. A body may count against several."""
@@ -77,7 +93,7 @@ class BodyAdmission:
     """Digest that the body must have, if its sender has signed one."""
 
 
-Admit = Callable[[Request, int], BodyAdmission]
+Admit = Callable[[Request, int], BodyAdmission | Awaitable[BodyAdmission]]
 """Decides by a request's header, while its body is still empty, and by the length of the body to come. Raises RemoteError."""
 
 
@@ -89,10 +105,16 @@ class CallerBounds:
     """Function that names a caller's network, from its connection's address and the header X-Forwarded-For."""
     is_proxy: Callable[[str], bool] = lambda address: False
     """Function that returns whether an address is the operator's own reverse proxy, whose connections carry many callers."""
-    is_host: Callable[[str, str], bool] = lambda address, host: True
+    is_host: Callable[[str, str], bool] = is_own_host
     """Function that returns whether a caller at this address may use this value of the header Host."""
     connects_per_second: float = math.inf
     """New connections per second from one network, sustained; bursts of five times as many are accepted."""
+    lag_s_max: float = math.inf
+    """Lateness of the server's event loop in seconds beyond which requests are refused, by their importance."""
+    refused: Callable[[Importance, int], None] = lambda importance, count: None
+    """Function that gets the kind of requests that are refused for load, and their number."""
+    claimed: Callable[[bytes], Sender | None] = lambda signed: None
+    """Function that returns the sender that a request's signed header names, unverified; None for a stranger's."""
     requests_per_second: float = math.inf
     """Requests per second from one network of strangers; excess requests wait. If finite, all strangers together get a
     fifth of the server's processor time."""
@@ -112,6 +134,8 @@ class Route:
     """Maximum body size. A longer body is refused while it streams in, compressed or not; 0 means that no body is read."""
     admit: Admit | None = None
     """Admission check, called before a body is read. None admits every body, up to its length."""
+    importance: Importance = Importance.NEW_WORK
+    """Kind of its members' requests, for an overloaded server."""
     is_bulk: bool = False
     """Whether this is a GET that is repeated often over kept connections, such as for pieces. The adapter then reduces
     its overhead; the handler's `headers` give the Content-Length of an iterator."""
@@ -120,8 +144,25 @@ class Route:
 class WebServer(Protocol):
     """A server that runs until stopped. The adapter cuts slow headers and slow bodies."""
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, bounds: CallerBounds | None = None) -> int:
-        """Bind and serve. Port 0 picks a free one; returns the port. Raises LocalError if it cannot bind."""
+    async def start(
+        self,
+        routes: Sequence[Route],
+        *,
+        host: str,
+        port: int,
+        bounds: CallerBounds | None = None,
+        bound: socket.socket | None = None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> int:
+        """Bind and serve. Port 0 picks a free one; returns the port. Raises LocalError if it cannot bind.
+
+        With `bound`, a socket that is bound already, the server listens on that one instead. `may_send` is called before
+        any byte is sent, errors included; the connection is cut if it returns False.
+        """
+        ...
+
+    def overload(self, path: str, sender: Callable[[], Sender | None]) -> RemoteError | None:
+        """Return the error for a request that came another way and is refused for load; None for one that is answered."""
         ...
 
     async def stop(self, *, grace_s: float) -> None:

@@ -8,13 +8,25 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
-from prime_node.algo.advantages import inputs_of
-from prime_node.algo.advantages.batch_whitening import whitened
+import numpy as np
+
 from prime_node.algo.filters import FilterInputs, flags
 from prime_node.algo.trajectories import interleave
-from prime_node.ports.train_backend import Group, PackedBatch, TrainBackend, TrainingMode, TrainSample
+from prime_node.ports.train_backend import AggregationKind, PackedBatch, TrainBackend
+from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
+from prime_node.trainer.credit import (
+    Rollouts,
+    TokenValues,
+    no_costs,
+    rollout_advantages,
+    spread_over,
+    token_advantages,
+    token_returns,
+    whitened_over_batch,
+)
 from prime_node.trainer.recipe import ProximalPolicy, Recipe
 from prime_node.training_data.feed import StepBatch
 from prime_protocol import step as step_rule
@@ -35,8 +47,11 @@ class Prepared:
 class MiniBatch:
     """Input of one optimizer step."""
 
-    num_groups: int
-    prepared: Prepared
+    groups: Sequence[Group]
+    rollouts: Rollouts
+    """Their samples before advantages and filters."""
+    prepared: Prepared | None
+    """None if the advantages need values that only the trainer's weights give."""
     packed: PackedBatch | None
     """Packed samples; None if they still lack logprobs of another policy."""
 
@@ -51,75 +66,148 @@ class ReadyBatch:
 
 
 def ready_batch(
-    batch: StepBatch, recipe: Recipe, backend: TrainBackend, *, minis: int, now_s: Callable[[], float]
+    batch: StepBatch,
+    recipe: Recipe,
+    backend: TrainBackend,
+    *,
+    minis: int,
+    now_s: Callable[[], float],
+    hint_of: Callable[[Group], tuple[int, ...]] = lambda group: (),
+    parts_of: Callable[[Group], tuple[Mapping[str, float], ...]] = lambda group: (),
 ) -> ReadyBatch:
     """Prepare a batch as far as possible without the weights, in a thread, while an earlier step trains.
 
     A batch that has lost groups still gives at most `minis` mini-batches; one without groups gives an empty one. Samples that
-    are longer than the model's positions are left out, with a warning. Raises LocalError.
+    are longer than the model's positions are left out, with a warning. `hint_of` returns the prompt under which the policy
+    teaches itself a group, `parts_of` the further rewards of a group's completions. Raises LocalError.
     """
     began_s, made = now_s(), []
     size = max(1, math.ceil(len(batch.groups) / minis))
     for start in range(0, max(1, len(batch.groups)), size):
-        groups = batch.groups[start : start + size]
-        prepared = _fitting(prepare(groups, recipe, step=batch.step), backend.sequence_tokens_max, step=batch.step)
-        is_whole = recipe.proximal is ProximalPolicy.CURRENT and not recipe.needs_reference
-        is_whole = is_whole and not any(sample.mode is TrainingMode.OPD for sample in prepared.samples)
-        made.append(MiniBatch(len(groups), prepared, backend.pack(prepared.samples) if is_whole else None))
+        groups = _parted(batch.groups[start : start + size], recipe, parts_of, step=batch.step)
+        rollouts = _fitting(samples_of(groups, recipe, hint_of), backend.sequence_tokens_max, step=batch.step)
+        if recipe.credits_by_weights:
+            made.append(MiniBatch(groups, rollouts, None, None))
+            continue
+        prepared = prepare(groups, recipe, step=batch.step, rollouts=rollouts)
+        is_whole = (
+            recipe.proximal is ProximalPolicy.CURRENT and not recipe.needs_reference and not recipe.looks_at_tokens
+        )
+        is_whole = is_whole and not any(sample.mode in _TAUGHT for sample in prepared.samples)
+        made.append(MiniBatch(groups, rollouts, prepared, backend.pack(prepared.samples) if is_whole else None))
     return ReadyBatch(tuple(made), now_s() - began_s)
 
 
-def _fitting(prepared: Prepared, tokens_max: int, *, step: int) -> Prepared:
+def _parted(
+    groups: Sequence[Group],
+    recipe: Recipe,
+    parts_of: Callable[[Group], tuple[Mapping[str, float], ...]],
+    *,
+    step: int,
+) -> Sequence[Group]:
+    """Add the further rewards that the advantage compares, to groups of mode rl."""
+    if not (names := recipe.advantage.reward_parts):
+        return groups
+    found = [
+        replace(group, reward_parts=parts_of(group)) if recipe.mode_of(group.environment) is TrainingMode.RL else group
+        for group in groups
+    ]
+    known = {name for group in found for parts in group.reward_parts for name in parts}
+    if missing := sorted(names - known):
+        log.warning("step %d: no answer has the rewards %s: they count as 0", step, ", ".join(missing))
+    return found
+
+
+def _fitting(rollouts: Rollouts, tokens_max: int, *, step: int) -> Rollouts:
     """Leave out samples that the model cannot compute: workers decide how long they are, within the run's limits."""
-    fitting = tuple(
-        one for one in prepared.samples if len(one.prompt_token_ids) + len(one.completion_token_ids) <= tokens_max
-    )
-    if left_out := len(prepared.samples) - len(fitting):
+
+    def fits(one: TrainSample) -> bool:
+        return len(one.prompt_token_ids) + len(one.completion_token_ids) <= tokens_max
+
+    every = [sample for completions in rollouts for samples in completions for sample in samples]
+    if left_out := sum(not fits(sample) for sample in every):
         log.warning("step %d: %d samples are longer than the model's %d positions", step, left_out, tokens_max)
-    return replace(prepared, samples=fitting)
+    return [[tuple(filter(fits, samples)) for samples in completions] for completions in rollouts]
 
 
-def prepare(groups: Sequence[Group], recipe: Recipe, *, step: int) -> Prepared:
-    """Compute advantages inside each group, then apply the filters; the order of the rollouts stays."""
-    samples: list[list[TrainSample]] = []
-    counts: Counter[str] = Counter({_count_name(its.name, its.enforce): 0 for its in recipe.filters})
-    num_flat = 0
-    for group, advantages in zip(groups, _advantages(groups, recipe), strict=True):
-        samples.append([])
+_TAUGHT = (TrainingMode.OPD, TrainingMode.OPSD)
+
+
+def samples_of(
+    groups: Sequence[Group], recipe: Recipe, hint_of: Callable[[Group], tuple[int, ...]] = lambda group: ()
+) -> list[list[list[TrainSample]]]:
+    """Return the samples of each completion of each group, without advantages."""
+    found = []
+    for group in groups:
         mode = recipe.mode_of(group.environment)
-        num_flat += len(set(group.rewards)) < 2
-        found = flags(recipe.filters, FilterInputs(group, advantages, recipe.vocab_size))
-        is_masked = group.masked or (False,) * len(group.completions)
+        hint = hint_of(group) if mode is TrainingMode.OPSD else ()
         # Mode sft uses no sampler's logprobs, so a false claim changes nothing.
         claim_nats_max = recipe.claim_nats_max if group.claimed and mode is not TrainingMode.SFT else math.inf
-        for number, (value, flag, masked) in enumerate(zip(advantages, found, is_masked, strict=True)):
+        numbers = range(len(group.completions))
+        samples = [_samples(group, number, mode=mode, claim_nats_max=claim_nats_max) for number in numbers]
+        found.append([[_hinted(sample, hint, group) for sample in its] for its in samples] if hint else samples)
+    return found
+
+
+def _hinted(sample: TrainSample, hint: tuple[int, ...], group: Group) -> TrainSample:
+    """Add the teacher's prompt: the hint itself, or before a prompt that belongs to a conversation."""
+    return replace(sample, teacher_prompt_token_ids=hint + sample.prompt_token_ids if group.turns else hint)
+
+
+def prepare(
+    groups: Sequence[Group],
+    recipe: Recipe,
+    *,
+    step: int,
+    rollouts: Rollouts | None = None,
+    costs: TokenValues | None = None,
+    values: Mapping[str, TokenValues] = MappingProxyType({}),
+) -> Prepared:
+    """Compute advantages inside each group, then apply the filters; the order of the rollouts stays.
+
+    `rollouts` are the groups' samples, if they were made before; `costs` and `values`, further inputs of the advantage by name,
+    are of the same sampled tokens.
+    """
+    rollouts = samples_of(groups, recipe) if rollouts is None else rollouts
+    if costs is None and recipe.advantage.discounts:
+        costs = no_costs(rollouts)
+    columns: dict[str, TokenValues] = {}
+    if costs is not None:
+        raw = token_advantages(groups, recipe, costs, values)
+        columns["advantages"] = whitened_over_batch(groups, recipe, raw)
+        if "values" in values:
+            columns["values"] = values["values"]
+            columns["returns"] = token_returns(groups, recipe, costs, values["values"], raw)
+    advantages = rollout_advantages(groups, recipe) if costs is None else _seen_by_filters(columns["advantages"])
+    samples: list[list[TrainSample]] = []
+    counts: Counter[str] = Counter({_count_name(its.name, its.enforce): 0 for its in recipe.filters})
+    for index, group in enumerate(groups):
+        samples.append([])
+        found = flags(recipe.filters, FilterInputs(group, advantages[index], recipe.vocab_size))
+        is_masked = group.masked or (False,) * len(group.completions)
+        for number, (value, flag, masked) in enumerate(zip(advantages[index], found, is_masked, strict=True)):
             if masked:
                 counts["filtered_stale"] += 1
                 continue
             if flag is not None:
                 counts[_count_name(flag.name, flag.enforce)] += 1
             if flag is None or not flag.enforce:
-                samples[-1] += _samples(group, number, advantage=value, mode=mode, claim_nats_max=claim_nats_max)
+                its = [replace(sample, advantage=value) for sample in rollouts[index][number]]
+                for name, column in columns.items():
+                    its = spread_over(its, column[index][number], name)
+                samples[-1] += its
     if recipe.is_prompt_mean:
         samples = prompt_weighed(samples)
+    if recipe.divides_by_mode:
+        samples = mode_weighed(samples, recipe.aggregation)
     chosen = tuple(sample for prompt in samples for sample in prompt)
+    num_flat = sum(len(set(group.rewards)) < 2 for group in groups)
     return Prepared(chosen, {**_metrics(groups, step), "num_flat_groups": num_flat, **counts})
 
 
-def _advantages(groups: Sequence[Group], recipe: Recipe) -> list[tuple[float, ...]]:
-    """Return the advantages of each group. Only mode rl has rewards; in the other modes every rollout counts the same."""
-    views = [inputs_of(group) for group in groups]
-    is_rl = [recipe.mode_of(group.environment) is TrainingMode.RL for group in groups]
-    found = [
-        recipe.advantage(view) if rewarded else (1.0,) * len(view.rollouts)
-        for view, rewarded in zip(views, is_rl, strict=True)
-    ]
-    if recipe.advantage.is_whitened:
-        chosen = [index for index, rewarded in enumerate(is_rl) if rewarded]
-        tokens = [[rollout.completion_len for rollout in views[index].rollouts] for index in chosen]
-        for index, values in zip(chosen, whitened([found[index] for index in chosen], tokens), strict=True):
-            found[index] = values
-    return found
+def _seen_by_filters(tokens: TokenValues) -> list[tuple[float, ...]]:
+    """Return of each rollout the advantage furthest from 0 among its tokens; 0 without tokens."""
+    return [tuple(rollout[int(np.abs(rollout).argmax())] if rollout else 0.0 for rollout in group) for group in tokens]
 
 
 def prompt_weighed(prompts: Sequence[Sequence[TrainSample]]) -> list[list[TrainSample]]:
@@ -127,25 +215,43 @@ def prompt_weighed(prompts: Sequence[Sequence[TrainSample]]) -> list[list[TrainS
     tokens = [sum(sample.num_trained for sample in prompt) for prompt in prompts]
     num_prompts = sum(count > 0 for count in tokens)
     return [
-        [replace(sample, prompt_weight=sum(tokens) / max(1, num_prompts * count)) for sample in prompt]
+        [replace(sample, loss_weight=sum(tokens) / max(1, num_prompts * count)) for sample in prompt]
         for prompt, count in zip(prompts, tokens, strict=True)
     ]
 
 
-def _samples(
-    group: Group, number: int, *, advantage: float, mode: TrainingMode, claim_nats_max: float
-) -> list[TrainSample]:
+def _samples(group: Group, number: int, *, mode: TrainingMode, claim_nats_max: float) -> list[TrainSample]:
     """Return the samples of one rollout: one, or several if its turns do not fit into one."""
     rules: dict[str, Any] = {"mode": mode, "claim_nats_max": claim_nats_max}
     if not group.turns:
         completion = group.completions[number]
-        return [TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, advantage, **rules)]
+        return [TrainSample(group.prompt_token_ids, completion.token_ids, completion.logprobs, 0.0, **rules)]
     return [
-        TrainSample(
-            one.prompt_token_ids, one.completion_token_ids, one.logprobs, advantage, loss_mask=one.loss_mask, **rules
-        )
+        TrainSample(one.prompt_token_ids, one.completion_token_ids, one.logprobs, 0.0, loss_mask=one.loss_mask, **rules)
         for one in interleave(group.turns[number])
     ]
+
+
+def mode_weighed(prompts: Sequence[Sequence[TrainSample]], kind: AggregationKind) -> list[list[TrainSample]]:
+    """Return the samples of one optimizer step by prompt, with factors that divide each mode's losses by its own count."""
+    counts: Counter[TrainingMode] = Counter()
+    for prompt in prompts:
+        found: Counter[TrainingMode] = Counter()
+        for sample in prompt:
+            found[sample.mode] += sample.num_trained if kind in _BY_TOKENS else sample.num_trained > 0
+        if kind is AggregationKind.PROMPT_MEAN:
+            found = Counter({mode: count > 0 for mode, count in found.items()})
+        counts += found
+    total = sum(counts.values())
+    if kind is AggregationKind.TOKEN_SUM or not total:
+        return [list(prompt) for prompt in prompts]
+    return [
+        [replace(one, loss_weight=one.loss_weight * total / max(1, counts[one.mode])) for one in prompt]
+        for prompt in prompts
+    ]
+
+
+_BY_TOKENS = (AggregationKind.TOKEN_MEAN, AggregationKind.PROMPT_MEAN)
 
 
 def _turns(groups: Sequence[Group]) -> dict[str, float]:

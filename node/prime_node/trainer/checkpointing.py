@@ -4,6 +4,8 @@
     checkpoints/00000210-step-00000040/    that phase took 210 steps; holds policy 40
         state.json                         TrainerState
         ...                                whatever the backend saves
+        digests.json                       digest of each of these files
+    checkpoints/NAME.damaged/              a checkpoint whose files changed on the disk, until the next one is written
 
 A checkpoint is written under another name, every file and the folder are synced, then it is renamed, then the parent
 folder is synced. After a kill at any moment, the newest complete one is found again; the next start removes partial
@@ -17,23 +19,34 @@ Invariant: there is always a checkpoint from which every unannounced policy can 
 the publisher, so the newest checkpoint may hold policy 7 although policy 5 was not announced when the process died. A
 trainer that resumed at 7 could never announce 5 and 6. A checkpoint at step n is usable once policy n - 1 is announced:
 `head`, the newest announced policy, decides which one is loaded and which may be deleted.
+
+A checkpoint is loaded only if its files have the digests that were computed when it was written. One without digests, of an
+earlier release, is loaded as it is. If a file is damaged, the checkpoint before is loaded. So the durable step, up to which the
+coordinator deletes batches, is that of the second newest usable checkpoint. With `kept` = 1 it is that of the only one, and
+damage to it ends the run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
+import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from blake3 import blake3
 from pydantic import ValidationError
 
-from prime_node.files import sync
+from prime_node.files import PASSING_FAULTS, sync
 from prime_node.trainer.state import Phase, TrainerState
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, TransientFault
 
-_STATE_FILE = "state.json"
-_PARTIAL = ".partial"
+log = logging.getLogger(__name__)
+
+_STATE_FILE, _DIGESTS_FILE = "state.json", "digests.json"
+_PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
 class Checkpoints:
@@ -70,6 +83,8 @@ class Checkpoints:
         with self._cleaning(partial):
             write()
             (partial / _STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
+            digests = {path.name: _digest_of_file(path) for path in sorted(partial.iterdir())}
+            (partial / _DIGESTS_FILE).write_text(json.dumps(digests, indent=1), encoding="utf-8")
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(target)
@@ -77,6 +92,8 @@ class Checkpoints:
         for old in self._usable(head)[: -self._kept]:
             if not self._is_kept(old):
                 shutil.rmtree(old)
+        for damaged in self._folder.glob(f"*{_DAMAGED}"):
+            shutil.rmtree(damaged)
 
     @contextlib.contextmanager
     def _cleaning(self, partial: Path) -> Iterator[None]:
@@ -84,7 +101,8 @@ class Checkpoints:
             yield
         except (OSError, LocalError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise LocalError(
+            kind = TransientFault if getattr(error, "errno", None) in PASSING_FAULTS else LocalError
+            raise kind(
                 f"checkpoint {partial.stem} cannot be written in {self._folder}: {error}. The previous checkpoint is intact"
             ) from None
 
@@ -92,19 +110,22 @@ class Checkpoints:
         return self._keep_every > 0 and "-step-" in path.name and _step_of(path) % self._keep_every == 0
 
     def durable_step(self, head: int) -> int:
-        """Return the step at which a trainer killed now would resume."""
-        usable = self._usable(head)
-        return _step_of(usable[-1]) if usable else 0
+        """Return the step at which a trainer killed now would resume, even if its newest checkpoint were damaged."""
+        usable = self._usable(head)[-min(2, self._kept) :]
+        return _step_of(usable[0]) if usable else 0
 
     def newest(self, *, head: int) -> tuple[TrainerState, Path] | None:
-        """Return the checkpoint to resume from; None if there is none at all. Raises LocalError.
+        """Return the newest intact checkpoint to resume from; None if there is none at all. Raises LocalError.
 
-        Deletes partial checkpoints, and those ahead of the returned one: their steps will be computed again.
+        Deletes partial checkpoints, and those ahead of the returned one: their steps will be computed again. Renames damaged
+        ones.
         """
         for partial in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(partial)
         complete, usable = self._complete(), self._usable(head)
         if not complete:
+            if self._damaged():  # a trainer that began at step 0 would delete them
+                raise self._none_intact()
             return None
         if not usable:
             raise LocalError(
@@ -113,23 +134,70 @@ class Checkpoints:
             )
         for ahead in complete[len(usable) :]:
             shutil.rmtree(ahead)
-        path = usable[-1]
+        path = self._intact(usable)
         try:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
         except (OSError, ValidationError) as error:
-            raise LocalError(
-                f"checkpoint {path} cannot be read: {error}. Delete it to resume from the previous one"
-            ) from None
+            raise LocalError(f"{path / _STATE_FILE} cannot be read: {error}") from None
         if state.run != self._run:
             raise LocalError(f"checkpoint {path} belongs to run {state.run[:12]}, not {self._run[:12]}")
         return state, path
 
+    def _intact(self, usable: Sequence[Path]) -> Path:
+        """Return the newest undamaged checkpoint, after renaming the damaged ones that are newer. Raises LocalError."""
+        for path in reversed(usable):
+            fault = _fault_of(path)
+            if fault is None:
+                return path
+            log.error("%s; resuming from the checkpoint before it, if there is one. Check the disk", fault)
+            aside = path.with_suffix(_DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        raise self._none_intact()
+
+    def _damaged(self) -> list[str]:
+        return sorted(path.name for path in self._folder.glob(f"*{_DAMAGED}"))
+
+    def _none_intact(self) -> LocalError:
+        return LocalError(
+            f"no checkpoint in {self._folder} is intact, the damaged ones are {', '.join(self._damaged())}: restore one from a"
+            f" copy, or remove the suffix {_DAMAGED} and its {_DIGESTS_FILE} to load it as it is"
+        )
+
     def _complete(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        return sorted(path for path in self._folder.glob("*-*") if path.suffix != _PARTIAL)
+        return sorted(path for path in self._folder.glob("*-*") if path.suffix not in {_PARTIAL, _DAMAGED})
 
     def _usable(self, head: int) -> list[Path]:
         return [path for path in self._complete() if _step_of(path) <= head + 1]
+
+
+def _fault_of(path: Path) -> str | None:
+    """Return how the files of a checkpoint differ from what was written; None if they do not, or if it has no digests.
+
+    Raises LocalError if that cannot be found out now, for example without a free descriptor.
+    """
+    read = path / _DIGESTS_FILE
+    if not read.exists():
+        log.warning("checkpoint %s has no digests: its files are not checked", path)
+        return None
+    try:
+        written = dict[str, str](json.loads(read.read_bytes()))
+        for name, digest in written.items():
+            read = path / name
+            if _digest_of_file(read) != digest:
+                return f"{read} is not what was written"
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        return f"{read} is damaged: {error}"
+    except OSError as error:
+        if error.errno == errno.EIO:  # a sector of the disk
+            return f"{read} is damaged: {error}"
+        raise LocalError(f"{read} cannot be read: {error}; start the trainer again once it can") from None
+    return None
+
+
+def _digest_of_file(path: Path) -> str:
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
 def _name_of(state: TrainerState) -> str:

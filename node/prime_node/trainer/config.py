@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from prime_node.algo.advantages.length_penalty import LengthCost
 from prime_node.algo.schedule import Decay
 from prime_node.algo.shares import Packing
 from prime_node.broadcast.publish.spans import SpanRules
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import Settings, SettingsConfigDict
-from prime_node.ports.train_backend import AggregationKind, OptimizerSettings, TrainingMode
-
-Scalar = str | int | float | bool
-
-
-class AdamW(BaseModel):
-    """The optimizer of one phase."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    lr: float = Field(default=1e-6, gt=0.0)
-    """Learning rate after the warm-up."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly."""
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the gradient's running mean."""
-    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
-    """Decay of the gradient's running square."""
-    weight_decay: float = Field(default=0.01, ge=0.0)
-    """Decoupled weight decay."""
-    grad_norm_max: float = Field(default=1.0, gt=0.0)
-    """Global norm to which gradients are clipped."""
-    moments: Literal["fp32", "8bit"] = "fp32"
-    """Type of both running means. 8bit saves 6 bytes a parameter; it needs torchao, which compiles its step once a process."""
-    import_path: str | None = None
-    """Custom optimizer, "package.module:Class"; then beta1, beta2 and weight_decay are unused."""
-    kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
-    """Keyword arguments of the custom optimizer besides the parameters."""
-
-    def settings(self) -> OptimizerSettings:
-        """Return the settings for the training backend."""
-        return OptimizerSettings(
-            betas=(self.beta1, self.beta2),
-            weight_decay=self.weight_decay,
-            grad_norm_max=self.grad_norm_max,
-            moments=self.moments,
-            import_path=self.import_path,
-            kwargs=self.kwargs,
-        )
+from prime_node.ports.train_samples import TrainingMode
+from prime_node.trainer.algorithm_config import (
+    AdamW,
+    AdvantageConfig,
+    CriticConfig,
+    DistillationConfig,
+    FilterConfig,
+    KlControlConfig,
+    LossConfig,
+    SelfDistillationConfig,
+    TeacherConfig,
+)
 
 
 class LoraConfig(BaseModel):
@@ -70,117 +41,6 @@ class LoraConfig(BaseModel):
     """Scale of the adapters' product: alpha / rank."""
     targets: tuple[str, ...] = ()
     """Names of linear layers, such as "q_proj"; none: all except the head."""
-
-
-class Chosen(BaseModel):
-    """An algorithm by name, with its settings. A key that is not named here is one of `kwargs`, as in prime-rl."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    type: str
-    """Name of the algorithm."""
-    kwargs: dict[str, Scalar | None] = Field(default_factory=dict)
-    """Keyword arguments besides its inputs: `kwargs = { kl_tau = 1e-3 }`, or `kl_tau = 1e-3` by itself."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_kwargs(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            return {"type": given}
-        if not isinstance(given, Mapping):
-            return given
-        loose = {key: value for key, value in given.items() if key not in cls.model_fields}
-        kwargs = given.get("kwargs", {})
-        if not loose or not isinstance(kwargs, Mapping):
-            return given
-        return {key: value for key, value in given.items() if key not in loose} | {"kwargs": {**loose, **kwargs}}
-
-
-class LossConfig(Chosen):
-    """The loss and its settings."""
-
-    type: str = "aipo"
-    """Name of a loss in prime_node.algo.losses."""
-    import_path: str | None = None
-    """Custom loss, "package.module:function", also from the current folder; then `type` is unused."""
-    aggregation: AggregationKind | None = None
-    """Aggregation: token_mean, sequence_mean, constant_length, prompt_mean, sequence_sum or token_sum. None: that of the loss's
-    paper."""
-    constant_length: int | None = Field(default=None, ge=1)
-    """Divisor of the aggregation constant_length, in tokens. None: the run's longest completion."""
-    kl_loss_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the divergence from the reference policy in the loss. Above 0 each step costs one more forward pass."""
-    kl_loss_type: str = "k3"
-    """Estimator of that divergence: k1, k2, k3 or abs (verl: kl, mse, low_var_kl); with a + the gradient is that of k2."""
-    entropy_coeff: float = 0.0
-    """Weight of the policy's entropy, which is subtracted from the loss."""
-    rollout_is: str | None = None
-    """Importance weight of any loss between sampler and proximal policy: token, sequence or geometric."""
-    rollout_is_threshold: str = "2"
-    """Its upper bound; "0.5_5" drops tokens outside of both bounds."""
-    rollout_rs: str | None = None
-    """Rejection of tokens or sequences too far from the sampler: token_k1, seq_mean_k1, seq_max_k2, ..."""
-    rollout_rs_threshold: str | None = None
-    """Bound for each name of `rollout_rs`, or one for all."""
-
-
-class LengthPenaltyConfig(BaseModel):
-    """Length penalty: among a group's best rollouts the cheap ones get a larger reward."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    type: LengthCost
-    """Cost measure: tokens or turns."""
-    completion_weight: float = Field(default=1.0, ge=0.0)
-    """Weight of the model's tokens."""
-    tool_response_weight: float = Field(default=1.0, ge=0.0)
-    """Weight of the environment's tokens."""
-
-
-class OverlongConfig(BaseModel):
-    """Soft penalty of rollouts that are almost as long as the run allows (DAPO)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    len: int = Field(ge=1)
-    """Tokens before the run's longest completion in which the penalty rises."""
-    penalty_factor: float = Field(default=1.0, ge=0.0)
-    """Penalty of a rollout of the longest length."""
-
-
-class AdvantageConfig(Chosen):
-    """The advantage and its settings."""
-
-    type: str = "group_mean"
-    """Name of an advantage in prime_node.algo.advantages."""
-    import_path: str | None = None
-    """Custom advantage, "package.module:function", also from the current folder; then `type` is unused."""
-    length_penalty: LengthPenaltyConfig | None = None
-    """Shaping of the rewards before any advantage."""
-    overlong_buffer: OverlongConfig | None = None
-    """Penalty of long rollouts, before the other shaping."""
-    whiten: bool | None = None
-    """Whiten the advantages of each optimizer step over its tokens. None: as the algorithm does."""
-
-
-class FilterConfig(Chosen):
-    """One filter and its settings."""
-
-    type: str
-    """Name of a filter in prime_node.algo.filters."""
-    enforce: bool = True
-    """Whether flagged rollouts are left out of the batch; false only counts them."""
-
-
-class TeacherConfig(BaseModel):
-    """The teacher of mode opd: `vllm serve MODEL --port 8001`, with the tokenizer of the trained model."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    url: str
-    """URL of its HTTP server, "http://host:port"."""
-    model: str
-    """Name under which the model is served."""
 
 
 class SftConfig(BaseModel):
@@ -253,7 +113,7 @@ class TrainerConfig(Settings):
     model_config = SettingsConfigDict(env_prefix="PRIME_TRAINER_")
     section: ClassVar[str] = "trainer"
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the initial weights, if the model folder has none, and of the order of the supervised problems."""
     initial_weights: str | None = None
     """Policy 0 before any training: a folder or a hub's model name in Hugging Face format. None: drawn by `seed`, or
@@ -287,12 +147,26 @@ class TrainerConfig(Settings):
     """Use the policy that sampled the token as proximal policy (verl): rho = pi / mu, without a further correction."""
     ref_update_interval: int = Field(default=0, ge=0)
     """Steps between two replacements of the reference policy by the current one; 0 keeps the policy before the first step."""
+    use_kl_in_reward: bool = False
+    """Subtract the divergence from the reference policy from the reward of each token. It costs two forward passes a batch,
+    and excludes use_rollout_log_probs."""
+    kl_penalty: str = "kl"
+    """Estimator of that divergence: kl, abs, mse or low_var_kl (also k1, k2, k3)."""
+    kl_ctrl: KlControlConfig = KlControlConfig()
+    """Coefficient of that divergence."""
+    critic: CriticConfig | None = None
+    """Critic, for the advantage gae and for losses that need values."""
     mode: TrainingMode = TrainingMode.RL
-    """Training signal of rollouts: rl their rewards, opd a teacher's logprobs, sft the rollouts themselves."""
+    """Training signal of rollouts: rl their rewards, opd a teacher's logprobs, opsd the policy's own under a prompt with the
+    answer, sft the rollouts themselves."""
     environment_modes: dict[str, TrainingMode] = Field(default_factory=dict)
     """Mode of single environments, by name."""
     teacher: TeacherConfig | None = None
     """Teacher of mode opd."""
+    distillation: DistillationConfig = DistillationConfig()
+    """Loss of modes opd and opsd."""
+    self_distillation: SelfDistillationConfig = SelfDistillationConfig()
+    """Teacher of mode opsd."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Advantage: from the rewards of a group to the weight of each rollout."""
     filters: tuple[FilterConfig, ...] = (
@@ -370,8 +244,9 @@ class TrainerConfig(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """Whether anything is evaluated, so that an engine is needed."""
-        return self.evaluate_every > 0 or bool(self.evaluate_at) or self.sft.steps_max > 0
+        """Whether the trainer samples anything itself, so that it needs an engine."""
+        is_remax = self.advantage.import_path is None and self.advantage.type == "remax"
+        return self.evaluate_every > 0 or bool(self.evaluate_at) or self.sft.steps_max > 0 or is_remax
 
     @model_validator(mode="after")
     def _enough_samples(self) -> Self:

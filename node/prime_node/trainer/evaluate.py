@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from prime_node.algo.estimates import Mark, sampled_figures, spread
 from prime_node.envs.episodes import BatchingQueue, Bounds, EpisodeRecorder, again_alone
 from prime_node.ports.engine import Engine, GenerateRequest
-from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer, TurnProblem, graded_together
+from prime_node.ports.environment import (
+    Ask,
+    Environment,
+    HeldOutProblem,
+    Tokenizer,
+    TurnEnvironment,
+    TurnProblem,
+    graded_together,
+)
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason
@@ -34,6 +42,37 @@ class HeldOutPrompt:
     problem: HeldOutProblem
     answers: bool = False
     """Whether its environment is multi-turn: `problem` is a TurnProblem."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProblem:
+    """Implementation of ports.environment.HeldOutProblem by a training problem, for greedy completions."""
+
+    environment: Environment
+    index: int
+
+    @property
+    def prompt(self) -> str:
+        """Return the prompt's text."""
+        return self.environment.prompt(self.index)
+
+    def is_correct(self, completion: str, *, finished: bool) -> bool:
+        """Return whether the completion gets the full reward."""
+        return self.score(completion, finished=finished) == 1.0
+
+    def score(self, completion: str, *, finished: bool) -> float:
+        """Return the reward of a completion."""
+        return self.environment.score(self.index, completion, finished=finished)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTrainingProblem(TrainingProblem):
+    """The same for a problem whose environment answers."""
+
+    async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
+        """Play one rollout and return its reward."""
+        assert isinstance(self.environment, TurnEnvironment)
+        return await self.environment.play(self.index, prompt_token_ids, ask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +119,7 @@ class Evaluator:
         self._engine = engine
         self._tokenizer = tokenizer
         self._questions = questions
-        self._sampling = sampling
+        self._sampling, self._greedy = sampling, sampling.model_copy(update={"temperature": 0.0})
         self._seed = seed
         self._samples = samples
         self._pass_at = tuple(pass_at)
@@ -98,7 +137,7 @@ class Evaluator:
         """
         await self._engine.load(weights, policy_version=policy_version)
         questions = self._questions.evaluation
-        greedy = await self._ask(questions, self._sampling.model_copy(update={"temperature": 0.0}), samples=1)
+        greedy = await self._ask(questions, self._greedy, samples=1)
         sampled = await self._ask(questions, self._sampling, samples=self._samples)
         greedy_by, sampled_by = _by_environment(questions, greedy), _by_environment(questions, sampled)
         shares = {name: [mark.share for mark in marks] for name, marks in greedy_by.items()}
@@ -107,6 +146,14 @@ class Evaluator:
             log.warning("policy %d: environments failed on %d answers of the evaluation", policy_version, failed)
         figures = spread("eval_greedy", shares) | sampled_figures(sampled_by, pass_at=self._pass_at)
         return figures | {"eval_failed": float(failed)}
+
+    async def greedy_rewards(
+        self, questions: Sequence[HeldOutPrompt], weights: Weights, policy_version: int
+    ) -> list[float | None]:
+        """Return the reward of one greedy completion of each problem; None if its environment fails."""
+        await self._engine.load(weights, policy_version=policy_version)
+        marks = await self._ask(questions, self._greedy, samples=1)
+        return [mark.reward_mean if mark.num_completions else None for mark in marks]
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
         """Return the sampled accuracy on the stopping rule's problems.

@@ -1,14 +1,22 @@
-"""Batches of the supervised phase: problems with the environments' own answers. A pure function of seed and step."""
+"""The environments' own answers: batches of the supervised phase, and the prompts under which the policy teaches itself.
+
+Pure functions of seed and step, and of the problem.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import numpy as np
 
 from prime_node.envs.prompts import prompt_of
-from prime_node.ports.environment import Environment, Tokenizer
-from prime_node.ports.train_backend import TrainingMode, TrainSample
+from prime_node.ports.environment import Environment, PartedEnvironment, Tokenizer, TurnEnvironment, graded_together
+from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
+from prime_node.trainer.evaluate import HeldOutPrompt, TrainingProblem, TurnTrainingProblem
+from prime_protocol.rollout import FinishReason
+
+log = logging.getLogger(__name__)
 
 
 class Lessons:
@@ -42,6 +50,54 @@ class Lessons:
         return [
             self._sample(self._names[pick], index) for pick, index in zip(picks.tolist(), indices.tolist(), strict=True)
         ]
+
+    def hint(self, group: Group, *, template: str) -> tuple[int, ...]:
+        """Return a prompt that holds the group's problem and its answer; empty if the problem or its answer is not known.
+
+        Of a group whose rollouts have several turns, the text alone: it goes before the conversation.
+        """
+        environment = self._environments.get(group.environment)
+        if environment is None or group.problem_index is None:
+            return ()
+        try:
+            solution = environment.answer(group.problem_index)
+            problem = "" if group.turns else environment.prompt(group.problem_index)
+        except Exception:  # third-party code
+            log.warning("no answer of problem %d of %s", group.problem_index, group.environment, exc_info=True)
+            return ()
+        if not solution:
+            return ()
+        text = template.replace("{problem}", problem).replace("{solution}", solution)
+        return tuple(self._tokenizer.encode(text) if group.turns else self._tokenizer.encode_prompt(text))
+
+    def parts(self, group: Group) -> tuple[Mapping[str, float], ...]:
+        """Return the further rewards of each completion of a group by name; none where they cannot be had, with a warning."""
+        environment, index = self._environments.get(group.environment), group.problem_index
+        if index is None or not isinstance(environment, PartedEnvironment):
+            return ({},) * len(group.completions)
+        found: list[Mapping[str, float]] = []
+        with graded_together():
+            for completion in group.completions:
+                text, finished = (
+                    self._tokenizer.decode(list(completion.token_ids)),
+                    completion.finish is FinishReason.STOP,
+                )
+                try:
+                    found.append(environment.parts(index, text, finished=finished))
+                except Exception:  # third-party code
+                    log.warning("environment %s: no further rewards of an answer", group.environment, exc_info=True)
+                    found.append({})
+        return tuple(found)
+
+    def question(self, group: Group) -> HeldOutPrompt | None:
+        """Return the problem of a group, to be answered again; None if it is not known."""
+        environment = self._environments.get(group.environment)
+        if environment is None or group.problem_index is None:
+            return None
+        answers = isinstance(environment, TurnEnvironment)
+        kind = TurnTrainingProblem if answers else TrainingProblem
+        problem = kind(environment, group.problem_index)
+        return HeldOutPrompt(group.environment, group.prompt_token_ids, problem, answers)
 
     def _sample(self, name: str, index: int) -> TrainSample:
         sample = self._made.get((name, index))

@@ -15,18 +15,18 @@ compares each with what it has already announced.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any
 
 from prime_node.patience import unless
-from prime_node.trainer.batch import ready_batch
+from prime_node.traces import of_step, spanned
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.rows import trainer_row
 from prime_node.trainer.sft import teach
 from prime_node.trainer.state import Phase
-from prime_node.trainer.step import train_step
+from prime_node.trainer.step import run_step
 from prime_node.trainer.teaching import check_teacher
 from prime_node.trainer.trainer import Trainer
 from prime_node.training_data.feed import StepBatch
@@ -41,13 +41,10 @@ async def run_trainer(trainer: Trainer, stop: asyncio.Event) -> bool:
     """Train until the run's last policy is published (True) or until `stop` is set (False)."""
     try:
         spec = trainer.run.spec
-        recipe = Recipe.of(
-            trainer.config,
-            max_steps=spec.max_steps,
-            completion_tokens_max=spec.sampling.completion_tokens_max,
-            vocab_size=spec.vocab_size,
-        )
+        recipe = trainer.recipe()
         if not await _unless_left(trainer, stop, trainer.publisher.start()):
+            return False
+        if not await _unless_left(trainer, stop, trainer.pin_recipe()):
             return False
         await trainer.resume()
         if trainer.state.phase is Phase.SFT:
@@ -65,30 +62,22 @@ async def run_trainer(trainer: Trainer, stop: asyncio.Event) -> bool:
 async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> None:
     """Run the steps of reinforcement learning: step n makes policy n + 1."""
     now_s = trainer.clock.monotonic_s
-    minis = trainer.run.spec.schedule.require_batches
-    trainer.feed.work_ahead(lambda batch: ready_batch(batch, recipe, trainer.backend, minis=minis, now_s=now_s))
+    trainer.prepare_ahead(recipe)
+    trainer.date_critic(recipe)
     await trainer.renew_reference(recipe)
     await trainer.save()
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
     if trainer.teacher is not None:
-        await unless(stop.wait(), check_teacher(trainer.teacher, trainer.run.spec, clock=trainer.clock))
+        await unless(stop.wait(), _check_teacher(trainer, recipe))
     while trainer.state.step < trainer.run.spec.max_steps and not stop.is_set():
-        step, done, began_s = trainer.state.step, trainer.state.optimizer_steps, now_s()
-        await trainer.renew_reference(recipe)
-        trained = await train_step(trainer, recipe, functools.partial(_next_batch, trainer, stop), stop)
+        step, done, began_s = trainer.state.step, _optimizer_steps(trainer), now_s()
+        with spanned("train step", of_step(step), is_root=True, step=step):
+            trained = await run_step(trainer, recipe, partial(_next_batch, trainer, stop), stop)
         if trained is None:
-            if trainer.state.optimizer_steps > done:  # the weights are those of half a step: not to be saved
+            if _optimizer_steps(trainer) > done:  # the weights are those of half a step: not to be saved
                 return
             break
-        numbers = trained.metrics
-        trainer.state = trainer.state.updated(
-            step=step + 1,
-            batch=trained.batch,
-            lr_multiplier=trained.lr_multiplier,
-            stale_groups=trainer.state.stale_groups + round(numbers["num_stale_groups"]),
-            stale_rollouts=trainer.state.stale_rollouts + round(numbers["num_stale_rollouts"]),
-        )
         trained_s = now_s()
         trainer.train_seconds = trained_s - began_s - trained.idle_seconds
         await trainer.save_if_due()
@@ -101,6 +90,7 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
             train_seconds=trainer.train_seconds,
             save_seconds=saved_s - trained_s,
             copy_seconds=trainer.copy_seconds,
+            commit_seconds=trainer.commit_seconds,
             submit_seconds=ended_s - saved_s,
             step_seconds=ended_s - began_s,
             device_flops_max=trainer.config.device_flops_max,
@@ -110,11 +100,25 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
     await trainer.save()
 
 
+def _optimizer_steps(trainer: Trainer) -> int:
+    return trainer.state.optimizer_steps + trainer.state.critic_steps
+
+
+async def _check_teacher(trainer: Trainer, recipe: Recipe) -> None:
+    assert trainer.teacher is not None
+    await check_teacher(trainer.teacher, trainer.run.spec, clock=trainer.clock, topk=recipe.topk)
+
+
 async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:
     """Return the step's next batch, or None if `stop` comes first.
 
     Raises the publisher's failure: without a publisher no batch would ever come.
     """
+    with spanned("wait for batch", of_step(trainer.state.step), part=part):
+        return await _batch_or_stop(trainer, stop, part)
+
+
+async def _batch_or_stop(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:
     taking = asyncio.create_task(trainer.next_batch(part))
     stopping = asyncio.create_task(stop.wait())
     failing = asyncio.create_task(trainer.publisher.failed())

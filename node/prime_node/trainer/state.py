@@ -38,12 +38,20 @@ class TrainerState(BaseModel):
     """Supervised steps done."""
     optimizer_steps: int = Field(default=0, ge=0)
     """Number of optimizer steps done, for the manifest's provenance. A step whose rollouts were all filtered out takes none."""
+    critic_steps: int = Field(default=0, ge=0)
+    """Number of optimizer steps of the critic."""
+    critic_since: int | None = Field(default=None, ge=0)
+    """Step at which the critic began; None without a critic."""
     stale_groups: int = Field(default=0, ge=0)
     """Groups trained on so far with a completion of an older policy than their step's."""
     stale_rollouts: int = Field(default=0, ge=0)
     """Completions trained on so far of an older policy than their step's."""
     lr_multiplier: float = Field(default=1.0, gt=0.0, le=1.0)
     """Multiplier of the damping."""
+    lr: float | None = Field(default=None, ge=0.0)
+    """Learning rate of the last optimizer step; None before the first step of the reinforcement learning."""
+    kl_coef: float | None = Field(default=None, ge=0.0)
+    """Coefficient of the divergence in the reward; None before the first step that has one."""
     reference_step: int | None = Field(default=None, ge=0)
     """Version of the reference policy; None if none is kept."""
     batch: Digest | None = None

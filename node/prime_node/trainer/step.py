@@ -10,14 +10,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
+from prime_node.algo.advantages import TokenNeed
 from prime_node.patience import unless
-from prime_node.ports.train_backend import KeptPolicy, PackedBatch, TrainSample
+from prime_node.ports.train_backend import KeptPolicy, PackedBatch
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_node.trainer.batch import ReadyBatch
+from prime_node.trainer.other_policies import (
+    credited,
+    for_critic,
+    with_proximal,
+    with_reference,
+    with_selected,
+    with_weight_mean,
+)
 from prime_node.trainer.recipe import ProximalPolicy, Recipe
-from prime_node.trainer.teaching import taught
-from prime_node.trainer.trainer import Trainer
+from prime_node.trainer.step_runner import StepRunner
+from prime_node.trainer.teaching import self_taught, taught
 from prime_node.training_data.feed import StepBatch
 
 _ADDED_UP = ("num_", "filtered_", "flagged_", "lag/")
@@ -30,6 +39,10 @@ class Trained:
     batch: str
     """Digest of its last batch, which covers those before it."""
     lr_multiplier: float
+    lr: float = 0.0
+    """Learning rate of its last optimizer step."""
+    kl_coef: float | None = None
+    """Coefficient of the divergence in the reward for the next step."""
     idle_seconds: float = 0.0
     ahead_seconds: float = 0.0
     """Seconds for advantages, filters and packing, in parallel to an earlier step."""
@@ -57,11 +70,12 @@ class Trained:
 
 
 async def train_step(
-    trainer: Trainer, recipe: Recipe, next_batch: Callable[[int], Awaitable[StepBatch | None]], stop: asyncio.Event
+    trainer: StepRunner, recipe: Recipe, next_batch: Callable[[int], Awaitable[StepBatch | None]], stop: asyncio.Event
 ) -> Trained | None:
     """Train on all batches of the current step; return None if `stop` comes before the last one."""
     schedule, step = trainer.run.spec.schedule, trainer.state.step
-    trained = Trained("", trainer.state.lr_multiplier)
+    trained = Trained("", trainer.state.lr_multiplier, kl_coef=trainer.state.kl_coef)
+    keeps = recipe.proximal is ProximalPolicy.CYCLE and schedule.batches_per_step * schedule.require_batches > 1
     for part in range(schedule.batches_per_step):
         began_s = trainer.clock.monotonic_s()
         batch = await next_batch(part)
@@ -69,26 +83,60 @@ async def train_step(
             return None
         trained.idle_seconds += trainer.clock.monotonic_s() - began_s
         trained.batch = batch.digest
-        is_first = part == 0
         ready: ReadyBatch = batch.made
         trained.ahead_seconds += ready.seconds
         trained.groups_left_out += batch.num_left_out
-        for mini in ready.minis:
+        for number, mini in enumerate(ready.minis):
+            if keeps and part == 0 and number == 0:
+                await trainer.in_thread(trainer.backend.keep_policy, KeptPolicy.PROXIMAL)
+            prepared, credit_numbers = mini.prepared, {}
+            if prepared is None:
+                if TokenNeed.GREEDY_REWARD in recipe.advantage.needs:
+                    groups = await unless(stop.wait(), trainer.with_greedy_rewards(mini.groups, recipe))
+                    if groups is None:
+                        return None
+                    mini = replace(mini, groups=groups)
+                done = await trainer.in_thread(
+                    credited, mini, recipe, trainer.backend, step=step, kl_coef=trained.kl_coef, keeps=keeps
+                )
+                prepared, credit_numbers, trained.kl_coef = done.prepared, dict(done.numbers), done.kl_coef
             samples: Sequence[TrainSample] | PackedBatch | None = mini.packed
             if samples is None:
-                known = await unless(stop.wait(), taught(mini.prepared.samples, trainer.teacher, clock=trainer.clock))
+                asking = taught(
+                    prepared.samples,
+                    trainer.teacher,
+                    clock=trainer.clock,
+                    topk=recipe.topk,
+                    vocab_size=recipe.vocab_size,
+                )
+                known = await unless(stop.wait(), asking)
                 if known is None:
                     return None
-                samples = await _with_proximal(trainer, recipe, known, is_first=is_first)
+                if any(sample.mode is TrainingMode.OPSD for sample in known):
+                    known = await trainer.in_thread(self_taught, known, recipe, trainer.backend)
+                samples = await trainer.in_thread(with_proximal, known, recipe, trainer.backend, keeps=keeps)
                 if recipe.needs_reference:
-                    samples = await _with_logprobs(trainer, samples, KeptPolicy.REFERENCE, "reference_logprobs")
-            is_first = False
-            lr = recipe.schedule.at(step) * trained.lr_multiplier
+                    samples = await trainer.in_thread(with_reference, samples, trainer.backend)
+                if recipe.chooses_tokens:
+                    seed = trainer.state.optimizer_steps
+                    samples = await trainer.in_thread(with_selected, samples, recipe, trainer.backend, seed=seed)
+                if recipe.loss.normalizes_weights:
+                    samples = await trainer.in_thread(with_weight_mean, samples, recipe, trainer.backend)
+            critic_numbers: dict[str, float] = {}
+            if recipe.critic is not None:
+                assert not isinstance(samples, PackedBatch), "advantages that need values are not packed ahead"
+                age = step - (trainer.state.critic_since or 0)
+                critic_numbers = await trainer.train_critic(for_critic(samples), lr=recipe.critic.rates.at(age))
+                if age < recipe.critic.warmup_steps:
+                    samples = []
+            lr = trained.lr = recipe.schedule.at(step) * trained.lr_multiplier
             stats = await trainer.train(samples, recipe.loss, lr=lr)
             if stats.num_tokens:
                 trained.lr_multiplier = recipe.next_multiplier(trained.lr_multiplier, stats.log_ratio_abs)
             numbers = {
-                **mini.prepared.metrics,
+                **prepared.metrics,
+                **credit_numbers,
+                **critic_numbers,
                 "loss": stats.loss,
                 "grad_norm": stats.grad_norm,
                 "lr": lr,
@@ -97,27 +145,26 @@ async def train_step(
                 **stats.metrics,
                 **stats.work,
             }
-            trained.rows.append((float(mini.num_groups), numbers))
+            trained.rows.append((float(len(mini.groups)), numbers))
     return trained
 
 
-async def _with_proximal(
-    trainer: Trainer, recipe: Recipe, samples: Sequence[TrainSample], *, is_first: bool
-) -> Sequence[TrainSample]:
-    """Add the proximal policy's logprobs, unless it is the policy at the start of the optimizer step."""
-    if recipe.proximal is ProximalPolicy.ROLLOUT:
-        return [replace(sample, prox_logprobs=sample.inference_logprobs) for sample in samples]
-    schedule = trainer.run.spec.schedule
-    if recipe.proximal is ProximalPolicy.CURRENT or schedule.batches_per_step * schedule.require_batches == 1:
-        return samples
-    if is_first:
-        await trainer.in_thread(trainer.backend.keep_policy, KeptPolicy.PROXIMAL)
-    return await _with_logprobs(trainer, samples, KeptPolicy.PROXIMAL, "prox_logprobs")
-
-
-async def _with_logprobs(
-    trainer: Trainer, samples: Sequence[TrainSample], which: KeptPolicy, field_name: str
-) -> Sequence[TrainSample]:
-    logprobs = await trainer.in_thread(trainer.backend.kept_logprobs, samples, which)
-    fields: list[dict[str, Any]] = [{field_name: tuple(found)} for found in logprobs]
-    return [replace(sample, **its) for sample, its in zip(samples, fields, strict=True)]
+async def run_step(
+    trainer: StepRunner, recipe: Recipe, next_batch: Callable[[int], Awaitable[StepBatch | None]], stop: asyncio.Event
+) -> Trained | None:
+    """Train the current step and move on to the next: its state, and its reference policy. None as `train_step` says."""
+    trained = await train_step(trainer, recipe, next_batch, stop)
+    if trained is None:
+        return None
+    numbers, state = trained.metrics, trainer.state
+    trainer.state = state.updated(
+        step=state.step + 1,
+        batch=trained.batch,
+        lr=trained.lr,
+        lr_multiplier=trained.lr_multiplier,
+        kl_coef=trained.kl_coef,
+        stale_groups=state.stale_groups + round(numbers["num_stale_groups"]),
+        stale_rollouts=state.stale_rollouts + round(numbers["num_stale_rollouts"]),
+    )
+    await trainer.renew_reference(recipe)  # before the state is saved or committed to
+    return trained

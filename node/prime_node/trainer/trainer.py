@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prime_node import __version__
 from prime_node.broadcast.publish.publisher import Published, Publisher
 from prime_node.memory import return_free_memory
 from prime_node.observe import Recorder
-from prime_node.ports.clock import Clock
-from prime_node.ports.teacher import Teacher
-from prime_node.ports.train_backend import KeptPolicy, Loss, PackedBatch, StepStats, TrainBackend, TrainSample
 from prime_node.trainer.checkpointing import Checkpoints
-from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.evaluate import Evaluator
-from prime_node.trainer.lessons import Lessons
-from prime_node.trainer.recipe import Recipe
+from prime_node.trainer.committing import Committer
+from prime_node.trainer.pinned_recipe import recipe_document, require_pinned
 from prime_node.trainer.state import Phase, TrainerState
-from prime_node.training_data.feed import Feed, StepBatch
+from prime_node.trainer.step_runner import StepRunner
+from prime_node.training_data.feed import StepBatch
 from prime_protocol.manifest import Provenance
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import HeldOutFigures, Interval
 
 log = logging.getLogger(__name__)
@@ -33,42 +27,34 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass
-class Trainer:
-    """The trainer's parts and state.
+@dataclass(kw_only=True)
+class Trainer(StepRunner):
+    """The trainer's parts and state."""
 
-    All calls of the backend go through `in_thread`, so the event loop stays free for feed and publisher.
-    """
-
-    run: PinnedRun
-    config: TrainerConfig
-    backend: TrainBackend
-    feed: Feed
     publisher: Publisher
-    evaluator: Evaluator | None
-    """None if the settings ask for no evaluation."""
-    lessons: Lessons
     checkpoints: Checkpoints
     metrics: Recorder
-    clock: Clock
-    teacher: Teacher | None = None
-    state: TrainerState = field(init=False)
+    committer: Committer | None = None
+    """Commitments for re-execution, if the RunSpec promises any."""
     copy_seconds: float = field(default=0.0, init=False)
     """Seconds for which the last policy's copy for the publisher delayed the next step."""
+    commit_seconds: float = field(default=0.0, init=False)
+    """Seconds for which the last policy's commitments delayed the next step."""
     train_seconds: float | None = field(default=None, init=False)
     """Seconds of training in the last step."""
-    _thread: ThreadPoolExecutor = field(init=False)
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="train")
-
-    async def in_thread(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run `call` in the trainer's one thread. Calls never overlap; a cancelled one still ends first."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+    async def pin_recipe(self) -> None:
+        """Publish the recipe of a run that pins one. Raises LocalError if these settings are another."""
+        policy = self.run.spec.replay
+        if policy is not None:
+            require_pinned(self.config, policy, await self.publisher.read_blob(policy.recipe))
+            await self.publisher.put_aside(recipe_document(self.config), what="the recipe")
 
     async def resume(self) -> None:
         """Resume from a checkpoint, or begin. The publisher must have started: its head decides from which."""
+        if self.committer is not None:
+            self.committer.begin(self.publisher.head + 1)
         found = await self.in_thread(self.checkpoints.newest, head=self.publisher.head)
         if found is not None:
             self.state, folder = found
@@ -81,19 +67,6 @@ class Trainer:
         """Return batch number `part` of the current step."""
         durable_step = self.checkpoints.durable_step(self.publisher.head)
         return await self.feed.take(self.state.step, part, durable_step=durable_step, train_seconds=self.train_seconds)
-
-    async def train(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
-        """Run one optimizer step and count it if it trained any token."""
-        stats = await self.in_thread(self.backend.train_step, samples, loss, lr=lr)
-        if stats.num_tokens:
-            self.state = self.state.updated(optimizer_steps=self.state.optimizer_steps + 1)
-        return stats
-
-    async def renew_reference(self, recipe: Recipe) -> None:
-        """Keep the current policy as the reference if this step asks for it."""
-        if recipe.renews_reference(self.state.step, self.state.reference_step):
-            await self.in_thread(self.backend.keep_policy, KeptPolicy.REFERENCE)
-            self.state = self.state.updated(reference_step=self.state.step)
 
     async def save(self) -> None:
         """Save the state, durably.
@@ -140,7 +113,20 @@ class Trainer:
             batch=self.state.batch,
             software=f"prime-node {__version__}",
         )
-        await self.publisher.submit(self.state.step, copy, provenance)
+        committed = None
+        if self.committer is not None:
+            if self.committer.is_due(self.state.step):
+                committed = await self.in_thread(self.committer.commit, self.state, self.backend)
+            provenance = provenance.model_copy(
+                update={
+                    "lr": self.state.lr,
+                    "lr_multiplier": self.state.lr_multiplier,
+                    "numerics": self.backend.numerics,
+                    "training_state": None if committed is None else committed.digest,
+                }
+            )
+        self.commit_seconds = self.clock.monotonic_s() - began_s - self.copy_seconds
+        await self.publisher.submit(self.state.step, copy, provenance, committed)
 
     async def evaluate_if_due(self) -> None:
         """Evaluate the current policy if an evaluation is due, and record its figures."""
@@ -168,7 +154,7 @@ class Trainer:
             await asyncio.gather(self._saving, return_exceptions=True)
         if self.teacher is not None:
             await self.teacher.close()
-        self._thread.shutdown(wait=True)
+        self.end_thread()
         self.metrics.close()
 
 

@@ -1,6 +1,7 @@
 """From signed bytes to groups: the coordinator's accepted data is verified again before training.
 
-(1) the coordinator signed the batch, for this run and step, and it names each slot of the step at most once;
+(1) the coordinator signed the batch, for this run and step, and it names each slot of the step at most once. What it says of
+    one bundle is the same in all its groups, and its prompts are within the run's bounds;
 (2) a bundle has the digest that the batch names, is signed by the group's worker, and its body parses;
     if the batch names a validator's logprobs of it, they are signed by a validator, for this bundle, one for each token,
     and replace the claimed ones;
@@ -9,11 +10,11 @@
     prompts are within the run's bounds (accepted_groups.py);
 (5) every policy that sampled a token is admitted at this step, by step.py.
 
-The coordinator makes the batch, and its intake checks digests and signatures with the functions used here. A fault there
-is a bug or an intruder in the coordinator: it ends the trainer with an error that names the cause. Headers, bodies and
-policies come from workers, and a validator's word may decide whether they are accepted and trained. A group with a fault
-there is left out, with a warning: the batch is fixed, so the trainer would find the same fault at each start. What is left
-out follows from the batch alone.
+The coordinator makes the batch, and its intake checks signatures with the functions used here. A fault there is a bug or an
+intruder in the coordinator: it ends the trainer with an error that names the cause. Headers, bodies and policies come from
+workers, and a validator's word may decide whether they are accepted and trained. Bytes can be lost on the coordinator's disk
+after the batch was fixed. A group with such a fault is left out, with a warning: the batch is final, so the trainer would find
+the same fault at each start. What is left out follows from the batch and the stored bytes alone.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 from prime_node.training_data.accepted_groups import content_fault, part_of, prompts_fault
 from prime_node.training_data.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
@@ -44,16 +45,18 @@ log = logging.getLogger(__name__)
 class Bundle:
     """An opened bundle."""
 
-    header: RolloutHeader
+    header: RolloutHeader | None
+    """Verified header; None if the bytes are damaged or lost."""
     rollouts: Rollouts | None
     """Rollouts; None if the body cannot be read."""
     fault: str = ""
     """Fault that makes all of its groups unusable; empty if there is none."""
 
 
-def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) -> TrainBatch:
-    """Verify a batch: check (1). Raises RemoteError."""
-    batch = parse_json(run.keys.verify(envelope, PayloadType.BATCH, Role.COORDINATOR), TrainBatch)
+def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0, kept: bool = False) -> TrainBatch:
+    """Verify a batch: check (1). `kept`: a former key of the coordinator may have signed it. Raises RemoteError."""
+    verify = run.keys.verify_kept if kept else run.keys.verify
+    batch = parse_json(verify(envelope, PayloadType.BATCH, Role.COORDINATOR), TrainBatch)
     if batch.run != run.digest:
         raise RemoteError(
             ErrorCode.WRONG_RUN, f"batch {batch.step} belongs to run {batch.run[:12]}, not {run.digest[:12]}"
@@ -67,19 +70,38 @@ def open_batch(envelope: Envelope, run: PinnedRun, *, step: int, part: int = 0) 
         or len(set(slots)) != len(slots)
     ):
         raise RemoteError(ErrorCode.MALFORMED, f"batch {batch.step} is not one of step {step}: slots {slots[:4]}...")
+    _check_entries(batch, run)
     return batch
+
+
+def _check_entries(batch: TrainBatch, run: PinnedRun) -> None:
+    """Check that groups of one bundle name one worker and one parcel of logprobs, and that prompts are the run's.
+
+    A bundle is opened once. If one group named a validator's logprobs and another none, the claimed ones could count as judged.
+    """
+    said: dict[str, tuple[str, str | None]] = {}
+    for group in batch.groups:
+        prompt, about = group.prompt_token_ids, (group.worker, group.logprobs)
+        if said.setdefault(group.bundle, about) != about:
+            raise RemoteError(
+                ErrorCode.MALFORMED, f"batch {batch.step} names two workers or logprobs for bundle {group.bundle[:12]}"
+            )
+        if not 1 <= len(prompt) <= run.spec.limits.prompt_tokens_max or max(prompt) >= run.spec.vocab_size:
+            raise RemoteError(
+                ErrorCode.MALFORMED, f"batch {batch.step}, slot {group.slot}: its prompt is none that the run allows"
+            )
 
 
 def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedRun) -> Bundle:
     """Verify a bundle: check (2).
 
-    A body that cannot be read is the bundle's `fault`. Raises RemoteError, which names bundle and worker, for what intake
-    has checked.
+    Bytes with another digest, and a body that cannot be read, are the bundle's `fault`. Raises RemoteError, which names bundle
+    and worker, for what intake has checked.
     """
     bounds = run.spec.limits
+    if digest_of(parcel) != digest:
+        return Bundle(None, None, fault="its bytes are damaged: check the coordinator's disk")
     try:
-        if digest_of(parcel) != digest:
-            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
         opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
         header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(worker,)), RolloutHeader)
         body = opened.check_body(header)
@@ -94,12 +116,12 @@ def open_trained_bundle(parcel: bytes, *, digest: str, worker: str, run: PinnedR
 def with_logprobs(bundle: Bundle, parcel: bytes, *, digest: str, logprobs: str, run: PinnedRun) -> Bundle:
     """Replace the claimed logprobs by a validator's: check (2).
 
-    `parcel` must have the digest `logprobs`. Another number of logprobs than tokens is the bundle's `fault`. Raises
-    RemoteError, which names the bundle.
+    A parcel with another digest than `logprobs`, or with another number of logprobs than tokens, is the bundle's `fault`.
+    Raises RemoteError, which names the bundle.
     """
+    if digest_of(parcel) != logprobs:
+        return replace(bundle, fault="the bytes of its logprobs are damaged: check the coordinator's disk")
     try:
-        if digest_of(parcel) != logprobs:
-            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the coordinator sent other bytes")
         _, logprobs_T = open_logprobs(
             parcel,
             run=run.digest,
@@ -144,6 +166,8 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
             f"slot {entry.slot} in bundle {entry.bundle[:12]} of {entry.worker}: the batch states no rewards, or names a "
             "completion that is not in the group as not scored",
         )
+    if header is None:
+        return bundle.fault
     claimed = (header.run, header.worker, header.step, header.policy_version)
     if claimed != (run.digest, entry.worker, run.spec.step_of(entry.slot), entry.policy_version):  # (3)
         return "its header names another run, worker, step or policy than the batch"
@@ -183,6 +207,7 @@ def _group(entry: BatchGroup, bundle: Bundle, step: int, run: PinnedRun) -> Grou
         policy_versions=tuple(each.counted_from(schedule.staleness_from) for each in versions),
         worker=entry.worker,
         environment=entry.problem.environment,
+        problem_index=entry.problem.index,
         masked=masked(versions, schedule, step=step),
         policies_spanned=tuple(each.end - each.oldest for each in versions) if schedule.swap.spans_policies else (),
         turns=() if part.turns_N3 is None else tuple(map(tuple, episodes)),

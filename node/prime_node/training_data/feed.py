@@ -16,9 +16,11 @@ from typing import Any, cast
 
 from prime_node.patience import SAY_AGAIN_S, ask_until_answered
 from prime_node.ports.clock import Clock
-from prime_node.ports.train_backend import Group
-from prime_node.ports.transport import TrainerPort
+from prime_node.ports.train_samples import Group
+from prime_node.ports.transport import BatchPort
 from prime_node.training_data.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
+from prime_node.training_data.kept_bundles import KeptBundles
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.replies import BatchGroup, NotYet
@@ -27,6 +29,9 @@ from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import HeldOutFigures
 
 log = logging.getLogger(__name__)
+
+DAMAGED_FETCHES = 3
+"""Fetches of a bundle before its bytes count as damaged where they are stored, and not on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +58,22 @@ class Feed:
 
     def __init__(
         self,
-        coordinator: TrainerPort,
+        coordinator: BatchPort,
         run: PinnedRun,
         *,
         clock: Clock,
         wait_seconds: float = 10.0,
         fetches_max: int = 8,
         verified: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None,
+        kept: bool = False,
+        copies: KeptBundles | None = None,
     ) -> None:
         """Set up the feed.
 
         `wait_seconds`: how long the coordinator may hold a request. `fetches_max`: bundles fetched concurrently.
-        `verified`: wrapper for signature checks when keys may have changed (broadcast.trust).
+        `verified`: wrapper for signature checks when keys may have changed (broadcast.trust). `kept`: the batches are those of
+        published policies, so former coordinator keys may have signed them; nothing is prefetched.
+        `copies`: the bundles since the checkpoint; without them, only the coordinator has these.
         """
         self._coordinator = coordinator
         self._run = run
@@ -73,6 +82,8 @@ class Feed:
         self._fetches = asyncio.Semaphore(fetches_max)
         self._ahead: dict[tuple[int, int], asyncio.Task[StepBatch]] = {}
         self._verified = verified or _at_once
+        self._kept = kept
+        self._copies = copies
         self._durable_step = 0
         self._train_ms: int | None = None
         self.held_out: deque[HeldOutFigures] = deque()
@@ -92,6 +103,8 @@ class Feed:
         `train_seconds`: duration of the newest finished step, for the coordinator's metrics.
         """
         self._durable_step = durable_step
+        if self._copies is not None:
+            await asyncio.to_thread(self._copies.forget, durable_step, step)
         self._train_ms = None if train_seconds is None else round(train_seconds * 1_000)
         fetching = self._ahead.pop((step, part), None) or asyncio.create_task(self._fetch(step, part))
         try:
@@ -101,7 +114,7 @@ class Feed:
             raise
         spec = self._run.spec
         following = (step, part + 1) if part + 1 < spec.schedule.batches_per_step else (step + 1, 0)
-        if following[0] < spec.max_steps and following not in self._ahead:
+        if not self._kept and following[0] < spec.max_steps and following not in self._ahead:
             self._ahead[following] = asyncio.create_task(self._fetch(*following, previous=batch))
         return batch
 
@@ -125,10 +138,10 @@ class Feed:
 
     async def _fetch(self, step: int, part: int, *, previous: StepBatch | None = None) -> StepBatch:
         envelope = await self._batch(step, part)
-        batch = await self._verified(lambda: open_batch(envelope, self._run, step=step, part=part))
+        batch = await self._verified(lambda: open_batch(envelope, self._run, step=step, part=part, kept=self._kept))
         if previous is not None and batch.previous != (previous.digest if part else None):
             raise RemoteError(ErrorCode.CHAIN_BROKEN, f"batch {part} of step {step} does not follow the one before it")
-        bundles = await self._bundles(batch.groups)
+        bundles = await self._bundles(batch.groups, step)
         groups = tuple(groups_of(batch, bundles, self._run))
         found = StepBatch(step, part, envelope.digest, groups, num_left_out=len(batch.groups) - len(groups))
         return found if self._work is None else replace(found, made=await asyncio.to_thread(self._work, found))
@@ -161,23 +174,26 @@ class Feed:
             self.held_out.popleft()
         return answer
 
-    async def _bundles(self, groups: Iterable[BatchGroup]) -> dict[str, Bundle]:
+    async def _bundles(self, groups: Iterable[BatchGroup], step: int) -> dict[str, Bundle]:
         """Fetch each bundle once, several concurrently. If one fails, all are cancelled."""
         entries = {group.bundle: group for group in groups}
         try:
             async with asyncio.TaskGroup() as fetching:
-                tasks = {digest: fetching.create_task(self._bundle(digest, entry)) for digest, entry in entries.items()}
+                tasks = {
+                    digest: fetching.create_task(self._bundle(digest, entry, step)) for digest, entry in entries.items()
+                }
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return {digest: task.result() for digest, task in tasks.items()}
 
-    async def _bundle(self, digest: str, entry: BatchGroup) -> Bundle:
+    async def _bundle(self, digest: str, entry: BatchGroup, step: int) -> Bundle:
         """Fetch a bundle, with the validator's logprobs if it was audited."""
         async with self._fetches:
-            bundle = open_trained_bundle(await self._parcel(digest), digest=digest, worker=entry.worker, run=self._run)
-            if entry.logprobs is None:
+            parcel = await self._parcel(digest, step)
+            bundle = open_trained_bundle(parcel, digest=digest, worker=entry.worker, run=self._run)
+            if entry.logprobs is None or bundle.header is None:
                 return bundle
-            judged = await self._parcel(entry.logprobs)
+            judged = await self._parcel(entry.logprobs, step)
         return cast(
             "Bundle",
             await self._verified(
@@ -185,9 +201,30 @@ class Feed:
             ),
         )
 
-    async def _parcel(self, digest: str) -> bytes:
-        return await ask_until_answered(
-            lambda: self._coordinator.bundle(BundleRequest(bundle=digest)),
-            what=f"bundle {digest[:12]}",
-            clock=self._clock,
-        )
+    async def _parcel(self, digest: str, step: int) -> bytes:
+        """Return the bytes of a bundle as they were the first time, also if that was before a restart."""
+        if self._copies is None:
+            return await self._fetch_parcel(digest)
+        if (kept := await asyncio.to_thread(self._copies.read, digest, step)) is not None:
+            return kept
+        parcel = await self._fetch_parcel(digest)
+        await asyncio.to_thread(self._copies.keep, digest, parcel if digest_of(parcel) == digest else b"", step)
+        return parcel
+
+    async def _fetch_parcel(self, digest: str) -> bytes:
+        """Return the bytes that the coordinator has under a digest: other bytes if these are damaged, none if they are lost."""
+        parcel = b""
+        for _ in range(DAMAGED_FETCHES):
+            try:
+                parcel = await ask_until_answered(
+                    lambda: self._coordinator.bundle(BundleRequest(bundle=digest)),
+                    what=f"bundle {digest[:12]}",
+                    clock=self._clock,
+                )
+            except RemoteError as error:
+                if error.code is not ErrorCode.NOT_FOUND:
+                    raise
+                return b""
+            if digest_of(parcel) == digest:
+                break
+        return parcel

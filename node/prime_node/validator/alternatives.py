@@ -19,14 +19,14 @@ import numpy.typing as npt
 from prime_node.ports.engine import Engine
 from prime_node.validator.calibrating import GROUP, Errors, sample_honestly
 from prime_protocol.assignment import Lease
+from prime_protocol.check_policy import EVIDENCE_MAX
 from prime_protocol.evidence import Moments
 from prime_protocol.rollout import Rollouts
-from prime_protocol.run_spec import EVIDENCE_MAX
 from prime_protocol.weights import Weights
 
-CLAIMS = frozenset({"norm"})
+CLAIMS = frozenset({"norm", "square"})
 """Statistics of the claimed logprobs."""
-CHOICES = frozenset({"margin", "flip"})
+CHOICES = frozenset({"margin", "flip", "cooler", "looser"})
 """Statistics of the chosen tokens."""
 TOKENS_MAX = 200_000
 """Tokens after which a cheat counts as not seen."""
@@ -62,13 +62,22 @@ async def sample_alternative(
 
 
 def tokens_until_ban(
-    errors: Errors, moments: Mapping[str, Moments], *, is_rescored: bool, group: int = GROUP, seed: int = 0
+    errors: Errors,
+    moments: Mapping[str, Moments],
+    *,
+    is_rescored: bool,
+    group: int = GROUP,
+    seed: int = 0,
+    others: Mapping[str, Floats] | None = None,
 ) -> float:
     """Return the median number of tokens until evidence bans a worker of such completions; infinite above TOKENS_MAX.
 
     Bundles of `group` completions are resampled from `errors`. With `is_rescored` the claims are right, whatever was claimed.
+    `others`: log e [C, stakes] of each completion in statistics that need no moments, by name.
     """
-    lives = evidence_of_lives(errors, moments, workers=WORKERS, is_rescored=is_rescored, group=group, seed=seed)
+    lives = evidence_of_lives(
+        errors, moments, workers=WORKERS, is_rescored=is_rescored, group=group, seed=seed, others=others
+    )
     needed_W = np.full(WORKERS, math.inf)
     for tokens_W, evidence_W in lives:
         is_new = (evidence_W >= math.log(EVIDENCE_MAX)) & np.isinf(needed_W)
@@ -86,17 +95,19 @@ def evidence_of_lives(
     is_rescored: bool = False,
     group: int = GROUP,
     seed: int = 0,
+    others: Mapping[str, Floats] | None = None,
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield the tokens [W] and the nats of evidence [W] after each bundle of endless lives of such completions."""
     lengths_C = np.concatenate(errors.lengths)
     seen = [name for name in (*CHOICES, *CLAIMS) if name in moments and name in errors.values]
     parts = [_log_e(errors, name, moments[name], lengths_C, is_silent=is_rescored and name in CLAIMS) for name in seen]
+    parts += (others or {}).values()
     widths = [part.shape[1] for part in parts]
     log_e_CK = np.concatenate(parts, axis=1)
     rng = np.random.default_rng(seed)
     wealth_WK = np.full((workers, log_e_CK.shape[1]), -math.inf)
     tokens_W = np.zeros(workers)
-    silent = math.log(len(moments) / len(seen))
+    silent = math.log((len(moments) + len(others or {})) / len(parts))
     for bundle in count(1):
         drawn = rng.integers(0, len(lengths_C), (workers, group))
         tokens_W = tokens_W + lengths_C[drawn].sum(axis=1)

@@ -31,22 +31,28 @@ LONG_EVERY, LONG_AT = 4, 2
 """Every fourth lease, a small one, has long completions, so that late positions are measured too."""
 POWERS = (0.25, 1.0, 3.0, 6.0)
 """Values of lambda * cap: nats that a token at the cap adds, before its moment is subtracted."""
-CAPS = {"margin": 0.5, "flip": 1.0, "proof": 16.0}
+POWERS_OF = {"cooler": (0.5, 1.5, 3.0, 4.5), "looser": (1.5, 2.25, 3.0, 3.75), "square": (1.0, 2.0, 3.0, 4.0)}
+"""The same for statistics that behave like logarithms of likelihood ratios: what few tokens show at most is little."""
+CAPS = {"margin": 0.5, "flip": 1.0, "proof": 16.0, "cooler": 0.2, "looser": 3.0}
 """Caps of statistics whose scale is known."""
-SHARES = frozenset({"flip"})
-"""Statistics that are 0 or 1."""
 CAP_OVER_TAIL = 4.0
-"""Cap of the other statistics, as a multiple of their honest 99.9 % quantile."""
+"""Cap of the other statistics, as a multiple of their honest 99.9 % quantile. `square` has that quantile itself as its cap."""
 CAP_MIN = 0.01
 """Lower bound of a cap. Two engines may agree to the last bits here and still differ on other machines of the same class."""
 SPREAD = 1.25
 """Factor by which the error of other machines and policies may exceed the measured one. `norm` hardly depends on policy and
 prompts: 0.051 for bf16 of a model of 135 M parameters, on two sets of prompts."""
+SPREADS = {"flip": 1.0, "square": SPREAD**2}
+"""The same factor for a statistic that is a share, and for one that is a square."""
 HEADROOM = 1.25
 """Factor on log M0, by which errors may be more frequent than measured. Both factors decide what stays hidden: with 2 and 2
 instead, int8 weights of that model take fifty times as many tokens to detect."""
 RATIO_CAP = 4.0
 """Largest number of nats that a token adds to a likelihood ratio."""
+
+
+UNUSED = frozenset({"logprob", "norm"})
+"""Statistics that get no moments: `square` detects the same sooner, and each additional one weakens the others."""
 
 
 @dataclass(slots=True)
@@ -90,18 +96,24 @@ class Errors:
         proofs_C = np.array([num_proofs([length]) for length in lengths_C.tolist()])
         found = {}
         for name, parts in self.values.items():
-            if name == "logprob":
-                continue  # `norm` detects the same sooner, and each additional statistic weakens the others
-            values = np.concatenate(parts) * (1.0 if name in SHARES else SPREAD)
-            cap = CAPS.get(name) or max(CAP_OVER_TAIL * float(np.quantile(values, 0.999)), CAP_MIN)
+            if name in UNUSED:
+                continue
+            values = np.concatenate(parts)
+            values = np.where(values > 0, values * SPREADS.get(name, SPREAD), values)
+            cap = CAPS.get(name) or _cap_of(name, values)
             found[name] = calibrate_statistics(
                 values,
                 cap=cap,
-                lambdas=[power / cap for power in POWERS],
+                lambdas=[power / cap for power in POWERS_OF.get(name, POWERS)],
                 lengths=proofs_C if name == "proof" else lengths_C,
                 headroom=HEADROOM,
             )
         return found
+
+
+def _cap_of(name: str, values: npt.NDArray[np.floating]) -> float:
+    tail = float(np.quantile(values, 0.999))
+    return max(tail, CAP_MIN**2) if name == "square" else max(CAP_OVER_TAIL * tail, CAP_MIN)
 
 
 @dataclass(frozen=True, slots=True)

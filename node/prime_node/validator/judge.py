@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
@@ -232,10 +232,12 @@ async def reward_bundle(
     environments: Mapping[str, Environment],
     tokenizer: Tokenizer,
     proven: Judgement | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Judgement:
     """Run checks (6) and (7): compute an accepted bundle's rewards, and look for texts that its completions share.
 
     Compare the lease's prompts with its problems' first. `proven` is the result of (4) and (5), if the bundle was audited.
+    Raises NotWanted as soon as `is_wanted` says no.
     """
     lease, rollouts = bundle.lease, bundle.rollouts
     so_far, spec = proven or Judgement(Verdict.accept()), run.spec
@@ -245,7 +247,7 @@ async def reward_bundle(
         return replace(so_far, verdict=verdict, unscored=fault.unscored, evidence=weighed)
     try:
         with graded_together():
-            scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=spec)
+            scored = await score_rollouts(lease, rollouts, environments, tokenizer, spec=spec, is_wanted=is_wanted)
     except WrongContext as error:
         reason = RejectReason.INCOMPLETE if isinstance(error, CutShort) else RejectReason.WRONG_CONTEXT
         return replace(so_far, verdict=Verdict.refuse(reason, str(error)))

@@ -19,30 +19,25 @@ import asyncio
 import functools
 import logging
 import math
-import secrets
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
-from prime_node.ports.clock import Clock
 from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, SamplingScorer
-from prime_node.ports.environment import Tokenizer
-from prime_node.ports.transport import Unreachable, ValidatorPort
+from prime_node.ports.transport import Unreachable
+from prime_node.traces import begin_span, of_lease, spanned
 from prime_node.validator.batching import BundleAudit, batches, take_waiting
-from prime_node.validator.config import ValidatorConfig
-from prime_node.validator.held import HeldScorer
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, prove_bundles, reward_bundle
-from prime_node.validator.references import Comparisons, ReferenceComparison
-from prime_node.validator.scoring_workers import ScoringWorkers
+from prime_node.validator.references import ReferenceComparison
+from prime_node.validator.scoring import NotWanted
 from prime_node.validator.spans import policies_of
+from prime_node.validator.validator import Validator
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.rollout import Completion
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
 from prime_protocol.weights import Weights
 
@@ -58,43 +53,10 @@ HOLDING_S = 5.0
 """Seconds between two lists of the bundles in progress. The coordinator allows nine times as many (checks.py)."""
 HOLDING_MAX = 1_024
 """Bundles in one list. The settings allow fewer here."""
+LATE_S_MAX = 300.0
+"""Seconds after its deadline in which a lost bundle's rewards are still computed: a validator alone gets it again."""
 POLICY_S_MAX = 60.0
 """Time limit for fetching again the policy of a proven bundle."""
-
-
-@dataclass
-class Validator:
-    """State of the loop. `policy` returns the verified weights of a version, waiting for them if necessary."""
-
-    run: PinnedRun
-    config: ValidatorConfig
-    coordinator: ValidatorPort
-    scorer: SamplingScorer
-    scoring_workers: ScoringWorkers
-    tokenizer: Tokenizer
-    policy: Callable[[int], Awaitable[Weights]]
-    policy_versions: Callable[[], tuple[int, ...]]
-    clock: Clock
-    verdicts: Counter[str] = field(default_factory=Counter)
-    """Number of bundles accepted, and rejected by reason."""
-    comparisons: Comparisons = field(default_factory=Comparisons)
-    """Comparisons of unseeded bundles' rewards with references sampled here."""
-    deadlines_ms: dict[str, int] = field(default_factory=dict)
-    """Bundles in progress, from the task to the answer -> the deadline, by our own clock."""
-    lost: set[str] = field(default_factory=set)
-    """Those of them that another validator has, or that have a verdict."""
-    said_s: float = -math.inf
-    """Time of the last log line."""
-    session: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Random id of this process."""
-
-    def __post_init__(self) -> None:
-        self.held = HeldScorer(self.scorer)
-
-    def drop(self, bundle: str) -> None:
-        """Record that a bundle is no longer here."""
-        self.deadlines_ms.pop(bundle, None)
-        self.lost.discard(bundle)
 
 
 async def run_validator(validator: Validator, stop: asyncio.Event) -> None:
@@ -157,6 +119,9 @@ async def _next_task(validator: Validator) -> tuple[CheckTask, bytes] | None:
     is_here = task.bundle in validator.deadlines_ms
     validator.deadlines_ms[task.bundle] = task.deadline_ms
     validator.lost.discard(task.bundle)
+    validator.checking.setdefault(
+        task.bundle, begin_span("check", of_lease(task.lease.lease_id), step=task.lease.step, bundle=task.bundle[:12])
+    )
     if is_here:  # otherwise a hanging answer would take another scoring worker each time
         log.warning("bundle %s: its deadline passed while it is here; it is judged once", task.bundle[:12])
         return None
@@ -321,12 +286,25 @@ async def _reward(
     try:
         async with validator.scoring_workers.worker() as environments:
             judgement = await reward_bundle(
-                bundle, run=validator.run, environments=environments, tokenizer=validator.tokenizer, proven=proven
+                bundle,
+                run=validator.run,
+                environments=environments,
+                tokenizer=validator.tokenizer,
+                proven=proven,
+                is_wanted=lambda: not _is_given_away(validator, task.bundle),
             )
         await _answer(validator, task, judgement)
+    except NotWanted:
+        log.warning("bundle %s: its rewards took so long that it is no longer judged here", task.bundle[:12])
     finally:
         validator.drop(task.bundle)
         waiting.release()
+
+
+def _is_given_away(validator: Validator, bundle: str) -> bool:
+    """Return whether a bundle has been lost for so long that it will not be handed out here again meanwhile."""
+    late_ms = validator.clock.now_ms() - validator.deadlines_ms[bundle]
+    return bundle in validator.lost and late_ms > LATE_S_MAX * 1_000
 
 
 def _seconds_left(validator: Validator, task: CheckTask) -> float:
@@ -360,7 +338,9 @@ async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -
         logprobs=logprobs,
     )
     send = functools.partial(validator.coordinator.check_result, result)
-    await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
+    outcome = str(judgement.verdict.reason or "accepted")
+    with spanned("answer", of_lease(task.lease.lease_id), bundle=task.bundle[:12], outcome=outcome):
+        await _persist(validator, send, what=f"verdict on {task.bundle[:12]}")
 
 
 def _is_trained_on(validator: Validator, task: CheckTask) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,13 @@ from prime_protocol.run_spec import RunSpec
 from prime_protocol.turns import episodes_of
 
 log = logging.getLogger(__name__)
+
+HANGS_MAX = 3
+"""Completions of a bundle on which an environment may hang before scoring stops: each takes minutes."""
+
+
+class NotWanted(Exception):
+    """The bundle is no longer this validator's to judge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +57,22 @@ async def score_rollouts(
     tokenizer: Tokenizer,
     *,
     spec: RunSpec,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> Scored:
     """Score the rollouts of a bundle.
 
     Blocking environments run in a thread. Raises WrongContext if a rollout's turns are not what its environment asks
-    for; CutShort only if there is no other fault.
+    for; CutShort only if there is no other fault. Raises NotWanted as soon as `is_wanted`, called before each rollout, says no.
     """
     problems = [group.problem for group in lease.groups for _ in group.seeds]
     specs, bounds = {one.name: one for one in spec.environments}, bounds_of(spec)
     rewards, unscored, fault, enough = [], [], "", True
     spreads = []
     cut_short: CutShort | None = None
+    hangs = 0
     for index, (problem, turns) in enumerate(zip(problems, episodes_of(rollouts, lease), strict=True)):
+        if not is_wanted():
+            raise NotWanted
         environment, its = environments[problem.environment], specs[problem.environment]
         try:
             if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
@@ -86,8 +97,11 @@ async def score_rollouts(
             rewards.append(0.0)
             unscored.append(index)
             enough = _enough_scored(lease, unscored, group_rollouts_min=spec.schedule.group_rollouts_min)
-            if not enough and isinstance(error, EnvironmentGone | EnvironmentSilent):
-                break  # answers that hang a grader cost one timeout, not one each
+            if isinstance(error, EnvironmentGone | EnvironmentSilent):
+                hangs += 1
+                enough = enough and hangs < HANGS_MAX
+                if not enough:
+                    break  # answers that hang a grader cost a few timeouts, not one each
     if cut_short is not None:
         raise cut_short
     return Scored(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from prime_node.worker.control import Wanted, WorkLimits
 from prime_node.worker.pace import GenerationPace
 from prime_protocol.requests import WorkerState
 from prime_protocol.telemetry import Speed
@@ -33,12 +34,17 @@ class LeaseActivity:
     """Reason why no lease is requested or granted; empty if there is none."""
     paused: str = ""
     """Reason why nothing may be computed: the contributor's pause or limits; empty if there is none."""
+    wanted: Wanted = Wanted.RUN
+    """What the contributor wants, as far as it is read."""
+    limits: WorkLimits | None = None
+    """Limits that are in force; None until they are read."""
     control_at_ms: int = 0
     """Time of the contributor's last command that is followed."""
     in_hand: dict[str, LeaseInHand] = field(default_factory=dict)
     finished_s: float = 0.0
     """Monotonic time at which the engine last finished a lease."""
     rollouts_generated: int = 0
+    tokens_generated: int = 0
     leases_dropped: int = 0
     pace: GenerationPace = field(default_factory=GenerationPace)
     speed: Speed | None = None

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.config import SandboxSettings, Settings, SettingsConfigDict
 from prime_node.worker.control import WorkLimits
 from prime_protocol import limits
 from prime_protocol.assignment import Name
+
+
+class NodePageConfig(BaseModel):
+    """The worker's own page in a browser of this machine: what the worker does, and its controls."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    enabled: bool = True
+    """Serve the page. Only this machine reaches it, and only with a key that `prime-node open` shows."""
+    host: Literal["127.0.0.1", "::1"] = "127.0.0.1"
+    """Loopback address that it is served on."""
+    port: int = Field(default=0, ge=0, le=65_535)
+    """Port that it is served on; 0 takes any free one."""
 
 
 class WorkerConfig(Settings):
@@ -22,7 +35,7 @@ class WorkerConfig(Settings):
     name: Name = "worker"
     """Name of this machine. The operator sees it; it proves nothing."""
     invite: str = Field(default="", max_length=limits.INVITE_CHARS_MAX)
-    """Invitation from the run's operator, if the run accepts invited keys only."""
+    """Invitation from the run's operator, if the run accepts invited keys only. One in the join link replaces it."""
     engine: Literal["auto", "transformers", "vllm"] = "auto"
     """Inference engine. auto: vLLM if there is a GPU, else transformers, which starts in seconds."""
     seeded: bool = True
@@ -62,7 +75,9 @@ class WorkerConfig(Settings):
     swarm: SwarmConfig = SwarmConfig()
     """Exchange of policies with other workers."""
     limits: WorkLimits = WorkLimits()
-    """When it computes. `prime-node limit` replaces them while it runs."""
+    """When it computes and how much it uses. `prime-node limit` and the page replace all of them while it runs."""
+    page: NodePageConfig = NodePageConfig()
+    """Page in a browser of this machine."""
     sandbox: SandboxSettings = SandboxSettings()
     """Sandbox of this process."""
     policies_kept: int = Field(default=2, ge=2, le=64)

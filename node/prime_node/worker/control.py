@@ -7,10 +7,10 @@ a few times a second, and after a restart. So a command needs no connection to t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from datetime import datetime, time
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -19,11 +19,14 @@ from prime_node.inside import read_regular
 from prime_protocol.errors import LocalError
 
 CONTROL = "control.json"
+CONTROL_BYTES_MAX = 2**20
+ON_REQUEST = "on request, until `prime-node resume`"
+"""Reason of a pause that the contributor has ordered."""
 _HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d", re.ASCII)
 
 
 class WorkLimits(BaseModel):
-    """When a worker computes. Outside of these limits it is paused."""
+    """When a worker computes, and how much of the machine it uses. Outside of the limits on when, it is paused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -31,6 +34,23 @@ class WorkLimits(BaseModel):
     """Hours of the day in which it computes, in local time, for example "22:00-07:00". Empty: all hours."""
     on_battery: bool = True
     """Compute on battery power too. Only Linux shows the power supply; elsewhere it counts as mains power."""
+    when_busy: bool = True
+    """Compute while other programs use the processor too. false: only while they use less than a quarter of all processors,
+    for a minute. Only Linux shows that; elsewhere other programs count as idle. Another worker is another program."""
+    when_gpu_busy: bool = True
+    """Compute while other programs use the GPU too. false needs nvidia-smi; where it shows nothing, they count as idle."""
+    when_in_use: bool = True
+    """Compute while a person uses this machine's keyboard and mouse too. false: only while systemd-logind calls its seat idle: a
+    desktop decides that by its own settings, usually after minutes. Elsewhere, and over a network, no use is seen."""
+    upload_mbit_per_s: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Upload limit for serving peers, in megabits per second; 0 is no limit. None: swarm.upload_mbit_per_s."""
+    download_mbit_per_s: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Download limit for fetching policies, in megabits per second; 0 is no limit. None: swarm.download_mbit_per_s."""
+    threads: int | None = Field(default=None, ge=1, le=4_096)
+    """CPU threads of the engine. None: worker.threads. The transformers engine follows at its next lease, vLLM at its next
+    start."""
+    gpu_memory_share: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
+    """Share of a GPU's memory that vLLM takes, from the next start on. None: worker.gpu_memory_share."""
 
     @field_validator("hours")
     @classmethod
@@ -45,6 +65,46 @@ class WorkLimits(BaseModel):
             return True
         begin, end = map(time.fromisoformat, self.hours.split("-"))
         return begin <= now < end if begin < end else now >= begin or now < end
+
+
+class Surroundings(Protocol):
+    """What else happens on this machine. Each answer is quick: it may be a few seconds old."""
+
+    def on_battery(self) -> bool:
+        """Return whether the machine runs on battery power."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Return whether other programs have used the processor within the last minute."""
+        ...
+
+    def is_gpu_busy(self) -> bool:
+        """Return whether other programs have used the GPU within the last minute."""
+        ...
+
+    def is_in_use(self) -> bool:
+        """Return whether a person uses the machine's keyboard and mouse."""
+        ...
+
+
+class NoSurroundings:
+    """A machine that does nothing else."""
+
+    def on_battery(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_busy(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_gpu_busy(self) -> bool:
+        """Return False."""
+        return False
+
+    def is_in_use(self) -> bool:
+        """Return False."""
+        return False
 
 
 class Wanted(StrEnum):
@@ -68,16 +128,22 @@ class Control(BaseModel):
     """Time of the command. A worker's status names it once the worker has read the command."""
 
 
-def pause_reason(control: Control, limits: WorkLimits, *, now: datetime, on_battery: Callable[[], bool]) -> str:
+def pause_reason(control: Control, limits: WorkLimits, *, now: datetime, around: Surroundings) -> str:
     """Return why a worker must not compute; empty if it may. `now` is in local time."""
     if control.wanted is Wanted.PAUSE:
-        return "on request, until `prime-node resume`"
+        return ON_REQUEST
     if control.wanted is Wanted.FINISH:
         return ""  # what is begun is finished at any hour
     if not limits.admits(now.time()):
         return f"until {limits.hours[:5]}, as its hours are {limits.hours}"
-    if not limits.on_battery and on_battery():
+    if not limits.on_battery and around.on_battery():
         return "until this machine has mains power"
+    if not limits.when_busy and around.is_busy():
+        return "until other programs leave the processor idle for a minute"
+    if not limits.when_gpu_busy and around.is_gpu_busy():
+        return "until other programs leave the GPU idle for a minute"
+    if not limits.when_in_use and around.is_in_use():
+        return "until this machine's desktop says that no one uses it"
     return ""
 
 
@@ -85,7 +151,7 @@ def read_control(folder: Path) -> Control:
     """Read what a contributor wants of the worker in `folder`. Raises LocalError if the file is damaged."""
     path = folder / CONTROL
     try:
-        return Control.model_validate_json(read_regular(path))
+        return Control.model_validate_json(read_regular(path, bytes_max=CONTROL_BYTES_MAX))
     except FileNotFoundError:
         return Control()
     except OSError as error:

@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from prime_node.worker.control import Control, Wanted, pause_reason, read_control, write_control
 from prime_node.worker.reporting import status_of
-from prime_node.worker.status import write_status
 from prime_node.worker.worker import Worker
 from prime_protocol.errors import LocalError
 
@@ -26,9 +25,7 @@ async def follow_control(worker: Worker) -> NoReturn:
     """Do what the contributor wants, forever. The status file shows it at once."""
     while True:
         if _take(worker):
-            status = status_of(worker)
-            write_status(worker.folder / "status.json", status)
-            worker.say(status.line())
+            worker.show(status_of(worker))
         await worker.clock.sleep(CONTROL_S)
 
 
@@ -38,16 +35,19 @@ def _take(worker: Worker) -> bool:
     try:
         control = read_control(worker.folder)
     except LocalError as error:
-        control, reason = Control(at_ms=activity.control_at_ms), str(error)  # perhaps a pause: compute nothing
+        control, reason = Control(at_ms=activity.control_at_ms), f"as {error}"  # perhaps a pause: compute nothing
     else:
         now = datetime.fromtimestamp(worker.clock.now_ms() / 1_000, UTC).astimezone()
         limits = control.limits or worker.config.limits
-        reason = pause_reason(control, limits, now=now, on_battery=worker.on_battery)
+        reason = pause_reason(control, limits, now=now, around=worker.around)
+        if limits != activity.limits:
+            activity.limits = limits
+            worker.obey(limits)
     if control.wanted is Wanted.FINISH:
         worker.finishing = True
         worker.quit.set()
     is_changed = (reason, control.at_ms) != (activity.paused, activity.control_at_ms)
-    activity.paused, activity.control_at_ms = reason, control.at_ms
+    activity.paused, activity.control_at_ms, activity.wanted = reason, control.at_ms, control.wanted
     worker.permit.turn(on=not reason)
     if reason:
         activity.cancel(tuple(activity.in_hand))

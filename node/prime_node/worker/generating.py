@@ -42,7 +42,7 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
 
     (1) A coordinator of the run signed it; (2) it is of this run and for this worker; (3) it names the policy that this
     worker reported, and a step that the policy may serve; (4) it requests no more than was offered and than the run
-    allows; (5) prompts are within the limits and the vocabulary.
+    allows; (5) prompts are within the limits and the vocabulary, and of environments of the run.
     """
     payload = run.keys.verify(envelope, PayloadType.LEASE, Role.COORDINATOR)  # (1)
     lease = parse_json(payload, Lease)
@@ -58,7 +58,13 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
         raise LimitExceeded("rollouts_max", lease.num_rollouts, asked.rollouts_max)
     if lease.sampling != run.spec.sampling:
         raise RemoteError(ErrorCode.MALFORMED, f"lease {lease.lease_id[:12]} has other sampling settings than the run")
+    names = {environment.name for environment in run.spec.environments}
     for group in lease.groups:  # (5)
+        if group.problem.environment not in names:
+            raise RemoteError(
+                ErrorCode.MALFORMED,
+                f"lease {lease.lease_id[:12]}: the run has no environment {group.problem.environment}",
+            )
         if len(group.prompt_token_ids) > run.spec.limits.prompt_tokens_max:
             raise LimitExceeded("prompt_tokens_max", len(group.prompt_token_ids), run.spec.limits.prompt_tokens_max)
         if max(group.prompt_token_ids) >= run.spec.vocab_size:

@@ -21,6 +21,7 @@ from prime_node.worker.controlling import follow_control, forget_finish
 from prime_node.worker.reporting import (
     farewell,
     fetch_receipts,
+    follow_standing,
     heartbeat_request,
     last_receipts,
     show_status,
@@ -34,6 +35,7 @@ from prime_protocol.assignment import Lease
 from prime_protocol.errors import LocalError
 from prime_protocol.replies import UploadReply
 from prime_protocol.requests import WorkerState
+from prime_protocol.visible import number_of
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +79,10 @@ async def run_worker(worker: Worker, stop: asyncio.Event) -> Ending:
         worker.session.notice, outcome = str(error), Ending.BANNED.value
         return Ending.BANNED
     finally:
-        write_status(worker.folder / "status.json", status_of(worker, ended=outcome))
+        status = status_of(worker, ended=outcome)
+        worker.recent.note(status)
+        worker.recent.write()
+        write_status(worker.folder / "status.json", status)
         worker.lock.release()
 
 
@@ -97,6 +102,7 @@ async def _run(worker: Worker, stop: asyncio.Event) -> Ending:
                 tasks.create_task(session.heartbeat(lambda: heartbeat_request(worker), cancel=worker.activity.cancel)),
                 tasks.create_task(worker.trust.follow()),
                 tasks.create_task(worker.follower.follow()),
+                tasks.create_task(follow_standing(worker)),
                 tasks.create_task(worker.spool.flush(lambda parcel: _upload(worker, parcel))),
             ]
             fetching = tasks.create_task(fetch_receipts(worker))
@@ -139,10 +145,10 @@ async def _generate(worker: Worker) -> None:
 async def _finish(worker: Worker) -> None:
     """Finish in order, within the grace period: upload what is done, fetch the last receipts and leave."""
     if worker.spool.num_bundles:
-        log.info("uploading %d bundles before the end", worker.spool.num_bundles)
+        log.info("uploading %s before the end", number_of(worker.spool.num_bundles, "bundle"))
     await unless(worker.grace_over.wait(), worker.spool.drained())
     if worker.spool.num_bundles:
-        log.warning("%d bundles stay in the spool; the next start uploads them", worker.spool.num_bundles)
+        log.warning("kept on this disk for the next start to upload: %s", number_of(worker.spool.num_bundles, "bundle"))
     await unless(worker.grace_over.wait(), last_receipts(worker))
     await unless(worker.grace_over.wait(), worker.session.leave())
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from prime_node.files import write_durably
+from prime_node.files import disk_fault, write_durably
 from prime_node.inside import open_regular, place, read_regular
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.contradiction import contradiction
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import KeyId
@@ -47,6 +48,10 @@ class Tally:
 
 LEASES_KEPT = 64
 """Number of newest signed leases kept until the receipt of their bundle."""
+RECEIPTS_BYTES_MAX = 2**30
+"""Size of receipts.jsonl above which the worker ends: years of receipts, or a coordinator that fills the disk."""
+CONTRADICTIONS_MAX = 16
+"""Contradictions that are kept. One convicts the coordinator."""
 
 
 _ACCEPTED, _TOKENS, _PENDING = "accepted", "tokens", "pending"
@@ -65,6 +70,19 @@ class _Kept(NamedTuple):
     """Whether it was accepted twice: the second receipt credits all tokens in escrow (SPEC.md, section 11)."""
 
 
+def _cursor_line(number: int) -> bytes:
+    """Return the content of the cursor's file: with a digest, since a flipped bit would hide receipts."""
+    return f"{number} {digest_of(b'%d' % number)[:16]}".encode()
+
+
+def _cursor_in(line: bytes) -> int | None:
+    """Return the cursor; None if its file is damaged. That of an earlier release has no digest."""
+    number = line.strip().partition(b" ")[0]
+    if not number.isdigit() or line.strip() not in (number, _cursor_line(int(number))):
+        return None
+    return int(number)
+
+
 class ReceiptBook:
     """Receipts on disk and their tally. Methods block; each call writes a few kilobytes."""
 
@@ -80,15 +98,19 @@ class ReceiptBook:
         """Rollouts by outcome, and the tokens credited."""
         self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
         self._bundles: OrderedDict[str, str] = OrderedDict()
+        self._answered: set[bytes] = set()
+        """Leases for which a bundle was signed."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             data = read_regular(self._file) if self._file.exists() else b""
             if data and not data.endswith(b"\n"):
                 self._append([b""])  # a crash left half a line: end it before the next one
-            cursor = self._cursor_file.read_text(encoding="ascii") if self._cursor_file.exists() else "0"
+            cursor = _cursor_in(self._cursor_file.read_bytes()) if self._cursor_file.exists() else 0
         except OSError as error:
-            raise LocalError(f"receipts {self._file}: {error.strerror}") from None
-        self.cursor = int(cursor) if cursor.strip().isdigit() else 0
+            raise disk_fault(error, f"receipts {self._file}") from None
+        if cursor is None:
+            log.warning("%s is damaged: all receipts are asked for again", self._cursor_file)
+        self.cursor = cursor or 0
         for line in data.splitlines():
             try:
                 envelope = open_envelope(line)  # its signature was verified on receipt
@@ -103,16 +125,22 @@ class ReceiptBook:
             self._leases.popitem(last=False)
 
     def note_bundle(self, bundle: str, lease_id: str) -> None:
-        """Remember the lease of a bundle, so that its receipt is compared with that lease whatever lease it names."""
+        """Remember the lease of a signed bundle, so that its receipt is compared with that lease whatever lease it names."""
+        self._answered.add(bytes.fromhex(lease_id))
         self._bundles[bundle] = lease_id
         if len(self._bundles) > LEASES_KEPT:
             self._bundles.popitem(last=False)
+
+    def is_answered(self, lease_id: str) -> bool:
+        """Return whether a bundle was signed for a lease of this id, since the start or by a receipt."""
+        return bytes.fromhex(lease_id) in self._answered
 
     def add(self, answer: ReceiptList, *, now_ms: int) -> None:
         """Verify and store receipts. `now_ms` is this machine's Unix time in milliseconds.
 
         Raises RemoteError if a receipt is not the coordinator's, not for this worker or dated too far ahead, LocalError
-        for the disk. No ledger head of the near future is later than such a receipt, so none could be proven to lack it.
+        for the disk or too many receipts. No ledger head of the near future is later than one that is dated too far ahead,
+        so none could be proven to lack it.
         """
         if not answer.receipts and answer.next == self.cursor:
             return  # the common case: do not wake a disk
@@ -126,12 +154,17 @@ class ReceiptBook:
                 ErrorCode.EXPIRED, f"a receipt is dated {ahead_s} s ahead of this machine's clock; not taken"
             )
         try:
+            if self._file.exists() and self._file.stat().st_size > RECEIPTS_BYTES_MAX:
+                raise LocalError(
+                    f"receipts {self._file} have more than {RECEIPTS_BYTES_MAX:,} bytes; move the file to another folder, and "
+                    "ask the run's operator why this worker gets so many"
+                )
             for receipt, envelope in zip(receipts, envelopes, strict=True):
                 self._compare(receipt, envelope)
             self._append(envelope.to_bytes() for envelope in envelopes)
-            write_durably(self._cursor_file, str(answer.next).encode())
+            write_durably(self._cursor_file, _cursor_line(answer.next))
         except OSError as error:
-            raise LocalError(f"receipts {self._file}: {error.strerror}; free some space and start again") from None
+            raise disk_fault(error, f"receipts {self._file}") from None
         self.cursor = answer.next
         for receipt, envelope in zip(receipts, envelopes, strict=True):
             self._note(receipt, envelope.digest)
@@ -158,7 +191,10 @@ class ReceiptBook:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
         if known is None or not (what := contradiction(receipt, known[0], self._run.spec)):
             return
-        file = place(self._file.parent, f"contradiction-{known[0].lease_id[:16]}.jsonl")
+        folder = self._file.parent
+        file = place(folder, f"contradiction-{known[0].lease_id[:16]}.jsonl")
+        if file.exists() or len(list(folder.glob("contradiction-*.jsonl"))) >= CONTRADICTIONS_MAX:
+            return
         rings = (ring for _, ring in self._run.keys.rings)
         lines = (self._run.envelope, *rings, known[1], signed)
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in lines))
@@ -176,6 +212,7 @@ class ReceiptBook:
         return receipt
 
     def _note(self, receipt: Receipt, digest: str) -> None:
+        self._answered.add(bytes.fromhex(receipt.lease_id))
         before = self._latest.pop(receipt.bundle, None)
         settles_all = False
         if before is not None:

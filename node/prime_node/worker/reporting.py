@@ -10,7 +10,7 @@ from typing import NoReturn
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.activity import HOLDING_MAX
 from prime_node.worker.session import KeyBanned
-from prime_node.worker.status import Status, write_status
+from prime_node.worker.status import Status
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol import limits
 from prime_protocol.errors import RemoteError
@@ -18,6 +18,9 @@ from prime_protocol.replies import ReceiptList
 from prime_protocol.requests import HeartbeatRequest, ReceiptsRequest
 
 log = logging.getLogger(__name__)
+
+STANDING_S = 30.0
+"""Seconds between two questions for the standing."""
 
 
 async def fetch_receipts(worker: Worker) -> NoReturn:
@@ -28,6 +31,16 @@ async def fetch_receipts(worker: Worker) -> NoReturn:
             await _take_receipts(worker, worker.session.ask)
         except RemoteError as error:
             log.warning("receipts: %s", error)
+
+
+async def follow_standing(worker: Worker) -> NoReturn:
+    """Ask for this contributor's place among all every `STANDING_S`, forever. Without an answer, the last one stays."""
+    while True:
+        try:
+            worker.standing = await worker.coordinator.standing(worker.key.key_id)
+        except (RemoteError, Unreachable) as error:
+            log.debug("standing: %s", error)
+        await worker.clock.sleep(STANDING_S)
 
 
 async def last_receipts(worker: Worker) -> None:
@@ -52,8 +65,8 @@ async def show_status(worker: Worker) -> NoReturn:
     """Write and show the status every `status_seconds`, forever."""
     while True:
         status = status_of(worker)
-        write_status(worker.folder / "status.json", status)
-        worker.say(status.line())
+        worker.recent.note(status)
+        worker.show(status)
         await worker.clock.sleep(worker.config.status_seconds)
 
 
@@ -77,8 +90,8 @@ def _claimed(ms: int | None) -> int | None:
 
 def _first_wait(worker: Worker, head: int) -> str:
     if not worker.session.joined:
-        return "the coordinator to admit this worker"
-    return "the trainer to publish a policy" if head < 0 else ""
+        return "the coordinator has not admitted this worker yet"
+    return "the trainer has not published a policy yet" if head < 0 else ""
 
 
 def farewell(worker: Worker, ending: Ending) -> str:
@@ -98,9 +111,10 @@ def farewell(worker: Worker, ending: Ending) -> str:
 def status_of(worker: Worker, *, ended: str = "") -> Status:
     """Return the worker's current status. `ended` is its outcome, if it has ended."""
     session, tally, audits = worker.session, worker.receipts.tally(), worker.run.spec.checks.audits
-    latest = worker.follower.latest()
+    latest, traffic = worker.follower.latest(), worker.links()
     away_since_s = session.away_since_s
     head = max(session.head, -1 if latest is None else latest.version)
+    standing = worker.standing
     return Status(
         worker=worker.key.key_id,
         state=worker.activity.state,
@@ -122,7 +136,15 @@ def status_of(worker: Worker, *, ended: str = "") -> Status:
         paused=worker.activity.paused,
         control_at_ms=worker.activity.control_at_ms,
         notice=session.notice,
-        swarm=worker.swarm(),
+        tokens_generated=worker.activity.tokens_generated,
+        peers=traffic.peers,
+        down_bytes=traffic.down_bytes,
+        up_bytes=traffic.up_bytes + worker.spool.bytes_uploaded,
+        swarm=traffic.text,
+        person="" if standing is None or standing.contributor == worker.key.key_id else standing.contributor,
+        rank=None if standing is None else standing.rank,
+        contributors=0 if standing is None else standing.contributors,
+        share=0.0 if standing is None or not standing.all_tokens else standing.tokens / standing.all_tokens,
         ended=ended,
         at_ms=worker.clock.now_ms(),
     )

@@ -21,13 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from prime_node.files import write_durably
+from prime_node.files import disk_fault, write_durably
 from prime_node.inside import place, read_regular
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
+from prime_node.traces import of_lease, spanned
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.replies import UploadReply
+from prime_protocol.visible import number_of
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Spool:
         self._rng = rng
         self._changed = asyncio.Condition()
         self.num_uploaded = 0
+        self.bytes_uploaded = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob("*.partial"):  # never acknowledged
@@ -63,7 +66,7 @@ class Spool:
             raise self._disk_fault(error) from None
         self._next = 1 + max((int(path.name.split("-")[0]) for path in found), default=0)
         if found:
-            log.info("%d finished bundles of the last start wait for upload", len(found))
+            log.info("%s of the last start: waiting for upload", number_of(len(found), "finished bundle"))
 
     @property
     def num_bundles(self) -> int:
@@ -85,7 +88,7 @@ class Spool:
         async with self._changed:
             if self._is_full(len(parcel)):
                 log.warning(
-                    "the spool is full (%d bundles); generation pauses until some are uploaded", self.num_bundles
+                    "finished work fills its disk space (worker.spool_bytes_max); generation pauses until some is uploaded"
                 )
             await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
             path = place(self._folder, f"{self._next:012d}-{lease_id}.parcel")
@@ -127,10 +130,15 @@ class Spool:
     async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
         """Send a bundle, retrying until the coordinator has given a final answer."""
         backoff = Backoff(self._rng)
-        parcel = await asyncio.to_thread(read_regular, path)  # follow no link: it would upload another file
+        try:
+            parcel = await asyncio.to_thread(read_regular, path)  # follow no link: it would upload another file
+        except FileNotFoundError:
+            log.warning("finished work %s is missing on this disk; its lease will be given to another worker", path)
+            return
         while True:
             try:
-                reply = await upload(parcel)
+                with spanned("upload", of_lease(path.stem.partition("-")[2]), num_bytes=len(parcel)):
+                    reply = await upload(parcel)
             except (Unreachable, RemoteError) as error:
                 if isinstance(error, RemoteError) and not error.is_transient:
                     await asyncio.to_thread(self._note_refusal, path, error.code, error.detail)
@@ -139,6 +147,7 @@ class Spool:
                 log.info("bundle %s: %s; sending it again in %.1f s", path.stem, error, pause_s)
             else:
                 self.num_uploaded += 1
+                self.bytes_uploaded += len(parcel)
                 if reply.verdict is not None and reply.verdict.reason is not None:
                     await asyncio.to_thread(self._note_refusal, path, reply.verdict.reason, reply.verdict.detail)
                 return
@@ -152,4 +161,4 @@ class Spool:
         write_durably(notes, "".join(f"{one}\n" for one in [*lines[1 - REFUSED_LINES_MAX :], line]).encode())
 
     def _disk_fault(self, error: OSError) -> LocalError:
-        return LocalError(f"spool {self._folder}: {error.strerror or error}; free some space or choose another folder")
+        return disk_fault(error, f"finished work {self._folder}")

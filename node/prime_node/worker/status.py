@@ -18,6 +18,23 @@ from prime_protocol.requests import WorkerState
 log = logging.getLogger(__name__)
 
 
+STATUS_BYTES_MAX = 2**20
+"""Size limit of a status file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Links to other peers. Example: Traffic(peers=4, down_bytes=397_000_000, up_bytes=120_500_000)."""
+
+    peers: int = 0
+    down_bytes: int = 0
+    """Bytes of checkpoints received since the start, from all sources."""
+    up_bytes: int = 0
+    """Bytes of checkpoints sent to peers since the start."""
+    text: str = ""
+    """The same and how peers reach this machine, for its owner."""
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """A worker's status at one moment.
@@ -55,8 +72,22 @@ class Status:
     """Time of the contributor's last command that the worker follows; 0 without any."""
     notice: str = ""
     """Coordinator's message to the contributor."""
+    tokens_generated: int = 0
+    peers: int = 0
+    down_bytes: int = 0
+    """Bytes of checkpoints received since the start."""
+    up_bytes: int = 0
+    """Bytes sent since the start: bundles to the coordinator, checkpoints to peers."""
     swarm: str = ""
     """Peers, bytes served to them, and whether they can reach this worker."""
+    person: str = ""
+    """Person whose machine this is; empty without one."""
+    rank: int | None = None
+    """Place of this contributor among all of the run, by tokens; None before its first credited ones, or if unknown."""
+    contributors: int = 0
+    """Contributors with credited tokens; 0: none, or unknown."""
+    share: float = 0.0
+    """Its share of all tokens, 0 to 1."""
     ended: str = ""
     """Outcome of the worker; empty while it runs."""
     at_ms: int = 0
@@ -105,7 +136,7 @@ def write_status(path: Path, status: Status) -> None:
 def read_status(path: Path) -> Status:
     """Read a worker's latest status. Raises LocalError if the file holds none."""
     try:
-        return _STATUS.validate_json(read_regular(path))
+        return _STATUS.validate_json(read_regular(path, bytes_max=STATUS_BYTES_MAX))
     except OSError as error:
         raise LocalError(f"{path}: {error.strerror}") from None
     except ValidationError:

@@ -21,14 +21,16 @@ from prime_node.broadcast.follow.follower import Policy
 from prime_node.patience import first_of, unless
 from prime_node.ports.engine import BatchingEngine, EngineMismatch, SwappingEngine
 from prime_node.ports.transport import Unreachable
+from prime_node.traces import of_lease, spanned
 from prime_node.worker.activity import HOLDING_MAX, LeaseInHand
 from prime_node.worker.episodes import play_lease
 from prime_node.worker.generating import Play, bundle_for, generate, open_lease
 from prime_node.worker.rehearsal import rehearse
+from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import LeaseRequest, ReturnLeaseRequest, WorkerState
 from prime_protocol.schedule import SwapPolicy
@@ -50,15 +52,17 @@ async def load_first(worker: Worker) -> None:
     The engine is built during the download. Raises LocalError if it cannot be. Then rehearse, so that the first lease already
     fits this machine and the coordinator knows how long to wait for it.
     """
+    worker.activity.waiting_for = "the engine is being loaded"
+    worker.show(status_of(worker))  # at once: the line before says that it is not admitted
     worker.say("joined; the engine is loading")
     found = await unless(worker.quit.wait(), _equip_and_fetch(worker))
     if found is None:
         return
     policy, download_bytes_per_s = found
-    worker.activity.waiting_for = f"the engine to load policy {policy.version}"
+    worker.activity.waiting_for = f"the engine loads policy {policy.version}"
     if await unless(worker.quit.wait(), _load(worker, policy)):
         too_long = first_of(worker.quit.wait(), worker.clock.sleep(REHEARSAL_S_MAX))
-        worker.activity.waiting_for = "a rehearsal"
+        worker.activity.waiting_for = "the engine measures its speed"
         await rehearse(worker.engine, worker.run.spec, worker.activity.pace, clock=worker.clock, too_long=too_long)
         worker.activity.speed = worker.activity.pace.claim(download_bytes_per_s=download_bytes_per_s)
     worker.activity.waiting_for = ""
@@ -75,8 +79,9 @@ async def _equip_and_fetch(worker: Worker) -> tuple[Policy, float]:
 
     async with asyncio.TaskGroup() as tasks:
         fetching = tasks.create_task(fetch())
-        worker.activity.waiting_for = "the engine to be built"
+        worker.activity.waiting_for = "the engine is being loaded"
         worker.equipment = await worker.equip()
+        worker.obey(worker.activity.limits or worker.config.limits)
         worker.activity.waiting_for = ""
         await worker.session.describe(worker.engine.info)
     return fetching.result()
@@ -118,6 +123,7 @@ async def _next_lease(worker: Worker) -> Lease:
             if not isinstance(reply, NotYet):
                 opened = functools.partial(open_lease, reply, asked, run=worker.run, worker=worker.key.key_id)
                 lease = await worker.trust.verified(opened)
+                _require_new(worker, lease)
                 worker.activity.in_hand[lease.lease_id] = LeaseInHand(reply.digest)
                 if worker.activity.paused:  # meanwhile: it is handed back in its turn
                     worker.activity.cancel((lease.lease_id,))
@@ -130,6 +136,13 @@ async def _next_lease(worker: Worker) -> Lease:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
         worker.activity.waiting_for = reason  # for the status line
         await worker.clock.sleep(pause_s)
+
+
+def _require_new(worker: Worker, lease: Lease) -> None:
+    """Raise RemoteError if the worker has or had a lease of this id: two bundles for one id would convict it of equivocation."""
+    name = lease.lease_id
+    if name in worker.activity.in_hand or name in worker.spool.lease_ids or worker.receipts.is_answered(name):
+        raise RemoteError(ErrorCode.MALFORMED, f"lease {name[:12]} was granted before")
 
 
 def _holding(worker: Worker) -> tuple[str, ...] | None:
@@ -226,7 +239,13 @@ async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
     )
     slots = {"first_slot": lease.groups[0].slot, "num_groups": len(lease.groups)}
     try:
-        with worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots):
+        of = of_lease(lease.lease_id)
+        with (
+            worker.timed("generate", step=lease.step, policy_version=lease.policy_version, **slots),
+            spanned(
+                "generate", of, step=lease.step, policy_version=lease.policy_version, num_rollouts=lease.num_rollouts
+            ),
+        ):
             generated = await unless(worker.grace_over.wait(), work)
     finally:
         worker.loaded.leave(lease.lease_id)
@@ -265,6 +284,7 @@ def _measure(worker: Worker, lease: Lease, num_tokens: int, began_s: float) -> N
     )
     activity.finished_s = now_s
     activity.rollouts_generated += lease.num_rollouts
+    activity.tokens_generated += num_tokens
 
 
 def _close(worker: Worker, lease: Lease) -> None:

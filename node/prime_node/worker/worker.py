@@ -19,17 +19,21 @@ from prime_node.folder_lock import FolderLock
 from prime_node.observe import Recorder, Recorders
 from prime_node.patience import Switch
 from prime_node.ports.clock import Clock
-from prime_node.ports.engine import Engine
+from prime_node.ports.engine import Engine, ThreadedEngine
 from prime_node.ports.environment import TurnEnvironment
 from prime_node.ports.transport import WorkerPort
 from prime_node.worker.activity import LeaseActivity
 from prime_node.worker.config import WorkerConfig
+from prime_node.worker.control import NoSurroundings, Surroundings, WorkLimits
 from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_node.worker.receipts import ReceiptBook
+from prime_node.worker.recent import RecentWork
 from prime_node.worker.session import Session
 from prime_node.worker.spool import Spool
+from prime_node.worker.status import Status, Traffic, write_status
 from prime_protocol.assignment import Lease
 from prime_protocol.identity import SigningKey
+from prime_protocol.replies import Standing
 from prime_protocol.requests import JoinRequest
 from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import PinnedRun
@@ -88,18 +92,26 @@ class Worker:
     rng: InitVar[random.Random | None] = None
     hardware: InitVar[Hardware | None] = None
     """Description of this machine for the operator."""
+    delegation: InitVar[str] = ""
+    """Delegation by the key of this machine's owner (prime_protocol/delegation.py)."""
     accepted: InitVar[Switch | None] = None
     """Switch to turn on while the coordinator counts this machine as its key's user; the swarm host runs only then."""
-    on_battery: Callable[[], bool] = lambda: False
-    """Function that returns whether this machine runs on battery power."""
-    swarm: Callable[[], str] = lambda: ""
-    """Function that returns the swarm's state as text for the owner."""
+    around: Surroundings = field(default_factory=NoSurroundings)
+    """What else happens on this machine."""
+    limit_links: Callable[[WorkLimits], None] = lambda limits: None
+    """Function that limits uploads and downloads."""
+    links: Callable[[], Traffic] = Traffic
+    """Function that returns the present state of the links to peers."""
     say: Callable[[str], None] = log.info
     """Function that shows a line to the owner."""
+    screen: Callable[[Status], None] | None = None
+    """Function that shows the status to the owner in place of the status before. None: as a line."""
     timeline: Recorder = field(default_factory=Recorders)
     """Recorder of each swap and each generated lease."""
     activity: LeaseActivity = field(default_factory=LeaseActivity, init=False)
     loaded: LoadedPolicy = field(default_factory=LoadedPolicy, init=False)
+    standing: Standing | None = field(default=None, init=False)
+    """Place among the run's contributors as the coordinator last reported it, unsigned; None: not known yet."""
     equipment: Equipment | None = field(default=None, init=False)
     """What `equip` has built; None until then."""
     quit: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -111,7 +123,9 @@ class Worker:
     grace_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends all work, finished or not."""
 
-    def __post_init__(self, rng: random.Random | None, hardware: Hardware | None, accepted: Switch | None) -> None:
+    def __post_init__(
+        self, rng: random.Random | None, hardware: Hardware | None, delegation: str, accepted: Switch | None
+    ) -> None:
         """Open the folder. Raises LocalError if it is unusable."""
         rng = rng or random.Random()
         self.lock = FolderLock(self.folder)
@@ -120,6 +134,7 @@ class Worker:
         self.room = asyncio.Semaphore(1 + (self.config.leases_ahead or 0) * self._may_fetch_ahead)
         self.open_leases = asyncio.Semaphore(self.run.spec.limits.leases_per_worker_max)
         self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=rng)
+        self.recent = RecentWork(self.folder)
         self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
         request = JoinRequest(
             name=self.config.name,
@@ -129,6 +144,7 @@ class Worker:
             invite=self.config.invite,
             hardware=hardware,
             session=secrets.token_hex(16),
+            delegation=delegation,
         )
         self.session = Session(self.run, self.coordinator, request, clock=self.clock, rng=rng, accepted=accepted)
 
@@ -148,6 +164,20 @@ class Worker:
         """Return the multi-turn environments by name, once they are built."""
         assert self.equipment is not None
         return self.equipment.environments
+
+    def show(self, status: Status) -> None:
+        """Write the status, and show it to the owner."""
+        write_status(self.folder / "status.json", status)
+        if self.screen is None:
+            self.say(status.line())
+        else:
+            self.screen(status)
+
+    def obey(self, limits: WorkLimits) -> None:
+        """Let links and engine keep to the contributor's limits. An engine that cannot change is limited at its start."""
+        self.limit_links(limits)
+        if self.equipment is not None and isinstance(self.engine, ThreadedEngine):
+            self.engine.set_threads(limits.threads or self.config.threads)
 
     def seconds_left(self, lease: Lease) -> float:
         """Return seconds until the lease expires by the coordinator's clock; negative once it has."""

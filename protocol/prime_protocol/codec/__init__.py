@@ -15,7 +15,15 @@ slower and with somewhat larger deltas.
 
 from __future__ import annotations
 
-from prime_protocol.codec.api import EncodedChunk, Target, decode_chunk, decode_chunks, encode_tensor, encode_tensors
+from prime_protocol.codec.api import (
+    EncodedChunk,
+    Target,
+    anchor_chunk_elements,
+    decode_chunk,
+    decode_chunks,
+    encode_tensor,
+    encode_tensors,
+)
 from prime_protocol.codec.compiling import warm_up
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import CHUNK_ELEMENTS, DTYPES, Mode, mode_of
@@ -27,6 +35,7 @@ __all__ = [
     "EncodedChunk",
     "Mode",
     "Target",
+    "anchor_chunk_elements",
     "decode_chunk",
     "decode_chunks",
     "encode_tensor",

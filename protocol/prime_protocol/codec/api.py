@@ -40,9 +40,12 @@ KERNEL_ELEMENTS = 2**14
 """Minimum size for the kernels; numpy alone codes smaller chunks."""
 GAP_DENSITY_MAX = 0.2
 """Share of changed elements above which a step for each element is smaller than positions."""
-ANCHOR_CHUNK_ELEMENTS = 2**17
-"""Elements that the encoder puts into one chunk of an anchor. Peers forward only complete chunks, so small ones spread
-sooner; in a delta even a full chunk has only a few kilobytes."""
+ANCHOR_CHUNK_ELEMENTS_MIN, ANCHOR_CHUNK_ELEMENTS = KERNEL_ELEMENTS, 2**17
+"""Elements that the encoder puts into one chunk of an anchor: the least, and the most. Peers forward only complete chunks, so
+small ones spread sooner; in a delta even a full chunk has only a few kilobytes."""
+ANCHOR_CHUNKS_WISHED = 256
+"""Chunks of an anchor above which they are larger than the least. With twice as many, 64 MB cost a receiver 40 % more processor
+time, and the links of scripts/bench/broadcast.py gain 1 %."""
 CHUNKS_PER_TASK = 8
 """Chunks that a thread takes at once, because each hand-over costs both threads."""
 TASKS_AHEAD = 3
@@ -84,16 +87,27 @@ def encode_tensor(new: Array, base: Array | None, *, dtype: str) -> Iterator[Enc
     return (chunk for _, chunk in encode_tensors([(new, base, dtype)]))
 
 
+def anchor_chunk_elements(num_elements: int) -> int:
+    """Return the elements of a chunk, for an anchor of `num_elements` in all: a power of two, between the least and the most."""
+    wished = 1 << (num_elements // ANCHOR_CHUNKS_WISHED).bit_length()
+    return max(ANCHOR_CHUNK_ELEMENTS_MIN, min(ANCHOR_CHUNK_ELEMENTS, wished))
+
+
 def encode_tensors(
-    tensors: Iterable[tuple[Array, Array | None, str]], *, pool: Executor | None = None
+    tensors: Iterable[tuple[Array, Array | None, str]],
+    *,
+    pool: Executor | None = None,
+    anchor_elements: int = ANCHOR_CHUNK_ELEMENTS,
 ) -> Iterator[tuple[int, EncodedChunk]]:
     """Yield (tensor's number, chunk) in order, for tensors given as (new, base or None, dtype).
+
+    A chunk of a tensor without a base has at most `anchor_elements`.
 
     With a pool of threads, chunks are encoded in parallel, without the GIL. At most TASKS_AHEAD tasks of
     CHUNKS_PER_TASK chunks wait to be taken, and `tensors` is read no further than that. So a checkpoint larger than
     memory may stream through.
     """
-    ranges = _ranges(tensors)
+    ranges = _ranges(tensors, anchor_elements)
     waiting: deque[Future[list[tuple[int, EncodedChunk]]]] = deque()
     while several := list(islice(ranges, CHUNKS_PER_TASK)):
         if pool is None:
@@ -117,13 +131,13 @@ class _Range:
     element: ElementType
 
 
-def _ranges(tensors: Iterable[tuple[Array, Array | None, str]]) -> Iterator[_Range]:
+def _ranges(tensors: Iterable[tuple[Array, Array | None, str]], anchor_elements: int) -> Iterator[_Range]:
     for number, (new, base, dtype) in enumerate(tensors):
         element = TYPES[dtype]
         new_bits = bit_patterns(new, element)
         base_bits = None if base is None else bit_patterns(base, element)
         require_same_size(new_bits, base_bits)
-        most = ANCHOR_CHUNK_ELEMENTS if base is None else CHUNK_ELEMENTS
+        most = anchor_elements if base is None else CHUNK_ELEMENTS
         for start in range(0, new_bits.size, most):
             part = slice(start, start + most)
             yield _Range(number, start, new_bits[part], None if base_bits is None else base_bits[part], element)

@@ -1,10 +1,10 @@
 """Carries packets between TUN devices of several namespaces, shaped and delayed: netem for kernels that have none.
 
-    python delay.py '[["namespace", "10.77.0.2", up_mbit, down_mbit], ...]' DELAY_MS
+    python delay.py '[["namespace", "10.77.0.2", up_mbit, down_mbit, delay_ms, loss], ...]'
 
-A packet leaves its sender's uplink when that is free, travels twice DELAY_MS (the sender's and the receiver's access network)
-and leaves the receiver's downlink when that is free. A link whose queue is longer than 100 ms drops. Prints `ready` once all
-devices are there.
+A packet leaves its sender's uplink when that is free, takes the delays of the sender's and the receiver's access network, and
+leaves the receiver's downlink when that is free. A link loses its share of packets in each direction, and drops where its queue
+is longer than 100 ms. Prints `ready` once all devices are there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import heapq
 import json
 import os
+import random
 import select
 import socket
 import struct
@@ -36,11 +37,14 @@ def open_tun(namespace: str) -> int:
     return tun
 
 
-def carry(rows: list[tuple[str, str, float, float]], delay_s: float) -> None:
+def carry(rows: list[tuple[str, str, float, float, float, float]]) -> None:
     tuns = [open_tun(row[0]) for row in rows]
     place = {socket.inet_aton(row[1]): index for index, row in enumerate(rows)}
     up = [row[2] * 125_000 for row in rows]
     down = [row[3] * 125_000 for row in rows]
+    delay_s = [row[4] / 1e3 for row in rows]
+    loss = [row[5] for row in rows]
+    dice = random.Random(1)
     up_free, down_free = [0.0] * len(rows), [0.0] * len(rows)
     index_of = {tun: index for index, tun in enumerate(tuns)}
     poller = select.epoll()
@@ -78,9 +82,13 @@ def carry(rows: list[tuple[str, str, float, float]], delay_s: float) -> None:
                 if receiver_ is None or begins - now > QUEUE_S_MAX:
                     continue
                 up_free[sender] = begins + len(packet) / up[sender]
+                lost = loss[sender] + loss[receiver_]
+                if lost and dice.random() < lost:
+                    continue
                 turn += 1
-                heapq.heappush(on_the_way, (up_free[sender] + 2 * delay_s, turn, receiver_, packet))
+                arrives = up_free[sender] + delay_s[sender] + delay_s[receiver_]
+                heapq.heappush(on_the_way, (arrives, turn, receiver_, packet))
 
 
 if __name__ == "__main__":
-    carry(json.loads(sys.argv[1]), float(sys.argv[2]) / 1e3)
+    carry(json.loads(sys.argv[1]))

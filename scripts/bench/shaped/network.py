@@ -4,9 +4,9 @@
         network.start(network.hosts[1], ["ping", "-c1", network.hosts[0].address])
 
 A host's uplink is the egress of its own interface, its downlink the egress of its port of the bridge, both `tc tbf` of at least
-4 ms burst and a queue of 50 ms. A host behind NAT has a router namespace in front, which masquerades and drops what it did
-not ask for (an endpoint-independent mapping: what DCUtR can punch). Kernels without netem cannot delay packets; where a row
-wants round-trip times, hosts hang on TUN devices and delay.py carries their packets in user space, delayed and shaped.
+4 ms burst and a queue of 50 ms. A host behind NAT has a router namespace in front (routers.py). Kernels without netem cannot
+delay packets; where a link has a delay or losses, the links are TUN devices, and delay.py carries their packets in user space,
+shaped, delayed and dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from prime_lab.homes import NatKind
+
+from .routers import add_namespace, masquerade, put_behind, run_command
+
 BYTES_PER_MBIT = 1e6 / 8
 QUEUE_MS = 50
 BURST_MS = 4
@@ -31,11 +34,19 @@ BURST_MS = 4
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One host's way to the internet. Example: Link(up_mbit=20, down_mbit=100, is_nat=True)."""
+    """One host's way to the internet. Example: Link(up_mbit=20, down_mbit=100, nat=NatKind.HOME)."""
 
     up_mbit: float
     down_mbit: float
-    is_nat: bool = False
+    nat: NatKind = NatKind.PUBLIC
+    delay_ms: float = 0.0
+    """One way, to the core of the internet: a round trip between two hosts takes twice the sum of both."""
+    loss: float = 0.0
+    """Share of the packets that are lost, in each direction."""
+
+    @property
+    def is_nat(self) -> bool:
+        return self.nat is not NatKind.PUBLIC
 
 
 @dataclass(slots=True)
@@ -45,9 +56,10 @@ class Host:
     index: int
     link: Link
     namespace: str
+    edge: str
+    """Namespace with the link: the host's own, or its router's."""
     address: str
     own_address: str
-    router: str | None
     processes: list[Process] = field(default_factory=list)
 
 
@@ -84,6 +96,19 @@ class Process:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def tcp_segments_sent_and_resent(self) -> tuple[int, int]:
+        """Counts of its host so far; zeros once it has ended."""
+        try:
+            names, values = [
+                line.split()
+                for line in Path(f"/proc/{self.pid}/net/snmp").read_text().splitlines()
+                if line[:4] == "Tcp:"
+            ]
+        except OSError:
+            return 0, 0
+        counts = dict(zip(names, values, strict=True))
+        return int(counts["OutSegs"]), int(counts["RetransSegs"])
+
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
 
@@ -112,23 +137,24 @@ class Process:
 class Network:
     """Host 0 is the origin. Everything is removed at the end, and what was left running is killed."""
 
-    def __init__(self, links: Sequence[Link], *, delay_ms: float = 0.0) -> None:
-        """`delay_ms` is what each host adds one way, so that a round trip between two hosts takes four times that."""
+    def __init__(self, links: Sequence[Link]) -> None:
         self._tag = f"pn{os.getpid() % 100_000}"
         self._bridge = f"{self._tag}b"
-        self._delay_ms = delay_ms
+        self._made: list[str] = []
+        self._is_carried = any(link.delay_ms or link.loss for link in links)
         self._carrier: subprocess.Popen[bytes] | None = None
         self.hosts = [self._host(index, link) for index, link in enumerate(links)]
 
     def _host(self, index: int, link: Link) -> Host:
         address = f"10.77.{(index + 1) // 250}.{(index + 1) % 250 + 1}"
-        own_address = f"192.168.{index % 250}.2" if link.is_nat else address
-        router = f"{self._tag}r{index}" if link.is_nat else None
-        return Host(index, link, f"{self._tag}h{index}", address, own_address, router)
+        namespace = f"{self._tag}h{index}"
+        if not link.is_nat:
+            return Host(index, link, namespace, namespace, address, address)
+        return Host(index, link, namespace, f"{self._tag}e{index}", address, f"192.168.{index % 250}.2")
 
     def __enter__(self) -> Self:
         try:
-            self._delayed() if self._delay_ms else self._bridged()
+            self._carried() if self._is_carried else self._bridged()
         except BaseException:
             self.__exit__()
             raise
@@ -141,11 +167,8 @@ class Network:
         if self._carrier is not None:
             self._carrier.kill()
             self._carrier.wait()
-        for host in self.hosts:
-            for namespace in (host.namespace, host.router):
-                if namespace:
-                    _run(f"ip netns del {namespace}", check=False)
-        _run(f"ip netns del {self._bridge}", check=False)
+        for namespace in reversed(self._made):
+            run_command(f"ip netns del {namespace}", check=False)
 
     def start(
         self, host: Host, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
@@ -156,100 +179,85 @@ class Network:
 
     def bytes_sent_and_received(self, host: Host) -> tuple[int, int]:
         """Over its link, headers included."""
-        shown = _run(f"ip -n {host.router or host.namespace} -s -j link show eth0")
+        shown = run_command(f"ip -n {host.edge} -s -j link show eth0")
         counters = json.loads(shown)[0]["stats64"]
         return counters["tx"]["bytes"], counters["rx"]["bytes"]
 
     def bytes_received_by_all(self) -> int | None:
         """Return the bytes that all hosts but the origin received, in one reading; None without a bridge."""
-        if self._delay_ms:
+        if self._is_carried:
             return None
         ports = {f"port{host.index}" for host in self.hosts[1:]}
-        shown = json.loads(_run(f"ip -n {self._bridge} -s -j link show"))
+        shown = json.loads(run_command(f"ip -n {self._bridge} -s -j link show"))
         return sum(int(link["stats64"]["tx"]["bytes"]) for link in shown if link["ifname"] in ports)
 
     def cut_off(self, hosts: Sequence[Host]) -> None:
         """Let these hosts reach only each other, until `heal`."""
         for host in hosts:
-            _run(f"ip -n {self._bridge} link set port{host.index} master br1")
+            run_command(f"ip -n {self._bridge} link set port{host.index} master br1")
 
     def heal(self) -> None:
         for host in self.hosts:
-            _run(f"ip -n {self._bridge} link set port{host.index} master br0")
+            run_command(f"ip -n {self._bridge} link set port{host.index} master br0")
 
     # Construction
 
     def _bridged(self) -> None:
-        _run(f"ip netns add {self._bridge}")
+        self._namespace(self._bridge)
         for bridge in ("br0", "br1"):
-            _run(f"ip -n {self._bridge} link add {bridge} type bridge")
-            _run(f"ip -n {self._bridge} link set {bridge} up")
+            run_command(f"ip -n {self._bridge} link add {bridge} type bridge")
+            run_command(f"ip -n {self._bridge} link set {bridge} up")
+        for host in self.hosts:
+            port = f"port{host.index}"
+            self._namespace(host.edge)
+            run_command(f"ip -n {host.edge} link add eth0 type veth peer name {port} netns {self._bridge}")
+            run_command(f"ip -n {self._bridge} link set {port} master br0 up")
+            self._plug_in(host)
+            _shape(host.edge, "eth0", host.link.up_mbit)
+            _shape(self._bridge, port, host.link.down_mbit)
+
+    def _carried(self) -> None:
+        rows: list[list[str | float]] = []
+        for host in self.hosts:
+            self._namespace(host.edge)
+            link = host.link
+            rows.append([host.edge, host.address, link.up_mbit, link.down_mbit, link.delay_ms, link.loss])
+        self._carrier = start_carrier(rows)
         for host in self.hosts:
             self._plug_in(host)
 
     def _plug_in(self, host: Host) -> None:
-        _run(f"ip netns add {host.namespace}")
-        _run(f"ip -n {host.namespace} link set lo up")
-        if host.router:
-            _run(f"ip netns add {host.router}")
-        outer, port = host.router or host.namespace, f"port{host.index}"
-        _run(f"ip -n {outer} link add eth0 type veth peer name {port} netns {self._bridge}")
-        _run(f"ip -n {self._bridge} link set {port} master br0 up")
-        _run(f"ip -n {outer} addr add {host.address}/16 dev eth0")
-        _run(f"ip -n {outer} link set eth0 up")
-        _shape(outer, "eth0", host.link.up_mbit)
-        _shape(self._bridge, port, host.link.down_mbit)
-        if host.router:
-            self._put_behind_nat(host, host.router)
+        """Give a host's link its address, and put the host behind its routers."""
+        run_command(f"ip -n {host.edge} addr add {host.address}/16 dev eth0")
+        run_command(f"ip -n {host.edge} link set eth0 up")
+        if not host.link.is_nat:
+            return
+        outer = host.edge
+        masquerade(outer, wan="eth0", is_symmetric=host.link.nat is NatKind.SYMMETRIC)
+        if host.link.nat is NatKind.CARRIER:
+            self._namespace(router := f"{self._tag}r{host.index}")
+            put_behind(outer, router, f"100.64.{host.index % 250}", device="wan")
+            masquerade(router, wan="wan")
+            outer = router
+        self._namespace(host.namespace)
+        put_behind(outer, host.namespace, host.own_address.rpartition(".")[0], device="eth0")
 
-    def _put_behind_nat(self, host: Host, router: str) -> None:
-        gateway = host.own_address[:-1] + "1"
-        _run(f"ip -n {router} link add lan0 type veth peer name eth0 netns {host.namespace}")
-        _run(f"ip -n {router} addr add {gateway}/24 dev lan0")
-        _run(f"ip -n {router} link set lan0 up")
-        _run(f"ip -n {host.namespace} addr add {host.own_address}/24 dev eth0")
-        _run(f"ip -n {host.namespace} link set eth0 up")
-        _run(f"ip -n {host.namespace} route add default via {gateway}")
-        _run(f"ip netns exec {router} sysctl -qw net.ipv4.ip_forward=1")
-        rules = (
-            "add table ip n; "
-            "add chain ip n out { type nat hook postrouting priority 100; }; "
-            "add rule ip n out oifname eth0 masquerade; "
-            "add chain ip n through { type filter hook forward priority 0; policy accept; }; "
-            "add rule ip n through iifname eth0 ct state new drop; "
-            "add chain ip n in { type filter hook input priority 0; policy accept; }; "
-            "add rule ip n in iifname eth0 ct state new drop"
-        )
-        _run(["ip", "netns", "exec", router, "nft", rules])
+    def _namespace(self, name: str) -> None:
+        add_namespace(name)
+        self._made.append(name)
 
-    def _delayed(self) -> None:
-        assert not any(host.router for host in self.hosts), "NAT and delay do not go together here"
-        rows = []
-        for host in self.hosts:
-            _run(f"ip netns add {host.namespace}")
-            _run(f"ip -n {host.namespace} link set lo up")
-            rows.append([host.namespace, host.address, host.link.up_mbit, host.link.down_mbit])
-        self._carrier = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("delay.py")), json.dumps(rows), str(self._delay_ms)],
-            stdout=subprocess.PIPE,
-        )
-        assert self._carrier.stdout is not None
-        if self._carrier.stdout.readline().strip() != b"ready":
-            raise RuntimeError("delay.py did not start")
-        for host in self.hosts:
-            _run(f"ip -n {host.namespace} addr add {host.address}/16 dev eth0")
-            _run(f"ip -n {host.namespace} link set eth0 up")
+
+def start_carrier(rows: Sequence[Sequence[str | float]]) -> subprocess.Popen[bytes]:
+    """Make the TUN devices that `rows` describe to delay.py, and carry their packets until the process is killed."""
+    script = Path(__file__).with_name("delay.py")
+    carrier = subprocess.Popen([sys.executable, str(script), json.dumps(rows)], stdout=subprocess.PIPE)
+    assert carrier.stdout is not None
+    if carrier.stdout.readline().strip() != b"ready":
+        raise RuntimeError("delay.py did not start")
+    return carrier
 
 
 def _shape(namespace: str, device: str, mbit: float) -> None:
     burst_kb = max(32, int(mbit * BYTES_PER_MBIT * BURST_MS / 1e3 / 1024))
     limits = f"rate {mbit}mbit burst {burst_kb}kb latency {QUEUE_MS}ms"
-    _run(f"ip netns exec {namespace} tc qdisc add dev {device} root tbf {limits}")
-
-
-def _run(command: str | list[str], *, check: bool = True) -> str:
-    words = shlex.split(command) if isinstance(command, str) else command
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise RuntimeError(f"{shlex.join(words)}: {done.stderr.strip()}")
-    return done.stdout
+    run_command(f"ip netns exec {namespace} tc qdisc add dev {device} root tbf {limits}")

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from prime_lab.homes import can_connect
+
 from .excess import excess
 from .network import BYTES_PER_MBIT, Host, Link, Network, Process
 
@@ -62,7 +64,6 @@ class Row:
     name: str
     size_mb: float
     links: tuple[Link, ...]
-    delay_ms: float = 0.0
     faults: Faults = Faults()
     timeout_s: float = 180.0
     excused: frozenset[int] = frozenset()
@@ -101,6 +102,8 @@ class Outcome:
     cpu_receiver_s: float = 0.0
     """The same of a receiver: the mean of those that were present from the start to the end."""
     rss_receiver_mb: float = 0.0
+    resent_share: float = 0.0
+    """TCP segments that were sent again, of all that all hosts sent."""
     excess: dict[str, float] = field(default_factory=dict)
     """excess.py: parts of the ratio beyond one."""
 
@@ -127,6 +130,7 @@ class Outcome:
             "cpu_origin_s": round(self.cpu_origin_s, 2),
             "cpu_receiver_s": round(self.cpu_receiver_s, 2),
             "rss_receiver_mb": round(self.rss_receiver_mb),
+            "resent_share": round(self.resent_share, 4),
             "excess": self.excess,
         }
 
@@ -152,7 +156,7 @@ def run(system: System, row: Row, folder: Path, *, keep: bool = False) -> Outcom
     work = folder / "race"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    with Network(row.links, delay_ms=row.delay_ms) as network:
+    with Network(row.links) as network:
         race = _Race(system, row, network, work, payload, digest)
         outcome = race.run()
     race.check_what_they_hold()
@@ -184,6 +188,7 @@ class _Race:
         self._watch(time.monotonic(), before[0][0])
         cpu_s = {index: self._processes[index].cpu_so_far_s() - began_s for index, began_s in cpu_before.items()}
         after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        segments = [process.tcp_segments_sent_and_resent() for process in self._processes.values()]
         (self._work / "over").touch()
         self._wait_until_written()
         for process in self._processes.values():
@@ -193,6 +198,7 @@ class _Race:
         out = self._outcome
         out.origin_copies = (after[0][0] - before[0][0]) / size
         out.received_copies = sum(received) / len(received) / size
+        out.resent_share = sum(resent for _, resent in segments) / max(1, sum(sent for sent, _ in segments))
         stayed = [used_s for index, used_s in cpu_s.items() if index and used_s > 0]
         out.cpu_origin_s = max(0.0, cpu_s[0])
         out.cpu_receiver_s = sum(stayed) / max(1, len(stayed))
@@ -231,13 +237,18 @@ class _Race:
             "is_nat": host.link.is_nat,
             "has_nat": any(link.is_nat for link in self._row.links),
             "is_on_time": host.index not in self._row.faults.late,
-            "num_links": self._row.num_receivers - len(self._row.faults.late),
+            "num_links": self._num_links(host),
             "poisoned": host.index in self._row.faults.poisoned,
             "options": dict(self._system.options),
         }
         (folder / "node.json").write_text(json.dumps(described))
         command = [str(self._system.python), str(self._system.script), "node.json"]
         self._processes[host.index] = self._network.start(host, command, folder, self._system.environment)
+
+    def _num_links(self, host: Host) -> int:
+        """Return the number of peers, the origin included, that a host can link to: not two behind NAT that nothing punches."""
+        others = [one for one in self._network.hosts if one is not host and one.index not in self._row.faults.late]
+        return sum(can_connect(host.link.nat, other.link.nat) for other in others)
 
     def _wait_until_ready(self, hosts: Sequence[Host]) -> None:
         end_s = time.monotonic() + 60

@@ -1,7 +1,9 @@
-"""A taskset as a third party would publish it: words to spell backward, a tool for it, and an attempt to read a secret file."""
+"""A taskset as a third party would publish it: words to spell backward, a tool for it, and attempts to read a secret file and to
+reach a port of the machine's loopback interface."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import verifiers.v1 as vf
@@ -33,6 +35,7 @@ class ToolTask(WordTask):
 
 class WordsConfig(vf.TasksetConfig):
     snoop: str = ""
+    dial: int = 0
     tools: bool = False
 
 
@@ -44,6 +47,12 @@ class Words(vf.Taskset[WordTask, WordsConfig]):
                 seen = Path(self.config.snoop).read_text()
             except OSError as error:
                 seen = type(error).__name__
+        if self.config.dial:
+            try:
+                socket.create_connection(("127.0.0.1", self.config.dial), timeout=5.0).close()
+                seen += ", connected"
+            except OSError as error:
+                seen += f", {type(error).__name__}"
         kind = ToolTask if self.config.tools else WordTask
         for word in ("abc", "tree", "house"):
             yield kind(WordData(prompt=f"{seen}: reverse {word}", answer=word[::-1]), self.config.task)

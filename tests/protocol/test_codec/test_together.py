@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prime_protocol.codec import CHUNK_ELEMENTS, CodecError, Mode, Target, decode_chunks, encode_tensors, mode_of
+from prime_protocol.codec import (
+    CHUNK_ELEMENTS,
+    CodecError,
+    Mode,
+    Target,
+    anchor_chunk_elements,
+    decode_chunks,
+    encode_tensors,
+    mode_of,
+)
 from prime_protocol.codec.api import CHUNKS_PER_TASK, encode_chunks
 from prime_protocol.codec.layout import TYPES
 
@@ -107,3 +116,11 @@ def test_a_base_that_only_the_call_holds_lives_until_its_chunks_are_decoded() ->
     )
     for out, (new, _) in zip(outs, given, strict=True):
         assert np.array_equal(out, new)
+
+
+def test_an_anchor_is_cut_into_about_as_many_chunks_as_wished_within_two_sizes() -> None:
+    assert [anchor_chunk_elements(num) for num in (0, 10**6, 10**7, 32 * 10**6, 10**11)] == [
+        2**14, 2**14, 2**16, 2**17, 2**17,
+    ]  # fmt: skip
+    for num in (5 * 10**6, 10**7, 3 * 10**7):
+        assert 128 <= num // anchor_chunk_elements(num) <= 512

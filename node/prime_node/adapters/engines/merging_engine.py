@@ -17,9 +17,11 @@ from prime_node.ports.engine import (
     ScoreRequest,
     Spans,
     SwappingEngine,
+    ThreadedEngine,
 )
-from prime_protocol.adapters import AdapterSpec, merged
+from prime_protocol.adapters import AdapterMismatch, AdapterSpec, merged
 from prime_protocol.assignment import Sampling
+from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
@@ -32,7 +34,12 @@ class _Merging:
         self._spec = spec
 
     async def _whole(self, adapters: Weights) -> Weights:
-        return await asyncio.to_thread(merged, self._base, adapters, self._spec)
+        try:
+            return await asyncio.to_thread(merged, self._base, adapters, self._spec)
+        except AdapterMismatch as error:
+            raise LocalError(
+                f"a policy of this run is not of its adapters ({error}): report it to the operator"
+            ) from None
 
 
 class MergingEngine(_Merging):
@@ -74,6 +81,11 @@ class MergingEngine(_Merging):
         """Merge the adapters into the base, and swap to the result."""
         assert isinstance(self._engine, SwappingEngine)
         await self._engine.update(await self._whole(weights), policy_version=policy_version, swap=swap)
+
+    def set_threads(self, threads: int) -> None:
+        """Change the threads of the inner engine, if they can change."""
+        if isinstance(self._engine, ThreadedEngine):
+            self._engine.set_threads(threads)
 
     async def close(self) -> None:
         """Close the inner engine."""

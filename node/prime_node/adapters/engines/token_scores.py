@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from prime_node.adapters.engines.torch_nucleus import torch_slack_of
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
+from prime_protocol.compared_choices import COOLER, LOOSE
 from prime_protocol.verify import FLATTER, SHARPER, Prefill
 from prime_protocol.weights import Weights
 
 LOGITS_BLOCK = 2**24
 """Elements of logits that are in memory at a time: 64 MiB of float32."""
+LOOSE_SCORES = 32
+"""Noisy scores that `looser` counts. The noise alone puts further ones some 4 nats behind the largest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,18 @@ class TokenScores:
             return self.noisy_NV.amax(dim=1) - chosen_N
         better_N = torch.minimum(self.noisy_NV - chosen_N[:, None], self.slack_NV).amax(dim=1)
         return torch.maximum(better_N, -_chosen(self.slack_NV, tokens_N)).clamp_(min=0)
+
+    def cooler(self, tokens_N: Tensor) -> Tensor:
+        """Return Prefill.cooler_T [N] of the tokens. Not defined with filters."""
+        colder_NV = torch.add(self.noisy_NV, self.scaled_NV, alpha=1 / COOLER - 1)
+        return self.margins(tokens_N) - (colder_NV.amax(dim=1) - _chosen(colder_NV, tokens_N))
+
+    def looser(self, tokens_N: Tensor) -> Tensor:
+        """Return Prefill.looser_T [N] of the tokens. Not defined with filters."""
+        largest_NK = self.noisy_NV.topk(min(LOOSE_SCORES, self.noisy_NV.shape[1]), dim=1).values
+        behind_NK, behind_N = largest_NK - largest_NK[:, :1], _chosen(self.noisy_NV, tokens_N) - largest_NK[:, 0]
+        small_N, large_N = (behind_N / scale - (behind_NK / scale).logsumexp(dim=1) for scale in LOOSE)
+        return large_N - small_N
 
     def expectation(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance [N] of the chosen token's logprob over the allowed tokens."""
@@ -111,6 +126,8 @@ class Judged(NamedTuple):
     variance_T: Tensor | None = None
     sharper_T: Tensor | None = None
     flatter_T: Tensor | None = None
+    cooler_T: Tensor | None = None
+    looser_T: Tensor | None = None
 
     def split(self, lengths: list[int]) -> list[Judged]:
         """Split into results of these lengths."""
@@ -139,23 +156,27 @@ def judge_tokens(
     keep_hidden: bool,
 ) -> Judged:
     """Judge tokens chosen from these hidden states. Logits are computed LOGITS_BLOCK elements at a time."""
-    parts: list[tuple[Tensor, ...]] = []
+    parts: list[dict[str, Tensor]] = []
     for start in range(0, len(seeds), block := max(1, LOGITS_BLOCK // model.vocab_size)):
         part = slice(start, start + block)
         scores = score_tokens(model.logits(hidden_TD[part]), seeds[part], positions[part], sampling)
-        chosen, numbers = tokens_T[part], []
+        chosen, is_filtered = tokens_T[part], scores.slack_NV is not None
         logprobs_N = scores.logprobs(chosen)
+        found = {"logprobs_T": logprobs_N, "spread_T": scores.spreads(logprobs_N)}
         if seeds[0] is None:
             outside_N = scores.outside(chosen)
-            numbers = [outside_N, torch.zeros_like(outside_N), *scores.expectation()]
-            if scores.slack_NV is None:
-                numbers += [scores.tempered(chosen, ratio) for ratio in (SHARPER, FLATTER)]
+            found |= {"margins_T": outside_N, "stop_margins_T": torch.zeros_like(outside_N)}
+            found["expected_T"], found["variance_T"] = scores.expectation()
+            if not is_filtered:
+                found["sharper_T"], found["flatter_T"] = (scores.tempered(chosen, one) for one in (SHARPER, FLATTER))
         else:
-            numbers = [scores.margins(chosen), scores.stop_margins(chosen, sampling.stop_token_ids)]
-        parts.append(tuple(number.cpu() for number in (logprobs_N, scores.spreads(logprobs_N), *numbers)))
+            found["margins_T"] = scores.margins(chosen)
+            found["stop_margins_T"] = scores.stop_margins(chosen, sampling.stop_token_ids)
+            if not is_filtered and sampling.temperature > 0:
+                found |= {"cooler_T": scores.cooler(chosen), "looser_T": scores.looser(chosen)}
+        parts.append({name: number.cpu() for name, number in found.items()})
     hidden = hidden_TD.to(torch.bfloat16, copy=True).cpu() if keep_hidden else None
-    logprobs, spread, margins, stop_margins, *expected = (torch.cat(column) for column in zip(*parts, strict=True))
-    return Judged(logprobs, margins, stop_margins, spread, hidden, *expected)
+    return Judged(hidden_TD=hidden, **{name: torch.cat([one[name] for one in parts]) for name in parts[0]})
 
 
 def prefill_of(parts: Iterable[Judged]) -> Prefill:
@@ -163,15 +184,11 @@ def prefill_of(parts: Iterable[Judged]) -> Prefill:
     columns = [[tensor for tensor in column if tensor is not None] for column in zip(*parts, strict=True)]
     if not columns:
         return Prefill(np.empty(0, np.float32), np.empty(0, np.float32))
-    hidden, *expected = columns[4:]
-    logprobs_T, margins_T, stop_margins_T, spread_T = (torch.cat(column).numpy() for column in columns[:4])
-    hidden_TD = bf16_bits(torch.cat(hidden)) if hidden else None
-    expected_T, variance_T, sharper_T, flatter_T = (
-        torch.cat(column).numpy() if column else None for column in expected
-    )
-    return Prefill(
-        logprobs_T, margins_T, hidden_TD, stop_margins_T, expected_T, variance_T, sharper_T, flatter_T, spread_T
-    )
+    whole = {name: torch.cat(column) for name, column in zip(Judged._fields, columns, strict=True) if column}
+    arrays: dict[str, Any] = {
+        name: bf16_bits(one) if name == "hidden_TD" else one.numpy() for name, one in whole.items()
+    }
+    return Prefill(**arrays)
 
 
 def score_tokens(

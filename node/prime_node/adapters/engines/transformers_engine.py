@@ -121,6 +121,10 @@ class TransformersEngine:
         self._thread.submit(self._apply_updates)  # runs if the engine is idle, or if the current call ends first
         await asyncio.wrap_future(update.done)
 
+    def set_threads(self, threads: int) -> None:
+        """Change torch's threads, once the call in progress has ended: they belong to the engine's own thread."""
+        self._thread.submit(torch.set_num_threads, threads)
+
     async def close(self) -> None:
         """End the engine's thread."""
         await asyncio.to_thread(self._thread.shutdown)

@@ -43,9 +43,9 @@ from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import EngineMismatch, GenerateRequest
 from prime_node.scratch import process_folder
 from prime_protocol.assignment import Sampling
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights
 

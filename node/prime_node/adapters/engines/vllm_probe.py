@@ -16,8 +16,8 @@ from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.ports.engine import GenerateRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import evidence_of, shown_alone
+from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.rollout import Completion, EngineInfo
-from prime_protocol.run_spec import CheckPolicy
 from prime_protocol.verify import normed
 from prime_protocol.weights import Weights
 
@@ -72,6 +72,6 @@ def is_honest_noise(errors_T: Errors, normed_T: Errors, engine: EngineInfo, chec
         return False
     if checks is None or checks.calibration is None:
         return True
-    values = {"logprob": errors_T, "norm": normed_T}
+    values = {"logprob": errors_T, "norm": normed_T, "square": np.square(normed_T)}
     evidence = evidence_of(values, checks.calibration, worker=engine.calibration_class, validator=PROBE_JUDGE)
     return shown_alone(evidence, evidence_max=checks.evidence_max) is None

@@ -31,7 +31,7 @@ from prime_node.adapters.sandbox.bubblewrap import kill_wrapped
 from prime_node.ports.environment import Ask, EnvironmentGone, EnvironmentSilent
 from prime_node.scratch import Scratch
 from prime_protocol import limits
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, TransientFault
 from prime_protocol.rollout import Completion
 from prime_protocol.visible import printable
 
@@ -77,7 +77,8 @@ class Hung(EnvironmentFailed, EnvironmentSilent):
 class EnvironmentChild:
     """A running environment process.
 
-    The constructor blocks until the environments are ready. Raises LocalError with the error that the child reports.
+    The constructor blocks until the environments are ready. Raises LocalError with the error that the child reports,
+    and TransientFault after START_S_MAX: the machine may be overloaded.
     """
 
     def __init__(self, command: Command, description: Mapping[str, Any]) -> None:
@@ -112,9 +113,12 @@ class EnvironmentChild:
         _, ready = self.send(**description)
         try:
             self.ready: dict[str, Any] = _checked(ready.result(START_S_MAX))
-        except (Late, EnvironmentFailed, ValueError) as error:
+        except Late:
             self.end()
-            raise LocalError(str(error) or f"the environments did not start within {START_S_MAX:.0f} s") from None
+            raise TransientFault(f"the environments did not start within {START_S_MAX:.0f} s") from None
+        except (EnvironmentFailed, ValueError) as error:
+            self.end()
+            raise LocalError(str(error) or "the environments do not start") from None
 
     def send(self, number: int | None = None, /, **message: Any) -> tuple[int, Future[Any]]:
         """Send a request. Return its number and the future of its answer."""

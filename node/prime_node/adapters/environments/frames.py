@@ -8,7 +8,7 @@ completion in episode `id`. A process that writes anything else is ended.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from prime_protocol import limits
 from prime_protocol.visible import printable
 
 TOKEN_ID_MAX = 2**31 - 1
+PARTS_MAX = 16
+"""Further rewards of one completion."""
+PART_NAME_CHARS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,17 @@ def as_reward(found: object) -> float:
     raise ValueError(
         f"it returned {printable(repr(found), 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward"
     )
+
+
+def as_parts(found: object) -> Mapping[str, float]:
+    """Check that they are a few named numbers. Raises ValueError."""
+    if not isinstance(found, dict) or len(found) > PARTS_MAX:
+        raise ValueError(f"it did not give at most {PARTS_MAX} named rewards")
+    if not all(isinstance(name, str) and len(name) <= PART_NAME_CHARS_MAX for name in found):
+        raise ValueError(
+            f"it named a reward with something other than a text of at most {PART_NAME_CHARS_MAX} characters"
+        )
+    return {name: as_reward(value) for name, value in found.items()}
 
 
 def as_flag(found: object) -> bool:

@@ -30,6 +30,7 @@ from prime_node.envs.partners import Grade, Partner
 from prime_node.envs.source import ProblemSource, SourceProblem
 from prime_node.envs.split import is_held_out
 from prime_node.inside import place
+from prime_protocol import limits
 from prime_protocol.digest import digest_of
 
 NAMING_OPTIONS = ("reward", "environment")
@@ -89,6 +90,14 @@ def load_object(path: str, folder: Path | None) -> Any:
     return getattr(module, name)
 
 
+def _number(found: Any) -> float:
+    """Return a value of a stranger's code as a number; NaN if it is none."""
+    try:
+        return math.nan if found is None or isinstance(found, str | bytes) else float(found)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 class OwnReward:
     """A reward function, called as score(completion, answer, info). Example: OwnReward("my_rewards:score", score)."""
 
@@ -99,19 +108,27 @@ class OwnReward:
 
     def __call__(self, completion: str, problem: SourceProblem) -> float:
         """Return the reward. Raises ValueError for anything that is no number from 0 to 1."""
-        found = self._function(completion, problem.answer, dict(problem.entry))
-        found = _finished(found) if inspect.iscoroutine(found) else found
+        found = self._called(completion, problem)
         if isinstance(found, Mapping):
             if "reward" not in found:
                 raise ValueError(f'{self._path} returned a dict without the key "reward": {_shown(found)}')
             found = found["reward"]
-        try:
-            reward = math.nan if found is None or isinstance(found, str | bytes) else float(found)
-        except (TypeError, ValueError):
-            reward = math.nan
+        reward = _number(found)
         if not 0.0 <= reward <= 1.0:
             raise ValueError(f"{self._path} returned {_shown(found)}; a reward is a number from 0 to 1")
         return reward
+
+    def parts(self, completion: str, problem: SourceProblem) -> dict[str, float]:
+        """Return the numbers of the dict besides the reward, but for infinite and huge ones. Raises ValueError without a dict."""
+        found = self._called(completion, problem)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"{self._path} returned {_shown(found)}; further rewards are entries of a dict")
+        numbers = {str(name): _number(value) for name, value in found.items() if name != "reward"}
+        return {name: value for name, value in numbers.items() if abs(value) <= limits.REWARD_MAX}
+
+    def _called(self, completion: str, problem: SourceProblem) -> Any:
+        found = self._function(completion, problem.answer, dict(problem.entry))
+        return _finished(found) if inspect.iscoroutine(found) else found
 
     def try_out(self, source: ProblemSource) -> None:
         """Score the reference answer of the first training problem, unless the function is async. Raises ValueError."""
@@ -148,6 +165,10 @@ class RewardedSource:
     def grade(self, problem: SourceProblem, answer: str) -> float:
         """Return the function's reward."""
         return self._reward(answer, problem)
+
+    def parts(self, problem: SourceProblem, answer: str) -> dict[str, float]:
+        """Return the function's further rewards."""
+        return self._reward.parts(answer, problem)
 
 
 class OwnEnvironment:
@@ -188,6 +209,10 @@ class OwnEnvironment:
     def grade(self, problem: SourceProblem, answer: str) -> float:
         """Return the reward of a completion."""
         return self._reward(answer, problem)
+
+    def parts(self, problem: SourceProblem, answer: str) -> dict[str, float]:
+        """Return the further rewards of a completion."""
+        return self._reward.parts(answer, problem)
 
     def _answer(self, problem: SourceProblem, answers: Sequence[str], grade: Grade) -> str | None:
         assert self._reply is not None

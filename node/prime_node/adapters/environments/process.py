@@ -32,7 +32,7 @@ from prime_node.adapters.environments.child import (
     Hung,
     new_number,
 )
-from prime_node.adapters.environments.frames import as_flag, as_reward, as_text, as_texts
+from prime_node.adapters.environments.frames import as_flag, as_parts, as_reward, as_text, as_texts
 from prime_node.ports.environment import GRADED_TOGETHER, Ask
 from prime_protocol.rollout import Completion
 
@@ -194,6 +194,11 @@ class ProcessEnvironment:
         """Return the reward of a completion. Raises EnvironmentFailed."""
         found = self.process.ask("score", self._name, index=index, completion=completion, finished=finished)
         return _checked(as_reward, found)
+
+    def parts(self, index: int, completion: str, *, finished: bool) -> Mapping[str, float]:
+        """Return the further rewards of a completion by name. Raises EnvironmentFailed."""
+        found = self.process.ask("parts", self._name, index=index, completion=completion, finished=finished)
+        return _checked(as_parts, found)
 
     def answer(self, index: int) -> str:
         """Return the reference answer of a training problem."""

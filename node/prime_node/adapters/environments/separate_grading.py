@@ -19,14 +19,15 @@ import select
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from prime_node.adapters.environments.frames import as_parts
 from prime_node.adapters.sandbox import landlock, privileges
 from prime_node.adapters.sandbox.confine import confine
 from prime_node.adapters.sandbox.rules import ProcessLimits, SandboxRules
-from prime_node.envs.source import ProblemSource, SourceProblem
+from prime_node.envs.source import ProblemSource, SourceProblem, parts_of
 from prime_node.ports.environment import GRADED_TOGETHER, EnvironmentSilent
 
 GRADE_S_MAX = 45.0
@@ -41,8 +42,6 @@ _STDERR, _FIRST_FREE = 2, 3
 """Descriptor of stderr, and the first one after stdin, stdout and stderr."""
 _RULES = SandboxRules(read=(Path("/"),), shared_ipc=False, log_denials=False, limits=ProcessLimits(processes=0))
 """Rules on top of those of the environments' process: reading where that one may read, and nothing else."""
-
-Grade = Callable[[SourceProblem, str], float]
 
 
 class GradingFailed(Exception):
@@ -77,17 +76,27 @@ class SeparateGrading:
 
         A set of n answers takes seconds_max + n * seconds_each at most: many slow answers cost no more than one that hangs.
         """
+        return _credit(self._asked(problem, answer, wants_parts=False))
+
+    def parts(self, problem: SourceProblem, answer: str) -> Mapping[str, float]:
+        """Return the further rewards of an answer, within the same time. Raises GradingFailed."""
+        try:
+            return as_parts(_read(self._asked(problem, answer, wants_parts=True)).get("parts"))
+        except ValueError as error:
+            raise GradingFailed(f"the process that graded an answer gave no rewards: {error}") from None
+
+    def _asked(self, problem: SourceProblem, answer: str, *, wants_parts: bool) -> bytes:
         together = GRADED_TOGETHER.get()
         if not together or together != self._together:
             self._end()
             self._left_s = self._seconds_max
         if self._child is None:
-            self._child, self._together = _Child(self._source.grade), together
+            self._child, self._together = _Child(self._source), together
         began = time.monotonic()
         limit = min(self._seconds_max, max(self._seconds_each, self._left_s))
         try:
-            self._child.ask(problem, answer, began + limit)
-            return _credit(self._child.answer(began + limit))
+            self._child.ask(problem, answer, wants_parts, began + limit)
+            return self._child.answer(began + limit)
         except TimeoutError:
             self._end()
             raise GradingHung(f"an answer was not graded within {limit:g} s") from None
@@ -108,19 +117,19 @@ class SeparateGrading:
 class _Child:
     """A fork of this process that grades."""
 
-    def __init__(self, grade: Grade) -> None:
+    def __init__(self, source: ProblemSource) -> None:
         self._flags = fcntl.fcntl(_STDERR, fcntl.F_GETFL)
         (requests, self._requests), (self._results, results) = os.pipe(), os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            _run_child(requests, results, grade)
+            _run_child(requests, results, source)
         os.close(requests)
         os.close(results)
         os.set_blocking(self._requests, False)
 
-    def ask(self, problem: SourceProblem, answer: str, until: float) -> None:
+    def ask(self, problem: SourceProblem, answer: str, wants_parts: bool, until: float) -> None:
         """Send an answer. Raises TimeoutError and OSError."""
-        data = pickle.dumps((problem, answer))
+        data = pickle.dumps((problem, answer, wants_parts))
         left = memoryview(_SIZE.pack(len(data)) + data)
         while left:
             if not select.select([], [self._requests], [], max(0.0, until - time.monotonic()))[1]:
@@ -154,22 +163,24 @@ def close_memory() -> None:
         privileges.forbid_dumps()
 
 
-def _run_child(requests: int, results: int, grade: Grade) -> NoReturn:
+def _run_child(requests: int, results: int, source: ProblemSource) -> NoReturn:
     try:
         _leave_parent(requests, results)
         with os.fdopen(requests, "rb") as messages:
             while size := messages.read(_SIZE.size):
-                problem, answer = pickle.loads(messages.read(*_SIZE.unpack(size)))
-                os.write(results, _graded(grade, problem, answer))
+                problem, answer, wants_parts = pickle.loads(messages.read(*_SIZE.unpack(size)))
+                os.write(results, _graded(source, problem, answer, wants_parts))
     except BaseException as error:  # noqa: BLE001 (the edge of a process: the first answer fails with the reason)
         os.write(results, _failed(error))
     finally:
         os._exit(0)
 
 
-def _graded(grade: Grade, problem: SourceProblem, answer: str) -> bytes:
+def _graded(source: ProblemSource, problem: SourceProblem, answer: str, wants_parts: bool) -> bytes:
     try:
-        return _line(credit=float(grade(problem, answer)))
+        if wants_parts:
+            return _line(parts=dict(parts_of(source, problem, answer)))
+        return _line(credit=float(source.grade(problem, answer)))
     except BaseException as error:  # noqa: BLE001 (the scorer is not ours)
         return _failed(error)
 
@@ -178,7 +189,7 @@ def _failed(error: BaseException) -> bytes:
     return _line(error=f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX])
 
 
-def _line(**result: float | str) -> bytes:
+def _line(**result: float | str | dict[str, float]) -> bytes:
     return json.dumps(result).encode() + b"\n"
 
 
@@ -195,15 +206,22 @@ def _leave_parent(requests: int, results: int) -> None:
     confine(_RULES)
 
 
-def _credit(result: bytes) -> float:
-    """Return the credit that a child wrote. Raises GradingFailed: its code may have been an answer's."""
+def _read(result: bytes) -> dict[str, object]:
+    """Return what a child wrote. Raises GradingFailed, also for its error: its code may have been an answer's."""
     try:
         found = json.loads(result)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise GradingFailed("the process that graded an answer ended without a result") from None
-    if isinstance(found, dict) and isinstance(found.get("error"), str):
-        raise GradingFailed(found["error"][:ERROR_CHARS_MAX])
-    credit = found.get("credit") if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        return {}
+    if isinstance(error := found.get("error"), str):
+        raise GradingFailed(error[:ERROR_CHARS_MAX])
+    return found
+
+
+def _credit(result: bytes) -> float:
+    """Return the credit that a child wrote. Raises GradingFailed."""
+    credit = _read(result).get("credit")
     if not isinstance(credit, float) or not 0.0 <= credit <= 1.0:
         raise GradingFailed("the process that graded an answer gave no credit from 0 to 1")
     return credit

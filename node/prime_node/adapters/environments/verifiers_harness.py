@@ -85,7 +85,7 @@ class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
 async def _result(function: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:
     try:
         arguments = json.loads(function.get("arguments") or "{}")
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of a number that is too long
         return f"error: the arguments are not valid JSON ({error})"
     if function["name"] not in dispatch or not isinstance(arguments, dict):
         return f"error: there is no tool {function['name']!r}, or its arguments are not an object"

@@ -45,11 +45,10 @@ class LoraSettings:
 
 
 def add_adapters(model: Any, settings: LoraSettings) -> None:
-    """Add adapters in place; afterwards only they are trainable. Raises LocalError for an unknown target or a missing peft."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise LocalError(f'trainer.lora needs peft ({error}); install it: pip install "prime-node[train]"') from None
+    """Add adapters in place; afterwards only they are trainable. Raises LocalError for an unknown target or too high a rank."""
+    _require_narrow(model, settings.rank)
+    from peft import LoraConfig, inject_adapter_in_model
+
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
@@ -60,6 +59,13 @@ def add_adapters(model: Any, settings: LoraSettings) -> None:
         inject_adapter_in_model(config, model, ADAPTER)
     except ValueError as error:
         raise LocalError(f"trainer.lora: {error}") from None
+
+
+def _require_narrow(model: Any, rank: int) -> None:
+    """Check a rank before anything is allocated. Raises LocalError: wider factors than the model's layers add nothing."""
+    width = max((min(one.weight.shape) for one in model.modules() if isinstance(one, torch.nn.Linear)), default=0)
+    if rank > width:
+        raise LocalError(f"trainer.lora: rank is {rank:,}, above {width:,}, which is as wide as the model's layers are")
 
 
 def compute_merged(model: Any, dtype_of: Callable[[str], torch.dtype]) -> None:

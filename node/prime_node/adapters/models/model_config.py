@@ -6,6 +6,8 @@ Every error in it is a LocalError that names the file, because the architectures
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,24 +28,67 @@ PUBLISHED_BYTES_PER_PARAMETER = 2
 """Size of a parameter of a published policy: bf16."""
 
 
+KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that are supported: full attention, and attention to a window of the last tokens.
+
+The latter are computed as full attention, which is the same while a sequence is within the window.
+"""
+POSITIONS_FIELD = "max_position_embeddings"
+
+
 def read_model_config(folder: Path) -> Any:
-    """Read the configuration of a model with full attention in all layers. Raises LocalError."""
+    """Read the configuration of a model with full attention in all layers, or windows of all its positions.
+
+    Raises LocalError.
+    """
+    config = _read(folder)
+    window, positions = _window_of(config), getattr(config, POSITIONS_FIELD, None)
+    if window is not None and (positions is None or positions > window):
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: sliding_window is {window:,} and {POSITIONS_FIELD} {positions or 'missing'}; this software "
+            "computes layers with windows as full attention, so a run's positions must be within the window; `prime-node new` "
+            "makes them so"
+        )
+    return config
+
+
+def fit_window(folder: Path) -> bytes | None:
+    """Return config.json with as many positions as the smallest window of its layers has; None if they all fit.
+
+    Raises LocalError.
+    """
+    window = _window_of(_read(folder))
+    config = read_config(folder)
+    if window is None or config.get(POSITIONS_FIELD, math.inf) <= window:
+        return None
+    return json.dumps({**config, POSITIONS_FIELD: window}, indent=2).encode()
+
+
+def _read(folder: Path) -> Any:
     read_config(folder)
     with config_at_fault(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     _require_own_class(folder, config)
-    layers = getattr(config, "layer_types", None)
-    kinds = set(layers or ["full_attention"])
-    if kinds != {"full_attention"}:
+    unknown = set(getattr(config, "layer_types", None) or ()) - KINDS
+    if unknown:
         raise LocalError(
-            f"{folder}: layers of kind {', '.join(sorted(kinds))}; this software knows full attention only"
+            f"{folder}: layers of kind {', '.join(sorted(unknown))}; this software knows full and sliding attention only"
         )
-    window = getattr(config, "sliding_window", None)  # without a list of layers it is for all of them
-    if layers is None and window is not None:
+    if getattr(config, "use_bidirectional_attention", None):
+        raise LocalError(f"{folder}: use_bidirectional_attention is set; this software knows causal models only")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
         raise LocalError(
-            f"{folder}: sliding_window is {window:,} in all layers; this software knows full attention only"
+            f"{folder / CONFIG_FILE}: attn_logit_softcapping is set (Gemma 2); the trainer's attention has no bound on its "
+            "logits, so it would compute another model; use one without"
         )
     return config
+
+
+def _window_of(config: Any) -> int | None:
+    """Return the window of the layers that have one; without a list of layers it is for all of them."""
+    layers, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    has_windows = layers is None or "sliding_attention" in layers
+    return window if has_windows and window is not None else None
 
 
 def require_supported(folder: Path) -> None:
@@ -56,6 +101,11 @@ def require_supported(folder: Path) -> None:
         raise LocalError(
             f"{folder / CONFIG_FILE}: transformers gives a {config.model_type} model no attention but its own; this software "
             "brings one that packs sequences, so it cannot train this model"
+        )
+    if any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()):
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: a {config.model_type} model has attention sinks (gpt-oss), which the trainer's attention "
+            "cannot compute; use a model without"
         )
 
 

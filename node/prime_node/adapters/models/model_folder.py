@@ -49,6 +49,7 @@ _OBJECTS = frozenset().union(
         "label2id",
         "rope_parameters",
         "rope_scaling",
+        "sliding_attention",
         "task_specific_params",
         "text_config",
     ),

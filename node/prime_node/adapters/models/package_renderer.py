@@ -29,7 +29,7 @@ class PackageRenderer:
         LocalError if the folder's files are not usable.
         """
         require_plain(folder)
-        tokenizer = load_tokenizer(str(folder))
+        self._tokenizer = tokenizer = load_tokenizer(str(folder))
         self._renderer = renderers.create_renderer(tokenizer, renderer_config(folder, name, of=tokenizer.name_or_path))
 
     @property
@@ -42,9 +42,17 @@ class PackageRenderer:
         return list(self._renderer.render_ids(_list(messages), tools=_list(tools) or None, add_generation_prompt=True))
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
-        """Parse an answer into text, reasoning and tool calls."""
-        found = self._renderer.parse_response(list(token_ids), tools=_list(tools) or None)
-        return Parsed(found.content, found.reasoning_content or "", tuple(map(_tool_call, found.tool_calls or ())))
+        """Parse an answer into text, reasoning and tool calls.
+
+        An answer whose calls the package cannot parse (nested or long numbers, for example) is text alone, as one without a name
+        is no call: the model chooses its words, and none may end its episode.
+        """
+        try:
+            found = self._renderer.parse_response(list(token_ids), tools=_list(tools) or None)
+        except (ValueError, TypeError, RecursionError):
+            return Parsed(self._tokenizer.decode(list(token_ids), skip_special_tokens=True), "", ())
+        calls = tuple(_tool_call(call) for call in found.tool_calls or () if isinstance(call.name, str))
+        return Parsed(found.content, found.reasoning_content or "", calls)
 
     def bridge_to_next_turn(
         self,

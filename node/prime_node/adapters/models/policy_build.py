@@ -8,7 +8,7 @@ are the same for any number of ranks. That is for small models that start from r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from prime_node.adapters.models.lora import (
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
 from prime_node.adapters.models.policy_module import PolicyModule
 from prime_node.adapters.models.pretrained_model import folder_weights
+from prime_node.adapters.models.value_module import ValueModule
 from prime_node.adapters.training import packed_attention
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.sharding import Placement, arrange, local_rows
@@ -37,6 +38,8 @@ from prime_protocol.weights import Weights
 
 BYTES_PER_PARAMETER = 5 * 4
 """Memory per parameter in fp32: the rounded weight, its master, its gradient and AdamW's two moments."""
+CRITIC_BYTES_PER_PARAMETER = 4 * 4
+"""The same for a critic, whose weights are their own masters."""
 _FROZEN_BYTES_PER_PARAMETER = 4 + 2
 """The same where adapters are trained, which are small: the merged weight, and the base's in its own type."""
 
@@ -88,12 +91,50 @@ def build_policy(
     return policy
 
 
+def build_critic(
+    folder: Path, weights: Weights | None, *, seed: int, device: torch.device, ranks: Ranks, placement: Placement
+) -> ValueModule:
+    """Build a critic: the decoder of config.json with these weights, as for a policy, and a head of zeros. Raises LocalError."""
+    config = read_model_config(folder)
+    where = torch.device("cpu") if placement.offload else device
+    here = ranks.count if where.type == "cpu" else 1
+    require_memory(folder, config, bytes_per_parameter=CRITIC_BYTES_PER_PARAMETER * here // ranks.count, device=where)
+    if weights is None and any(folder.glob("*.safetensors")):
+        weights = folder_weights(folder)
+    torch.manual_seed(seed)
+    with config_at_fault(folder), _nothing_drawn() if weights is not None else contextlib.nullcontext():
+        auto: Any = AutoModelForCausalLM
+        whole = auto.from_config(
+            config, dtype=torch.float32, attn_implementation=packed_attention.NAME, trust_remote_code=False
+        )
+        module = ValueModule(whole.base_model, hidden_size=config.hidden_size)
+    prefix = f"{whole.base_model_prefix}."
+    module.train()
+    if weights is None:
+        module.to(where)
+    arrange(module, placement, ranks)
+    if weights is not None:
+        _materialise(module, where)
+        targets = {prefix + name: each for name, each in module.model.named_parameters()}
+        _copy_into(targets, config.model_type, weights, others=weights)
+    with torch.no_grad():
+        for parameter in module.value_head.parameters():
+            parameter.zero_()
+    return module
+
+
 def copy_rows(model: Any, weights: Weights) -> None:
     """Overwrite every parameter, on each rank its rows. Raises LocalError, before writing anything, if the weights do not fit."""
     targets = {base_name(name): tensor for name, tensor in model.named_parameters() if not is_adapter(name)}
+    _copy_into(targets, model.config.model_type, weights, others=map(base_name, model.state_dict()))
+
+
+def _copy_into(
+    targets: Mapping[str, torch.Tensor], model_type: str, weights: Weights, *, others: Iterable[str]
+) -> None:
     shapes = {name: tuple(target.shape) for name, target in targets.items()}
-    names = hub_names(model.config.model_type)
-    fault = names.misfit(shapes, weights, others=map(base_name, model.state_dict()))
+    names = hub_names(model_type)
+    fault = names.misfit(shapes, weights, others=others)
     if fault is not None:
         raise LocalError(f"these weights are not this model's: {fault}")
     with torch.no_grad():
@@ -121,7 +162,7 @@ def _nothing_drawn() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _materialise(policy: PolicyModule, device: torch.device) -> None:
+def _materialise(policy: PolicyModule | ValueModule, device: torch.device) -> None:
     """Allocate this rank's shards, and restore the buffers, because `to_empty` empties them too, without an error."""
     buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     policy.to_empty(device=device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_node.adapters.training.chosen_logprobs import chosen_logprobs, of_logits
+from prime_node.adapters.training.chosen_logprobs import chosen_logprobs, of_logits, squared_sums, top_of_rows
 from prime_node.adapters.training.packed_attention import Layout
 
 _HEAD_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale")
@@ -41,19 +41,32 @@ class PolicyModule(torch.nn.Module):
         *,
         layout: Layout,
         entropy_gradient: bool = False,
+        squares: bool = False,
+        top: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Return float32 [N] logprobs in nats, and [S] entropies in nats, without a gradient unless it is asked for.
 
-        Prediction n is read at place sources_S[row_N[n]].
+        Prediction n is read at place sources_S[row_N[n]]. With `squares`, [S] sums of squared probabilities instead of entropies.
+        With `top`, return instead [S, K] the ids of so many likeliest tokens, -1 for all, and their logprobs, without a gradient.
         """
         inputs = {"input_ids": token_ids_1T, "position_ids": positions_1T, "use_cache": False, "layout": layout}
         if not self._plain_head:
             logits_SV = self.model(**inputs, logits_to_keep=sources_S).logits[0]
-            return of_logits(logits_SV.float() / self._temperature, row_N, target_N, entropy_gradient=entropy_gradient)
+            logits_SV = logits_SV.float() / self._temperature
+            if top:
+                found_SK = logits_SV.log_softmax(-1).topk(
+                    logits_SV.shape[1] if top < 0 else min(top, logits_SV.shape[1]), -1
+                )
+                return found_SK.indices, found_SK.values
+            found = of_logits(logits_SV, row_N, target_N, entropy_gradient=entropy_gradient)
+            return (found[0], logits_SV.softmax(-1).square().sum(-1)) if squares else found
         hidden_SH = self.model.base_model(**inputs).last_hidden_state[0, sources_S]
         head = self.model.get_output_embeddings()
         weights = (head.weight, getattr(head, "bias", None))
         temperature = self._temperature
-        return chosen_logprobs(
+        if top:
+            return top_of_rows(hidden_SH, *weights, top, temperature=temperature)
+        found = chosen_logprobs(
             hidden_SH, *weights, row_N, target_N, temperature=temperature, entropy_gradient=entropy_gradient
         )
+        return (found[0], squared_sums(hidden_SH, *weights, temperature=temperature)) if squares else found

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 LOOKUP_S_MAX = 20.0
 MEET_S = (0.2, 1.0, 4.0)
 """Seconds after which to check whether a new peer takes part in the table, which Identify reveals."""
+KEYS_MAX = 4_096
+"""Digests whose providers are remembered; the oldest are dropped first."""
 STREAMS_MAX = 64
 """Incoming streams of the table that are answered concurrently."""
 STREAMS_NETWORK_MAX = 16
@@ -132,13 +134,15 @@ class Hints:
         return tuple(self._choose(texts))[: limits.PEER_HINT_ADDRESSES_MAX]
 
     def _tell_only(self, proven: Callable[[str, Sequence[Any]], list[Any]]) -> None:
-        """Drop unproven addresses: the library would keep any address that a provider names, and pass it on."""
+        """Drop unproven addresses and the oldest digests: the library would keep whatever a provider names, and pass it on."""
         store, own = self.table.provider_store, self._host.get_id()
         add = store.add_provider
 
         def add_provider(key: bytes, provider: PeerInfo) -> None:
             addresses = provider.addrs if provider.peer_id == own else proven(str(provider.peer_id), provider.addrs)
             if addresses:
+                if key not in store.providers and len(store.providers) >= KEYS_MAX:
+                    del store.providers[next(iter(store.providers))]
                 add(key, PeerInfo(provider.peer_id, addresses))
 
         store.add_provider = add_provider

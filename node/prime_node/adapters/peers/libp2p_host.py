@@ -13,10 +13,7 @@ from libp2p import new_host
 from libp2p.abc import IHost, INetStream, INetworkService
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_key_pair
-from libp2p.host import basic_host
-from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.identify_push.identify_push import ID_PUSH
-from libp2p.identity.update import update_peerstore_from_identify
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.peer.id import ID
@@ -27,6 +24,7 @@ from libp2p.security.noise.transport import PROTOCOL_ID as NOISE
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
+from prime_node.adapters.peers.libp2p_bounds import bound_library
 from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.adapters.peers.libp2p_streams import reset
 from prime_node.adapters.peers.libp2p_yamux import Muxers, Yamux
@@ -109,18 +107,7 @@ def make_host(
     return host
 
 
-async def _store_identified(store: PeerStore, peer: ID, message: Identify) -> None:
-    """Cut a peer's Identify message before the library reads it, in the thread that serves all links.
-
-    The library parses 1,000 addresses and keeps any number of protocols. The signed record repeats the addresses.
-    """
-    del message.listen_addrs[limits.PEER_ADDRESSES_MAX :]
-    del message.protocols[limits.PEER_PROTOCOLS_MAX :]
-    message.ClearField("signedPeerRecord")
-    await update_peerstore_from_identify(store, peer, message)
-
-
-basic_host.update_peerstore_from_identify = _store_identified  # the library offers no setting for it
+bound_library()
 
 
 def _count_handlers(swarm: INetworkService) -> None:

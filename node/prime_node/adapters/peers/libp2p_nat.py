@@ -72,7 +72,9 @@ class Holes:
             max_circuit_conns=limits.RELAY_CIRCUITS_MAX,
             max_reservations=limits.RELAY_CIRCUITS_MAX,
         )
-        self._relay = Relay(host, bounds, streams.hosts, serves=serves_as_relay)
+        self._reserved: set[KeyId] = set()
+        """Relays with a reservation of this host."""
+        self._relay = Relay(host, bounds, streams.hosts, serves=serves_as_relay, is_ours=self._reserved.__contains__)
         self._circuits = CircuitV2Transport(host, self._relay, RelayConfig(roles=roles, limits=bounds))
         self.punching = _Punching(_AsItListens(host))
         self.punching.gate = gate
@@ -100,6 +102,8 @@ class Holes:
                 stream = await self._host.new_stream(ID.from_string(relay), [HOP])
                 kept: bool = await self._circuits.reserve(stream, ID.from_string(relay), self._nursery)
                 await stream.close()
+                if kept:
+                    self._reserved.add(relay)
                 return kept
         except Exception as error:  # noqa: BLE001 - libp2p raises many kinds: it is no relay, or a full one
             faults.note(log, f"no reservation at relay {relay}", error)
@@ -117,8 +121,15 @@ class Holes:
         return True
 
     async def punch(self, peer: KeyId) -> None:
-        """Wait for the one attempt of this session to turn a circuit into a direct link; the first call starts it."""
+        """Wait for the one attempt of this session to turn a circuit into a direct link; the first call starts it.
+
+        Return at once while too many others are being tried.
+        """
         if peer not in self._tried:
+            if len(self._tried) - self.num_tried >= limits.RELAY_TARGET_MAX:
+                return
+            while len(self._tried) >= limits.KNOWN_PEERS_MAX:
+                del self._tried[next(one for one, tried in self._tried.items() if tried.is_set())]
             self._tried[peer] = trio.Event()
             self._nursery.start_soon(self._try, peer, self._tried[peer])
         await self._tried[peer].wait()

@@ -43,6 +43,8 @@ SMALL_FRAMES = 256
 """Such frames of one link that are processed at once."""
 SMALL_S = 0.064
 """Seconds that each further SMALL_FRAMES take at least. Downloads at 1 Gbit/s need a fourth of that rate."""
+CLOSE_S_MAX = 1.0
+"""Timeout in seconds for closing the socket of a cancelled link, which may be a relay's stream."""
 
 _HEADER = struct.Struct(library.YAMUX_HEADER_FORMAT)
 
@@ -190,6 +192,14 @@ class Yamux(library.Yamux):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - the edge of the task: what a peer sends never ends the host
             faults.note(log, f"the link to {self.peer_id}", error)
         await self._cleanup_on_error()
+
+    async def close(self, error_code: int = library.GO_AWAY_NORMAL) -> None:
+        """Notify the other side, then close the socket, even if the caller is cancelled: no other task closes it."""
+        try:
+            await super().close(error_code)
+        finally:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_S_MAX):
+                await self.secured_conn.close()
 
     async def _cleanup_on_error(self) -> None:
         waiting = list(self.streams.values())

@@ -3,10 +3,11 @@
     run.json                      the signed RunSpec
     head.json                     the newest manifest's envelope; no file before the first
     manifests/00000041.json       every manifest's envelope
+    batches/00000040-0000.json    every batch's envelope behind them, in a run that can be re-executed
     keys/0001.json                every key ring's envelope
     calibrations/0001.json        the envelope of every amendment of the calibration
     timestamp.json                the coordinator's statement of which of them are the newest
-    blobs/ab/abcd...              parts and model files by digest
+    blobs/ab/abcd...              parts, model files, bundles and training states by digest
 
 The coordinator writes this layout (adapters/storage/folder_blobs.py); a copy of it on any disk or web server is a
 mirror. Nothing in it is trusted: readers check signatures and digests.
@@ -30,7 +31,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderSource:
-    """Implementation of ports.transport.PublicSource. Read-only; a file that is replaced is read whole."""
+    """Implementation of ports.transport.ReplaySource. Read-only; a file that is replaced is read whole."""
 
     def __init__(self, folder: Path, *, bounds: Limits | None = None) -> None:
         self.folder = folder
@@ -52,6 +53,10 @@ class FolderSource:
     async def manifest(self, policy_version: int) -> Envelope:
         """Read a manifest."""
         return await self._envelope(f"manifests/{policy_version:08d}.json")
+
+    async def public_batch(self, step: int, part: int) -> Envelope:
+        """Read the batch behind a published policy."""
+        return await self._envelope(f"batches/{step:08d}-{part:04d}.json")
 
     async def key_ring(self, version: int) -> Envelope:
         """Read a key ring."""

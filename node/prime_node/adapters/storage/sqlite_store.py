@@ -1,232 +1,331 @@
-"""The store in SQLite (WAL), through SQLAlchemy, so that PostgreSQL needs only another URL.
+"""The store in a file of SQLite (WAL).
 
-One connection writes, so transactions are serial. `synchronous=FULL` makes each commit survive power loss. The statements are
-plain SQL that every database knows: a receipt is replaced by delete and insert, not by a dialect's upsert.
+One connection writes, in a thread of its own, so transactions are serial; another one reads at the same time. `synchronous=FULL`
+makes each commit survive power loss.
+
+SQLite drops what follows a damaged frame of the WAL without an error. So a file next to the database, `*-tail`, holds the numbers
+of the last rows. It is written after each commit, without a sync: a kill leaves it whole, and a power loss perhaps an older one.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import logging
+import os
+import re
+import sqlite3
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import (
-    URL,
-    BigInteger,
-    Column,
-    ColumnElement,
-    Index,
-    MetaData,
-    Select,
-    String,
-    Table,
-    Text,
-    delete,
-    event,
-    func,
-    insert,
-    select,
+from prime_node.adapters.storage.row_digests import SEALED, SEALED_SINCE, damaged, row_digest, seals_of
+from prime_node.adapters.storage.schema_versions import (
+    CREATE_INFO,
+    READ_INFO,
+    StoreInfo,
+    migrations_after,
+    require_open,
+    require_run,
 )
-from sqlalchemy.exc import DatabaseError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from prime_node.adapters.storage.sql_store import TABLES, Batch, SqlStore
+from prime_node.ports.store import StoreConflict
+from prime_protocol.errors import LocalError, TransientFault
+from prime_protocol.visible import printable
 
-from prime_node.ports.store import PAGE_CHARS_MAX, LoggedEvent, StoreConflict, StoredReceipt
-from prime_protocol.errors import LocalError
+log = logging.getLogger(__name__)
 
-_METADATA = MetaData()
-_EVENTS = Table(
-    "events",
-    _METADATA,
-    Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("at_ms", BigInteger, nullable=False),
-    Column("payload", Text, nullable=False),
+_T = TypeVar("_T")
+_COLUMNS = {"store_info": {"version", "run", "closed"}, **{name: set(columns) for name, columns in TABLES.items()}}
+_OF_SQLITE = ("sqlite_stat1", "sqlite_stat4")
+"""Tables that ANALYZE makes."""
+_HIDDEN = 6
+"""Place, in a row of PRAGMA table_xinfo, of a number that is not 0 for a computed column."""
+_TAIL_TABLES = ("events", "receipts", "ledger")
+_TAIL_BYTES_MAX = 96
+_PRIMARY = 0xFF
+"""Bits of an error code of SQLite without its details."""
+_OF_DISK = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_IOERR,
 )
-_SNAPSHOTS = Table(
-    "snapshots",
-    _METADATA,
-    Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("payload", Text, nullable=False),
-)
-_RECEIPTS = Table(
-    "receipts",
-    _METADATA,
-    Column("bundle", String(64), primary_key=True),
-    Column("lease_id", String(64), nullable=False, unique=True),
-    Column("worker", String(64), nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("status", String(16), nullable=False),
-    Column("envelope", Text, nullable=False),
-    Column("change", BigInteger, nullable=False, unique=True),
-    Index("receipts_by_worker", "worker", "change"),
-)
-_LEDGER = Table(
-    "ledger",
-    _METADATA,
-    Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("line", Text, nullable=False),
-)
-_ROWS_MAX = 500
-"""Rows read from the log at once."""
+"""Errors that say nothing about the file's content."""
+_INDEX = re.compile(r"CREATE (UNIQUE )?INDEX (IF NOT EXISTS )?\w+ ON \w+ \(\w+(, \w+)*\)")
+"""An index of columns alone."""
 
 
-class SqlStore:
-    """Implementation of ports.store.Store. Made by `open_sqlite` or, for another database, by `open_url`."""
-
-    def __init__(self, engine: AsyncEngine, *, last_number: int, last_change: int, ledger_length: int) -> None:
-        self._engine = engine
-        self._last_number = last_number
-        self._last_change = last_change
-        self._ledger_length = ledger_length
-
-    async def append(
-        self,
-        events: Sequence[LoggedEvent],
-        receipts: Sequence[StoredReceipt] = (),
-        ledger: Sequence[str] = (),
-    ) -> None:
-        """Append events, receipts and ledger lines in one transaction. Raises StoreConflict."""
-        expected = range(self._last_number + 1, self._last_number + 1 + len(events))
-        if [entry.number for entry in events] != list(expected):
-            raise StoreConflict(f"the next event is {self._last_number + 1}")
-        event_rows = [{"number": e.number, "at_ms": e.at_ms, "payload": e.payload} for e in events]
-        latest = list({receipt.bundle: receipt for receipt in receipts}.values())
-        receipt_rows = [
-            {**_row(receipt), "change": change} for change, receipt in enumerate(latest, self._last_change + 1)
-        ]
-        ledger_rows = [{"number": number, "line": line} for number, line in enumerate(ledger, self._ledger_length)]
-        try:
-            async with self._engine.begin() as connection:
-                last = (await connection.execute(select(func.max(_EVENTS.c.number)))).scalar() or 0
-                if last != self._last_number:
-                    raise StoreConflict(f"another coordinator wrote event {last}; stop one of them")
-                if event_rows:
-                    await connection.execute(insert(_EVENTS), event_rows)
-                if receipt_rows:
-                    bundles = [receipt.bundle for receipt in latest]
-                    await connection.execute(delete(_RECEIPTS).where(_RECEIPTS.c.bundle.in_(bundles)))
-                    await connection.execute(insert(_RECEIPTS), receipt_rows)
-                if ledger_rows:
-                    await connection.execute(insert(_LEDGER), ledger_rows)
-        except IntegrityError as error:
-            raise StoreConflict(str(error.orig)) from error
-        self._last_number += len(event_rows)
-        self._last_change += len(receipt_rows)
-        self._ledger_length += len(ledger_rows)
-
-    async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
-        """Yield the events after a number."""
-        while True:
-            query = select(_EVENTS).where(_EVENTS.c.number > after).order_by(_EVENTS.c.number).limit(_ROWS_MAX)
-            async with self._engine.connect() as connection:
-                rows = (await connection.execute(query)).all()
-            for row in rows:
-                yield LoggedEvent(row.number, row.at_ms, row.payload)
-            if len(rows) < _ROWS_MAX:
-                return
-            after = rows[-1].number
-
-    async def save_snapshot(self, number: int, payload: str) -> None:
-        """Replace the snapshot, and drop the events before its number."""
-        async with self._engine.begin() as connection:
-            await connection.execute(delete(_SNAPSHOTS))
-            await connection.execute(insert(_SNAPSHOTS), [{"number": number, "payload": payload}])
-            # The last event stays: its number tells `append` whether another process wrote.
-            await connection.execute(delete(_EVENTS).where(_EVENTS.c.number < number))
-
-    async def latest_snapshot(self) -> tuple[int, str] | None:
-        """Return the number and payload of the snapshot, or None."""
-        query = select(_SNAPSHOTS).order_by(_SNAPSHOTS.c.number.desc()).limit(1)
-        async with self._engine.connect() as connection:
-            row = (await connection.execute(query)).first()
-        return None if row is None else (row.number, row.payload)
-
-    async def receipt(self, bundle: str) -> StoredReceipt | None:
-        """Return the receipt of a bundle, or None."""
-        async with self._engine.connect() as connection:
-            row = (await connection.execute(select(_RECEIPTS).where(_RECEIPTS.c.bundle == bundle))).first()
-        return None if row is None else _receipt(row)
-
-    async def receipts_of(
-        self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
-    ) -> tuple[list[StoredReceipt], int]:
-        """Return a page of receipts and the number of the last change in it."""
-        chosen = _RECEIPTS.c.change > after
-        if worker is not None:
-            chosen &= _RECEIPTS.c.worker == worker
-        query = _page(_RECEIPTS, chosen, _RECEIPTS.c.change, _RECEIPTS.c.envelope, limit=limit, chars_max=chars_max)
-        async with self._engine.connect() as connection:
-            rows = (await connection.execute(query)).all()
-        return [_receipt(row) for row in rows], rows[-1].change if rows else after
-
-    async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
-        """Return a page of ledger lines."""
-        query = _page(
-            _LEDGER, _LEDGER.c.number >= start, _LEDGER.c.number, _LEDGER.c.line, limit=limit, chars_max=chars_max
-        )
-        async with self._engine.connect() as connection:
-            return [row.line for row in (await connection.execute(query)).all()]
-
-    async def ledger_length(self) -> int:
-        """Return the number of ledger lines."""
-        return self._ledger_length
-
-    async def close(self) -> None:
-        """Close the connections to the database."""
-        await self._engine.dispose()
+async def open_sqlite(path: Path, *, run: str) -> SqlStore:
+    """Open or create the database of one run's coordinator. Raises LocalError if it is damaged or another run's."""
+    database = await sqlite_database(path, run=run)
+    try:
+        require_open(await database.info(), place=str(path))
+        return await SqlStore.over(database)
+    except BaseException:
+        await database.close()
+        raise
 
 
-async def open_sqlite(path: Path) -> SqlStore:
-    """Open or create the database of one coordinator. Raises LocalError if it is damaged."""
+async def sqlite_database(path: Path, *, run: str) -> SqliteDatabase:
+    """Open or create the database of one run, also one that no coordinator may use. Raises LocalError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return await open_url(URL.create("sqlite+aiosqlite", database=str(path)))
-    except DatabaseError as error:
-        raise LocalError(f"{path} cannot be used ({error.orig}): put back a copy of the run's folder") from None
+        database = await asyncio.to_thread(SqliteDatabase, path)
+        try:
+            await database.require_plain_tables()
+            require_run(await database.migrate(run), run, place=str(path))
+            return database
+        except BaseException:
+            await database.close()
+            raise
+    except sqlite3.DatabaseError as error:
+        raise _unusable(path, error) from None
 
 
-async def open_url(url: str | URL) -> SqlStore:
-    """Open any database that SQLAlchemy supports asynchronously."""
-    engine = create_async_engine(url)
-    if engine.dialect.name == "sqlite":
-        event.listen(engine.sync_engine, "connect", _configure_sqlite)
-    async with engine.begin() as connection:
-        await connection.run_sync(_METADATA.create_all)
-        number = (await connection.execute(select(func.max(_EVENTS.c.number)))).scalar()
-        change = (await connection.execute(select(func.max(_RECEIPTS.c.change)))).scalar()
-        line = (await connection.execute(select(func.max(_LEDGER.c.number)))).scalar()  # counting would read them all
-    length = 0 if line is None else line + 1
-    return SqlStore(engine, last_number=number or 0, last_change=change or 0, ledger_length=length)
+class SqliteDatabase:
+    """Implementation of sql_store.Database."""
+
+    def __init__(self, path: Path) -> None:
+        self.place = str(path)
+        self._path = path
+        self._tail = path.with_name(f"{path.name}-tail")
+        self._writer, self._reader = _connect(path), _connect(path)
+        self._writing, self._reading = (ThreadPoolExecutor(1, thread_name_prefix="sqlite") for _ in range(2))
+
+    async def require_plain_tables(self) -> None:
+        """Check that the file has nothing but our tables, with plain columns, and indexes of columns. Raises LocalError.
+
+        A stranger's file may compute what is read from it: by a view that never ends, or by a column of gigabytes.
+        """
+        for kind, name, sql in await self.fetch("SELECT type, name, sql FROM sqlite_schema"):
+            is_plain = sql is None or name in _OF_SQLITE
+            if kind == "table" and name in _COLUMNS:
+                columns = await self.fetch(f"PRAGMA table_xinfo({name})")
+                names = {column[1] for column in columns}
+                is_plain = names == _COLUMNS[name] or names == _COLUMNS[name] - {"digest"}  # before the migration
+                is_plain = (
+                    is_plain and sql.startswith("CREATE TABLE") and not any(column[_HIDDEN] for column in columns)
+                )
+            elif kind == "index" and sql is not None:
+                is_plain = _INDEX.fullmatch(" ".join(sql.split())) is not None
+            if not is_plain:
+                raise LocalError(
+                    f"{self._path} has a {kind} {printable(name, 60)!r} that no coordinator of this release makes: put back a "
+                    "copy of the run's folder, or install the release that wrote it"
+                )
+
+    async def migrate(self, run: str) -> StoreInfo:
+        """Bring the tables to the version of this release. A new database becomes that of `run`."""
+        return await self._write(self._migrate, run)
+
+    async def fetch(self, query: str, *values: Any) -> Sequence[Sequence[Any]]:
+        """Return the rows of a query. Raises LocalError, for example for a damaged page."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._reading, _fetch, self._reader, query, values)
+        except sqlite3.DatabaseError as error:
+            raise _unusable(self._path, error) from error
+
+    async def check(self) -> None:
+        """Compare tables with indexes and with the tail. Makes damaged indexes again from their rows. Raises LocalError."""
+        if faults := await self._faults():
+            await self._write_or_tell(self._writer.execute, "REINDEX")
+            if await self._faults():
+                raise damaged(self.place, f"its structure ({faults[0]})")
+            log.warning("%s: an index was damaged (%s) and is made again", self._path, faults[0])
+        if (tail := await asyncio.to_thread(self._read_tail)) is None:
+            return
+        lasts = [f"(SELECT coalesce(max({TABLES[table][0]}), -1) FROM {table})" for table in _TAIL_TABLES]
+        (found,) = await self.fetch(f"SELECT {', '.join(lasts)}")
+        for table, last, known in zip(_TAIL_TABLES, found, tail, strict=True):
+            if last < known:
+                raise LocalError(
+                    f"{self.place} lacks rows {last + 1} to {known} of {table}, which it had: the file or its -wal is damaged, "
+                    f"or an older copy. Put back a newer copy; to continue without these rows, remove {self._tail}"
+                )
+
+    async def append(self, batch: Batch) -> None:
+        """Write a batch. Raises StoreConflict, also if another process has written since."""
+        await self._write_or_tell(self._append, batch)
+        lasts = (
+            batch.events[-1].number if batch.events else -1,
+            batch.first_change + len(batch.receipts) - 1 or -1,  # the first change is 1
+            batch.first_line + len(batch.lines) - 1,
+        )
+        await asyncio.get_running_loop().run_in_executor(self._writing, self._write_tail, *lasts)
+
+    async def save_snapshot(
+        self, number: int, payload: str, digest: str, archived: Sequence[Any] | None, kept_from: int
+    ) -> None:
+        """Replace the snapshot, delete the events before its number, and archive a segment."""
+        await self._write_or_tell(self._save_snapshot, (number, payload, digest), archived, kept_from)
+
+    async def info(self) -> StoreInfo:
+        """Return the row of `store_info`."""
+        return StoreInfo(*(await self.fetch(READ_INFO))[0])
+
+    async def set_closed(self, reason: str) -> None:
+        """Set why no coordinator may use the store."""
+        await self._write_or_tell(self._writer.execute, "UPDATE store_info SET closed = ?", (reason,))
+
+    async def clear(self) -> None:
+        """Delete all rows of the tables."""
+        self._tail.unlink(missing_ok=True)
+        for table in TABLES:
+            await self._write_or_tell(self._writer.execute, f"DELETE FROM {table}")
+
+    async def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Insert rows into a table."""
+        columns = TABLES[table]
+        query = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"
+        await self._write_or_tell(self._writer.executemany, query, rows)
+
+    async def close(self) -> None:
+        """Close both connections."""
+        for executor, connection in ((self._reading, self._reader), (self._writing, self._writer)):
+            await asyncio.get_running_loop().run_in_executor(executor, connection.close)
+            executor.shutdown()
+
+    async def _write_or_tell(self, work: Callable[..., object], *values: Any) -> None:
+        try:
+            await self._write(work, *values)
+        except sqlite3.IntegrityError as error:
+            raise StoreConflict(f"{self._path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise _unwritable(self._path, error) from error
+
+    async def _write(self, work: Callable[..., _T], *values: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._writing, self._transact, work, values)
+
+    def _transact(self, work: Callable[..., _T], values: Sequence[Any]) -> _T:
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(*values)
+        except BaseException:
+            if self._writer.in_transaction:  # SQLite itself rolls back after some errors
+                self._writer.execute("ROLLBACK")
+            raise
+        self._writer.execute("COMMIT")
+        return result
+
+    def _migrate(self, run: str) -> StoreInfo:
+        self._writer.execute(CREATE_INFO)
+        if not _fetch(self._writer, READ_INFO, ()):
+            self._writer.execute("INSERT INTO store_info (version, run) VALUES (0, ?)", (run,))
+        info = StoreInfo(*_fetch(self._writer, READ_INFO, ())[0])
+        for number, script in migrations_after("sqlite", info.version, place=str(self._path)):
+            for statement in _statements(script):
+                self._writer.execute(statement)
+            if number == SEALED_SINCE:
+                self._seal()
+            self._writer.execute("UPDATE store_info SET version = ?", (number,))
+        return info
+
+    def _seal(self) -> None:
+        """Give the rows of an older release their digests."""
+        for table in SEALED:
+            key, *others, _ = TABLES[table]
+            rows = _fetch(self._writer, f"SELECT {', '.join((key, *others))} FROM {table} ORDER BY {key}", ())
+            self._writer.executemany(f"UPDATE {table} SET digest = ? WHERE {key} = ?", seals_of(table, rows))
+
+    async def _faults(self) -> list[str]:
+        return [row[0] for row in await self.fetch("PRAGMA integrity_check(1)") if row[0] != "ok"]
+
+    def _read_tail(self) -> tuple[int, ...] | None:
+        """Return the last event, change and ledger line that were written; None if that is unknown."""
+        try:
+            *numbers, digest = self._tail.read_bytes()[:_TAIL_BYTES_MAX].decode("ascii").split()
+            if len(numbers) == len(_TAIL_TABLES) and digest == row_digest(*numbers):
+                return tuple(map(int, numbers))
+        except FileNotFoundError:
+            return None
+        except (UnicodeDecodeError, ValueError):
+            pass
+        log.warning("%s is damaged, so lost rows at the end would not be noticed; it is written again", self._tail)
+        return None
+
+    def _write_tail(self, *numbers: int) -> None:
+        line = " ".join(map(str, (*numbers, row_digest(*numbers))))
+        descriptor = os.open(self._tail, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            os.pwrite(descriptor, f"{line:<{_TAIL_BYTES_MAX - 1}}\n".encode(), 0)
+        finally:
+            os.close(descriptor)
+
+    def _append(self, batch: Batch) -> None:
+        before = batch.events[0].number - 1 if batch.events else None
+        last = self._writer.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()[0]
+        if before is not None and last != before:
+            raise StoreConflict(f"another coordinator wrote event {last} to {self._path}: stop one of them")
+        self._writer.executemany(
+            "INSERT INTO events (number, at_ms, payload, digest) VALUES (?, ?, ?, ?)",
+            (
+                (event.number, event.at_ms, event.payload, digest)
+                for event, digest in zip(batch.events, batch.event_digests, strict=True)
+            ),
+        )
+        self._writer.executemany(
+            "INSERT INTO receipts (change, bundle, lease_id, worker, step, status, envelope, digest)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+            " ON CONFLICT (bundle) DO UPDATE SET (change, lease_id, worker, step, status, envelope, digest) = (excluded.change,"
+            " excluded.lease_id, excluded.worker, excluded.step, excluded.status, excluded.envelope, excluded.digest)",
+            (
+                (change, one.bundle, one.lease_id, one.worker, one.step, str(one.status), one.envelope, digest)
+                for change, (one, digest) in enumerate(
+                    zip(batch.receipts, batch.receipt_digests, strict=True), batch.first_change
+                )
+            ),
+        )
+        self._writer.executemany(
+            "INSERT INTO ledger (number, line, digest) VALUES (?, ?, ?)",
+            (
+                (number, line, digest)
+                for number, (line, digest) in enumerate(
+                    zip(batch.lines, batch.line_digests, strict=True), batch.first_line
+                )
+            ),
+        )
+
+    def _save_snapshot(self, snapshot: Sequence[Any], archived: Sequence[Any] | None, kept_from: int) -> None:
+        self._writer.execute("DELETE FROM snapshots")
+        self._writer.execute("INSERT INTO snapshots (number, payload, digest) VALUES (?, ?, ?)", snapshot)
+        if archived is not None:
+            columns = ", ".join(TABLES["journal"])
+            self._writer.execute(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", archived)
+        self._writer.execute("DELETE FROM journal WHERE chapter < ?", (kept_from,))
+        # The last event stays: its number tells `_append` whether another process wrote.
+        self._writer.execute("DELETE FROM events WHERE number < ?", snapshot[:1])
 
 
-def _configure_sqlite(connection: Any, _record: object) -> None:
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=5000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in ("busy_timeout=5000", "journal_mode=WAL", "synchronous=FULL"):
+            connection.execute(f"PRAGMA {pragma}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def _page(
-    table: Table, chosen: ColumnElement[bool], order: Column[int], text: Column[str], *, limit: int, chars_max: int
-) -> Select[Any]:
-    """Return the first rows: as many as have `chars_max` characters of text together, at least one."""
-    first = select(table).where(chosen).order_by(order).limit(limit).subquery()
-    size = func.length(first.c[text.name])
-    through = func.sum(size).over(order_by=first.c[order.name]).label("through")
-    summed = select(first, size.label("size"), through).subquery()
-    fits = (summed.c.through <= chars_max) | (summed.c.through == summed.c.size)
-    return select(summed).where(fits).order_by(summed.c[order.name])
+def _unusable(path: Path, error: sqlite3.DatabaseError) -> LocalError:
+    if getattr(error, "sqlite_errorcode", 0) & _PRIMARY in _OF_DISK:
+        return _unwritable(path, error)
+    return LocalError(f"{path} cannot be used ({error}): put back a copy of the run's folder")
 
 
-def _row(receipt: StoredReceipt) -> dict[str, str | int]:
-    return {
-        "bundle": receipt.bundle,
-        "lease_id": receipt.lease_id,
-        "worker": receipt.worker,
-        "step": receipt.step,
-        "status": str(receipt.status),
-        "envelope": receipt.envelope,
-    }
+def _unwritable(path: Path, error: sqlite3.DatabaseError) -> LocalError:
+    if getattr(error, "sqlite_errorcode", 0) & _PRIMARY == sqlite3.SQLITE_FULL:
+        return TransientFault(f"{path} cannot be written ({error}): free some space, then start again")
+    return LocalError(f"{path} cannot be written ({error}): check the disk and who may write there, then start again")
 
 
-def _receipt(row: Any) -> StoredReceipt:
-    return StoredReceipt(row.bundle, row.lease_id, row.worker, row.step, row.status, row.envelope)
+def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
+    return connection.execute(query.replace("$", "?"), values).fetchall()
+
+
+def _statements(script: str) -> list[str]:
+    """Return the statements of a script that has no `;` inside of any. `executescript` would end the transaction."""
+    return [statement for statement in script.split(";") if statement.strip()]

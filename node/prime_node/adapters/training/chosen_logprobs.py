@@ -60,6 +60,44 @@ def in_blocks(
     return chosen_N, entropy_S
 
 
+@torch.no_grad()
+def squared_sums(hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, *, temperature: float) -> Tensor:
+    """Return float32 [S] the sum over the vocabulary of the squared probabilities.
+
+    As in the forward pass below, with Q = sum of e^(2 (z - m)), which a new m' changes to c^2 Q. The result is Q / Z^2.
+    """
+    largest_S = torch.full(hidden_SH.shape[:1], -torch.inf, device=hidden_SH.device)
+    sum_S, squares_S = torch.zeros_like(largest_S), torch.zeros_like(largest_S)
+    for columns, _ in _blocks(len(hidden_SH), len(head_VH), torch.empty(0, device=hidden_SH.device)):
+        logits_SB = _logits(hidden_SH, head_VH, bias_V, columns, temperature)
+        raised_S = torch.maximum(largest_S, logits_SB.amax(-1))
+        share_S = (largest_S - raised_S).exp()
+        powers_SB = logits_SB.sub_(raised_S[:, None]).exp_()
+        sum_S = share_S * sum_S + powers_SB.sum(-1)
+        squares_S = share_S.square() * squares_S + powers_SB.square_().sum(-1)
+        largest_S = raised_S
+    return squares_S / sum_S.square()
+
+
+@torch.no_grad()
+def top_of_rows(
+    hidden_SH: Tensor, head_VH: Tensor, bias_V: Tensor | None, count: int, *, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Return [S, K] the ids of the K = min(count, V) likeliest tokens, and their float32 logprobs. A count of -1: all."""
+    count = len(head_VH) if count < 0 else min(count, len(head_VH))
+    normaliser_S = torch.full(hidden_SH.shape[:1], -torch.inf, device=hidden_SH.device)
+    logits_SK = normaliser_S.new_empty((len(hidden_SH), 0))
+    ids_SK = torch.empty((len(hidden_SH), 0), dtype=torch.int64, device=hidden_SH.device)
+    for columns, _ in _blocks(len(hidden_SH), len(head_VH), torch.empty(0, device=hidden_SH.device)):
+        logits_SB = _logits(hidden_SH, head_VH, bias_V, columns, temperature)
+        normaliser_S = torch.logaddexp(normaliser_S, logits_SB.logsumexp(-1))
+        ids_SB = torch.arange(columns.start, columns.stop, device=hidden_SH.device).expand(len(hidden_SH), -1)
+        every_SK, every_ids_SK = torch.cat([logits_SK, logits_SB], -1), torch.cat([ids_SK, ids_SB], -1)
+        logits_SK, places_SK = every_SK.topk(min(count, every_SK.shape[1]), -1)
+        ids_SK = every_ids_SK.gather(-1, places_SK)
+    return ids_SK, logits_SK - normaliser_S[:, None]
+
+
 def of_logits(
     logits_SV: Tensor, row_N: Tensor, target_N: Tensor, *, entropy_gradient: bool = False
 ) -> tuple[Tensor, Tensor]:

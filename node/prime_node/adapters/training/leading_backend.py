@@ -14,6 +14,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,18 @@ from prime_node.adapters.training.shard_copies import ShardCopies, ShardedCopy, 
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.shares import RankShare
 from prime_node.ports.train_backend import (
+    CommittedTensors,
+    CriticStats,
     KeptPolicy,
     Loss,
     OptimizerSettings,
     PackedBatch,
     PolicyCopy,
     StepStats,
-    TrainSample,
 )
+from prime_node.ports.train_samples import TopLogprobs, TrainSample
 from prime_protocol.errors import LocalError
+from prime_protocol.training_state import TrainingTensor
 from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -74,20 +78,41 @@ class LeadingBackend:
         stats: StepStats = self._call("train_share", loss, lr, own=self._backend.shares(samples))
         return stats
 
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+    def logprobs(self, samples: Sequence[TrainSample], of: KeptPolicy | None = None) -> list[list[float]]:
         """Compute the samples' logprobs on all ranks."""
-        found: list[list[float]] = self._call("share_logprobs", len(samples), own=self._backend.shares(samples))
+        found: list[list[float]] = self._call("scores.logprobs", len(samples), of, own=self._backend.shares(samples))
+        return found
+
+    def top_logprobs(
+        self, samples: Sequence[TrainSample], count: int, of: KeptPolicy | None = None
+    ) -> list[TopLogprobs]:
+        """Find the likeliest tokens on all ranks."""
+        shares = self._backend.shares(samples)
+        found: list[TopLogprobs] = self._call("scores.top_logprobs", len(samples), count, of, own=shares)
+        return found
+
+    def score_norms(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Compute the samples' score norms on all ranks."""
+        found: list[list[float]] = self._call("scores.norms", len(samples), own=self._backend.shares(samples))
         return found
 
     def keep_policy(self, which: KeptPolicy) -> None:
         """Keep the current policy on all ranks."""
         self._call("keep_policy", which)
 
-    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> list[list[float]]:
-        """Compute the samples' logprobs under a kept policy, on all ranks."""
-        shares = self._backend.shares(samples)
-        found: list[list[float]] = self._call("share_kept_logprobs", len(samples), which, own=shares)
+    def begin_critic(self) -> None:
+        """Give the critic the policy's weights on all ranks."""
+        self._call("begin_critic")
+
+    def values(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Compute the critic's values on all ranks."""
+        found: list[list[float]] = self._call("share_values", len(samples), own=self._backend.shares(samples))
         return found
+
+    def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
+        """Train the critic one step on all ranks."""
+        stats: CriticStats = self._call("train_critic_share", lr, own=self._backend.shares(samples))
+        return stats
 
     def snapshot(self) -> Weights:
         """Return the whole weights, gathered from all ranks."""
@@ -116,13 +141,27 @@ class LeadingBackend:
         """Restore the training state on all ranks. Raises LocalError."""
         self._call("load", folder)
 
+    @property
+    def numerics(self) -> str:
+        """Return the name of the ranks' arithmetic."""
+        return self._backend.numerics
+
+    def commit(self, path: Path) -> CommittedTensors:
+        """Write the whole training state, gathered from all ranks."""
+        found: CommittedTensors = self._call("commit", path)
+        return found
+
+    def restore(self, path: Path, tensors: Sequence[TrainingTensor]) -> None:
+        """Take over a training state on all ranks, which read the same file. Raises LocalError."""
+        self._call("restore", path, tensors)
+
     def _call(self, method: str, *arguments: Any, own: Sequence[RankShare] = ()) -> Any:
-        """Call a method on all ranks. `own`: each rank's own first argument."""
+        """Call a method of the backend, or of a part of it, on all ranks. `own`: each rank's own first argument."""
         calls = [(method, own[rank : rank + 1], arguments) for rank in range(self._ranks.count)]
         self._ranks.lead(calls)
         if method == _TAKE_COPY:
             return self._backend.take_copy(arguments[0], self._copies)
-        return getattr(self._backend, method)(*calls[0][1], *arguments)
+        return attrgetter(method)(self._backend)(*calls[0][1], *arguments)
 
 
 def dismiss(ranks: Ranks) -> None:
@@ -164,7 +203,7 @@ def _follow_calls(ranks: Ranks, copies: ShardCopies) -> None:
                 if method == _TAKE_ROWS:
                     backend.take_rows(arguments[0], copies, None)
                     continue
-                result = getattr(backend, method)(*own, *arguments)
+                result = attrgetter(method)(backend)(*own, *arguments)
             except LocalError as error:
                 log.info("%s: %s", method, error)
                 continue

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from prime_protocol.errors import LocalError
+
 NAME = "packed"
 
 
@@ -36,9 +38,18 @@ def packed_attention(
     *,
     scaling: float,
     layout: Layout,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return [1, T, H, D], as transformers expects it."""
+    """Return [1, T, H, D], as transformers expects it.
+
+    Raises LocalError for a bound on attention logits (Gemma 2) and for attention sinks (gpt-oss), which no layout computes.
+    """
+    if softcap is not None or s_aux is not None:
+        raise LocalError(
+            "this model bounds its attention logits or has attention sinks, which the trainer cannot compute"
+        )
     return layout.attend(query, key, value, scaling=scaling), None
 
 

@@ -99,6 +99,11 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def copies(self) -> int:
+        """Number of copies of the model that the ranks hold together; more than 1 with HSDP."""
+        return 1 if self.mesh is None or self.mesh.ndim == 1 else int(self.mesh.size(0))
+
+    @property
     def copy(self) -> int:
         """Index of the copy of the model to which this rank's shard belongs; 0 unless HSDP replicates."""
         return 0 if self.mesh is None or self.mesh.ndim == 1 else int(self.mesh.get_local_rank("replicate"))

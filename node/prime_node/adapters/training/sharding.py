@@ -21,6 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from prime_node.adapters.engines.torch_weights import to_weights
 from prime_node.adapters.models.policy_module import PolicyModule
+from prime_node.adapters.models.value_module import ValueModule
 from prime_node.adapters.training.ranks import Ranks
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights, WeightTensor
@@ -53,7 +54,7 @@ class Placement:
 PLAIN = Placement()
 
 
-def arrange(policy: PolicyModule, placement: Placement, ranks: Ranks) -> None:
+def arrange(policy: PolicyModule | ValueModule, placement: Placement, ranks: Ranks) -> None:
     """Apply recomputation, compilation and sharding, in this order, in place."""
     if placement.compute_dtype not in DTYPES:
         raise LocalError(f"trainer.compute_dtype = {placement.compute_dtype!r}: known are {', '.join(DTYPES)}")
@@ -79,13 +80,13 @@ def arrange(policy: PolicyModule, placement: Placement, ranks: Ranks) -> None:
         module.set_reduce_scatter_unused_params(True)
 
 
-def decoder_layers(policy: PolicyModule) -> list[torch.nn.Module]:
+def decoder_layers(policy: PolicyModule | ValueModule) -> list[torch.nn.Module]:
     """Return the modules that must stay whole according to transformers: FSDP shards them one by one."""
     kinds = set(policy.model._no_split_modules or ())
     return [module for module in policy.model.modules() if type(module).__name__ in kinds]
 
 
-def units(policy: PolicyModule) -> Iterator[FSDPModule]:
+def units(policy: torch.nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules that FSDP shards as units."""
     return (module for module in policy.modules() if isinstance(module, FSDPModule))
 

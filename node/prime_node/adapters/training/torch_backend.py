@@ -15,39 +15,39 @@ Letters: N predictions, S distinct places that they are read from.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.engines.torch_weights import to_weights
 from prime_node.adapters.models.lora import LoraSettings, MergedWeights, is_published, published
 from prime_node.adapters.models.policy_build import build_policy
 from prime_node.adapters.models.pretrained_model import pretrained_weights
-from prime_node.adapters.training import train_state
+from prime_node.adapters.training import committed_state, train_state
+from prime_node.adapters.training.critic import Critic
 from prime_node.adapters.training.kept_policies import KeptPolicies
 from prime_node.adapters.training.masters import Masters, round_in_place
-from prime_node.adapters.training.packed_attention import Layout
+from prime_node.adapters.training.passes import Passes
+from prime_node.adapters.training.policy_scores import PolicyScores
 from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.saved_state import SavedState
-from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.shard_copies import ShardCopies
-from prime_node.adapters.training.sharding import DTYPES, PLAIN, Placement, dealt, gathered, local_rows, units
+from prime_node.adapters.training.sharding import PLAIN, Placement, dealt, gathered, local_rows
 from prime_node.adapters.training.torch_batch import Tallies, credible, drift, loss_inputs
 from prime_node.adapters.training.torch_optimizers import held_bytes, make_optimizer, set_learning_rate
-from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.losses import LOG_RATIO_ABS
-from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
-from prime_node.algo.shares import Packed, Packing, PackingSettings, Pass, RankShare, shares
+from prime_node.algo.shares import Packing, PackingSettings, RankShare, shares
 from prime_node.broadcast.publish.encoder import WholeCopy
 from prime_node.ports.train_backend import (
+    CommittedTensors,
+    CriticSettings,
+    CriticStats,
     KeptPolicy,
     Loss,
     LossNeed,
@@ -56,15 +56,15 @@ from prime_node.ports.train_backend import (
     PolicyCopy,
     StepStats,
     TrainingDiverged,
-    TrainSample,
 )
+from prime_node.ports.train_samples import TopLogprobs, TrainSample
 from prime_protocol.adapters import INTEGERS
 from prime_protocol.codec import DTYPES as DTYPE_BYTES
 from prime_protocol.errors import LocalError
+from prime_protocol.training_state import TrainingTensor
 from prime_protocol.weights import Weights
 
-_NOTHING = TrainSample((0,), (0,), (0.0,), 0.0)
-"""Sample that a rank computes and discards while others have more passes."""
+log = logging.getLogger(__name__)
 
 
 class TorchBackend:
@@ -86,6 +86,7 @@ class TorchBackend:
         ranks: Ranks = ALONE,
         placement: Placement = PLAIN,
         lora: LoraSettings | None = None,
+        critic: CriticSettings | None = None,
     ) -> None:
         """Build a model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
 
@@ -110,6 +111,7 @@ class TorchBackend:
             published_dtype=published_dtype,
             lora=lora,
         )
+        self._passes = Passes(self._policy, self._device, ranks, placement)
         self.packing = PackingSettings(
             packing,
             row_tokens=row_tokens,
@@ -131,7 +133,16 @@ class TorchBackend:
         self._kept = KeptPolicies(trained, dtype=torch.bfloat16 if is_bf16 else torch.float32)
         self._saved = SavedState({}, is_copy=True)
         """State that may not be written yet: nothing changes its tensors without `before_change`."""
+        self.scores = PolicyScores(
+            self._policy, self._passes, self._kept, self._merged, lambda: self._saved.before_change()
+        )
         self.new_optimizer(OptimizerSettings())
+        self._critic = None
+        if critic is not None:
+            own = weights if critic.initial_weights is None else pretrained_weights(critic.initial_weights)
+            self._critic = Critic(
+                model_folder, own, critic, seed=seed, device=self._device, ranks=ranks, placement=placement
+            )
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Start a new optimizer."""
@@ -168,13 +179,15 @@ class TorchBackend:
         denominator = loss.denominator(num_tokens=share.num_tokens, num_sequences=share.num_sequences)
         loss_sum = 0.0
         tallies = Tallies()
-        for one in self._passes(share):
-            logprobs_N, entropies_N = self._forward(one.packed, entropy_gradient=LossNeed.ENTROPY in loss.needs)
+        for one in self._passes.of(share):
+            logprobs_N, entropies_N, top_NK = self.scores.with_tops(
+                one, entropy_gradient=LossNeed.ENTROPY in loss.needs
+            )
             if not one.places:
                 torch.autograd.backward(logprobs_N.sum() * 0.0)
                 continue
             entropy_N = entropies_N if LossNeed.ENTROPY in loss.needs else None
-            inputs, masked = credible(loss_inputs(logprobs_N, one.samples, entropy_N), one.samples)
+            inputs, masked = credible(loss_inputs(logprobs_N, one.samples, entropy_N, top_NK), one.samples)
             outputs = loss(inputs)
             torch.autograd.backward(outputs.loss / denominator)
             loss_sum += outputs.loss.item()
@@ -204,43 +217,47 @@ class TorchBackend:
             },
         )
 
-    def logprobs(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """Return the logprobs of every completion token in nats."""
-        return self.share_logprobs(self.shares(samples)[self._ranks.rank], len(samples))
+    def logprobs(self, samples: Sequence[TrainSample], of: KeptPolicy | None = None) -> list[list[float]]:
+        """Return the logprobs of every completion token in nats. Raises LocalError."""
+        return self.scores.logprobs(self.shares(samples)[self._ranks.rank], len(samples), of)
 
-    def share_logprobs(self, share: RankShare, num_samples: int) -> list[list[float]]:
-        """Return the logprobs of the whole batch, on every rank."""
-        found: dict[int, list[float]] = {}
-        with torch.no_grad():
-            for one in self._passes(share):
-                values = self._forward(one.packed)[0].tolist()
-                start = 0
-                for place, sample in zip(one.places, one.samples, strict=False):
-                    end = start + len(sample.completion_token_ids)
-                    found[place] = values[start:end]
-                    start = end
-        for unit in units(self._policy):  # without a backward pass, FSDP leaves its outermost unit whole
-            unit.reshard()
-        everywhere = {place: values for part in self._ranks.gather(found) for place, values in part.items()}
-        return [everywhere[place] for place in range(num_samples)]
+    def score_norms(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Return 1 - 2 pi + the sum of pi^2 over the vocabulary for every completion token."""
+        return self.scores.norms(self.shares(samples)[self._ranks.rank], len(samples))
+
+    def top_logprobs(
+        self, samples: Sequence[TrainSample], count: int, of: KeptPolicy | None = None
+    ) -> list[TopLogprobs]:
+        """Return the likeliest tokens at every completion token. Raises LocalError."""
+        return self.scores.top_logprobs(self.shares(samples)[self._ranks.rank], len(samples), count, of)
 
     def keep_policy(self, which: KeptPolicy) -> None:
         """Keep the current policy."""
         self._kept.keep(which)
 
-    def kept_logprobs(self, samples: Sequence[TrainSample], which: KeptPolicy) -> list[list[float]]:
-        """Return the logprobs of every completion token in nats under a kept policy. Raises LocalError."""
-        return self.share_kept_logprobs(self.shares(samples)[self._ranks.rank], len(samples), which)
+    def begin_critic(self) -> None:
+        """Give the critic the policy's weights, if there is one. Adapted weights are not: the critic keeps the base's."""
+        if self._critic is not None and self._lora is None:
+            self._saved.before_change()
+            self._critic.begin(self._policy.model)
 
-    def share_kept_logprobs(self, share: RankShare, num_samples: int, which: KeptPolicy) -> list[list[float]]:
-        """Return a kept policy's logprobs of the whole batch, on every rank. Raises LocalError."""
-        self._saved.before_change()
-        try:
-            with self._kept.in_place(which):
-                self._merged.merge()
-                return self.share_logprobs(share, num_samples)
-        finally:
-            self._merged.merge()
+    def values(self, samples: Sequence[TrainSample]) -> list[list[float]]:
+        """Return the critic's value before every completion token."""
+        return self.share_values(self.shares(samples)[self._ranks.rank], len(samples))
+
+    def share_values(self, share: RankShare, num_samples: int) -> list[list[float]]:
+        """Return the critic's values of the whole batch, on every rank."""
+        assert self._critic is not None, "Recipe.of refuses values without a critic"
+        return self._critic.values(share, num_samples)
+
+    def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
+        """Train the critic one step."""
+        return self.train_critic_share(self.shares(samples)[self._ranks.rank], lr)
+
+    def train_critic_share(self, share: RankShare, lr: float) -> CriticStats:
+        """Compute this rank's part of a step of the critic."""
+        assert self._critic is not None, "Recipe.of refuses values without a critic"
+        return self._critic.train(share, lr, self._saved.before_change)
 
     def snapshot(self) -> Weights:
         """Return the whole weights, gathered tensor by tensor and only on rank 0: for models that one host can hold."""
@@ -286,15 +303,14 @@ class TorchBackend:
         """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
         tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}
         held = [*(local_rows(each)[0] for each in (*tensors.values(), *self._kept.held())), *self._merged.tensors]
-        return held_bytes(self._optimizer) + sum(tensor.numel() * tensor.element_size() for tensor in held)
+        critic = 0 if self._critic is None else self._critic.held_bytes()
+        return critic + held_bytes(self._optimizer) + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Return a function that writes the present state. A step that would change it before waits or copies it."""
         settings = json.dumps(asdict(self._settings)).encode()
         reference = self._kept.tensors(KeptPolicy.REFERENCE)
-        self._saved = train_state.current_train_state(
-            self._masters.tensors, self._optimizer, self._ranks, note=settings, reference=reference
-        )
+        self._saved = train_state.current_train_state(self._parts(), self._ranks, note=settings, reference=reference)
         return train_state.writer(self._saved, folder, self._ranks)
 
     def load(self, folder: Path) -> None:
@@ -303,8 +319,41 @@ class TorchBackend:
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
         self._saved.before_change()
         train_state.restore_train_state(self._masters.tensors, self._optimizer, folder, self._ranks)
+        holds_critic = train_state.holds(folder, "critic.")
+        if self._critic is not None and holds_critic:
+            train_state.restore_train_state(
+                self._critic.tensors, self._critic.optimizer, folder, self._ranks, prefix="critic."
+            )
         self._kept.put(KeptPolicy.REFERENCE, train_state.stored_reference(self._kept.room, folder, self._ranks))
         self._round()
+        if self._critic is not None and not holds_critic:
+            if self._ranks.rank == 0:
+                log.warning("the checkpoint %s has no critic: a new one begins", folder)
+            if not self._critic.has_own_weights:
+                self.begin_critic()
+
+    @property
+    def numerics(self) -> str:
+        """Return the name of this process's arithmetic."""
+        return committed_state.numerics_of(self._device, self._placement, self._ranks, self.packing)
+
+    def commit(self, path: Path) -> CommittedTensors:
+        """Write the whole training state to a file."""
+        state = committed_state.tensors_of(self._parts(), self._kept.tensors(KeptPolicy.REFERENCE))
+        return committed_state.write_state(state, path, self._ranks)
+
+    def restore(self, path: Path, tensors: Sequence[TrainingTensor]) -> None:
+        """Take over a training state from such a file. Raises LocalError."""
+        self._saved.before_change()
+        state = committed_state.read_state(path, tensors)
+        self._kept.put(KeptPolicy.REFERENCE, committed_state.put_tensors(state, self._parts(), self._kept.room()))
+        self._round()
+
+    def _parts(self) -> committed_state.Parts:
+        parts: dict[str, Any] = {"": (self._masters.tensors, self._optimizer)}
+        if self._critic is not None:
+            parts["critic."] = (self._critic.tensors, self._critic.optimizer)
+        return parts
 
     def _round(self) -> None:
         """Make the model compute with the masters' new values."""
@@ -318,46 +367,8 @@ class TorchBackend:
     def _published(self) -> Iterator[tuple[str, Tensor]]:
         return published(self._policy.model, self._lora)
 
-    def _passes(self, share: RankShare) -> Iterator[Pass]:
-        """Yield the same number of passes on every rank, as each is a collective.
-
-        Reduce gradients after the last, or after each.
-        """
-        if share.num_passes > len(share.passes):
-            empty = Pass(pack_sequences([_NOTHING], micro_batch_tokens=1)[0], (), ())
-            passes = (*share.passes, *(empty,) * (share.num_passes - len(share.passes)))
-        else:
-            passes = share.passes
-        for number, one in enumerate(passes):
-            is_last = number == len(passes) - 1
-            for unit in units(self._policy):
-                unit.set_requires_gradient_sync(is_last or self._placement.reduce_each_pass, recurse=False)
-                unit.set_is_last_backward(is_last)
-            yield one
-
-    def _forward(self, packed: Packed, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Return [N] logprobs of the predictions in nats, and their entropies."""
-        sources_S, row_of_N = np.unique(packed.sources_N, return_inverse=True)
-        row_N = self._to_device(row_of_N)
-        logprobs_N, entropies_S = self._policy(
-            self._to_device(packed.token_ids)[None],
-            self._to_device(packed.positions)[None],
-            self._to_device(sources_S),
-            row_N,
-            self._to_device(packed.targets_N),
-            layout=self._layout(packed),
-            entropy_gradient=entropy_gradient,
-        )
-        return logprobs_N, entropies_S[row_N]
-
-    def _layout(self, packed: Packed) -> Layout:
-        if isinstance(packed, PackedSequences):
-            return SequenceLayout.of(packed.lengths, device=self._device)
-        return TreeLayout.of(packed, device=self._device, dtype=DTYPES[self._placement.compute_dtype])
-
     def _optimizer_step(self, lr: float) -> float:
-        norm_tensor = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.grad_norm_max)
-        norm = float(norm_tensor.full_tensor() if isinstance(norm_tensor, DTensor) else norm_tensor)
+        norm = self._passes.clipped_norm(self._settings.grad_norm_max)
         self._masters.take_gradients()
         if not norm < float("inf"):
             self._optimizer.zero_grad()
@@ -378,9 +389,6 @@ class TorchBackend:
         peak = float(torch.cuda.max_memory_allocated(self._device))
         torch.cuda.reset_peak_memory_stats(self._device)
         return {"device_memory_bytes_max": peak}
-
-    def _to_device(self, array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
 
 
 def make_backend(ranks: Ranks, *, initial_weights: str | None, device: str, **settings: Any) -> TorchBackend:

@@ -8,17 +8,39 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.algo.losses import LossInputs
 from prime_node.algo.losses.base import LOG_RATIO_MAX
-from prime_node.ports.train_backend import TrainingMode, TrainSample
+from prime_node.ports.train_samples import TrainingMode, TrainSample
 
 
-def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample], entropy_N: Tensor | None = None) -> LossInputs:
+def top_token_ids(samples: Sequence[TrainSample]) -> npt.NDArray[np.int64] | None:
+    """Return [N, K] the teacher's likeliest tokens, 0 where it has fewer; None if no sample has any."""
+    width = _width(samples)
+    if not width:
+        return None
+    parts: list[npt.NDArray[np.int64]] = [
+        _padded(sample.teacher_top.token_ids_NK, width, 0)
+        if sample.teacher_top is not None
+        else np.zeros((len(sample.completion_token_ids), width), np.int64)
+        for sample in samples
+    ]
+    return np.concatenate(parts)
+
+
+def loss_inputs(
+    logprobs_N: Tensor,
+    samples: Sequence[TrainSample],
+    entropy_N: Tensor | None = None,
+    top_logprobs_NK: Tensor | None = None,
+) -> LossInputs:
     """Return the trainer's logprobs of these samples' completions, together with all that the samples provide."""
     device = logprobs_N.device
     lengths = [len(sample.completion_token_ids) for sample in samples]
@@ -35,22 +57,69 @@ def loss_inputs(logprobs_N: Tensor, samples: Sequence[TrainSample], entropy_N: T
         """Return a column if any sample has one, with NaN for the others, so that using those values fails visibly."""
         return column(values_of, empty=math.nan) if any(map(values_of, samples)) else None
 
-    advantages = torch.tensor([sample.advantage for sample in samples], device=device)
+    def advantages_of(sample: TrainSample) -> Sequence[float]:
+        return sample.advantages or [sample.advantage] * len(sample.completion_token_ids)
+
     return LossInputs(
         trainer_logprobs=logprobs_N,
         inference_logprobs=column(lambda sample: sample.inference_logprobs, empty=0.0),
-        advantages=advantages.repeat_interleave(torch.tensor(lengths, device=device)),
+        advantages=column(advantages_of, empty=0.0),
         loss_mask=column(lambda sample: sample.loss_mask, empty=True).bool(),
         teacher_logprobs=column_if_any(lambda sample: sample.teacher_logprobs),
         prox_logprobs=column_if_any(lambda sample: sample.prox_logprobs),
         reference_logprobs=column_if_any(lambda sample: sample.reference_logprobs),
         entropy=entropy_N,
-        prompt_weights=column(lambda sample: [sample.prompt_weight] * len(sample.completion_token_ids), empty=1.0)
-        if any(sample.prompt_weight != 1.0 for sample in samples)
+        values=column_if_any(lambda sample: sample.values),
+        top_logprobs=top_logprobs_NK,
+        teacher_top_logprobs=None if top_logprobs_NK is None else _teacher_tops(samples).to(device),
+        selected=column(lambda sample: sample.selected, empty=False).bool()
+        if any(sample.selected for sample in samples)
+        else None,
+        loss_weights=column(lambda sample: [sample.loss_weight] * len(sample.completion_token_ids), empty=1.0)
+        if any(sample.loss_weight != 1.0 for sample in samples)
+        else None,
+        weight_means=column(lambda sample: [sample.weight_mean] * len(sample.completion_token_ids), empty=1.0)
+        if any(sample.weight_mean != 1.0 for sample in samples)
         else None,
         lengths=tuple(lengths),
         modes=tuple(sample.mode for sample in samples),
     )
+
+
+def value_targets(samples: Sequence[TrainSample], *, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [N] the critic's old values, the returns, and the mask of the trained tokens."""
+    lengths = [len(sample.completion_token_ids) for sample in samples]
+    masks = [sample.loss_mask or (True,) * length for sample, length in zip(samples, lengths, strict=True)]
+    columns = ([value for sample in samples for value in of(sample)] for of in (_old_values, _returns))
+    old_N, returns_N = (torch.tensor(values, dtype=torch.float32, device=device) for values in columns)
+    return old_N, returns_N, torch.tensor([value for mask in masks for value in mask], device=device)
+
+
+def _old_values(sample: TrainSample) -> Sequence[float]:
+    return sample.values
+
+
+def _returns(sample: TrainSample) -> Sequence[float]:
+    return sample.returns
+
+
+def _teacher_tops(samples: Sequence[TrainSample]) -> Tensor:
+    width = _width(samples)
+    parts = [
+        _padded(sample.teacher_top.logprobs_NK, width, -math.inf)
+        if sample.teacher_top is not None
+        else np.full((len(sample.completion_token_ids), width), -math.inf, np.float32)
+        for sample in samples
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _width(samples: Sequence[TrainSample]) -> int:
+    return max((each.teacher_top.token_ids_NK.shape[1] for each in samples if each.teacher_top is not None), default=0)
+
+
+def _padded(values_NK: npt.NDArray[Any], width: int, filling: float) -> npt.NDArray[Any]:
+    return np.pad(values_NK, ((0, 0), (0, width - values_NK.shape[1])), constant_values=filling)
 
 
 def credible(inputs: LossInputs, samples: Sequence[TrainSample]) -> tuple[LossInputs, dict[str, Tensor]]:

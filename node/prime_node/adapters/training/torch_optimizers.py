@@ -20,12 +20,8 @@ def make_optimizer(parameters: Sequence[Tensor], settings: OptimizerSettings) ->
     Raises LocalError.
     """
     if settings.import_path is None and settings.moments == "8bit":
-        try:
-            from prime_node.adapters.training.eight_bit import EightBitAdamW
-        except ImportError as error:
-            raise LocalError(
-                f'trainer.optimizer.moments = "8bit" needs torchao: pip install ".[eight-bit]" in the project\'s folder ({error})'
-            ) from None
+        from prime_node.adapters.training.eight_bit import EightBitAdamW
+
         return EightBitAdamW(parameters, settings)
     if settings.import_path is None:
         return torch.optim.AdamW(

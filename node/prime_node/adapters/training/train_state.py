@@ -4,6 +4,7 @@
     optimizer.NAME.KEY          the optimizer's state for each
     reference.NAME              the reference policy's values of the same parameters, if one is kept
     random.RANK                 torch's generator on each rank
+    critic.model.NAME           the critic's parameters, and critic.optimizer.NAME.KEY, if there is one
     note                        bytes from the caller that saved it
 
 Names of one rank's own data contain the rank: for the same name on two ranks DCP would silently keep only one. A checkpoint of
@@ -28,31 +29,27 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from prime_node.adapters.training.committed_state import Parts, tensors_of
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.saved_state import SavedState
-from prime_node.adapters.training.torch_optimizers import plain_state, put_state
+from prime_node.adapters.training.torch_optimizers import put_state
 from prime_protocol.errors import LocalError
 
 
 def current_train_state(
-    masters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    parts: Parts,
     ranks: Ranks,
     *,
     note: bytes,
     reference: Mapping[str, Tensor],
 ) -> SavedState:
-    """Return the current state. `note` is the same on all ranks.
+    """Return the current state. `parts`: tensors with their optimizer, by the prefix of their names; `note`: alike on all ranks.
 
     A single process on a CPU copies nothing: it calls `before_change` before a step changes the tensors. Otherwise all of them
     are copied to the host's memory: a rank that waited for its own write would wait for all ranks.
     """
     state: dict[str, Any] = {f"random.{ranks.rank}": torch.get_rng_state(), "note": _as_tensor(note)}
-    state |= {f"reference.{name}": tensor for name, tensor in reference.items()}
-    for name, parameter in masters.items():
-        state[f"model.{name}"] = parameter.detach()
-        for key, value in plain_state(optimizer, parameter).items():
-            state[f"optimizer.{name}.{key}"] = value
+    state |= tensors_of(parts, reference)
     if ranks.mesh is None and not any(isinstance(value, Tensor) and value.is_cuda for value in state.values()):
         return SavedState(state)
     copies = {key: _copy(value) if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -98,20 +95,25 @@ def note_of(folder: Path, ranks: Ranks) -> bytes:
     return state["note"].numpy().tobytes()
 
 
+def holds(folder: Path, prefix: str) -> bool:
+    """Return whether a checkpoint that can be read has tensors of this prefix."""
+    return any(name.startswith(prefix) for name in FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
 def restore_train_state(
-    masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks
+    masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks, *, prefix: str = ""
 ) -> None:
-    """Restore the copied state. Raises LocalError."""
+    """Restore the copied state of the tensors with this prefix. Raises LocalError."""
     reader = FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
-        state: dict[str, Any] = {f"model.{name}": parameter.detach() for name, parameter in masters.items()}
+        state: dict[str, Any] = {f"{prefix}model.{name}": parameter.detach() for name, parameter in masters.items()}
         own = f"random.{ranks.rank}"
         if own in stored:
             state[own] = torch.get_rng_state()
         for name, parameter in masters.items():
-            prefix = f"optimizer.{name}."
-            for key in (key for key in stored if key.startswith(prefix)):
+            of_name = f"{prefix}optimizer.{name}."
+            for key in (key for key in stored if key.startswith(of_name)):
                 state[key] = _room_for(stored[key], parameter)
         with _without_advice():
             load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
@@ -121,8 +123,8 @@ def restore_train_state(
         torch.set_rng_state(state[own])
     optimizer.state.clear()
     for name, parameter in masters.items():
-        prefix = f"optimizer.{name}."
-        found = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        of_name = f"{prefix}optimizer.{name}."
+        found = {key.removeprefix(of_name): value for key, value in state.items() if key.startswith(of_name)}
         if found:
             put_state(optimizer, parameter, found)
 

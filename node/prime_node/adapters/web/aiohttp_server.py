@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+import math
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +31,8 @@ from prime_node.adapters.web.connection_counts import (
 from prime_node.adapters.web.guarded_handler import GuardedHandler, error_answer
 from prime_node.adapters.web.plain_gets import BulkRoutes, PlainGets
 from prime_node.adapters.web.shares import HeldBytes, Shares
-from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Request, Response, Route
+from prime_node.adapters.web.shedding import Shedding
+from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Request, Response, Route, Sender
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
@@ -75,9 +78,26 @@ class AiohttpServer:
         self._runner: web.AppRunner | None = None
         self._bulk: BulkRoutes | None = None
         self._counts: ConnectionCounts | None = None
+        self.shedding: Shedding | None = None
+        """Overload of this server, if its bounds limit the lateness."""
+        self._may_send: Callable[[], bool] | None = None
 
-    async def start(self, routes: Sequence[Route], *, host: str, port: int, bounds: CallerBounds | None = None) -> int:
-        """Serve `routes` and return the port. Raises LocalError if the address is unavailable."""
+    async def start(
+        self,
+        routes: Sequence[Route],
+        *,
+        host: str,
+        port: int,
+        bounds: CallerBounds | None = None,
+        bound: socket.socket | None = None,
+        may_send: Callable[[], bool] | None = None,
+    ) -> int:
+        """Serve `routes` and return the port. Raises LocalError if the address is unavailable.
+
+        With `bound`, a socket that is bound already, the server listens on it instead; the port is then 0. With `may_send`,
+        which a server with bulk routes does not have, a connection is cut where it returns False before any byte.
+        """
+        self._may_send = may_send
         app = web.Application(middlewares=[_explain_unknown])
         for route in routes:
             app.router.add_route(route.method, route.path, self._adapt(route), expect_handler=_say_nothing_yet)
@@ -91,7 +111,11 @@ class AiohttpServer:
             log.warning(
                 "at most %d connections: the limit of open files is low; raise it (ulimit -n, LimitNOFILE)", most
             )
-        self._counts = ConnectionCounts(bounds or CallerBounds(), asyncio.get_running_loop().time, connections_max=most)
+        bounds = bounds or CallerBounds()
+        self._counts = ConnectionCounts(bounds, asyncio.get_running_loop().time, connections_max=most)
+        if bounds.lag_s_max < math.inf:
+            self.shedding = Shedding(routes, bounds)
+            self.shedding.start()
         if any(route.is_bulk for route in routes):
             self._bulk = BulkRoutes(
                 routes,
@@ -101,6 +125,9 @@ class AiohttpServer:
             )
         self._listener = Listener(self._counts, self._connection)
         try:
+            if bound is not None:
+                self._listener.open_on(bound)
+                return 0
             return await self._listener.open(host, port)
         except OSError as error:
             await self._runner.cleanup()
@@ -108,11 +135,19 @@ class AiohttpServer:
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or stop the process that listens there"
             ) from None
 
+    def overload(self, path: str, sender: Callable[[], Sender | None]) -> RemoteError | None:
+        """Return the error for a request that came another way and is refused for load; None for one that is answered."""
+        if self.shedding is None or not self.shedding.pressure:
+            return None
+        return self.shedding.refusal_of(path, sender())
+
     async def stop(self, *, grace_s: float) -> None:
         """Accept no more connections, and end the open ones after `grace_s` seconds at most."""
         if self._listener is None or self._manager is None or self._runner is None:
             return
         self._listener.close()
+        if self.shedding is not None:
+            self.shedding.stop()
         if self._bulk is not None:
             await self._bulk.close(grace_s)
         self._manager.pre_shutdown()  # closes idle connections
@@ -129,7 +164,13 @@ class AiohttpServer:
         assert self._manager is not None
         assert self._counts is not None
         return GuardedHandler(
-            self._manager, self._counts, entry, header_s_max=self._header_s_max, first_header_s=first_header_s
+            self._manager,
+            self._counts,
+            entry,
+            header_s_max=self._header_s_max,
+            first_header_s=first_header_s,
+            shedding=self.shedding,
+            may_send=self._may_send,
         )
 
     def _adapt(self, route: Route) -> Any:
@@ -146,7 +187,7 @@ class AiohttpServer:
             try:
                 if not request.body_exists or request.content_length == 0:
                     return await self._send(request, await route.handler(plain))
-                with contextlib.closing(self._admitted(request, route, plain)) as held:
+                with contextlib.closing(await self._admitted(request, route, plain)) as held:
                     body = await self._read_body(request, held)
                     response = await route.handler(replace(plain, body=body))
                 return await self._send(request, response)
@@ -158,7 +199,7 @@ class AiohttpServer:
 
         return handle
 
-    def _admitted(self, request: web.Request, route: Route, plain: Request) -> _Body:
+    async def _admitted(self, request: web.Request, route: Route, plain: Request) -> _Body:
         """Return the shares that a body will count against. Nothing of it has been read. Raises RemoteError."""
         length = request.content_length or 0
         try:
@@ -167,6 +208,8 @@ class AiohttpServer:
             if length > route.body_bytes_max:
                 raise LimitExceeded("body_bytes_max", length, route.body_bytes_max)
             admission = BodyAdmission(()) if route.admit is None else route.admit(plain, length)
+            if not isinstance(admission, BodyAdmission):
+                admission = await admission
             return _Body(length, admission.digest, self._bodies.open(admission.shares))
         except RemoteError:
             _guard_of(request).give_up()
@@ -208,7 +251,9 @@ class AiohttpServer:
         is_large = not isinstance(response.body, bytes) or len(response.body) > LARGE_BYTES
         if isinstance(response.body, bytes) and not is_large and response.after is None:
             return web.Response(body=response.body, status=response.status, headers=headers)
-        entry, held = _guard_of(request).entry, None
+        guard = _guard_of(request)
+        guard.sends()
+        entry, held = guard.entry, None
         try:
             if is_large and not (entry.is_proxy or (entry.sender is not None and entry.sender.is_role)):
                 held = self.answers.open(_answers_to(entry))
@@ -284,6 +329,8 @@ async def _stream(request: web.Request, response: Response, headers: dict[str, s
         headers["Content-Length"] = str(len(response.body))
     stream = web.StreamResponse(status=response.status, headers=headers)
     is_sized = isinstance(response.body, bytes) or "Content-Length" in response.headers
+    guard = _guard_of(request)
+    guard.streaming = None if is_sized else asyncio.current_task()  # it may have nothing to send for long
     try:
         # The client may disconnect at any time; that is no error.
         with contextlib.suppress(ClientConnectionError, ConnectionError):
@@ -296,6 +343,8 @@ async def _stream(request: web.Request, response: Response, headers: dict[str, s
         if request.transport is not None:
             # A stalled reader must not hold what `after` returns; a cut body must not look complete.
             request.transport.abort()
+    finally:
+        guard.streaming = None
     return stream
 
 

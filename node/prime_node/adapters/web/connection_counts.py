@@ -37,6 +37,8 @@ A wake-up resets 32 connections at most, or accepts 2, so that waiting answers g
 """
 RESET_AT_CLOSE, FINISH_AT_CLOSE = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)
 """Values of SO_LINGER. With the first, nothing of a closed connection remains in the system's tables."""
+LOCAL_CALLER = "127.0.0.1"
+"""Address that callers on a Unix socket count as."""
 PAUSE_S = 1.0
 """Seconds for which the listener pauses when the system has no descriptor left."""
 STRANGERS_SHARE = 0.2
@@ -92,6 +94,8 @@ class Entry:
             self._counts.count(self, -1)
             self.sender = sender if sender is not None and self._counts.has_room(self, sender) else None
             self._counts.count(self, +1)
+            if self.sender is not None:
+                self._counts.moves(self)
 
     def leave(self) -> None:
         """Stop counting the connection. Idempotent."""
@@ -121,6 +125,8 @@ class ConnectionCounts:
         """Connections by network or key."""
         self._silent_of: dict[str, dict[Entry, Callable[[], None]]] = {}
         """Connections that have brought no request yet, by network, oldest first, with the functions that end them."""
+        self._waiting_of: dict[str, dict[Entry, Callable[[], None]]] = {}
+        """The same for connections that wait between two requests, or for an answer of which nothing was sent."""
         self._connects = _turns(bounds.connects_per_second, burst_s=5.0)
         self._requests = _turns(bounds.requests_per_second, burst_s=0.25)
         self._member_requests = _turns(bounds.member_requests_per_second, burst_s=MEMBER_BURST_S)
@@ -133,8 +139,8 @@ class ConnectionCounts:
     def enter(self, address: str) -> Entry | None:
         """Count a new connection and return it; None if it is refused.
 
-        If its network has no room left, it replaces the network's oldest connection that has brought no request. So an
-        attacker that only holds connections does not keep others out.
+        If its network has no room left, it replaces the network's oldest connection that has brought no request, or else the one
+        that has waited longest. So an attacker that only holds connections does not keep others out.
         """
         if self.num_connections >= self._scaled(limits.HTTP_CONNECTIONS_MAX):
             return None
@@ -143,12 +149,13 @@ class ConnectionCounts:
             if self.num_strangers >= self._scaled(limits.HTTP_STRANGERS_MAX):
                 return None
             is_full = self._strangers_of.get(network, 0) >= self._each_max()
-            if is_full and network not in self._silent_of:
+            replaceable = self._silent_of.get(network) or self._waiting_of.get(network)
+            if is_full and not replaceable:
                 return None
             if self._connects is not None and not self._connects.try_take(network, self._now()):
                 return None
-            if is_full:
-                oldest, end = next(iter(self._silent_of[network].items()))
+            if is_full and replaceable:
+                oldest, end = next(iter(replaceable.items()))
                 oldest.leave()
                 end()
         entry = Entry(self, address, network=network, is_proxy=is_proxy)
@@ -162,9 +169,17 @@ class ConnectionCounts:
 
     def asks(self, entry: Entry) -> None:
         """Record that a connection has brought a request, or has ended. Idempotent."""
-        silent = self._silent_of.get(entry.network)
-        if silent is not None and silent.pop(entry, None) is not None and not silent:
-            del self._silent_of[entry.network]
+        _forget(self._silent_of, entry)
+        self.moves(entry)
+
+    def waits(self, entry: Entry, end: Callable[[], None]) -> None:
+        """Record that nothing moves on a stranger's connection from now on, and the function that ends it."""
+        if entry.is_inside and not entry.is_proxy and entry.sender is None:
+            self._waiting_of.setdefault(entry.network, {})[entry] = end
+
+    def moves(self, entry: Entry) -> None:
+        """Record that a body or an answer is in transfer on a connection, or that it has ended. Idempotent."""
+        _forget(self._waiting_of, entry)
 
     def has_room(self, entry: Entry, sender: Sender) -> bool:
         """Return whether a connection may count as this key's."""
@@ -276,6 +291,13 @@ class Listener:
         bound: int = self._sockets[0].getsockname()[1]
         return bound
 
+    def open_on(self, bound: socket.socket) -> None:
+        """Listen on a socket that is bound already, for example to a path. Raises OSError."""
+        bound.listen(BACKLOG)
+        bound.setblocking(False)
+        self._sockets.append(bound)
+        self._loop.add_reader(bound.fileno(), self._ready, bound)
+
     def close(self) -> None:
         """Accept no more connections. Idempotent."""
         self._is_closed = True
@@ -296,7 +318,7 @@ class Listener:
                 self._loop.remove_reader(listening.fileno())
                 self._loop.call_later(PAUSE_S, self._resume, listening)
                 return
-            entry = self._counts.enter(str(address[0]))
+            entry = self._counts.enter(str(address[0]) if isinstance(address, tuple) else LOCAL_CALLER)
             if entry is None:
                 work -= 1
                 accepted.close()
@@ -352,6 +374,12 @@ def _add(counts: dict[str, int], name: str, change: int) -> None:
     counts[name] = counts.get(name, 0) + change
     if not counts[name]:
         del counts[name]
+
+
+def _forget(places: dict[str, dict[Entry, Callable[[], None]]], entry: Entry) -> None:
+    of_network = places.get(entry.network)
+    if of_network is not None and of_network.pop(entry, None) is not None and not of_network:
+        del places[entry.network]
 
 
 def _turns(per_second: float, *, burst_s: float) -> Turns | None:

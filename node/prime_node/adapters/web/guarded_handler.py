@@ -12,13 +12,16 @@ import asyncio
 import email.utils
 import http
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
 
 from prime_node.adapters.web.connection_counts import BODY_BYTES_PER_S_MIN, ConnectionCounts, Entry
+from prime_node.adapters.web.gated_transport import GatedTransport
 from prime_node.adapters.web.metered import Meter
 from prime_node.adapters.web.request_head import Head, find_end, read_request_head
+from prime_node.adapters.web.shedding import Shedding
 from prime_node.ports.web import explanation
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -51,16 +54,19 @@ class GuardedHandler(web.RequestHandler):
         "_held",
         "_is_busy",
         "_is_held_back",
+        "_may_send",
         "_meter",
         "_reader_timer",
         "_readings",
         "_request_bytes",
         "_searched",
+        "_shedding",
         "_turn_timer",
         "_unsent",
         "entry",
         "expects_continue",
         "is_given_up",
+        "streaming",
     )
 
     def __init__(
@@ -71,6 +77,8 @@ class GuardedHandler(web.RequestHandler):
         *,
         header_s_max: float,
         first_header_s: float,
+        shedding: Shedding | None = None,
+        may_send: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__(
             manager,
@@ -85,9 +93,12 @@ class GuardedHandler(web.RequestHandler):
         """Whether the sender waits for a go-ahead before it sends the body."""
         self.is_given_up = False
         """Whether a body is left unread, so that no other request can follow."""
+        self.streaming: asyncio.Task[None] | None = None
+        """The task of an answer without an end, which ends with the connection."""
         self._counts = connection_counts
         self._header_s_max = header_s_max
         self._first_header_s = first_header_s
+        self._shedding, self._may_send = shedding, may_send
         self._header_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._turn_timer: asyncio.TimerHandle | None = None
@@ -104,6 +115,8 @@ class GuardedHandler(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the timer for the first header."""
+        if self._may_send is not None:
+            transport = GatedTransport(transport, self._may_send)  # type: ignore[assignment]
         super().connection_made(transport)
         self._counts.has_not_asked(self.entry, self.abort)
         self._wait_for_header(self._first_header_s)
@@ -117,6 +130,8 @@ class GuardedHandler(web.RequestHandler):
         if not self.entry.has_asked:
             self._counts.unread(self.entry, is_bare=not self._readings)
         self.entry.leave()
+        if self.streaming is not None:
+            self.streaming.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -165,6 +180,10 @@ class GuardedHandler(web.RequestHandler):
         """Read no more. The next answer is the last one."""
         self.is_given_up = True
         self.close()
+
+    def sends(self) -> None:
+        """Record that an answer begins that takes more than one write."""
+        self._counts.moves(self.entry)
 
     def go_on(self) -> None:
         """Send 100 Continue to a sender that waits for it."""
@@ -242,9 +261,14 @@ class GuardedHandler(web.RequestHandler):
         if not self._counts.bounds.is_host(self.entry.address, head.host):
             raise RemoteError(
                 ErrorCode.MALFORMED,
-                f"unknown host name {head.host[:100]!r}; its operator can add it to coordinator.hosts",
+                f"unknown host name {head.host[:100]!r}; use an IP address, or let the operator add the name to "
+                "coordinator.hosts",
             )
         self._has_begun, self._searched = False, 0
+        if self._shedding is not None:
+            refusal = self._shedding.refusal(head, self.entry.sender)
+            if refusal is not None:
+                return self._shed(end, head, refusal)
         delay_s = self._counts.delay_s(self.entry, head.forwarded)
         if delay_s > 0.0:
             self._hold_back()
@@ -252,6 +276,25 @@ class GuardedHandler(web.RequestHandler):
             self._turn_timer = asyncio.get_running_loop().call_later(delay_s, self._turn_came, end, head)
             return False
         self._begin(end, head)
+        return True
+
+    def _shed(self, end: int, head: Head, refusal: RemoteError) -> bool:
+        """Refuse a request for load, and keep its connection if no body follows, of this or of HEAD. Return whether it was kept.
+
+        Raises `refusal` otherwise.
+        """
+        if head.body_bytes or head.is_head:
+            raise refusal
+        assert self.transport is not None
+        if self.transport.get_write_buffer_size() > HELD_BYTES_MAX:  # it sends on and on, and reads nothing
+            self.abort()
+            return False
+        self._counts.unread(self.entry)
+        del self._held[:end]
+        self._readings, self._request_bytes = 0, len(self._held)
+        self.transport.write(_plain(refusal, "keep-alive"))
+        self._wait_for_header(self._header_s_max)
+        self._counts.waits(self.entry, self.abort)
         return True
 
     def _turn_came(self, end: int, head: Head) -> None:
@@ -266,6 +309,8 @@ class GuardedHandler(web.RequestHandler):
         self._is_busy, self._body_left, self.expects_continue = True, head.body_bytes, head.expects_continue
         header = bytes(self._held[:end])
         del self._held[:end]
+        if not self._body_left:
+            self._counts.waits(self.entry, self.abort)
         self._meter.call(super().data_received, header)
 
     def _answered(self) -> None:
@@ -276,6 +321,7 @@ class GuardedHandler(web.RequestHandler):
         if self.is_given_up or self.transport is None:
             return
         self._wait_for_header(self._header_s_max)
+        self._counts.waits(self.entry, self.abort)
         self._go_on_reading()
         self._advance()
 
@@ -288,16 +334,7 @@ class GuardedHandler(web.RequestHandler):
         if self.transport is None:
             return
         log.debug("%s: %s", self.entry.address, error)
-        response = explanation(error)
-        assert isinstance(response.body, bytes)
-        lines = [
-            f"HTTP/1.1 {response.status} {http.HTTPStatus(response.status).phrase}",
-            f"Date: {email.utils.formatdate(usegmt=True)}",
-            f"Content-Type: {response.content_type}",
-            f"Content-Length: {len(response.body)}",
-            "Connection: close",
-        ]
-        self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + response.body)
+        self.transport.write(_plain(error, "close"))
         self._header_timer = asyncio.get_running_loop().call_later(REFUSED_S, self.abort)
 
     def _hold_back(self) -> None:
@@ -330,6 +367,21 @@ class GuardedHandler(web.RequestHandler):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _plain(error: RemoteError, connection: str) -> bytes:
+    """Return the whole answer to a request that never reaches the framework."""
+    response = explanation(error)
+    assert isinstance(response.body, bytes)
+    lines = [
+        f"HTTP/1.1 {response.status} {http.HTTPStatus(response.status).phrase}",
+        f"Date: {email.utils.formatdate(usegmt=True)}",
+        f"Content-Type: {response.content_type}",
+        f"Content-Length: {len(response.body)}",
+        *(f"{name}: {value}" for name, value in response.headers.items()),
+        f"Connection: {connection}",
+    ]
+    return "\r\n".join([*lines, "\r\n"]).encode() + response.body
 
 
 def error_answer(error: RemoteError) -> web.Response:

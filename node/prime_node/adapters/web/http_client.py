@@ -25,6 +25,7 @@ from prime_protocol.replies import (
     NotYet,
     PeersReply,
     ReceiptList,
+    Standing,
     UploadReply,
 )
 from prime_protocol.requests import (
@@ -42,11 +43,12 @@ from prime_protocol.requests import (
     PeersRequest,
     ReceiptsRequest,
     ReturnLeaseRequest,
+    RevokeRequest,
 )
 
 
 class HttpClient(HttpExchange):
-    """Implementation of WorkerPort, ValidatorPort, TrainerPort, PublicSource and LedgerSource."""
+    """Implementation of WorkerPort, ValidatorPort, TrainerPort, ReplaySource and LedgerSource."""
 
     # Public: the source of checkpoints
 
@@ -69,6 +71,10 @@ class HttpClient(HttpExchange):
 
     async def manifest(self, policy_version: int) -> Envelope:
         _, body, _ = await self._exchange("GET", f"/v1/manifests/{policy_version}")
+        return open_envelope(body)
+
+    async def public_batch(self, step: int, part: int) -> Envelope:
+        _, body, _ = await self._exchange("GET", f"/v1/batches/{step}/{part}")
         return open_envelope(body)
 
     async def key_ring(self, version: int) -> Envelope:
@@ -130,6 +136,14 @@ class HttpClient(HttpExchange):
     async def leave(self, request: LeaveRequest) -> None:
         await self._ask(request)
 
+    async def revoke(self, request: RevokeRequest) -> None:
+        """End the work of a machine; this client's key is its person's."""
+        await self._ask(request)
+
+    async def standing(self, key: str) -> Standing:
+        body, _ = await self.unsigned(f"/v1/standing/{key}", bytes_max=limits.STANDING_BYTES_MAX)
+        return sensible(body, Standing)
+
     # Validator
 
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
@@ -158,7 +172,7 @@ class HttpClient(HttpExchange):
     async def batch(self, request: BatchRequest) -> Envelope | NotYet:
         return await self._ask_for_envelope(request, wait_s=request.wait_s)
 
-    async def put_blob(self, data: bytes) -> str:
+    async def put_blob(self, data: bytes, *, seeded: bool = True) -> str:
         digest = digest_of(data)
 
         def parcel() -> bytes:

@@ -10,7 +10,7 @@ for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow retrieva
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 from urllib.parse import urlsplit
@@ -33,8 +33,8 @@ from prime_node.adapters.web.http_answers import (
 from prime_node.adapters.web.noted_resolver import NotedResolver
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
+from prime_node.traces import sent_context
 from prime_protocol import limits
-from prime_protocol.addresses import parse_ip
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -51,12 +51,16 @@ from prime_protocol.requests import (
 
 CONNECTIONS_MAX = 100
 """Connections to one server; further requests wait for one."""
+ELSEWHERE_STALL_S = 10.0
+"""Time without progress after which another address is asked, if there is one."""
 UNKNOWN_EPOCH = "0" * 32
 """Epoch sent until the coordinator has named its own; it is never a real one."""
 ANSWER_BYTES_MAX = limits.ENVELOPE_BYTES_MAX
 """Bound of any answer except a blob or a bundle."""
 
 Reply = TypeVar("Reply", bound=WireModel)
+Message = tuple[bytes, Mapping[str, str]]
+"""Body and headers of a request."""
 
 
 class HttpExchange:
@@ -77,6 +81,8 @@ class HttpExchange:
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         self.url = url.rstrip("/")
+        """Address that is asked now."""
+        self._others: tuple[str, ...] = ()
         self.bounds = bounds or Limits()
         self._run = run
         self._clock = clock
@@ -84,16 +90,24 @@ class HttpExchange:
         self._stall_s = stall_s
         self._connections_max = connections_max
         self._session: aiohttp.ClientSession | None = None
-        self._resolver = NotedResolver()
+        self._resolver = NotedResolver(urlsplit(self.url).hostname or "")
         self._head: tuple[str, Envelope] | None = None
         self.epoch = UNKNOWN_EPOCH
         """Epoch that the coordinator named last."""
 
+    def also_at(self, urls: Sequence[str]) -> None:
+        """Name the signed addresses at which the same server, or one that takes over from it, may answer.
+
+        A request is sent to the next one where an address does not answer, or its server cannot. An address that leads into
+        another network than the first URL is left out (noted_resolver.py).
+        """
+        found = (each.rstrip("/") for each in urls if self._resolver.may_ask(urlsplit(each).hostname or ""))
+        self._others = tuple(url for url in dict.fromkeys(found) if url != self.url)
+
     @property
     def hosts(self) -> frozenset[str]:
-        """IP address in the URL, or the addresses that its name has resolved to so far."""
-        host = parse_ip(urlsplit(self.url).hostname or "")
-        return self._resolver.hosts if host is None else frozenset([str(host)])
+        """IP address in the first URL, or the addresses that its name has resolved to so far."""
+        return self._resolver.hosts
 
     async def __aenter__(self) -> Self:
         return self
@@ -154,28 +168,36 @@ class HttpExchange:
         Raises ExplainedRefusal if the coordinator itself refuses; any other failure is transient.
         """
         try:
-            return await self._send(action, body_of(), is_request, wait_s, bytes_max)
+            return await self._send(action, body_of, is_request, wait_s, bytes_max)
         except ExplainedRefusal as error:
             if error.code is not ErrorCode.WRONG_EPOCH or not error.epoch:
                 raise
             self.epoch = error.epoch
-            return await self._send(action, body_of(), is_request, wait_s, bytes_max)
+            return await self._send(action, body_of, is_request, wait_s, bytes_max)
 
     async def _send(
-        self, action: str, body: bytes, is_request: bool, wait_s: float, bytes_max: int
+        self, action: str, body_of: Callable[[], bytes], is_request: bool, wait_s: float, bytes_max: int
     ) -> tuple[int, bytes]:
-        """Send a request in a header if it fits, else announce its body in one: so the server knows the sender first."""
-        headers: dict[str, str] = {}
-        if is_request and len(body) <= limits.HEADER_ENVELOPE_BYTES_MAX:
-            headers, body = {REQUEST_HEADER: body.decode()}, b""
-        elif self._key is not None:
+        """Send a request in a header if it fits, else announce its body in one: so the server knows the sender first.
+
+        It is signed again for each address: the first one may have passed it on to the same coordinator.
+        """
+
+        def message() -> Message:
+            body, headers = body_of(), sent_context()
+            if is_request and len(body) <= limits.HEADER_ENVELOPE_BYTES_MAX:
+                return b"", headers | {REQUEST_HEADER: body.decode()}
+            if self._key is None:
+                return body, headers
             nonce, now_ms = secrets.token_hex(16), self._clock.now_ms()
-            headers[CLAIM_HEADER] = claim_of(
+            claim = claim_of(
                 body, self._key, run=self._run, action=action, nonce=nonce, now_ms=now_ms, epoch=self.epoch
             )
+            return body, headers | {CLAIM_HEADER: claim}
+
         try:
             status, answer, _ = await self._exchange(
-                "POST", f"/v1/{action}", body=body, headers=headers, wait_s=wait_s, bytes_max=bytes_max
+                "POST", f"/v1/{action}", message=message, wait_s=wait_s, bytes_max=bytes_max
             )
         except ExplainedRefusal:
             raise
@@ -192,21 +214,51 @@ class HttpExchange:
         method: str,
         path: str,
         *,
-        body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
+        message: Callable[[], Message] | None = None,
         wait_s: float = 0.0,
         bytes_max: int = ANSWER_BYTES_MAX,
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        """Make one request and return its whole answer: status below 400, body, headers. Raises RemoteError or Unreachable."""
+        """Make one request and return its whole answer: status below 400, body, headers. Raises RemoteError or Unreachable.
+
+        Each known address is asked once, until one can answer. The next request begins with that one. `message` makes body and
+        headers for each of them.
+        """
+        left = len(self._others)
+        while True:
+            asked = self.url
+            body, sent = (None, headers) if message is None else message()
+            try:
+                return await self._ask_at(asked, method, path, body, sent, wait_s, bytes_max)
+            except (Unreachable, RemoteError) as error:
+                if isinstance(error, RemoteError) and error.code is not ErrorCode.UNAVAILABLE:
+                    raise
+                if self.url == asked and self._others:  # else another request has changed it already
+                    self.url, self._others = self._others[0], (*self._others[1:], asked)
+                if left == 0:
+                    raise
+                left -= 1
+
+    async def _ask_at(
+        self,
+        url: str,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        wait_s: float,
+        bytes_max: int,
+    ) -> tuple[int, bytes, Mapping[str, str]]:
         session = self._connected()
         try:
-            async with Patience(self._stall_s, wait_s=wait_s) as patience:
+            stall_s = min(self._stall_s, ELSEWHERE_STALL_S) if self._others else self._stall_s
+            async with Patience(stall_s, wait_s=wait_s) as patience:
                 sent = {**self._standing_headers(), **(headers or {})}
                 if body is not None:
                     sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
                 async with session.request(
                     method,
-                    self.url + path,
+                    url + path,
                     data=pieces_of_body(body, patience) if body else body,
                     headers=sent,
                     allow_redirects=False,
@@ -214,25 +266,23 @@ class HttpExchange:
                     patience.answered()
                     if "Content-Encoding" in answer.headers:
                         raise RemoteError(
-                            ErrorCode.MALFORMED, f"{self.url} sends a compressed answer, which was not requested"
+                            ErrorCode.MALFORMED, f"{url} sends a compressed answer, which was not requested"
                         )
                     if answer.status >= 400:
                         raise await error_of(answer, patience, self._clock)
                     if 300 <= answer.status < 400 and answer.status != 304:
-                        raise RemoteError(
-                            ErrorCode.MALFORMED, f"{self.url} redirects; give the address it redirects to"
-                        )
+                        raise RemoteError(ErrorCode.MALFORMED, f"{url} redirects; give the address it redirects to")
                     return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
         except TimeoutError:
-            raise Unreachable(f"{self.url}: no answer, or an answer without progress") from None
+            raise Unreachable(f"{url}: no answer, or an answer without progress") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise Unreachable(f"{self.url}: {reason_of(error)}") from None
+            raise Unreachable(f"{url}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
-            raise RemoteError(ErrorCode.MALFORMED, f"{self.url} does not speak HTTP: {str(error)[:200]}") from None
+            raise RemoteError(ErrorCode.MALFORMED, f"{url} does not speak HTTP: {str(error)[:200]}") from None
         except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests in progress
             if not session.closed:
                 raise
-            raise Unreachable(f"{self.url}: the connection was closed") from None
+            raise Unreachable(f"{url}: the connection was closed") from None
 
     def _standing_headers(self) -> Mapping[str, str]:
         """Headers of every request."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prime_protocol import limits
+from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.visible import printable
 
@@ -21,6 +22,7 @@ _FIELD = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]{1,100}):[ \t]*+([^\x00-\x08\x
 """Possessive repeats: spaces before a bad byte are tried once, not in all ways."""
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _METHODS = {b"GET", b"HEAD", b"POST"}
+_REQUEST, _CLAIM = REQUEST_HEADER.lower().encode(), CLAIM_HEADER.lower().encode()
 _ONCE = {b"content-length", b"host", b"transfer-encoding", b"expect"}
 
 
@@ -28,11 +30,17 @@ _ONCE = {b"content-length", b"host", b"transfer-encoding", b"expect"}
 class Head:
     """Fields that the server acts on before the framework sees the request."""
 
+    is_head: bool
+    """Whether the method is HEAD, whose answer has no body."""
+    path: str
+    """Path of the request, without its query."""
     body_bytes: int
     host: str
     forwarded: str
     """Value of the header X-Forwarded-For."""
     expects_continue: bool
+    signed: bytes
+    """Signed statement in the header: the whole request, or the announcement of its body. Empty without one."""
 
 
 def find_end(data: bytes | bytearray, seen: int) -> int:
@@ -74,10 +82,13 @@ def read_request_head(data: bytes) -> Head:
     if expect not in (b"", b"100-continue"):
         raise RemoteError(ErrorCode.MALFORMED, f"the only supported expectation is 100-continue, not {_shown(expect)}")
     return Head(
+        is_head=found[1] == b"HEAD",
+        path=found[2].partition(b"?")[0].decode(),
         body_bytes=int(length),
         host=_shown(fields.get(b"host", b"")),
         forwarded=_shown(fields.get(b"x-forwarded-for", b"")),
         expects_continue=bool(expect),
+        signed=fields.get(_REQUEST, b"") or fields.get(_CLAIM, b""),
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from prime_node.algo.trajectories import interleave
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 from prime_protocol.rollout import FinishReason
 
 
@@ -30,6 +30,8 @@ class RolloutView(Mapping[str, Any]):
     tool_response_len: int = 0
     """Tokens of the environment between the turns."""
     environment: str = ""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Further rewards by name, for an advantage that asks for them."""
 
     @property
     def completion_len(self) -> int:
@@ -48,7 +50,7 @@ class RolloutView(Mapping[str, Any]):
         return len(_NAMES)
 
 
-_NAMES = (*(field.name for field in fields(RolloutView)), "completion_len")
+_NAMES = (*(each.name for each in fields(RolloutView)), "completion_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class AdvantageInputs:
     """One group. Example: AdvantageInputs((RolloutView(1.0), RolloutView(0.0)))."""
 
     rollouts: tuple[RolloutView, ...]
+    greedy_reward: float | None = None
+    """Reward of a greedy completion of the same prompt, if the advantage needs it and it could be scored."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -69,9 +73,10 @@ class AdvantageInputs:
 
     def with_rewards(self, rewards: Sequence[float]) -> AdvantageInputs:
         """Return the same group with other rewards."""
-        return AdvantageInputs(
-            tuple(replace(rollout, reward=reward) for rollout, reward in zip(self.rollouts, rewards, strict=True))
+        rollouts = tuple(
+            replace(rollout, reward=reward) for rollout, reward in zip(self.rollouts, rewards, strict=True)
         )
+        return replace(self, rollouts=rollouts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ AdvantageFunction = Callable[..., AdvantageOutputs]
 def inputs_of(group: Group) -> AdvantageInputs:
     """Return the advantage's view of a group."""
     turns = group.turns or [()] * len(group.completions)
+    parts: Sequence[Mapping[str, float]] = group.reward_parts or [{}] * len(group.completions)
     return AdvantageInputs(
         tuple(
             RolloutView(
@@ -99,7 +105,9 @@ def inputs_of(group: Group) -> AdvantageInputs:
                 num_turns=len(its) or 1,
                 tool_response_len=sum(not trained for sample in interleave(its) for trained in sample.loss_mask),
                 environment=group.environment,
+                reward_parts=more,
             )
-            for completion, reward, its in zip(group.completions, group.rewards, turns, strict=True)
-        )
+            for completion, reward, its, more in zip(group.completions, group.rewards, turns, parts, strict=True)
+        ),
+        greedy_reward=group.greedy_reward,
     )

@@ -1,10 +1,16 @@
-"""Length shaping of rewards, before any advantage: among a group's best rollouts the cheap ones get more (prime-rl).
+"""Length shaping of rewards, before any advantage, in two ways of prime-rl.
+
+tokens, turns: among a group's best rollouts the cheap ones get more (prime-rl until June 2026).
 
     best      the rollouts whose reward is the group's highest, if that is above 0
     reward'   reward * (1 + clamp(1 - cost / mean cost of the best, 0, 1))        of the best; the others keep theirs
 
 Only the best rollouts can earn the bonus, so a short wrong answer never gains. The cost is counted in tokens or in
 turns.
+
+linear: every rollout loses by its length, in proportion to the group's success (prime-rl since then).
+
+    reward'   reward - mean reward * sum over output tokens, input tokens and turns of weight * count / the group's largest
 """
 
 from __future__ import annotations
@@ -23,10 +29,18 @@ class LengthCost(StrEnum):
     """completion_weight * tokens of the model + tool_response_weight * tokens of the environment."""
     TURNS = "turns"
     """Requests to the model."""
+    LINEAR = "linear"
+    """Sum of the model's tokens, the other tokens and the turns, each relative to the group's largest."""
+
+
+_LINEAR_WEIGHTS = {"num_output_tokens_weight": 0.25, "num_input_tokens_weight": 0.1, "num_turns_weight": 0.1}
+"""prime-rl's defaults."""
 
 
 def shaped_rewards(inputs: AdvantageInputs, cost: LengthCost, weights: Mapping[str, float]) -> list[float]:
-    """Return the shaped rewards. `weights` are those of LengthCost.TOKENS by name, 1 by default."""
+    """Return the shaped rewards. `weights` by name: those of LengthCost.TOKENS, 1 by default, or of LengthCost.LINEAR."""
+    if cost is LengthCost.LINEAR:
+        return _linearly(inputs, weights)
     best = max(inputs.rewards, default=0.0)
     costs = [_cost(rollout, cost, weights) for rollout in inputs.rollouts]
     of_best = [its for its, reward in zip(costs, inputs.rewards, strict=True) if reward == best]
@@ -37,6 +51,22 @@ def shaped_rewards(inputs: AdvantageInputs, cost: LengthCost, weights: Mapping[s
         reward * (1.0 + min(1.0, max(0.0, 1.0 - its / mean_cost))) if reward == best else reward
         for its, reward in zip(costs, inputs.rewards, strict=True)
     ]
+
+
+def _linearly(inputs: AdvantageInputs, weights: Mapping[str, float]) -> list[float]:
+    if not inputs.rollouts:
+        return []
+    rollouts, mean = inputs.rollouts, statistics.fmean(inputs.rewards)
+    counts = {
+        "num_output_tokens_weight": [rollout.completion_len for rollout in rollouts],
+        "num_input_tokens_weight": [len(rollout.prompt_ids) + rollout.tool_response_len for rollout in rollouts],
+        "num_turns_weight": [rollout.num_turns for rollout in rollouts],
+    }
+    penalties = [
+        [weights.get(name, _LINEAR_WEIGHTS[name]) * count / max(1, *its) for count in its]
+        for name, its in counts.items()
+    ]
+    return [reward - mean * sum(shares) for reward, *shares in zip(inputs.rewards, *penalties, strict=True)]
 
 
 def _cost(rollout: RolloutView, cost: LengthCost, weights: Mapping[str, float]) -> float:

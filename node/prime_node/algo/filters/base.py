@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prime_node.ports.train_backend import Group
+from prime_node.ports.train_samples import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,10 @@ from prime_node.algo.losses.aipo import aipo
 from prime_node.algo.losses.aipo_stop_gradient import aipo_stop_gradient
 from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs, needs
 from prime_node.algo.losses.cispo import cispo
+from prime_node.algo.losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
 from prime_node.algo.losses.dapo import dapo
 from prime_node.algo.losses.decoupled_ppo import decoupled_ppo
+from prime_node.algo.losses.distillation import Distillation
 from prime_node.algo.losses.dppo_binary import dppo_binary_kl, dppo_binary_tv
 from prime_node.algo.losses.dppo_kl import dppo_kl
 from prime_node.algo.losses.dr_grpo import dr_grpo
@@ -32,7 +34,8 @@ from prime_node.algo.losses.sapo import sapo
 from prime_node.algo.losses.sft import sft
 from prime_node.algo.losses.tis import tis
 from prime_node.algo.registry import find_by_name, import_object
-from prime_node.ports.train_backend import AggregationKind, TrainingMode
+from prime_node.ports.train_backend import AggregationKind
+from prime_node.ports.train_samples import TrainingMode
 from prime_protocol.errors import LocalError
 
 __all__ = [
@@ -40,6 +43,7 @@ __all__ = [
     "LOSSES",
     "Aggregation",
     "AggregationKind",
+    "Distillation",
     "LossInputs",
     "LossOutputs",
     "LossSum",
@@ -57,12 +61,15 @@ class KnownLoss:
 
     function: LossFunction
     aggregation: AggregationKind = AggregationKind.TOKEN_MEAN
+    choose: Callable[..., set[int]] | None = None
+    """Choice of the tokens that it treats differently, by its settings."""
 
 
 LOSSES: Mapping[str, KnownLoss] = {
     "aipo": KnownLoss(aipo),
     "aipo_stop_gradient": KnownLoss(aipo_stop_gradient),
     "cispo": KnownLoss(cispo),
+    "clip_cov": KnownLoss(clip_cov, choose=choose_clip_cov),
     "dapo": KnownLoss(dapo),
     "decoupled_ppo": KnownLoss(decoupled_ppo),
     "dppo_binary_kl": KnownLoss(dppo_binary_kl),
@@ -74,6 +81,7 @@ LOSSES: Mapping[str, KnownLoss] = {
     "grpo": KnownLoss(grpo),
     "grpo_is": KnownLoss(grpo_is),
     "gspo": KnownLoss(gspo, AggregationKind.SEQUENCE_MEAN),
+    "kl_cov": KnownLoss(kl_cov, choose=choose_kl_cov),
     "mis": KnownLoss(mis),
     "opd": KnownLoss(opd),
     "ppo_clip": KnownLoss(ppo_clip),
@@ -92,12 +100,14 @@ def find_loss(
     constant_length: int | None = None,
     penalty: Penalty = NO_PENALTY,
     correction: RolloutCorrection = NO_CORRECTION,
+    distillation: Distillation | None = None,
 ) -> Objective:
     """Return an objective whose mode `rl` is the loss of this name, or a custom one by `import_path`.
 
     `import_path` is "package.module.function". `kwargs` are the loss's settings; `aggregation` defaults to the paper's.
     `penalty` is added to it, after `correction` has weighed it. A custom loss is called for each sequence separately. The
-    modes `sft` and `opd` are the losses of these names. Raises LocalError.
+    modes `sft` and `opd` are the losses of these names, unless `distillation` replaces the second; `opsd` has the loss of `opd`.
+    Raises LocalError.
     """
     settings = dict(kwargs or {})
     known = find_by_name("loss", name, LOSSES) if import_path is None else KnownLoss(import_object(import_path))
@@ -105,6 +115,7 @@ def find_loss(
         inspect.signature(known.function).bind(None, **settings)
     except TypeError as error:
         raise LocalError(f"loss {import_path or name}: {error}") from None
+    taught = BoundLoss(opd, settings if name == "opd" else {}) if distillation is None else BoundLoss(distillation, {})
     return Objective(
         {
             TrainingMode.RL: BoundLoss(
@@ -113,8 +124,10 @@ def find_loss(
                 per_sequence=import_path is not None,
                 penalty=penalty,
                 correction=correction,
+                choose=known.choose,
             ),
-            TrainingMode.OPD: BoundLoss(opd, settings if name == "opd" else {}),
+            TrainingMode.OPD: taught,
+            TrainingMode.OPSD: taught,
             TrainingMode.SFT: BoundLoss(sft, {}),
         },
         Aggregation(aggregation or known.aggregation, constant_length),

@@ -7,7 +7,8 @@
     token_sum         sum over tokens of l
     prompt_mean       sum over prompts of mean over all tokens of its sequences of l / prompts of the batch
 
-`prompt_mean` is computed as token_mean with a factor for each sequence (TrainSample.prompt_weight). A sequence's tokens are its
+`prompt_mean` is computed as token_mean with a factor for each sequence (TrainSample.loss_weight), and so is a division of each
+training mode by its own count (DivisionKind). A sequence's tokens are its
 trainable ones. All counts are of the whole batch, over all micro-batches and ranks. The first factor is summed per micro-batch,
 the divisor is global, so no split of a batch changes loss or gradient.
 """
@@ -42,11 +43,12 @@ class Aggregation:
     def weights(self, inputs: LossInputs) -> Tensor:
         """Return [N] the factor of each token's loss before the sum; 0 on masked ones."""
         trained = inputs.loss_mask.to(inputs.trainer_logprobs.dtype)
-        if self.kind is AggregationKind.PROMPT_MEAN and inputs.prompt_weights is not None:
-            return trained * inputs.prompt_weights
+        if inputs.loss_weights is not None:
+            trained = trained * inputs.loss_weights
         if self.kind is not AggregationKind.SEQUENCE_MEAN:
             return trained
-        return trained / sequence_sum(trained, inputs).clamp(min=1.0)
+        tokens = sequence_sum(inputs.loss_mask.to(trained.dtype), inputs)
+        return trained / tokens.clamp(min=1.0)
 
     def sum(self, loss_N: Tensor, inputs: LossInputs) -> Tensor:
         """Return the scalar sum, to be divided by `denominator`."""

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from prime_node.ports.train_backend import LossNeed, TrainingMode
+from prime_node.ports.train_backend import LossNeed
+from prime_node.ports.train_samples import TrainingMode
 
 LOG_RATIO_MAX = 20.0
 """Bound in nats. exp(20) is 5e8: beyond every clip and far below float32's overflow. Where the clamp acts, the gradient
@@ -39,7 +40,14 @@ class LossInputs:
     prox_logprobs: Tensor | None = None  # [N] nats, of the proximal policy; None: the weights at the start of the step
     reference_logprobs: Tensor | None = None  # [N] nats, of the reference policy, if the loss needs them
     entropy: Tensor | None = None  # [N] nats, of the trained policy, with its gradient, if the loss needs it
-    prompt_weights: Tensor | None = None  # [N] factors of the aggregation prompt_mean
+    top_logprobs: Tensor | None = (
+        None  # [N, K] nats, of the trained policy, with its gradient, at the teacher's K tokens
+    )
+    teacher_top_logprobs: Tensor | None = None  # [N, K] nats, of the teacher at these; -inf where it has fewer
+    values: Tensor | None = None  # [N] the critic's values before each token, if the loss needs them
+    selected: Tensor | None = None  # [N] bool, tokens that the loss chose, if it needs them
+    loss_weights: Tensor | None = None  # [N] factors of the aggregation
+    weight_means: Tensor | None = None  # [N] mean importance weight of the optimizer step, at each token the same
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, masked ones included, in order; empty: one sequence."""
     modes: tuple[TrainingMode, ...] = ()

@@ -9,10 +9,13 @@ or gradient. Only the rounding of a sum in another order may differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from random import Random
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +23,8 @@ from prime_node.algo.losses.aggregation import Aggregation
 from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs, from_proximal, needs_of, share_of_tokens
 from prime_node.algo.losses.penalty import NO_PENALTY, Penalty
 from prime_node.algo.losses.rollout_correction import NO_CORRECTION, RolloutCorrection
-from prime_node.ports.train_backend import LossNeed, TrainingMode
+from prime_node.ports.train_backend import LossNeed
+from prime_node.ports.train_samples import TrainingMode
 from prime_protocol.errors import LocalError
 
 LOG_RATIO_ABS = "log_ratio_abs"
@@ -47,6 +51,8 @@ class BoundLoss:
     """Whether it is called for each sequence separately, as custom losses are."""
     penalty: Penalty = NO_PENALTY
     correction: RolloutCorrection = NO_CORRECTION
+    choose: Callable[..., set[int]] | None = None
+    """(advantages, logprobs, log ratios, Random, **settings) -> the tokens that it treats differently."""
 
     @property
     def needs(self) -> frozenset[LossNeed]:
@@ -102,6 +108,32 @@ class Objective:
         """Return the divisor of the whole batch's sum, as the aggregation defines it."""
         return self._aggregation.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
 
+    def choose(
+        self, advantages: Sequence[float], logprobs: Sequence[float], log_ratios: Sequence[float], *, seed: int
+    ) -> set[int]:
+        """Return the places of the tokens that the loss of mode rl treats differently. Raises LocalError."""
+        loss = self._losses[TrainingMode.RL]
+        if loss.choose is None:
+            raise LocalError('the loss asks for "selected", and only clip_cov and kl_cov choose tokens')
+        return loss.choose(advantages, logprobs, log_ratios, Random(seed), **loss.settings)
+
+    @property
+    def normalizes_weights(self) -> bool:
+        """Return whether mode rl divides its importance weights by their mean over the optimizer step."""
+        return self._losses[TrainingMode.RL].correction.rollout_is_batch_normalize
+
+    def mean_weight(
+        self,
+        proximal_N: npt.NDArray[np.float64],
+        inference_N: npt.NDArray[np.float64],
+        mask_N: npt.NDArray[np.bool_],
+        lengths: Sequence[int],
+    ) -> float:
+        """Return that mean, from all logprobs of the optimizer step, sequence by sequence."""
+        proximal, inference, mask = map(torch.from_numpy, (proximal_N, inference_N, mask_N))
+        inputs = LossInputs(proximal, inference, torch.zeros_like(proximal), mask, lengths=tuple(lengths))
+        return self._losses[TrainingMode.RL].correction.mean_weight(_zeroed(inputs))
+
     def __call__(self, inputs: LossInputs) -> LossSum:
         """Sum the losses of one micro-batch, each sequence by its mode's loss."""
         parts = [self._of_mode(mode, part) for mode, part in _by_mode(_zeroed(inputs))]
@@ -138,18 +170,24 @@ def _zeroed(inputs: LossInputs) -> LossInputs:
     mask = inputs.loss_mask
 
     def zeroed(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.where(mask, values, 0.0)
+        if values is None:
+            return None
+        return torch.where(mask if values.dim() == 1 else mask[:, None], values, 0.0)
 
     return replace(
         inputs,
         trainer_logprobs=torch.where(mask, inputs.trainer_logprobs, 0.0).clamp(min=_LOGPROB_MIN),
         inference_logprobs=torch.where(mask, inputs.inference_logprobs, 0.0).clamp(min=_LOGPROB_MIN),
         advantages=torch.where(mask, inputs.advantages, 0.0),
-        prompt_weights=zeroed(inputs.prompt_weights),
+        loss_weights=zeroed(inputs.loss_weights),
         teacher_logprobs=zeroed(inputs.teacher_logprobs),
         prox_logprobs=zeroed(inputs.prox_logprobs),
         reference_logprobs=zeroed(inputs.reference_logprobs),
         entropy=zeroed(inputs.entropy),
+        values=zeroed(inputs.values),
+        top_logprobs=zeroed(inputs.top_logprobs),
+        teacher_top_logprobs=zeroed(inputs.teacher_top_logprobs),
+        selected=None if inputs.selected is None else inputs.selected & mask,
     )
 
 

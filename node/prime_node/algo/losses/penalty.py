@@ -14,6 +14,7 @@ those of verl, verl/trainer/ppo/core_algos.py at 018f23b5, `kl_penalty`):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +81,12 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, name: str) -> Tens
         opposite = (-log_ratio_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
         value = (opposite.exp() - opposite - 1.0).clamp(max=_KL_VALUE_MAX)
     return k2 + (value - k2).detach() if name.endswith("+") else value
+
+
+def kl_values(logprobs: Sequence[float], reference_logprobs: Sequence[float], name: str) -> list[float]:
+    """Return the same estimates of plain numbers, in float64."""
+    ours, theirs = (torch.tensor(values, dtype=torch.float64) for values in (logprobs, reference_logprobs))
+    return kl_estimate(ours, theirs, name).tolist()
 
 
 NO_PENALTY = Penalty()

@@ -12,8 +12,10 @@ So GSPO, CISPO, SAPO, GMPO and custom losses of one value a token get importance
                             exp(k1) = mu / pi_prox, of which "upper" alone means 1 / upper to upper
 
 `rollout_is = "token"` with `rollout_rs = "seq_mean_k1"` is seq-mask-tis. A rejected token still counts in the batch's mean; in
-verl it does not. Source: verl/trainer/ppo/rollout_corr_helper.py at 20c30bf8. `rollout_is_batch_normalize` is missing: it would
-scale the whole gradient by one number of the batch, which AdamW undoes.
+verl it does not. Source: verl/trainer/ppo/rollout_corr_helper.py at 20c30bf8.
+
+    rollout_is_batch_normalize    divides w, once it is bounded, by its mean over the optimizer step: over tokens at the level
+                                  token, over sequences at the others. The rejection comes after it
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ class RolloutCorrection:
     rollout_is_threshold: str = "2"
     rollout_rs: str | None = None
     rollout_rs_threshold: str | None = None
+    rollout_is_batch_normalize: bool = False
 
     def __post_init__(self) -> None:
         if self.rollout_is not in (None, *CorrectionLevel):
             raise LocalError(f"rollout_is {self.rollout_is!r}: expected one of {', '.join(CorrectionLevel)}")
+        if self.rollout_is_batch_normalize and self.rollout_is is None:
+            raise LocalError("rollout_is_batch_normalize needs rollout_is: token, sequence or geometric")
         _bounds(self.rollout_is_threshold, "rollout_is_threshold")
         list(self._criteria())
 
@@ -61,10 +66,9 @@ class RolloutCorrection:
         """Return [N] the weight of each token's loss, without a gradient; 0 where it is rejected."""
         weight = torch.ones_like(inputs.inference_logprobs)
         if self.rollout_is is not None:
-            lower, upper = _bounds(self.rollout_is_threshold, "rollout_is_threshold")
-            weight = behavior_weight(inputs, self.rollout_is)
-            is_inside = (weight >= (lower or 0.0)) & (weight <= upper)
-            weight = weight.clamp(max=upper) if lower is None else torch.where(is_inside, weight, 0.0)
+            weight = self._bounded(inputs, self.rollout_is)
+        if inputs.weight_means is not None:
+            weight = weight / inputs.weight_means
         for scope, kind, lower, upper in self._criteria():
             log_weight = log_prox_weight(inputs)
             value = {"k1": -log_weight, "k2": 0.5 * log_weight**2, "k3": log_weight.exp() - 1.0 - log_weight}[kind]
@@ -74,6 +78,24 @@ class RolloutCorrection:
                 )
             weight = torch.where((value >= lower) & (value <= upper), weight, 0.0)
         return weight.detach()
+
+    def mean_weight(self, inputs: LossInputs) -> float:
+        """Return the mean of the bounded weights over the trainable tokens or their sequences; 1 if it is 0 or there are none."""
+        assert self.rollout_is is not None, "__post_init__ refuses a mean of no weights"
+        mask, weight = inputs.loss_mask, self._bounded(inputs, self.rollout_is)
+        if self.rollout_is != CorrectionLevel.TOKEN:
+            lengths_N = sequence_sum(mask.to(weight.dtype), inputs)
+            shares = torch.where(mask, 1.0 / lengths_N.clamp(min=1.0), 0.0)  # they add up to the number of sequences
+        else:
+            shares = mask.to(weight.dtype)
+        mean = float((torch.where(mask, weight, 0.0) * shares).sum() / shares.sum().clamp(min=1e-8))
+        return mean if mean > 1e-8 else 1.0
+
+    def _bounded(self, inputs: LossInputs, level: str) -> Tensor:
+        lower, upper = _bounds(self.rollout_is_threshold, "rollout_is_threshold")
+        weight = behavior_weight(inputs, level)
+        is_inside = (weight >= (lower or 0.0)) & (weight <= upper)
+        return weight.clamp(max=upper) if lower is None else torch.where(is_inside, weight, 0.0)
 
     def _criteria(self) -> list[tuple[str, str, float, float]]:
         """Return scope, estimator, lower and upper bound of each criterion of rejection."""

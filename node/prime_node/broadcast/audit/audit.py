@@ -270,8 +270,17 @@ class Audit(ManifestAudit):
 
     async def _model_files(self) -> None:
         assert self.pinned is not None
+        held_bytes = 0 if self.weights is None else num_bytes(self.weights)
         for file in self.pinned.spec.model_files:
             self.at = 8
+            kept_bytes = sum(map(len, self.model_files.values()))
+            require_room(
+                f"model file {file.name}",
+                file.size,
+                held_bytes=held_bytes + kept_bytes,
+                bytes_max=self.memory_bytes_max,
+                setting="--memory",
+            )
             data = await self.source.blob(file.digest, start=0, end=file.size)
             if len(data) != file.size or digest_of(data) != file.digest:
                 raise RemoteError(

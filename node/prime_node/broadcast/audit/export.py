@@ -23,7 +23,7 @@ from pathlib import Path
 
 from prime_node.broadcast.audit.attestation import sign_statement, statement
 from prime_node.broadcast.audit.audit import Verified
-from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, write_safetensors
+from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, METADATA, write_safetensors
 from prime_node.inside import write_inside
 from prime_protocol.adapters import AdapterMismatch, AdapterSpec, factors_in_fp32, merged
 from prime_protocol.errors import LocalError
@@ -80,10 +80,12 @@ def check_free(folder: Path) -> None:
 
 
 def _check_names(verified: Verified) -> None:
-    """Check that no model file of the run has a name that the export writes. Raises LocalError."""
+    """Check that no model file or tensor of the run has a name that the export writes itself. Raises LocalError."""
     for name in map(str.casefold, verified.model_files):
         if name.startswith("provenance") or ".safetensors" in name or name == ADAPTER_CONFIG_FILE:
             raise LocalError(f"the run has a model file {name}, and an export writes its own file of that name")
+    if METADATA in verified.weights:
+        raise LocalError(f"the policy has a tensor {METADATA}, which no safetensors file can hold")
 
 
 def shards_of(weights: Weights, shard_bytes: int) -> Iterator[Weights]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from prime_node.inside import open_regular
 from prime_node.ports.transport import LedgerSource
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
@@ -60,7 +61,7 @@ def open_ledger_file(path: Path, *, pinned: str | None) -> Iterator[LedgerFile]:
     `pinned` is the expected run. Raises LocalError for the disk, RemoteError for the file's content.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
             yield LedgerFile(file, pinned=pinned)
     except OSError as error:
         raise LocalError(f"{path}: {error.strerror}; name an exported ledger, a run directory or a join link") from None

@@ -44,6 +44,8 @@ DTYPE_OF = {theirs: ours for ours, theirs in NAMES.items()}
 HEADER_BYTES_MAX = 100_000_000
 """Bound of the format itself, in bytes."""
 INDEX_FILE = "model.safetensors.index.json"
+METADATA = "__metadata__"
+"""Entry of a header that is no tensor."""
 _PIECE_BYTES = 64 * 2**20
 
 
@@ -53,7 +55,7 @@ def layout_of(weights: Weights) -> tuple[list[str], bytes]:
     Large element types come first, so that each tensor is aligned. transformers requires `format: pt`.
     """
     order = sorted(weights, key=lambda name: (-DTYPES[weights[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name in order:
         tensor = weights[name]
@@ -120,10 +122,13 @@ def _read_file(path: Path) -> dict[str, WeightTensor]:
         header_bytes = int.from_bytes(file.read(8), "little")
         if size < 8 or header_bytes > min(size - 8, HEADER_BYTES_MAX):
             raise ValueError("its header does not fit")
-        header = json.loads(file.read(header_bytes))
+        try:
+            header = json.loads(file.read(header_bytes))
+        except RecursionError:
+            raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     whole = np.asarray(np.memmap(path, np.uint8, mode="r"))  # one map for all tensors: each would hold a file open
     start_of_data, covered, weights = 8 + header_bytes, [(0, 0)], {}
     for name, entry in header.items():

@@ -31,14 +31,16 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.files import disk_fault
 from prime_node.memory import MachineMemory, raw_bytes, require_room, return_free_memory, until_room
 from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
+from prime_node.traces import of_step, spanned
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest, PartEntry, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.weights import Weights, num_bytes, root_of
@@ -125,6 +127,8 @@ class Follower:
         self._newest = -1
         self._decoding = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self.rate = rate or RateLimit(0.0, clock)
+        """Rate of all downloads; its owner may change it."""
         try:
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self._downloads = Downloads(
@@ -135,12 +139,12 @@ class Follower:
                 rng or random.Random(),
                 memory_bytes_max,
                 plan or NoPeers(),
-                rate,
+                self.rate,
             )
             self.heads = Heads(run, pool, folder, on_head=self.have_set.advance_head)
             self.update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
         except OSError as error:
-            raise LocalError(f"checkpoint folder {folder}: {error}") from None
+            raise disk_fault(error, f"checkpoint folder {folder}") from None
 
     # Queries
 
@@ -224,7 +228,8 @@ class Follower:
                 await unless(self.heads.hinted(), self._clock.sleep(pause_s))
                 continue
             try:
-                await self._take(await self.heads.manifest(started))
+                with spanned("follow", of_step(started - 1), policy_version=started):
+                    await self._take(await self.heads.manifest(started))
                 started, pause_s = None, self._poll_s
             except (RemoteError, Unreachable) as error:
                 log.warning("policy %d: %s; fetching the head again", started, error)
@@ -345,7 +350,7 @@ class Follower:
         try:
             return await work
         except OSError as error:
-            raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
+            raise disk_fault(error, f"checkpoint folder {self._folder}") from None
 
 
 def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes: int) -> tuple[PartEntry, ...]:

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
-from prime_node.files import write_durably
+from prime_node.files import disk_fault, write_durably
 from prime_node.inside import place
 from prime_node.patience import first_answer, unless
 from prime_node.ports.transport import Unreachable
@@ -368,7 +368,7 @@ class Heads:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, envelope.to_bytes())
         except OSError as error:
-            raise LocalError(f"checkpoint folder {self._folder}: {error}; free some space and start again") from None
+            raise disk_fault(error, f"checkpoint folder {self._folder}") from None
 
 
 def _open_checked(envelope: Envelope, run: PinnedRun) -> SignedManifest:

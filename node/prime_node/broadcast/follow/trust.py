@@ -7,12 +7,13 @@ An amendment of the calibration is fetched when a timestamp names it. No new wor
 the version that it knows, and says so.
 
 Invariant: rings and amendments only grow and the timestamp only moves forward, over restarts too, because all are on disk
-before they count. An unreachable, lagging or dishonest source costs a log line. Two timestamps of which the later contradicts
-the earlier convict the coordinator's key: both are kept in `evidence`. Linked peers are asked too, so that the coordinator
-cannot tell us one thing and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the
-manifest that it names, signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A
-key ring that replaces the signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and
-roles that take new work must wait: the run may have continued, and the sources may show an old state.
+before they count. One that a wrong clock took is replaced once the clock is right. An unreachable, lagging or dishonest source
+costs a log line. Two timestamps of which the later contradicts the earlier convict the coordinator's key: both are kept in
+`evidence`. Linked peers are asked too, so that the coordinator cannot tell us one thing and them another. A peer's timestamp
+counts only if its key ring is known here and the peer shows the manifest that it names, signed by the trainer: so a stolen
+coordinator key cannot stop machines that have an honest source. A key ring that replaces the signer of the newest timestamp
+voids it. When no source shows a fresh timestamp, `fault` says so, and roles that take new work must wait: the run may have
+continued, and the sources may show an old state.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from prime_node.files import write_durably
+from prime_node.files import disk_fault, write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import StatementSource, TimestampSource, Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.key_ring import ChainPoint
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun
@@ -90,7 +91,7 @@ class Trust:
                 place(folder, name).mkdir(parents=True, exist_ok=True)
             self._restore()
         except OSError as error:
-            raise LocalError(f"folder {folder}: {error.strerror}; choose another folder") from None
+            raise disk_fault(error, f"folder {folder}") from None
 
     def fault(self) -> str:
         """Return why no new work may be accepted from these sources; empty if there is no reason.
@@ -235,9 +236,10 @@ class Trust:
         """Return a timestamp that is newer than the known one, else None. Raises RemoteError; keeps evidence."""
         stamp = open_timestamp(envelope, self.run)
         try:
-            return stamp if self.newest is None or check_follows(stamp, self.newest) else None
+            return stamp if self.newest is None or check_follows(stamp, self.newest, self._clock.now_ms()) else None
         except RemoteError as error:
-            self._keep_evidence(envelope, error)
+            if error.code is not ErrorCode.EXPIRED:
+                self._keep_evidence(envelope, error)
             raise
 
     def _take_timestamp(self, envelope: Envelope) -> None:
@@ -316,4 +318,4 @@ class Trust:
         try:
             write_durably(place(self._folder, name), envelope.to_bytes())
         except OSError as error:
-            raise LocalError(f"folder {self._folder}: {error.strerror}; free some space and start again") from None
+            raise disk_fault(error, f"folder {self._folder}") from None

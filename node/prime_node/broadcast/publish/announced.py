@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from prime_node.files import write_durably
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import SignedManifest
 
@@ -23,6 +24,12 @@ class _Record(BaseModel):
     policy_version: int
     manifest: str
     """Digest of the manifest."""
+    digest: str | None = None
+    """Digest of these fields; None in a record of an earlier release."""
+
+    def digest_of_fields(self) -> str:
+        """Return the digest that an undamaged record has."""
+        return digest_of(f"{self.run} {self.policy_version} {self.manifest}".encode())
 
 
 class Announced:
@@ -35,7 +42,8 @@ class Announced:
         """Record a manifest that the coordinator has accepted. Durable when it returns."""
         manifest = signed.manifest
         record = _Record(run=manifest.run, policy_version=manifest.policy_version, manifest=signed.digest)
-        write_durably(self._file, record.model_dump_json().encode())
+        whole = record.model_copy(update={"digest": record.digest_of_fields()})
+        write_durably(self._file, whole.model_dump_json().encode())
 
     def check(self, head: SignedManifest | None) -> None:
         """Compare the coordinator's head with the last announced one.
@@ -44,9 +52,11 @@ class Announced:
         """
         try:
             record = _Record.model_validate_json(self._file.read_bytes())
+            if record.digest not in (None, record.digest_of_fields()):
+                raise ValueError("a flipped bit")
         except FileNotFoundError:
             return
-        except ValidationError:
+        except ValueError:  # ValidationError is one
             raise LocalError(
                 f"{self._file} is damaged: restore it from a copy, or delete it if the coordinator was not restored"
             ) from None

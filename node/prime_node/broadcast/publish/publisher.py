@@ -19,11 +19,11 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from prime_node.broadcast.publish.announced import Announced
 from prime_node.broadcast.publish.disk_room import DiskRoom
@@ -35,6 +35,7 @@ from prime_node.patience import ask_until_answered
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import PolicyCopy
 from prime_node.ports.transport import PublishPort
+from prime_node.traces import of_step, spanned
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
 from prime_protocol.chunk_index import open_index
@@ -84,11 +85,24 @@ class Published:
         return self.raw_bytes / max(1, self.sent_bytes)
 
 
+class Attachment(Protocol):
+    """Further public blobs of a policy, which its provenance names."""
+
+    def blobs(self) -> Iterator[Callable[[], bytes]]:
+        """Yield a function for each blob, which reads it."""
+        ...
+
+    def drop(self) -> None:
+        """Release what holds them. Idempotent."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Submission:
     policy_version: int
     copy: PolicyCopy
     provenance: Provenance
+    attached: Attachment | None
 
 
 class Publisher:
@@ -153,8 +167,14 @@ class Publisher:
                 await self._take_up_first()
         self._worker = asyncio.create_task(self._work())
 
-    async def submit(self, policy_version: int, policy: Weights | PolicyCopy, provenance: Provenance) -> None:
-        """Publish in the background, and drop the copy when it is no longer needed.
+    async def submit(
+        self,
+        policy_version: int,
+        policy: Weights | PolicyCopy,
+        provenance: Provenance,
+        attached: Attachment | None = None,
+    ) -> None:
+        """Publish in the background, and drop copy and attachment when they are no longer needed.
 
         `policy` is weights that no longer change, or a train backend's copy. Raises the error of an earlier publication.
         """
@@ -162,7 +182,7 @@ class Publisher:
         assert self._worker is not None, "start() first"
         async with self._changed:
             copy = WholeCopy(policy) if isinstance(policy, Mapping) else policy
-            self._pending.append(_Submission(policy_version, copy, provenance))
+            self._pending.append(_Submission(policy_version, copy, provenance, attached))
             self._changed.notify_all()
             await self._changed.wait_for(lambda: self._error is not None or len(self._pending) <= self._pending_max)
         self._raise_error()
@@ -196,7 +216,9 @@ class Publisher:
             async with self._changed:
                 await self._changed.wait_for(lambda: bool(self._pending))
             try:
-                await self._publish(self._pending[0])
+                version = self._pending[0].policy_version
+                with spanned("publish", of_step(version - 1), policy_version=version):
+                    await self._publish(self._pending[0])
             except Exception as error:  # noqa: BLE001 - the task's edge: stored, and raised at the trainer's next call
                 log.error("policy %d was not published: %s", self._pending[0].policy_version, error)
                 self._error = error
@@ -210,6 +232,7 @@ class Publisher:
         version = submission.policy_version
         if version <= self.head:
             await self._compare(submission)
+            _drop_attached(submission)
             return
         if version != self.head + 1:
             raise LocalError(f"policy {version} cannot follow policy {self.head}, the coordinator's newest one")
@@ -219,7 +242,8 @@ class Publisher:
             encoded = await asyncio.to_thread(self._encoder.encode, version, submission.copy, spool.keep)
             encoded_s = self._clock.monotonic_s()
             signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
-            await self._upload(signed, encoded, spool)
+            await self._upload(signed, encoded, spool, submission.attached)
+        _drop_attached(submission)
         self._head = signed
         await self._note(signed)
         self._encoder.published(signed.manifest, submission.copy, head=version)
@@ -238,7 +262,9 @@ class Publisher:
         if self._announced is not None:
             await asyncio.to_thread(self._announced.note, announced)
 
-    async def _upload(self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool) -> None:
+    async def _upload(
+        self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool, attached: Attachment | None
+    ) -> None:
         """Upload every blob from the spool, one after the other, then the manifest."""
         version = signed.manifest.policy_version
         for attempt in range(UPLOADS_MAX):
@@ -246,6 +272,8 @@ class Publisher:
                 await self._put(one.index, version)
             for part in {part.digest: part for one in encoded for part in one.encoding.parts}.values():
                 await self._put(await asyncio.to_thread(spool.read, part), version)
+            for read in () if attached is None else attached.blobs():
+                await self.put_aside(await asyncio.to_thread(read), what=f"the training state of policy {version}")
             try:
                 await ask_until_answered(
                     lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
@@ -255,6 +283,22 @@ class Publisher:
                 # An older policy held the same bytes, and was deleted with them between our upload and our manifest.
                 if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
                     raise
+
+    async def put_aside(self, blob: bytes, *, what: str) -> None:
+        """Upload a public blob that is part of no policy, waiting for an unreachable coordinator. Raises RemoteError."""
+        put = partial(self._coordinator.put_blob, blob, seeded=False)
+        await ask_until_answered(put, what=what, clock=self._clock)
+
+    async def read_blob(self, digest: str) -> bytes | None:
+        """Return a public blob of the coordinator, unverified; None if it has none. Raises RemoteError."""
+        try:
+            return await ask_until_answered(
+                lambda: self._coordinator.blob(digest), what=f"blob {digest[:12]}", clock=self._clock
+            )
+        except RemoteError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            return None
 
     async def _put(self, blob: bytes, version: int) -> None:
         await ask_until_answered(
@@ -322,8 +366,14 @@ class Publisher:
             tensors=tensors,
             encodings=tuple(one.encoding for one in encoded),
             produced_by=submission.provenance,
-            created_at_ms=self._clock.now_ms(),
+            # Auditors take a date before the predecessor's for a false one: here the clock was only put right.
+            created_at_ms=max(self._clock.now_ms(), 0 if self._head is None else self._head.manifest.created_at_ms),
         )
+
+
+def _drop_attached(submission: _Submission) -> None:
+    if submission.attached is not None:
+        submission.attached.drop()
 
 
 def _name_of(route: UpdateRoute, version: int) -> str:

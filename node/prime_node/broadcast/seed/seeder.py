@@ -22,12 +22,13 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
+from prime_node.files import disk_fault
 from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chunk_index import ChunkIndex
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.errors import RemoteError
 from prime_protocol.manifest import Encoding, Manifest, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -72,14 +73,14 @@ class Seeder:
             self._update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
             self.seed_store = SeedStore(self.parts, self.have_set, folder / "manifests")
         except OSError as error:
-            raise LocalError(f"folder {folder}: {error}") from None
+            raise disk_fault(error, f"folder {folder}") from None
 
     async def follow(self) -> NoReturn:
         """Follow the head until cancelled."""
         try:
             await self.seed_store.restore(self._run)
         except OSError as error:
-            raise LocalError(f"folder {self._folder}: {error}") from None
+            raise disk_fault(error, f"folder {self._folder}") from None
         with contextlib.closing(self.heads):
             await self._follow()
         raise AssertionError("following does not end")
@@ -115,7 +116,7 @@ class Seeder:
                 await self._download(signed.manifest, encoding)
             self.seed_store.put(signed)
         except OSError as error:
-            raise LocalError(f"folder {self._folder}: {error}; free some space and start again") from None
+            raise disk_fault(error, f"folder {self._folder}") from None
         log.info("policy %d is stored, %d encodings", policy_version, len(signed.manifest.encodings))
 
     async def _take_path(self, signed: SignedManifest) -> None:

@@ -49,10 +49,11 @@ class Seeding:
         except OSError as error:
             log.warning("earlier policies are not seeded: %s", error)
 
-    async def put_blob(self, data: bytes) -> str:
-        """Upload a blob and keep it on disk. Raises RemoteError or Unreachable."""
+    async def put_blob(self, data: bytes, *, seeded: bool = True) -> str:
+        """Upload a blob, and keep it on disk if it is `seeded`. Raises RemoteError or Unreachable."""
         digest = await self._port.put_blob(data)
-        await self._on_disk(digest, data)
+        if seeded:
+            await self._on_disk(digest, data)
         return digest
 
     async def publish(self, manifest: Envelope) -> None:

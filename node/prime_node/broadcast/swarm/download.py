@@ -108,13 +108,18 @@ class Downloads:
         `on_bytes` gets the number of verified bytes, from the disk or from a source. Raises what `Download.run` raises, and
         RemoteError for an index that does not match the manifest.
         """
-        packed = await asyncio.to_thread(self.parts.read, encoding.index)
-        if packed is None:
-            packed = await self.pool.fetch_blob(encoding.index)
-            await asyncio.to_thread(self.parts.write, encoding.index.digest, packed)
-        index = open_index(packed, encoding, manifest.tensors)
-        on_bytes(encoding.index.size)
-        await Download(self, encoding, index, await begin(index), on_bytes).run()
+        preparing = asyncio.create_task(self.plan.prepare())  # connections are there when the index is
+        try:
+            packed = await asyncio.to_thread(self.parts.read, encoding.index)
+            if packed is None:
+                packed = await self.pool.fetch_blob(encoding.index)
+                await asyncio.to_thread(self.parts.write, encoding.index.digest, packed)
+            index = open_index(packed, encoding, manifest.tensors)
+            on_bytes(encoding.index.size)
+            await Download(self, encoding, index, await begin(index), on_bytes).run()
+        finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
 
 
 class Download:
@@ -158,13 +163,13 @@ class Download:
         self._picker = Picker(sizes, rng=shared.rng, rules=shared.rules, have=have, share=share)
         self._parents = shared.plan.parents(self._encoding.sent_bytes)
         self._tree_until_s = self._clock.monotonic_s() + TREE_S_MAX
-        helpers = asyncio.create_task(self._listen()), asyncio.create_task(shared.plan.prepare())
+        listening = asyncio.create_task(self._listen())
         try:
             await self._fetch_all()
         finally:
-            for task in (*helpers, *self._tasks):
+            for task in (listening, *self._tasks):
                 task.cancel()
-            await asyncio.gather(*helpers, *self._tasks, return_exceptions=True)
+            await asyncio.gather(listening, *self._tasks, return_exceptions=True)
 
     # From the sources
 

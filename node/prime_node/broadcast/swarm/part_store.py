@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from prime_node.inside import NotRegular, open_regular, place, read_regular
+from prime_node.inside import NotRegular, naming, open_regular, place, read_regular
 from prime_protocol.digest import digest_of, digest_of_all
 from prime_protocol.manifest import PartEntry
 
@@ -74,7 +74,7 @@ class PartStore:
             return False
         partial = self._partial(digest)
         partial.unlink(missing_ok=True)
-        with partial.open("xb") as file:
+        with naming(self._whole(digest)), partial.open("xb") as file:
             file.write(data)
         partial.replace(self._whole(digest))
         self._begun.pop(digest, None)
@@ -107,7 +107,7 @@ class PartStore:
             return False
         self._sizes.pop(entry.digest, None)
         descriptor = open_regular(self._partial(entry.digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(self._partial(entry.digest)), os.fdopen(descriptor, "wb") as file:
             file.truncate(entry.size)
         self._begun[entry.digest] = entry.size
         return True
@@ -128,7 +128,8 @@ class PartStore:
                 return
             raise
         try:
-            os.pwrite(descriptor, data, start)
+            with naming(self._partial(digest)):
+                os.pwrite(descriptor, data, start)
         finally:
             os.close(descriptor)
 

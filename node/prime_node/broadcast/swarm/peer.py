@@ -21,12 +21,14 @@ from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.patience import Switch, unless
+from prime_node.ports.host_names import is_own_host
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import CallerBounds, WebServer
 from prime_protocol.addresses import network_of
 from prime_protocol.errors import LocalError
 from prime_protocol.requests import PeersRequest
+from prime_protocol.visible import number_of
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,11 @@ class Peer:
     async def running(self) -> AsyncIterator[None]:
         """Serve and link while the context is open. Raises LocalError if the port is unavailable."""
         if not self.config.private:
-            bounds = CallerBounds(network_of=lambda address, _: network_of(address))
+            names = {name.lower().rstrip(".") for name in self.config.hosts}
+            bounds = CallerBounds(
+                network_of=lambda address, _: network_of(address),
+                is_host=lambda address, host: is_own_host(address, host, names),
+            )
             routes = self.service.routes()
             self.port = await self.web.start(routes, host=self.config.host, port=self.config.port, bounds=bounds)
             log.info("serving peers on port %d", self.port)
@@ -83,6 +89,11 @@ class Peer:
                 await self.network.close()
             await self.web.stop(grace_s=STOP_S)
             self.service.uplink.close()
+
+    @property
+    def num_linked(self) -> int:
+        """Return the number of peers that this machine is linked to."""
+        return 0 if self.neighbours is None else len(self.neighbours.linked)
 
     def describe(self) -> str:
         """Return a summary for the owner's screen. Example: `4 peers, 120.5 MB sent`."""
@@ -101,8 +112,9 @@ class Peer:
                 if punched < tried
                 else ""
             )
-        linked = 0 if self.neighbours is None else len(self.neighbours.linked)
-        summary = f"{linked} peers, {self.service.uplink.served_bytes / 1e6:.1f} MB sent, {standing}"
+        summary = (
+            f"{number_of(self.num_linked, 'peer')}, {self.service.uplink.served_bytes / 1e6:.1f} MB sent, {standing}"
+        )
         return "; ".join(filter(None, (summary, self.swarm_tasks.describe())))
 
     async def _run(self) -> None:

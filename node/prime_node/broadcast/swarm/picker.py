@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.swarm.piece_sets import PieceCounts, PieceSet, any_of, members, span
+from prime_protocol.pieces import PIECE_BYTES_MIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +33,12 @@ class PickerRules:
     """Settings of one download."""
 
     in_flight_max: int = 4
-    """Requests open at one source."""
-    open_max: int = 64
-    """Pieces open at all sources together."""
+    """Requests open at one source, or more while they have fewer than `in_flight_bytes` together."""
+    in_flight_bytes: int = 2**21
+    first_bytes: int = 2**19
+    """Bytes asked of new sources, all together. At least one piece is asked of each."""
     window_gain: float = 2.0
-    """Bytes in flight at most, as a multiple of a source's rate times its shortest answer."""
-    sources_few: int = 7
-    """Number of sources up to which each is asked for the full window, and a new one for two pieces.
+    """Bytes in flight at most, as a multiple of a source's rate times its shortest answer, if it is the only source.
 
     With more sources, their answers only queue on our downlink. There they hold upload slots, and pieces that others would
     bring sooner.
@@ -197,8 +197,6 @@ class Picker:
         source = self._sources[name]
         if source.is_slow != self._is_slow(source):
             self._judge(source, is_snubbed=source.is_snubbed, is_slow=not source.is_slow)
-        if len(self._askers) >= self._rules.open_max:  # (1)
-            return None
         if source.open and len(source.open) >= self._window(source):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
@@ -270,13 +268,15 @@ class Picker:
         num_sources = len(self._sources)
         if source.is_snubbed:
             return 1
+        rules = self._rules
         if source.rate_bytes_s is None:
-            return 2 if num_sources <= self._rules.sources_few else 1
-        if self._piece_bytes / source.rate_bytes_s > self._rules.slow_piece_s:
+            return max(1, int(rules.first_bytes / num_sources / max(self._piece_bytes, PIECE_BYTES_MIN)))
+        if self._piece_bytes / source.rate_bytes_s > rules.slow_piece_s:
             return 1
-        gain = 1 + (self._rules.window_gain - 1) * min(1.0, self._rules.sources_few / num_sources)
+        gain = 1 + (rules.window_gain - 1) / num_sources
+        most = max(rules.in_flight_max, int(rules.in_flight_bytes / max(self._piece_bytes, PIECE_BYTES_MIN)))
         in_flight_bytes = gain * source.rate_bytes_s * source.answer_s_min
-        return max(2, min(self._rules.in_flight_max, math.ceil(in_flight_bytes / self._piece_bytes)))
+        return max(2, min(most, math.ceil(in_flight_bytes / self._piece_bytes)))
 
     def _rate(self, source: _Source) -> float:
         return source.rate_bytes_s or self._mean_rate() or self._rules.rate_guess_bytes_s

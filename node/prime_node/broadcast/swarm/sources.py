@@ -182,7 +182,8 @@ class SourcePool:
         named.failures += 1
         rest_s = min(REST_S_MAX, REST_S_MIN * 2 ** min(named.failures - 1, 10)) * self._rng.uniform(0.5, 1.0)
         wished_s = error.retry_after_s if isinstance(error, RemoteError) else None
-        named.rests_until_s = self.clock.monotonic_s() + max(rest_s, min(wished_s or 0.0, REST_S_MAX))
+        wished_s = min(wished_s or 0.0, REST_S_MAX) * self._rng.uniform(1.0, 1.5)
+        named.rests_until_s = self.clock.monotonic_s() + max(rest_s, wished_s)
         if str(error) != named.reason:
             level = logging.INFO if named.kind is SourceKind.PEER else logging.WARNING
             log.log(level, "source %s: %s; trying again in %.1f s and after", named.name, error, rest_s)

@@ -20,6 +20,9 @@ class SwarmConfig(BaseModel):
     """Address to serve on."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to serve on; 0 takes any free one. Behind a router, forward a port of your choice and set it here."""
+    hosts: tuple[str, ...] = ()
+    """DNS names under which machines at private addresses may reach this one, for example as a mirror. Others are refused, so
+    that no web page can read from it by DNS rebinding; IP addresses and names without a dot are always valid."""
     p2p: Literal["auto", "on", "off"] = "auto"
     """libp2p in addition to HTTP, for links through NATs. auto: on where the extra p2p is installed."""
     p2p_listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)

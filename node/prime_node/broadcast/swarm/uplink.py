@@ -74,7 +74,7 @@ class DataCap:
             self._period, self.used_bytes, self._written_bytes = current, 0, 0
 
     def _read(self) -> tuple[int, int]:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             read = json.loads(self._file.read_text())
             if (read["days"], read["period"]) == (self._days, self._current()):
                 return int(read["period"]), int(read["used_bytes"])
@@ -105,7 +105,8 @@ class Uplink:
         self.served_bytes = 0
         self._clock = clock
         self.choker = Choker(rules)
-        self._rate = rate
+        self.rate = rate or RateLimit(0.0, clock)
+        """Rate of all uploads; its owner may change it."""
         self._cap = cap
         self._may_serve = may_serve
         self._requests = 0
@@ -153,8 +154,7 @@ class Uplink:
         await self._wait_for_rate(num_bytes)
 
     async def _wait_for_rate(self, num_bytes: int) -> None:
-        if self._rate is not None:
-            await self._rate.take(num_bytes)
+        await self.rate.take(num_bytes)
 
     def _done(self, peer: str, sent_bytes: int) -> None:
         self.served_bytes += sent_bytes

@@ -4,7 +4,9 @@ They follow the checks that every signed request passes (requests.py):
 
     (0) no other machine takes part with this key              IN_USE
     (1) the software is at least the operator's minimum        VERSION_UNSUPPORTED
-    (2) the key is on the operator's list, if there is one     NOT_INVITED
+        its delegation, if it has one, holds                   persons.py
+    (2) the key or its person is on the operator's list, if there is one
+                                                               NOT_INVITED
     (3) a new key has an invitation, if one is required        NOT_INVITED, BAD_SIGNATURE, WRONG_RUN, EXPIRED
     (4) there is room in the run, and for its network          UNAVAILABLE, TOO_MANY_REQUESTS
     (5) no other key of its network was banned recently        TOO_MANY_REQUESTS
@@ -18,12 +20,14 @@ import re
 from dataclasses import dataclass
 
 from prime_node.coordinator.api.callers import is_in, prefix_of
+from prime_node.coordinator.api.persons import PersonRules
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.presence import Presence, require_session
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import newcomers
+from prime_node.coordinator.state.records import State
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -36,6 +40,26 @@ from prime_protocol.telemetry import Hardware
 ROOM_RETRY_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class JoiningRules:
+    """The limits on who joins that are in force: the operator's, else the settings'."""
+
+    workers_max: int
+    workers_per_network_max: int
+    invites_needed: bool
+
+
+def joining_rules(state: State, config: CoordinatorConfig) -> JoiningRules:
+    """Return the limits that are in force. The operator cannot exceed the signed limit of workers."""
+    asked = state.joining
+    of_network, invites = asked.workers_per_network_max, asked.invites_needed
+    return JoiningRules(
+        workers_max=min(state.rules.workers_max, asked.workers_max or state.rules.workers_max),
+        workers_per_network_max=config.workers_per_network_max if of_network is None else of_network,
+        invites_needed=config.invites_needed if invites is None else invites,
+    )
+
+
 @dataclass(slots=True)
 class WorkerAdmission:
     """Admission of workers to the run."""
@@ -46,10 +70,12 @@ class WorkerAdmission:
     decisions: Decisions
     assigner: Assigner
     presence: Presence
+    persons: PersonRules
 
     async def admit_worker(self, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
         """Let a worker join, or start again with the same key. Raise RemoteError."""
         state, config = self.decisions.state, self.config
+        joining = joining_rules(state, config)
         worker = state.workers.get(signer)
         is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
         require_session(state, self.presence, signer, request.session, self.clock.monotonic_s())  # (0)
@@ -58,22 +84,24 @@ class WorkerAdmission:
             raise RemoteError(
                 ErrorCode.NOT_INVITED, "this run refuses unseeded engines: start the worker with worker.seeded = true"
             )
-        if config.allowed_workers and signer not in config.allowed_workers:  # (2)
+        delegation = self.persons.admit(signer, request.delegation)
+        person = "" if delegation is None else delegation.person
+        if config.allowed_workers and {signer, person}.isdisjoint(config.allowed_workers):  # (2)
             raise RemoteError(
                 ErrorCode.NOT_INVITED, f"this run admits only listed keys; send its operator your key, {signer}"
             )
         invite = "" if worker is None else worker.invite
-        if config.invites_needed and not (is_known or invite):
+        if joining.invites_needed and not (is_known or invite):
             invite = self._redeem(request)  # (3)
         network = self.name_of_network(address)
         if not is_active:
-            if state.num_active >= state.rules.workers_max:  # (4)
+            if state.num_active >= joining.workers_max:  # (4)
                 raise RemoteError(
                     ErrorCode.UNAVAILABLE,
                     "the run has reached its limit of workers; wait until one leaves",
                     retry_after_s=ROOM_RETRY_S,
                 )
-            if network and newcomers.num_active(state, network) >= config.workers_per_network_max:
+            if network and newcomers.num_active(state, network) >= joining.workers_per_network_max:
                 raise RemoteError(
                     ErrorCode.TOO_MANY_REQUESTS,
                     "your network has reached its limit of workers; wait until one leaves",
@@ -97,6 +125,8 @@ class WorkerAdmission:
                 invite=invite,
                 hardware=_described(request.hardware),
                 session=request.session,
+                person=person,
+                delegated_until_ms=0 if delegation is None else delegation.expires_at_ms,
             )
         )
         self.presence.heard(signer, self.clock.monotonic_s())
@@ -127,7 +157,7 @@ class WorkerAdmission:
         if not request.invite:
             raise RemoteError(
                 ErrorCode.NOT_INVITED,
-                "this run needs an invitation: ask its operator for one and set worker.invite to it",
+                "this run needs an invitation: ask its operator for a join link that holds one",
             )
         invite = open_invite(request.invite, self.run, now_ms=self.clock.now_ms())
         used = self.decisions.state.invites.get(invite.invite, 0)
@@ -151,7 +181,7 @@ def _check_software(software: str, least: str) -> None:
     if ours is not None and wanted is not None and ours < wanted:
         raise RemoteError(
             ErrorCode.VERSION_UNSUPPORTED,
-            f"this run needs prime-node {least} or newer, and you have {software}: pip install --upgrade prime-node",
+            f"this run needs prime-node {least} or newer, and you have {software}: ask its operator where to get it",
         )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state.records import PendingBundle
-from prime_node.ports.blobs import Blobs
+from prime_node.patience import at_once
+from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.clock import Clock
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -17,6 +21,9 @@ from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.parcel import open_parcel
 from prime_protocol.requests import BundleRequest, CheckResultRequest
 from prime_protocol.run_spec import PinnedRun
+
+READS_MAX = 16
+"""Stored bundles that one check reads at once. Each may take rollout_bytes_max bytes of memory."""
 
 
 @dataclass(slots=True)
@@ -39,6 +46,19 @@ class BundleStorage:
             raise RemoteError(
                 ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may have been deleted"
             ) from None
+
+    async def damaged(self, digests: Iterable[str]) -> set[str]:
+        """Return those whose stored bytes are lost or have another digest. Reads run at once: one of S3 takes a round trip."""
+        asked = list(digests)
+        are_intact = await at_once([partial(self._is_intact, digest) for digest in asked], most=READS_MAX)
+        return {digest for digest, is_intact in zip(asked, are_intact, strict=True) if not is_intact}
+
+    async def _is_intact(self, digest: str) -> bool:
+        try:
+            data = await self.bundles.get(digest)
+        except (KeyError, DamagedBlob):
+            return False
+        return await asyncio.to_thread(digest_of, data) == digest
 
     async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
         """Store a validator's own logprobs of a bundle that it is about to accept. Idempotent; return its digest."""

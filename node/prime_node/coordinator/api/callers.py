@@ -3,21 +3,19 @@
 A proxy appends the address of its caller to X-Forwarded-For. A client can forge the entries before that. So the header is read
 from its end, only as long as the entries come from trusted proxies.
 
-The limits for strangers count by these addresses, and the accepted host names depend on them. DNS rebinding: a web page can lead
-a browser to an address of the page owner's choice under the page's own name. That may be a coordinator on the same machine or
-network, whose status the page could then read. The header Host contains the name. So a caller at a non-public address must name
-an address, this machine, a name that cannot be registered, or one that the operator has listed. From a public address anyone can
-read the status anyway, and the operator's own proxies decide for themselves.
+The limits for strangers count by these addresses, and the accepted host names depend on them (host_names.py). The operator may
+list more names, and the operator's own proxies decide for themselves.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
-import re
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Sequence
 
 from prime_node.coordinator.config import CoordinatorConfig
+from prime_node.ports.host_names import is_own_host, parsed
 from prime_node.ports.web import CallerBounds, Request
 from prime_protocol.visible import printable
 
@@ -31,9 +29,6 @@ PREFIX_BITS = {4: 24, 6: 48}
 """Prefix length, by IP version, of what one owner of addresses usually has."""
 MEMBER_REQUESTS_TIMES = 4
 """Limit on a member's requests, the unsigned ones included, as a multiple of its rate of signed ones."""
-PRIVATE_DOMAINS = ("localhost", "local", "internal")
-"""Domains without an owner in the public DNS, like names without a dot (RFC 6761, RFC 6762, ICANN's reservation)."""
-_HOST = re.compile(r"(\[[0-9a-f:.]{2,45}(?:%25[0-9a-z._-]{1,32})?\]|[0-9a-z._-]{1,253})(?::[0-9]{1,5})?")
 
 
 class Callers:
@@ -105,46 +100,14 @@ def caller_bounds_of(config: CoordinatorConfig) -> CallerBounds:
     names = {name.lower().rstrip(".") for name in config.hosts}
 
     def is_host(address: str, host: str) -> bool:
-        return callers.is_proxy(address) or _is_public(address) or is_safe_host(host, names)
+        return callers.is_proxy(address) or is_own_host(address, host, names)
 
     return CallerBounds(
         network_of=lambda address, forwarded: callers.network_of(callers.address(address, forwarded)),
         is_proxy=callers.is_proxy,
         is_host=is_host,
+        lag_s_max=config.lag_ms_max / 1_000 or math.inf,
         connects_per_second=config.connects_per_second,
         requests_per_second=config.public_requests_per_second,
         member_requests_per_second=MEMBER_REQUESTS_TIMES * config.requests_per_second,
     )
-
-
-def is_safe_host(host: str, names: Collection[str]) -> bool:
-    """Return whether a browser's request can have this value of Host without a stranger's DNS."""
-    found = _HOST.fullmatch(host.lower())
-    if found is None:
-        return not host  # HTTP/1.0 has none; no browser uses it
-    name = found[1].strip("[]").rstrip(".")
-    if name in names or "." not in name or name.rpartition(".")[2] in PRIVATE_DOMAINS:
-        return True
-    return _is_address(name)
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _is_public(address: str) -> bool:
-    found = parsed(address)
-    return found is not None and found.is_global
-
-
-def parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return the parsed address, IPv4 for IPv4 inside IPv6; None for an invalid one."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return None
-    return found.ipv4_mapped or found if isinstance(found, ipaddress.IPv6Address) else found

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prime_node.coordinator.api.amendments import CalibrationIntake
 from prime_node.coordinator.api.statements import KeyRings, LedgerSigner
 from prime_node.coordinator.manifests import PublishedManifests
+from prime_node.coordinator.replay_archive import ReplayArchive
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.web import Request, Response
@@ -28,6 +29,7 @@ class PublicDocuments:
     keys: KeyRings
     calibrations: CalibrationIntake
     ledger: LedgerSigner
+    archive: ReplayArchive
     notifications: Notifications
 
     async def run_spec(self) -> Envelope:
@@ -53,6 +55,10 @@ class PublicDocuments:
     async def manifest(self, request: Request) -> Envelope:
         """Return a published manifest. Raise RemoteError(NOT_FOUND)."""
         return await self.manifests.read(_number(request.params["policy_version"]))
+
+    async def batch(self, request: Request) -> Envelope:
+        """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND)."""
+        return await self.archive.read_batch(_number(request.params["step"]), _number(request.params["part"]))
 
     async def key_ring(self, request: Request) -> Envelope:
         """Return an accepted key ring. Raise RemoteError(NOT_FOUND)."""

@@ -25,6 +25,7 @@ content; its verdict on a body that cannot be read is MALFORMED.
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from prime_node.coordinator.api.leasing import ENVIRONMENT_RETRY_S
@@ -45,10 +46,12 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.store import Store
+from prime_node.ports.writer_link import HeldParcel
+from prime_node.traces import of_lease, spanned
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, parse_json
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.parcel import Parcel, open_parcel
+from prime_protocol.parcel import open_parcel
 from prime_protocol.replies import UploadReply
 from prime_protocol.rollout import RolloutHeader, body_bytes_max
 from prime_protocol.run_spec import PinnedRun
@@ -63,6 +66,8 @@ _ENDED: dict[LeaseEnd | None, str] = {
     LeaseEnd.CANCELLED: "was handed back",
     LeaseEnd.OVERTAKEN: "ended: another worker was leased the same groups and was faster",
 }
+ELSEWHERE_RETRY_S = 5.0
+"""Time after which a worker may send a bundle again that its gateway stored where the coordinator cannot read it."""
 ANOTHER_UPLOADED = Verdict.refuse(RejectReason.DUPLICATE, "another bundle was uploaded for this lease")
 
 
@@ -156,29 +161,61 @@ class BundleIntake:
     async def upload(self, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
         """Accept one bundle. `paid_by` is the key whose rate is charged already. Raise RemoteError."""
         self.metrics.add("prime_upload_bytes_total", len(parcel))
-        state = self.decisions.state
         with self.gate.blame(address, self.clock.monotonic_s()):
             opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)  # (1)
-            header = read_header(opened, run=self.run, state=state)  # (2) to (4)
-        bundle, lease = digest_of(parcel), state.lease_of(header.lease_id, header.worker)
+            header = read_header(opened.envelope, run=self.run, state=self.decisions.state)  # (2) to (4)
+        digest = digest_of(parcel)
+
+        async def keep() -> None:
+            await self.bundles.put(parcel, digest=digest)
+
+        bundle = _Bundle(digest, len(parcel), opened.envelope, lambda: opened.check_body(header), keep)
+        return await self._take(bundle, header, paid_by=paid_by)
+
+    async def upload_held(self, envelope: bytes, parcel: HeldParcel, *, address: str, paid_by: str = "") -> UploadReply:
+        """Accept one bundle that a gateway holds, by the envelope of its header. Raise RemoteError."""
+        self.metrics.add("prime_upload_bytes_total", parcel.num_bytes)
+        with self.gate.blame(address, self.clock.monotonic_s()):
+            opened = open_envelope(envelope)
+            header = read_header(opened, run=self.run, state=self.decisions.state, is_verified=True)
+
+        async def keep() -> None:
+            if data := await parcel.fetch():
+                await self.bundles.put(data, digest=parcel.digest)
+            elif not await self.bundles.has(parcel.digest):
+                log.error(
+                    "bundle %s is not where its gateway says: coordinator.blobs of the gateway must be the coordinator's",
+                    parcel.digest[:12],
+                )
+                raise RemoteError(
+                    ErrorCode.UNAVAILABLE, "the gateway stores bundles elsewhere", retry_after_s=ELSEWHERE_RETRY_S
+                )
+
+        bundle = _Bundle(parcel.digest, parcel.num_bytes, opened, lambda: None, keep)
+        return await self._take(bundle, header, paid_by=paid_by)
+
+    async def _take(self, incoming: _Bundle, header: RolloutHeader, *, paid_by: str) -> UploadReply:
+        state, bundle = self.decisions.state, incoming.digest
+        lease = state.lease_of(header.lease_id, header.worker)
         is_charged = paid_by == header.worker
         if lease is None:
             self._charge(AGAIN + header.worker, is_charged)
             return UploadReply(bundle=bundle, verdict=await self._verdict_on_forgotten(header, bundle))
-        outcome = decide_upload(state, header, lease, bundle=bundle, num_bytes=len(parcel))  # (5), (6)
+        outcome = decide_upload(state, header, lease, bundle=bundle, num_bytes=incoming.num_bytes)  # (5), (6)
         if isinstance(outcome, AlreadyAnswered):
             self._charge(AGAIN + header.worker, is_charged)
             return UploadReply(bundle=bundle, verdict=outcome.verdict)
         check_sizes(header, lease, self.run)  # (7)
-        opened.check_body(
-            header
-        )  # (8); before any conviction: anyone who has seen a header can attach another body to it
+        incoming.check_body()  # (8); before any conviction: anyone who has seen a header can attach another body to it
         self._charge(header.worker, is_charged)
         self._require_lease_digest(header, lease)  # (9)
         self.presence.heard(header.worker, self.clock.monotonic_s())
-        if isinstance(outcome, ev.BundleArrived):
-            outcome = await self._store(header, bundle, parcel)
-        return UploadReply(bundle=bundle, verdict=await self._record(outcome, header, lease, opened))
+        with spanned(
+            "upload", of_lease(lease.lease_id), step=lease.step, bundle=bundle[:12], num_bytes=incoming.num_bytes
+        ):
+            if isinstance(outcome, ev.BundleArrived):
+                outcome = await self._store(header, incoming)
+            return UploadReply(bundle=bundle, verdict=await self._record(outcome, header, lease, incoming.envelope))
 
     def _require_lease_digest(self, header: RolloutHeader, lease: LeaseRecord) -> None:
         """Check step (9): a bundle kept for another lease than this one would prove nothing. Raise RemoteError."""
@@ -197,18 +234,18 @@ class BundleIntake:
         if not is_charged:
             self.gate.limiter.by_key.spend(bucket, self.clock.monotonic_s())
 
-    async def _store(self, header: RolloutHeader, bundle: str, parcel: bytes) -> UploadOutcome:
+    async def _store(self, header: RolloutHeader, incoming: _Bundle) -> UploadOutcome:
         """Make the bytes durable, then decide again: meanwhile the lease may have ended, or the same bundle arrived twice."""
-        await self.bundles.put(parcel, digest=bundle)
+        await incoming.keep()
         state = self.decisions.state
         require_role(header.worker, Caller.WORKER, run=self.run, state=state)
         lease = state.lease_of(header.lease_id, header.worker)
         if lease is None:
             raise RemoteError(ErrorCode.LEASE_UNKNOWN, "the lease ended during the upload")
-        return decide_upload(state, header, lease, bundle=bundle, num_bytes=len(parcel))
+        return decide_upload(state, header, lease, bundle=incoming.digest, num_bytes=incoming.num_bytes)
 
     async def _record(
-        self, outcome: UploadOutcome, header: RolloutHeader, lease: LeaseRecord, opened: Parcel
+        self, outcome: UploadOutcome, header: RolloutHeader, lease: LeaseRecord, envelope: Envelope
     ) -> Verdict | None:
         """Record the outcome of a bundle, and return its verdict; None if it is pending."""
         match outcome:
@@ -226,7 +263,7 @@ class BundleIntake:
                 self.decisions.decide(outcome)
                 return Verdict.refuse(outcome.reason, outcome.detail)
             case ev.BundleContradicted():
-                return await self._keep_both(outcome, lease, opened)
+                return await self._keep_both(outcome, lease, envelope)
 
     def _is_drawn(self, arrived: ev.BundleArrived) -> bool:
         """Return whether a bundle is drawn to be audited."""
@@ -235,7 +272,7 @@ class BundleIntake:
         return self.assigner.audit_draw(arrived.bundle) < share
 
     async def _keep_both(
-        self, contradicted: ev.BundleContradicted, lease: LeaseRecord, opened: Parcel
+        self, contradicted: ev.BundleContradicted, lease: LeaseRecord, envelope: Envelope
     ) -> Verdict | None:
         """Keep two signed headers for one lease for the operator, then convict their worker.
 
@@ -249,9 +286,9 @@ class BundleIntake:
         except KeyError:  # its step is trained
             return ANOTHER_UPLOADED
         first = open_parcel(stored, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
-        if first.envelope.payload == opened.envelope.payload:
+        if first.envelope.payload == envelope.payload:
             return verdict_of_lease(state, lease)
-        headers = [first.envelope, opened.envelope]
+        headers = [first.envelope, envelope]
         name = contradiction_name(lease.worker, lease.lease_id)
         await self.evidence.write(name, b"".join(header.to_bytes() + b"\n" for header in headers))
         receipt = await self.receipts.replaced(lease.bundle)
@@ -272,11 +309,25 @@ class BundleIntake:
         raise RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease; request a new one")
 
 
-def read_header(opened: Parcel, *, run: PinnedRun, state: State) -> RolloutHeader:
-    """Check steps (2) to (4). Raise RemoteError."""
-    signer = opened.envelope.sole_signer()
+@dataclass(frozen=True, slots=True)
+class _Bundle:
+    """A bundle that arrives."""
+
+    digest: str
+    num_bytes: int
+    envelope: Envelope
+    """Envelope of its header."""
+    check_body: Callable[[], object]
+    """Check step (8). Raises RemoteError."""
+    keep: Callable[[], Awaitable[None]]
+    """Make the bytes durable."""
+
+
+def read_header(envelope: Envelope, *, run: PinnedRun, state: State, is_verified: bool = False) -> RolloutHeader:
+    """Check steps (2) to (4), without (3) if a gateway has verified the signature. Raise RemoteError."""
+    signer = envelope.sole_signer()
     require_role(signer, Caller.WORKER, run=run, state=state)  # (2)
-    payload = opened.envelope.verify(PayloadType.ROLLOUT, trusted=(signer,))  # (3)
+    payload = envelope.payload if is_verified else envelope.verify(PayloadType.ROLLOUT, trusted=(signer,))  # (3)
     header = parse_json(payload, RolloutHeader)  # (4)
     if header.run != run.digest:
         raise wrong_run(header.run, run)

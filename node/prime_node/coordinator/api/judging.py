@@ -23,6 +23,7 @@ from prime_node.coordinator.state.records import PendingBundle
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
+from prime_node.traces import of_lease, spanned
 from prime_protocol.calibration import require_possible
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.limits import REWARD_MAX
@@ -274,23 +275,24 @@ class Judging:
         if reason is RejectReason.WRONG_CONTEXT and self.decisions.state.is_evaluation(pending.lease.slots):
             # Older workers without evaluations run another problem under that number. It is rejected, so they gain nothing by it.
             reason = RejectReason.INCOMPLETE
-        self.decisions.decide(
-            ev.VerdictGiven(
-                bundle=request.bundle,
-                reason=reason,
-                detail=verdict.detail,
-                rewards=request.rewards,
-                num_tokens=request.num_tokens,
-                validator=opinion.validator,
-                versions=request.versions,
-                unscored=request.unscored,
-                evidence=request.evidence,
-                fingerprints=request.fingerprints,
-                replaced=known,
-                logprobs=request.logprobs or "",
-                unjudged=is_uncalibrated(pending, request) and not self.tasks.pairs.knows(pending.engine_class),
-            )
+        given = ev.VerdictGiven(
+            bundle=request.bundle,
+            reason=reason,
+            detail=verdict.detail,
+            rewards=request.rewards,
+            num_tokens=request.num_tokens,
+            validator=opinion.validator,
+            versions=request.versions,
+            unscored=request.unscored,
+            evidence=request.evidence,
+            fingerprints=request.fingerprints,
+            replaced=known,
+            logprobs=request.logprobs or "",
+            unjudged=is_uncalibrated(pending, request) and not self.tasks.pairs.knows(pending.engine_class),
         )
+        outcome = str(reason or "accepted")
+        with spanned("verdict", of_lease(pending.lease.lease_id), bundle=request.bundle[:12], outcome=outcome):
+            self.decisions.decide(given)
         if verdict.accepted:
             self.curation.rate(pending.lease, request.bundle)
             self.tasks.look_again(pending, opinion, tokens_s=tokens_s)

@@ -20,6 +20,7 @@ from prime_node.coordinator.state.records import Claim, LeaseRecord
 from prime_node.coordinator.state.scheduler import Grant, NothingToLease, choose_slots
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
+from prime_node.traces import of_lease, spanned
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
@@ -169,28 +170,32 @@ class Leasing:
             return NotYet(reason=fault, retry_after_s=ENVIRONMENT_RETRY_S)
         draws = self.assigner.asked_draws(grant.slots, draws)
         lease_id = self.assigner.lease_id(signer, state.num_leases)
-        self.decisions.decide(
-            ev.LeaseGranted(
-                lease_id=lease_id,
-                worker=signer,
-                step=grant.step,
-                policy_version=request.policy_version,
-                policy_digest=request.policy_digest,
-                slots=grant.slots,
-                expires_at_ms=self.clock.now_ms() + rules.lease_ms,
-                draws=draws,
-                remembered=leases_remembered(state),
-                prompts=self.assigner.prompts_digest(grant.slots, draws),
-            )
+        granted = ev.LeaseGranted(
+            lease_id=lease_id,
+            worker=signer,
+            step=grant.step,
+            policy_version=request.policy_version,
+            policy_digest=request.policy_digest,
+            slots=grant.slots,
+            expires_at_ms=self.clock.now_ms() + rules.lease_ms,
+            draws=draws,
+            remembered=leases_remembered(state),
+            prompts=self.assigner.prompts_digest(grant.slots, draws),
         )
-        return seal(self.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, self.key)
+        with spanned("lease", of_lease(lease_id), is_root=True, step=grant.step, worker=signer[-8:]):
+            self.decisions.decide(granted)
+            return seal(self.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, self.key)
 
     def _policy_fault(self, request: LeaseRequest) -> NothingToLease | None:
         """Check that the worker holds a policy that is published here, with the same digest."""
         state, version = self.decisions.state, request.policy_version
         publication = state.published.get(version)
         if publication is None:
-            reason = "no policy is published yet" if state.head < 0 else f"fetch policy {state.head}"
+            reason = (
+                "no policy is published yet"
+                if state.head < 0
+                else f"policy {version} is not published here; policy {state.head} is the newest"
+            )
             if version > state.head >= 0:
                 reason = (
                     f"the coordinator does not have policy {version}; its newest is {state.head}. If this lasts, report "

@@ -2,11 +2,14 @@
 
 A request is valid for REQUEST_AGE_S_MAX before and after its time stamp. So a copy may be valid for twice as long after its
 arrival, plus the time that the wall clock may fall behind within an epoch. Its nonce is remembered for at least
-that. There are two generations: when the newer one is old enough, the whole older one is forgotten.
+that, and for at most one of SLICES parts more. Each slice of time has a set of its own, which is forgotten as a whole.
+
+A nonce is kept as 64 bits of a hash with a secret of this process, which takes half the memory. Two of ten million have the
+same by a chance of one in 400,000; then an honest request is refused once, and its sender signs another one.
 
 The run's keys, members and strangers have a room each. Within a room a key (for strangers: a network) that has used EACH_MIN
 gets more only as a share of what is left (FREE_PARTS), and a part of the room is not available to such keys. So the heaviest
-users are refused first. With the default settings it takes about two thousand member keys to fill their room.
+users are refused first. The members' room grows with their number, by MEMBER_NONCES each: a run with many workers is no full one.
 
 A nonce is forgotten by a restart, and with time, once its request has expired by the clock. So an epoch begins with the
 process, and again when the clock is set back, because expired requests could be valid again then. An epoch's name is random and
@@ -17,7 +20,7 @@ restored backup brings an earlier one back.
 from __future__ import annotations
 
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -27,6 +30,9 @@ from prime_protocol.errors import ErrorCode, RemoteError
 
 MEMORY_S = 2 * limits.REQUEST_AGE_S_MAX + limits.CLOCK_BACK_S_MAX
 RETRY_S = 10.0
+SLICES = 8
+MEMBER_NONCES = 512
+"""Nonces for which each active worker adds room: about two requests a second. Its own rate is limited elsewhere."""
 APART_PARTS = 4
 """Parts of the memory: the run's keys have one, strangers another, and members the rest.
 
@@ -90,8 +96,10 @@ class Room(StrEnum):
 
 
 @dataclass(slots=True)
-class _Generation:
-    seen: set[str] = field(default_factory=set)
+class _Slice:
+    end_s: float
+    """Time from which no nonce is added."""
+    seen: set[int] = field(default_factory=set)
     in_room: Counter[Room] = field(default_factory=Counter)
     by_name: Counter[tuple[Room, str]] = field(default_factory=Counter)
 
@@ -102,35 +110,59 @@ class Nonces:
     def __init__(self, *, nonces_max: int) -> None:
         apart = nonces_max // APART_PARTS
         self._room_max = {Room.ROLES: apart, Room.STRANGERS: apart, Room.MEMBERS: nonces_max - 2 * apart}
-        self._newer, self._older = _Generation(), _Generation()
-        self._since_s = 0.0
+        self._slices: deque[_Slice] = deque()
+        self._in_room: Counter[Room] = Counter()
+        self._by_name: Counter[tuple[Room, str]] = Counter()
+        self._secret = secrets.token_hex(16)
 
     def require_new(self, signer: str, nonce: str) -> None:
         """Raise RemoteError(REPLAYED) if the nonce is known."""
-        if signer + nonce in self._newer.seen or signer + nonce in self._older.seen:
+        known = self._hashed(signer, nonce)
+        if any(known in one.seen for one in self._slices):
             raise RemoteError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
 
-    def spend(self, signer: str, nonce: str, now_s: float, *, room: Room = Room.MEMBERS, network: str = "") -> None:
+    def spend(
+        self,
+        signer: str,
+        nonce: str,
+        now_s: float,
+        *,
+        room: Room = Room.MEMBERS,
+        network: str = "",
+        num_members: int = 0,
+    ) -> None:
         """Remember a nonce. `network` is the network whose share it takes, if not the signer's own.
 
         Raise RemoteError: REPLAYED, TOO_MANY_REQUESTS if the share is used up, or UNAVAILABLE if the room is full.
         """
-        if now_s - self._since_s > MEMORY_S:
-            self._newer, self._older = _Generation(), self._newer
-            if now_s - self._since_s > 2 * MEMORY_S:
-                self._older = _Generation()
-            self._since_s = now_s
+        newest = self._slice_at(now_s)
         self.require_new(signer, nonce)
-        newer, older, name = self._newer, self._older, (room, network or signer)
-        left = self._room_max[room] - newer.in_room[room] - older.in_room[room]
+        name = (room, network or signer)
+        room_max = self._room_max[room] + (MEMBER_NONCES * num_members if room is Room.MEMBERS else 0)
+        left = room_max - self._in_room[room]
         if left <= 0:
             raise RemoteError(ErrorCode.UNAVAILABLE, "too many requests at once", retry_after_s=RETRY_S)
-        used, parts = newer.by_name[name] + older.by_name[name], 1 if room is Room.ROLES else FREE_PARTS
-        kept = self._room_max[room] // APART_PARTS
+        used, parts = self._by_name[name], 1 if room is Room.ROLES else FREE_PARTS
+        kept = room_max // APART_PARTS
         if used >= EACH_MIN and parts * used >= left - kept:
             raise RemoteError(
                 ErrorCode.TOO_MANY_REQUESTS, "too many requests in the last minutes", retry_after_s=RETRY_S
             )
-        newer.seen.add(signer + nonce)
-        newer.in_room[room] += 1
-        newer.by_name[name] += 1
+        newest.seen.add(self._hashed(signer, nonce))
+        for counts, what in ((newest.in_room, room), (self._in_room, room)):
+            counts[what] += 1
+        for names in (newest.by_name, self._by_name):
+            names[name] += 1
+
+    def _hashed(self, signer: str, nonce: str) -> int:
+        return hash(f"{self._secret} {signer} {nonce}")
+
+    def _slice_at(self, now_s: float) -> _Slice:
+        """Forget the slices that are old enough, and return the present one."""
+        while self._slices and self._slices[0].end_s < now_s - MEMORY_S:
+            old = self._slices.popleft()
+            self._in_room -= old.in_room  # removes what is 0
+            self._by_name -= old.by_name
+        if not self._slices or self._slices[-1].end_s <= now_s:
+            self._slices.append(_Slice(now_s + MEMORY_S / SLICES))
+        return self._slices[-1]

@@ -6,7 +6,6 @@ Nothing here needs a key or changes the run. All of it counts as strangers' requ
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import re
 from collections.abc import AsyncIterator
@@ -14,14 +13,16 @@ from typing import Any
 
 from prime_node.coordinator.api.cached_response import CachedResponse
 from prime_node.coordinator.api.callers import Callers
-from prime_node.coordinator.page.assets import PAGE_HEADERS, TYPES, page_files, zipped
-from prime_node.coordinator.page.live_feed import LiveFeed
+from prime_node.coordinator.page.live_feed import LiveFeed, LiveFrames
 from prime_node.coordinator.page.roster import Roster
+from prime_node.pages.assets import PAGE_HEADERS, file_answer, index_answer, zipped, zipped_answer
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.web import Request, Response
 from prime_protocol.errors import ErrorCode, RemoteError
 
+PACKAGE = "prime_node.coordinator.page"
+"""Package whose folder `assets` has the page's files."""
 ROSTER_S = 5.0
 """Seconds between two looks at all workers. Between them, an answer that was made before costs nothing."""
 ROSTER_LEVEL = 4
@@ -45,26 +46,21 @@ class PagePages:
 
     async def index(self, request: Request) -> Response:
         """Return the page."""
-        return _answer(request, page_files().index, TYPES["html"])
+        return index_answer(request, PACKAGE)
 
     async def file(self, request: Request) -> Response:
         """Return one of the page's files."""
-        digest, _, name = request.params["name"].partition("-")
-        files = page_files()
-        if digest != files.digest or name not in files.files:
-            raise RemoteError(ErrorCode.NOT_FOUND, "the page has no such file; load the page again")
-        kind = TYPES[name.rpartition(".")[2]]
-        return _answer(request, files.files[name], kind, caching="public, max-age=31536000, immutable")
+        return file_answer(request, PACKAGE)
 
     async def history(self, request: Request) -> Response:
         """Return all that the page shows first."""
-        return _answer(request, self._document.get())
+        return zipped_answer(request, self._document.get())
 
     async def events(self, request: Request) -> Response:
         """Return recent events with numbers above `since`."""
         history = self.feed.page.history
         found = {"newest": history.number, "events": history.events(_since(request))}
-        return _answer(request, zipped(_json(found), ROSTER_LEVEL))
+        return zipped_answer(request, zipped(_json(found), ROSTER_LEVEL))
 
     async def roster(self, request: Request) -> Response:
         """Return a row for each worker, or what has changed since a version. Compression takes long, so a thread does it."""
@@ -79,7 +75,7 @@ class PagePages:
             if place not in self._rosters:
                 found = self._roster.since(place)
                 self._rosters[place] = await asyncio.to_thread(lambda: zipped(_json(found), ROSTER_LEVEL))
-            return _answer(request, self._rosters[place])
+            return zipped_answer(request, self._rosters[place])
 
     async def evidence(self, request: Request) -> Response:
         """Return the dossier of a ban, which `prime-node evidence verify` checks."""
@@ -99,23 +95,32 @@ class PagePages:
 
     async def live(self, request: Request) -> Response:
         """Return the live changes after the version `since` as server-sent events."""
-        network = self._callers.network_of(request.remote)
-        if not self.feed.has_room(network):
-            raise RemoteError(
-                ErrorCode.UNAVAILABLE, "too many viewers; the page asks from time to time instead", retry_after_s=15.0
-            )
-        self.feed.enter(network)
-        return Response(
-            self.feed.frames(_since(request, request.headers.get("last-event-id"))),
-            content_type="text/event-stream",
-            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **PAGE_HEADERS},
-            after=lambda: self.feed.leave(network),
-        )
+        return live_answer(self.feed, live_since(request), self._callers.network_of(request.remote))
 
     async def _pieces(self, name: str, num_bytes: int) -> AsyncIterator[bytes]:
         """Read a dossier as fast as its reader takes it: it may be large, and anyone may ask for it."""
         for start in range(0, num_bytes, DOSSIER_PIECE_BYTES):
             yield await self._private.read(name, start=start, end=min(num_bytes, start + DOSSIER_PIECE_BYTES))
+
+
+def live_since(request: Request) -> int:
+    """Return the version after which a viewer asks. Raise RemoteError(MALFORMED)."""
+    return _since(request, request.headers.get("last-event-id"))
+
+
+def live_answer(feed: LiveFrames, since: int, network: str) -> Response:
+    """Return the stream of one more viewer. Raise RemoteError(UNAVAILABLE) if there are too many."""
+    if not feed.has_room(network):
+        raise RemoteError(
+            ErrorCode.UNAVAILABLE, "too many viewers; the page asks from time to time instead", retry_after_s=15.0
+        )
+    feed.enter(network)  # nothing after it raises: a viewer that never leaves would keep its place
+    return Response(
+        feed.frames(since),
+        content_type="text/event-stream",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no", **PAGE_HEADERS},
+        after=lambda: feed.leave(network),
+    )
 
 
 def _since(request: Request, last: str | None = None) -> int:
@@ -128,11 +133,3 @@ def _since(request: Request, last: str | None = None) -> int:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _answer(request: Request, data: bytes, kind: str = "application/json", *, caching: str = "no-cache") -> Response:
-    """Return compressed data, as they are to a caller that can read them."""
-    headers = {"Cache-Control": caching, "Vary": "Accept-Encoding", **PAGE_HEADERS}
-    if "gzip" not in request.headers.get("accept-encoding", ""):
-        return Response(gzip.decompress(data), content_type=kind, headers=headers)
-    return Response(data, content_type=kind, headers={"Content-Encoding": "gzip", **headers})

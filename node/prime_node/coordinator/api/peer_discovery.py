@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from prime_node.coordinator.api.admission import joining_rules
 from prime_node.coordinator.api.callers import HEADER, HOPS_MAX, Networks, is_in, without_port
 from prime_node.coordinator.api.requests import sender_of
 from prime_node.coordinator.config import CoordinatorConfig
@@ -47,7 +48,8 @@ class PeerDiscovery:
         is_guest = (
             signer not in self.config.seeders and sender_of(signer, run=self.run, state=self.decisions.state) is None
         )
-        if is_guest and (self.config.invites_needed or self.config.allowed_workers):
+        is_closed = self.config.allowed_workers or joining_rules(self.decisions.state, self.config).invites_needed
+        if is_guest and is_closed:
             raise RemoteError(
                 ErrorCode.NOT_INVITED,
                 (

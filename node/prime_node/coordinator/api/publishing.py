@@ -20,12 +20,14 @@ from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.replay_archive import ReplayArchive
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
+from prime_node.traces import of_step, spanned
 from prime_protocol import limits
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
@@ -84,6 +86,7 @@ class ManifestIntake:
     evaluations: Evaluations
     observer: Observer
     notifications: Notifications
+    archive: ReplayArchive
     public: Blobs
     private: Documents
 
@@ -93,8 +96,11 @@ class ManifestIntake:
             envelope = open_envelope(body)
             require_role(self._trainer_of(envelope), Caller.TRAINER, run=self.run, state=self.decisions.state)
             signed = open_manifest(envelope, self.run)
-        async with self.manifests.turn:
-            await self._take_in(signed)
+        await self.archive.keep_ahead(signed.manifest)
+        version = signed.manifest.policy_version
+        with spanned("publish", of_step(version - 1), policy_version=version):
+            async with self.manifests.turn:
+                await self._take_in(signed)
 
     async def _take_in(self, signed: SignedManifest) -> None:
         manifest = signed.manifest
@@ -107,6 +113,8 @@ class ManifestIntake:
         self._check_batch(manifest)
         await self._check_blobs(manifest)
         await self._check_bases(manifest)
+        await self.archive.require_state(manifest)
+        await self.archive.keep(manifest)
         await self.manifests.write(signed)
         self.decisions.decide(
             ev.ManifestPublished(

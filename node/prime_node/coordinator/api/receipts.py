@@ -90,27 +90,31 @@ def _opened(stored: StoredReceipt) -> Receipt:
     return parse_json(open_envelope(stored.envelope.encode()).payload, Receipt)
 
 
+def receipt_of(run: PinnedRun, assigner: Assigner, settled: Settled, at_ms: int) -> Receipt:
+    """Return the receipt of a settled bundle."""
+    lease = settled.lease
+    return Receipt(
+        run=run.digest,
+        worker=lease.worker,
+        lease_id=lease.lease_id,
+        bundle=settled.bundle,
+        step=lease.step,
+        policy_version=lease.policy_version,
+        num_rollouts=settled.num_rollouts,
+        num_tokens=settled.num_tokens,
+        status=settled.status,
+        reason=settled.reason,
+        detail=settled.detail,
+        at_ms=at_ms,
+        evidence=settled.weighed,
+        assigned=assigner.assigned(lease) if settled.status is BundleStatus.ACCEPTED else None,
+    )
+
+
 def receipt_signer(run: PinnedRun, key: SigningKey, assigner: Assigner) -> Callable[[Settled, int], Envelope]:
-    """Return the function that makes a receipt from a settled bundle."""
+    """Return the function that makes a signed receipt from a settled bundle."""
 
     def sign(settled: Settled, at_ms: int) -> Envelope:
-        lease = settled.lease
-        receipt = Receipt(
-            run=run.digest,
-            worker=lease.worker,
-            lease_id=lease.lease_id,
-            bundle=settled.bundle,
-            step=lease.step,
-            policy_version=lease.policy_version,
-            num_rollouts=settled.num_rollouts,
-            num_tokens=settled.num_tokens,
-            status=settled.status,
-            reason=settled.reason,
-            detail=settled.detail,
-            at_ms=at_ms,
-            evidence=settled.weighed,
-            assigned=assigner.assigned(lease) if settled.status is BundleStatus.ACCEPTED else None,
-        )
-        return seal(receipt, PayloadType.RECEIPT, key)
+        return seal(receipt_of(run, assigner, settled, at_ms), PayloadType.RECEIPT, key)
 
     return sign

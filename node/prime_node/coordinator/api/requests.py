@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 
 from prime_node.coordinator.api.callers import Callers, prefix_of
 from prime_node.coordinator.api.clock_readings import ClockReading, read_clocks
@@ -50,7 +51,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.web import Admit, BodyAdmission, BodyShare, Sender
 from prime_node.ports.web import Request as HttpRequest
 from prime_protocol import limits
-from prime_protocol.body_claim import CLAIM_HEADER, open_claim, read_claim
+from prime_protocol.body_claim import CLAIM_HEADER, open_claim, parse_claim, read_claim
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import Role
@@ -77,7 +78,7 @@ class Caller(StrEnum):
     OPERATOR = "root or coordinator"
 
 
-_ROLES = {
+ROLES_OF = {
     Caller.VALIDATOR: (Role.VALIDATOR,),
     Caller.TRAINER: (Role.TRAINER,),
     Caller.JUDGES: (Role.VALIDATOR, Role.TRAINER),
@@ -110,23 +111,56 @@ class RequestGate:
         with self.blame(address, now_s):
             envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)  # (1)
             signer = envelope.sole_signer()  # (2)
-            if sender_of(signer, run=self.run, state=state) is None:
-                self.limiter.by_address.require(address, now_s)
-            require_role(signer, caller, run=self.run, state=state)  # (3)
-            if signer not in state.workers and caller is Caller.ANYONE:
-                self.limiter.by_address.charge(address, now_s)  # a new key costs a millisecond
+            self._require_caller(signer, caller, state=state, address=address, now_s=now_s)  # (2), (3)
             payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))  # (4)
-        stamped = parse_json(payload, Stamped)  # (5)
-        if not isinstance(stamped.request, kind):
-            raise RemoteError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
-        if stamped.run != self.run.digest:  # (6)
-            raise wrong_run(stamped.run, self.run)
+        stamped = stamped_request(payload, kind, self.run)  # (5), (6)
+        self._accept(signer, stamped, caller=caller, state=state, address=address, now=now, paid_by=paid_by)
+        return signer, stamped.request
+
+    def admit_verified(
+        self,
+        signer: str,
+        payload: bytes,
+        *,
+        kind: type[Request],
+        caller: Caller,
+        state: State,
+        address: str,
+        now: ClockReading,
+        paid_by: str = "",
+    ) -> Request:
+        """Return the request in a payload whose signature a gateway has verified. Raise RemoteError."""
+        with self.blame(address, now.monotonic_s):
+            self._require_caller(signer, caller, state=state, address=address, now_s=now.monotonic_s)
+        stamped = stamped_request(payload, kind, self.run)
+        self._accept(signer, stamped, caller=caller, state=state, address=address, now=now, paid_by=paid_by)
+        return stamped.request
+
+    def _require_caller(self, signer: str, caller: Caller, *, state: State, address: str, now_s: float) -> None:
+        if sender_of(signer, run=self.run, state=state) is None:
+            self.limiter.by_address.require(address, now_s)
+        require_role(signer, caller, run=self.run, state=state)
+        if signer not in state.workers and caller is Caller.ANYONE:
+            self.limiter.by_address.charge(address, now_s)  # a new key costs a millisecond
+
+    def _accept(
+        self,
+        signer: str,
+        stamped: Stamped,
+        *,
+        caller: Caller,
+        state: State,
+        address: str,
+        now: ClockReading,
+        paid_by: str,
+    ) -> None:
+        """Check what only the writer knows: epoch, time, nonce, rate. Raise RemoteError."""
+        now_s = now.monotonic_s
         self.require_fresh(stamped.epoch, stamped.issued_at_ms, now)  # (7)
         self.nonces.require_new(signer, stamped.nonce)  # (8)
         if signer != paid_by and caller in (Caller.ANYONE, Caller.WORKER, Caller.KNOWN):
             self.limiter.by_key.spend(signer, now_s)  # (9)
         self.spend_nonce(signer, stamped.nonce, state=state, address=address, now_s=now_s)
-        return signer, stamped.request
 
     def spend_nonce(self, signer: str, nonce: str, *, state: State, address: str, now_s: float) -> None:
         """Remember a nonce in the room of its signer's kind. Raise RemoteError."""
@@ -134,7 +168,8 @@ class RequestGate:
         if sender is None:
             self.nonces.spend(signer, nonce, now_s, room=Room.STRANGERS, network=prefix_of(address))
         else:
-            self.nonces.spend(signer, nonce, now_s, room=Room.ROLES if sender.is_role else Room.MEMBERS)
+            room = Room.ROLES if sender.is_role else Room.MEMBERS
+            self.nonces.spend(signer, nonce, now_s, room=room, num_members=state.num_active)
 
     def blame(self, address: str, now_s: float) -> _Blame:
         """Charge an address for a RemoteError raised inside the context. Used for parcels too."""
@@ -154,6 +189,25 @@ class RequestGate:
                 f"signed {skew_s:.0f} s away from the coordinator's time, {limits.REQUEST_AGE_S_MAX:.0f} s are "
                 "allowed; check the clock",
             )
+
+
+def verify_request(body: bytes, kind: type[Request], run: PinnedRun) -> tuple[str, bytes]:
+    """Return the signer of a request and the signed payload, by the checks that need no state. Raise RemoteError."""
+    envelope = open_envelope(body, bytes_max=limits.REQUEST_BYTES_MAX)
+    signer = envelope.sole_signer()
+    payload = envelope.verify(PayloadType.REQUEST, trusted=(signer,))
+    stamped_request(payload, kind, run)
+    return signer, payload
+
+
+def stamped_request(payload: bytes, kind: type[Request], run: PinnedRun) -> Stamped:
+    """Return the stamped request of a verified payload: steps (5) and (6). Raise RemoteError."""
+    stamped = parse_json(payload, Stamped)
+    if not isinstance(stamped.request, kind):
+        raise RemoteError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
+    if stamped.run != run.digest:
+        raise wrong_run(stamped.run, run)
+    return stamped
 
 
 class _Blame:
@@ -176,17 +230,26 @@ class _Blame:
 def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:
     """Return the sender if it is a key of the run or of an active worker; None for a stranger's key."""
     keys, worker = run.keys.current, state.workers.get(signer)
-    if signer in keys.root + keys.coordinator + keys.trainer + keys.validator:
+    if any(signer in held for held in (keys.root, keys.coordinator, keys.trainer, keys.validator)):
         return Sender(signer, is_role=True)
     return Sender(signer, is_role=False) if worker is not None and worker.active else None
+
+
+def claimed_sender(signed: bytes, *, run: PinnedRun, state: State) -> Sender | None:
+    """Return the sender that a header's envelope names, unverified; None if that is a stranger, or if the header is invalid."""
+    try:
+        signer = open_envelope(signed, bytes_max=limits.HEADER_ENVELOPE_BYTES_MAX).sole_signer()
+    except RemoteError:
+        return None
+    return sender_of(signer, run=run, state=state)
 
 
 def require_role(signer: str, caller: Caller, *, run: PinnedRun, state: State) -> None:
     """Raise RemoteError if a key that is assumed to have signed may not call. Free, so it comes before the signature check."""
     keys = run.keys.current
-    if caller in _ROLES:
-        if not any(signer in keys.of(role) for role in _ROLES[caller]):
-            if any(run.keys.is_revoked(signer, role) for role in _ROLES[caller]):
+    if caller in ROLES_OF:
+        if not any(signer in keys.of(role) for role in ROLES_OF[caller]):
+            if any(run.keys.is_revoked(signer, role) for role in ROLES_OF[caller]):
                 raise RemoteError(ErrorCode.REVOKED, f"key ring {run.keys.version} has revoked this key")
             raise RemoteError(ErrorCode.WRONG_ROLE, f"only {caller} keys of the run may send this request")
         return
@@ -215,37 +278,42 @@ class BodyChecks:
 
     def admits(self, action: str, caller: Caller) -> Admit:
         """Return the check for bodies that are sent to /v1/`action`."""
+        return partial(self.admit, action=action, caller=caller)
 
-        def admit(request: HttpRequest, num_bytes: int) -> BodyAdmission:
-            now, address = read_clocks(self.clock), self.callers.address_of(request)
-            now_s = now.monotonic_s
-            network = self.callers.network_of(address)
-            header = request.headers.get(CLAIM_HEADER.lower())
-            if header is None:
-                return _of_stranger(num_bytes, network)
-            with self.gate.blame(address, now_s):
-                envelope = open_claim(header)  # (1)
-                signer = envelope.sole_signer()  # (2)
-                sender = sender_of(signer, run=self.gate.run, state=self.decisions.state)
-                if sender is None:
-                    self.gate.limiter.by_address.require(address, now_s)
-                    require_role(signer, caller, run=self.gate.run, state=self.decisions.state)  # (3)
-                    return _of_stranger(num_bytes, network)  # its signature would gain it nothing
-                require_role(signer, caller, run=self.gate.run, state=self.decisions.state)  # (3)
-                if signer in self.decisions.state.workers:
-                    self.gate.limiter.by_key.require(signer, now_s)  # (4)
+    def admit(
+        self, request: HttpRequest, num_bytes: int, *, action: str, caller: Caller, is_verified: bool = False
+    ) -> BodyAdmission:
+        """Decide on a body by its request's header. A gateway `is_verified` the header's signature before. Raise RemoteError."""
+        now, address, state = read_clocks(self.clock), self.callers.address_of(request), self.decisions.state
+        now_s = now.monotonic_s
+        network = self.callers.network_of(address)
+        header = request.headers.get(CLAIM_HEADER.lower())
+        if header is None:
+            return _of_stranger(num_bytes, network)
+        with self.gate.blame(address, now_s):
+            envelope = open_claim(header)  # (1)
+            signer = envelope.sole_signer()  # (2)
+            sender = sender_of(signer, run=self.gate.run, state=state)
+            if sender is None:
+                self.gate.limiter.by_address.require(address, now_s)
+                require_role(signer, caller, run=self.gate.run, state=state)  # (3)
+                return _of_stranger(num_bytes, network)  # its signature would gain it nothing
+            require_role(signer, caller, run=self.gate.run, state=state)  # (3)
+            if signer in state.workers:
+                self.gate.limiter.by_key.require(signer, now_s)  # (4)
+            if is_verified:
+                claim = parse_claim(envelope.payload, action=action, body_bytes=num_bytes)
+            else:
                 claim = read_claim(envelope, signer, action=action, body_bytes=num_bytes)  # (5)
-            if claim.run != self.gate.run.digest:  # (6)
-                raise wrong_run(claim.run, self.gate.run)
-            self.gate.require_fresh(claim.epoch, claim.issued_at_ms, now)
-            self.gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
-            if signer in self.decisions.state.workers:
-                self.gate.limiter.by_key.spend(signer, now_s)
-            self.gate.spend_nonce(signer, claim.nonce, state=self.decisions.state, address=address, now_s=now_s)
-            request.vouch(sender)
-            return BodyAdmission(self._of_known(signer, network), claim.body_digest)
-
-        return admit
+        if claim.run != self.gate.run.digest:  # (6)
+            raise wrong_run(claim.run, self.gate.run)
+        self.gate.require_fresh(claim.epoch, claim.issued_at_ms, now)
+        self.gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
+        if signer in state.workers:
+            self.gate.limiter.by_key.spend(signer, now_s)
+        self.gate.spend_nonce(signer, claim.nonce, state=state, address=address, now_s=now_s)
+        request.vouch(sender)
+        return BodyAdmission(self._of_known(signer, network), claim.body_digest)
 
     def paid_by(self, request: HttpRequest) -> str:
         """Return the key whose rate was charged before this body was read; empty if none was. Raise RemoteError."""

@@ -1,7 +1,7 @@
 """The coordinator's HTTP endpoints as one table. SPEC.md, section "HTTP".
 
-Every answer waits until its content is durable (`Decisions.synced`). Every error is an ErrorBody. An internal fault is INTERNAL,
-shows no details and is logged with its endpoint.
+Every answer waits until its content is durable (`Decisions.synced`), and is given only during the coordinator's term. Every error
+is an ErrorBody. An internal fault is INTERNAL, shows no details and is logged with its endpoint.
 """
 
 from __future__ import annotations
@@ -26,25 +26,36 @@ from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.api.operating import OperatorActions
 from prime_node.coordinator.api.page import PagePages
 from prime_node.coordinator.api.peer_discovery import PeerDiscovery
+from prime_node.coordinator.api.persons import PersonRules
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists
-from prime_node.coordinator.api.requests import BodyChecks, Caller, RequestGate, sender_of
+from prime_node.coordinator.api.requests import ROLES_OF, BodyChecks, Caller, RequestGate, sender_of
 from prime_node.coordinator.api.statements import KeyRings, LedgerSigner, TimestampSigner
 from prime_node.coordinator.api.status import StatusPages
 from prime_node.coordinator.api.training import TrainerBatches
 from prime_node.coordinator.decisions import Decisions
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
-from prime_node.ports.web import Request, Response, Route
+from prime_node.ports.web import Admit, Handler, Importance, Request, Response, Route
+from prime_node.ports.writer_link import HeldParcel
+from prime_node.traces import received_context
 from prime_protocol import limits, requests
 from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.envelope import Envelope
-from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 from prime_protocol.replies import NotYet
 
 log = logging.getLogger(__name__)
+
+HEALTH_PATH, HEARTBEAT_PATH, UPLOAD_PATH = "/healthz", "/v1/heartbeat", "/v1/rollouts"
+READY_PATH = "/readyz"
+"""Answered with 200 by a coordinator that leads, with 503 by a standby: for load balancers."""
+STORAGE_RETRY_S = 5.0
+"""Time after which a client may repeat a request whose disk or storage service failed."""
+TERM_RETRY_S = 0.5
+"""Time after which a client may repeat a request whose answer came after the end of the coordinator's term."""
 Answer = BaseModel | Envelope | bytes | dict[str, Any] | Response | None
 """Result of an endpoint. A dict is unsigned JSON; None is an answer without content."""
 
@@ -55,6 +66,7 @@ class Handlers:
 
     leasing: Leasing
     admission: WorkerAdmission
+    persons: PersonRules
     intake: BundleIntake
     receipts: ReceiptLists
     check_tasks: CheckTasks
@@ -85,6 +97,8 @@ class ApiCall:
     """Key that signed it, where the endpoint takes a signed message."""
     message: Any = None
     """The verified message."""
+    parcel: HeldParcel | None = None
+    """Bundle that a gateway holds; the body is the envelope of its header then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +112,18 @@ class ApiEndpoint:
     message: type[Any] | None = None
     """Signed message that it takes; None: its handler verifies the body itself."""
     body_bytes_max: Callable[[Limits], int] = lambda bounds: limits.REQUEST_BYTES_MAX
+
+    @property
+    def action(self) -> str:
+        """Name of an endpoint that takes POST, as its callers sign it."""
+        return self.path.removeprefix("/v1/")
+
+    def route(self, handler: Handler, admit: Admit | None, bounds: Limits) -> Route:
+        """Return its route."""
+        if self.caller is None:
+            importance = Importance.ALWAYS if self.path in (HEALTH_PATH, READY_PATH) else Importance.NEW_WORK
+            return Route("GET", self.path, handler, importance=importance)
+        return Route("POST", self.path, handler, self.body_bytes_max(bounds), admit, importance=_importance_of(self))
 
 
 def _rollout_parcel(bounds: Limits) -> int:
@@ -114,6 +140,13 @@ def _signed(
     return ApiEndpoint(f"/v1/{name}", lambda on, call: handler(on)(call.signer, call.message), caller, message)
 
 
+async def _upload(on: Handlers, call: ApiCall) -> Answer:
+    body, address, paid_by = call.http.body, call.http.remote, on.bodies.paid_by(call.http)
+    if call.parcel is not None:
+        return await on.intake.upload_held(body, call.parcel, address=address, paid_by=paid_by)
+    return await on.intake.upload(body, address=address, paid_by=paid_by)
+
+
 ENDPOINTS: tuple[ApiEndpoint, ...] = (
     # workers
     ApiEndpoint(
@@ -122,16 +155,15 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         Caller.ANYONE,
         requests.JoinRequest,
     ),
+    _signed("revoke", Caller.ANYONE, requests.RevokeRequest, lambda on: on.persons.revoke),
     _signed("heartbeat", Caller.WORKER, requests.HeartbeatRequest, lambda on: on.leasing.take_heartbeat),
     _signed("lease", Caller.WORKER, requests.LeaseRequest, lambda on: on.leasing.lease),
     _signed("return_lease", Caller.WORKER, requests.ReturnLeaseRequest, lambda on: on.leasing.return_lease),
     _signed("leave", Caller.WORKER, requests.LeaveRequest, lambda on: on.leasing.take_leave),
     _signed("receipts", Caller.KNOWN, requests.ReceiptsRequest, lambda on: on.receipts.receipts),
     ApiEndpoint(
-        "/v1/rollouts",
-        lambda on, call: on.intake.upload(
-            call.http.body, address=call.http.remote, paid_by=on.bodies.paid_by(call.http)
-        ),
+        UPLOAD_PATH,
+        lambda on, call: _upload(on, call),
         Caller.WORKER,
         body_bytes_max=_rollout_parcel,
     ),
@@ -184,6 +216,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint("/v1/run", lambda on, call: on.documents.run_spec()),
     ApiEndpoint("/v1/head", lambda on, call: on.documents.head(call.http)),
     ApiEndpoint("/v1/manifests/{policy_version}", lambda on, call: on.documents.manifest(call.http)),
+    ApiEndpoint("/v1/batches/{step}/{part}", lambda on, call: on.documents.batch(call.http)),
     ApiEndpoint("/v1/keys/{version}", lambda on, call: on.documents.key_ring(call.http)),
     ApiEndpoint("/v1/calibrations/{version}", lambda on, call: on.documents.calibration(call.http)),
     ApiEndpoint("/v1/timestamp", lambda on, call: on.timestamps.timestamp()),
@@ -195,8 +228,10 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     ApiEndpoint("/v1/events", lambda on, call: on.page.events(call.http)),
     ApiEndpoint("/v1/roster", lambda on, call: on.page.roster(call.http)),
     ApiEndpoint("/v1/evidence/{name}", lambda on, call: on.page.evidence(call.http)),
+    ApiEndpoint("/v1/standing/{key}", lambda on, call: on.status.standing(call.http)),
     ApiEndpoint("/v1/workers/{ending}", lambda on, call: on.status.workers(call.http)),
-    ApiEndpoint("/healthz", lambda on, call: on.status.health()),
+    ApiEndpoint(HEALTH_PATH, lambda on, call: on.status.health()),
+    ApiEndpoint(READY_PATH, lambda on, call: on.status.health()),
     ApiEndpoint("/metrics", lambda on, call: on.status.metrics()),
 )
 
@@ -208,14 +243,15 @@ PAGE_ENDPOINTS: tuple[ApiEndpoint, ...] = (
 """What only browsers ask for. The stream of live changes has no end, so it is none of the endpoints above."""
 
 
-def make_routes(on: Handlers, gate: RequestGate, decisions: Decisions, clock: Clock, metrics: Metrics) -> list[Route]:
-    """Return the routes of one coordinator."""
-    served = (*ENDPOINTS, *PAGE_ENDPOINTS)
-    return [_ServedEndpoint(each, on, gate, decisions, clock, metrics).route() for each in served]
+def serve_endpoints(
+    on: Handlers, gate: RequestGate, decisions: Decisions, clock: Clock, metrics: Metrics
+) -> list[ServedEndpoint]:
+    """Return the endpoints of one coordinator."""
+    return [ServedEndpoint(each, on, gate, decisions, clock, metrics) for each in (*ENDPOINTS, *PAGE_ENDPOINTS)]
 
 
 @dataclass(frozen=True, slots=True)
-class _ServedEndpoint:
+class ServedEndpoint:
     """One endpoint of a running coordinator."""
 
     endpoint: ApiEndpoint
@@ -226,45 +262,77 @@ class _ServedEndpoint:
     metrics: Metrics
 
     def route(self) -> Route:
-        path, caller = self.endpoint.path, self.endpoint.caller
-        if caller is None:
-            return Route("GET", path, self.handle)
-        admit = self.on.bodies.admits(path.removeprefix("/v1/"), caller)
-        return Route("POST", path, self.handle, self.endpoint.body_bytes_max(self.gate.run.spec.limits), admit)
+        """Return its route."""
+        endpoint, admit = self.endpoint, None
+        if endpoint.caller is not None:
+            admit = self.on.bodies.admits(endpoint.action, endpoint.caller)
+        return endpoint.route(self.handle, admit, self.gate.run.spec.limits)
 
-    async def handle(self, request: Request) -> Response:
-        """Answer a request: resolve the caller's address, make the answer durable, and hide internal errors."""
-        path, outcome = self.endpoint.path, "ok"
-        request = replace(request, remote=self.on.bodies.callers.address_of(request))
+    async def handle(self, request: Request, signer: str = "", parcel: HeldParcel | None = None) -> Response:
+        """Answer a request: resolve the caller's address, make the answer durable, and hide internal errors.
+
+        With `signer`, whose signature a gateway has verified, the body is the payload of its message. `parcel` is a bundle that
+        a gateway holds.
+        """
+        path, outcome, response = self.endpoint.path, "ok", None
+        address = self.on.bodies.callers.address_of(request)
+        if address != request.remote:
+            request = replace(request, remote=address)
         try:
-            response = response_of(await self.endpoint.answer(self.on, self._call(request)))
+            with received_context(request.headers):
+                response = response_of(await self.endpoint.answer(self.on, self._call(request, signer, parcel)))
             await self.decisions.synced()
+            if not self.decisions.may_answer():
+                raise RemoteError(
+                    ErrorCode.UNAVAILABLE, "the coordinator may have been replaced", retry_after_s=TERM_RETRY_S
+                )
         except RemoteError as error:
             outcome = error.code
             raise
+        except (
+            OSError,
+            LocalError,
+        ) as error:  # of the disk or of the storage service, which may recover, or a damaged row
+            outcome = ErrorCode.UNAVAILABLE
+            log.error("%s from %s: the storage failed: %s", path, request.remote, error)
+            raise RemoteError(outcome, "the coordinator's storage failed", retry_after_s=STORAGE_RETRY_S) from error
         except Exception as error:
             outcome = ErrorCode.INTERNAL
             log.exception("%s from %s failed", path, request.remote)
             raise RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log") from error
         finally:
+            if outcome != "ok" and response is not None and response.after is not None:
+                response.after()  # it is never sent
             self.metrics.add("prime_requests_total", endpoint=path, outcome=outcome)
         return response
 
-    def _call(self, request: Request) -> ApiCall:
+    def _call(self, request: Request, signer: str, parcel: HeldParcel | None) -> ApiCall:
         """Return a request with its verified message, where its endpoint takes one. Raise RemoteError."""
         kind, caller, state = self.endpoint.message, self.endpoint.caller, self.decisions.state
         if kind is None or caller is None:
-            return ApiCall(request)
+            return ApiCall(request, parcel=parcel)
         try:
-            signer, message = self.gate.admit(
-                _sent(request),
-                kind=kind,
-                caller=caller,
-                state=state,
-                address=request.remote,
-                now=read_clocks(self.clock),
-                paid_by=self.on.bodies.paid_by(request),
-            )
+            now, paid_by, address = read_clocks(self.clock), self.on.bodies.paid_by(request), request.remote
+            if signer:
+                message = self.gate.admit_verified(
+                    *(signer, request.body),
+                    kind=kind,
+                    caller=caller,
+                    state=state,
+                    address=address,
+                    now=now,
+                    paid_by=paid_by,
+                )
+            else:
+                signer, message = self.gate.admit(
+                    sent_request(request),
+                    kind=kind,
+                    caller=caller,
+                    state=state,
+                    address=address,
+                    now=now,
+                    paid_by=paid_by,
+                )
         except RemoteError:
             request.vouch(None)
             raise
@@ -272,7 +340,15 @@ class _ServedEndpoint:
         return ApiCall(request, signer, message)
 
 
-def _sent(request: Request) -> bytes:
+def _importance_of(endpoint: ApiEndpoint) -> Importance:
+    """Return the kind of an endpoint's signed requests."""
+    if endpoint.path == HEARTBEAT_PATH:
+        return Importance.HEARTBEATS
+    is_upload = endpoint.message is None and endpoint.caller is Caller.WORKER
+    return Importance.FINISHED_WORK if is_upload or endpoint.caller in ROLES_OF else Importance.NEW_WORK
+
+
+def sent_request(request: Request) -> bytes:
     """Return a signed request from the header Prime-Request or the body. Raise RemoteError."""
     header = request.headers.get(REQUEST_HEADER.lower())
     if header is None:

@@ -8,10 +8,10 @@ manifests, for mirrors. The content of a batch is the same each time, so it is s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.assignments import Assigner, newest_open
@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 
 TIMESTAMP_NAME = "timestamp.json"
 LEDGER_HEAD_NAME = "ledger_head.json"
-_AHEAD_MS_MAX = round(limits.REQUEST_AGE_S_MAX * 1_000)
-"""Milliseconds by which a timestamp may be ahead of a client's clock."""
+Statement = TypeVar("Statement")
 
 
 async def restore_keys(run: PinnedRun, published: Documents, key: SigningKey) -> None:
@@ -145,14 +144,16 @@ class TimestampSigner:
     """Last signed timestamp."""
     issued_ms: int = 0
     """Time of the last timestamp that may have been shown, also before a restart."""
+    counts_until_s: float = 0.0
+    """Monotonic time until which that one dates the next ones (`renew_timestamp`)."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock held while a timestamp is signed and stored."""
+    _is_warned: bool = False
 
     async def restore_time(self) -> None:
         """Read after a restart when the last timestamp was issued."""
-        with contextlib.suppress(KeyError, RemoteError):  # there is none, or it is damaged
-            stored = open_envelope(await self.published.read(TIMESTAMP_NAME))
-            self.issued_ms = parse_json(stored.payload, Timestamp).issued_at_ms
+        if (stored := await stored_timestamp(self.run, self.published, self.key)) is not None:
+            self.issued_ms, self.counts_until_s = stored.issued_at_ms, self._held_until_s()
 
     async def timestamp(self) -> Envelope:
         """Return a fresh timestamp."""
@@ -164,12 +165,13 @@ class TimestampSigner:
         """Sign a new timestamp if the last one is old or outdated. Cheap otherwise.
 
         It is dated after the last one even if the clock was set back: of two that differ, clients take the later one for the
-        newer state. It is stored before it is shown, for a restart. A last one that is further ahead than clients tolerate
-        does not count: none of them has accepted it, and none would accept one after it.
+        newer state. It is stored before it is shown, for a restart. Which of the two clocks was wrong, nothing tells. So the last
+        one counts for as long as a client may hold it, and then the present clock does: what this clock dates before the last one
+        has expired for each client that took that one and whose clock runs evenly.
         """
         async with self.turn:
             now_ms, head = self.clock.now_ms(), None if self.manifests.head is None else self.manifests.head.point
-            last_ms = self.issued_ms if self.issued_ms <= now_ms + _AHEAD_MS_MAX else 0
+            last_ms = self._last_ms(now_ms)
             known = self.run.calibrations
             if self.newest is not None:
                 last = self.newest[0]
@@ -190,6 +192,28 @@ class TimestampSigner:
             signed = seal(stamp, PayloadType.TIMESTAMP, self.key)
             await self.published.write(TIMESTAMP_NAME, signed.to_bytes())
             self.newest, self.issued_ms = (stamp, signed), issued_ms
+            if issued_ms == now_ms:
+                self.counts_until_s, self._is_warned = self._held_until_s(), False
+
+    def _last_ms(self, now_ms: int) -> int:
+        """Return the time that the next timestamp must be after; 0 if it is of a clock that was ahead."""
+        ahead_s = (self.issued_ms - now_ms) / 1_000
+        if ahead_s <= limits.REQUEST_AGE_S_MAX:
+            return self.issued_ms
+        left_s = self.counts_until_s - self.clock.monotonic_s()
+        if left_s > 0.0 and not self._is_warned:
+            log.warning(
+                "the last timestamp is %.0f s ahead of the clock, which was set back or was ahead before. For %.0f s at most "
+                "timestamps are dated after that one, and clients whose clocks are right may wait",
+                ahead_s,
+                left_s,
+            )
+            self._is_warned = True
+        return self.issued_ms if left_s > 0.0 else 0
+
+    def _held_until_s(self) -> float:
+        """Return the monotonic time until which a client may hold a timestamp of now, with both clocks' tolerance."""
+        return self.clock.monotonic_s() + self.lifetime_s + 2.0 * limits.REQUEST_AGE_S_MAX + self.interval_s
 
 
 @dataclass(slots=True)
@@ -223,6 +247,7 @@ class LedgerSigner:
             secret = newest_open(self.run, self.assigner.secrets, self.decisions.state.steps_over)
             head = chain.head(self.journal.next_ms(), secret)
             signed = seal(head, PayloadType.LEDGER_HEAD, self.key)
+            await self.decisions.synced()  # a head on the disk whose lines a crash lost would look like a damaged store
             await self.private.write(LEDGER_HEAD_NAME, signed.to_bytes())
             self.newest = (head, signed)
             return signed
@@ -234,11 +259,40 @@ class LedgerSigner:
         return "".join(f"{line}\n" for line in lines).encode()
 
 
-async def stored_head(private: Documents) -> LedgerHead | None:
-    """Return the last ledger head that may have been shown before a restart, if there is one."""
+async def stored_head(run: PinnedRun, private: Documents, key: SigningKey) -> LedgerHead | None:
+    """Return the last ledger head that may have been shown before a restart, if there is a whole one."""
+    kind, own = PayloadType.LEDGER_HEAD, own_key_ids(run, key)
+    return await stored_statement(
+        private, LEDGER_HEAD_NAME, lambda envelope: parse_json(envelope.verify(kind, trusted=own), LedgerHead)
+    )
+
+
+async def stored_timestamp(run: PinnedRun, published: Documents, key: SigningKey) -> Timestamp | None:
+    """Return the last timestamp that may have been shown before a restart, if there is a whole one."""
+    kind, own = PayloadType.TIMESTAMP, own_key_ids(run, key)
+    return await stored_statement(
+        published, TIMESTAMP_NAME, lambda envelope: parse_json(envelope.verify(kind, trusted=own), Timestamp)
+    )
+
+
+def own_key_ids(run: PinnedRun, key: SigningKey) -> set[str]:
+    """Return the keys that have signed this coordinator's statements. `run` may lack the key ring that names `key`."""
+    return {key.key_id, *run.keys.ever(Role.COORDINATOR)}
+
+
+async def stored_statement(
+    documents: Documents, name: str, verified: Callable[[Envelope], Statement]
+) -> Statement | None:
+    """Return what `verified` reads from a document; None if that is missing, or damaged, which the log says.
+
+    The signature tells damage from an old statement: a document with a flipped bit may still parse.
+    """
     try:
-        return parse_json(open_envelope(await private.read(LEDGER_HEAD_NAME)).payload, LedgerHead)
+        return verified(open_envelope(await documents.read(name)))
     except KeyError:
+        return None
+    except RemoteError as error:
+        log.warning("%s is damaged and is written again: %s", name, error)
         return None
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from typing import Any
 
 from prime_node.coordinator.agreement import Agreement
+from prime_node.coordinator.api.admission import joining_rules
 from prime_node.coordinator.api.cached_response import CachedResponse
 from prime_node.coordinator.api.clock_readings import read_clocks
 from prime_node.coordinator.api.nonces import Epochs
+from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.measure.standings import Standings
 from prime_node.coordinator.measure.state_rows import run_row, worker_row, workers_by_activity
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.blockers import Blockers
@@ -24,6 +27,7 @@ from prime_node.coordinator.state.records import WorkerRecord
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Request, Response
+from prime_protocol.replies import Standing
 from prime_protocol.run_spec import PinnedRun
 
 AVAILABLE_SHOWN_MAX = 16
@@ -39,6 +43,7 @@ class StatusReport:
     """The status of a run, and its gauges."""
 
     run: PinnedRun
+    config: CoordinatorConfig
     clock: Clock
     decisions: Decisions
     observer: Observer
@@ -50,12 +55,14 @@ class StatusReport:
     blockers: Blockers
     metrics: Metrics
     history: RunHistory
+    standings: Standings
 
     def status_of_run(self) -> dict[str, Any]:
         """Return the run's status. Example: {"step": 3, "head": 3, "waiting_for": ["..."], "workers": [...], ...}."""
         state = self.decisions.state
         return {
             **run_row(self.run, state, self.history),
+            "joining_rules": asdict(joining_rules(state, self.config)),
             "waiting_for": self.blockers.reasons(),
             "usable": self.observer.availability.as_rows(AVAILABLE_SHOWN_MAX),
             "peers": len(self.peers),
@@ -66,8 +73,9 @@ class StatusReport:
         }
 
     def named(self, ending: str) -> dict[str, Any]:
-        """Return the keys with this ending, among all that ever joined. Example: {"workers": ["12D3KooW..."]}."""
-        found = (key for key in self.decisions.state.workers if key.endswith(ending))
+        """Return the keys of workers and persons with this ending. Example: {"workers": ["12D3KooW..."]}."""
+        state = self.decisions.state
+        found = (key for key in chain(state.workers, state.persons) if key.endswith(ending))
         return {"workers": list(islice(found, NAMED_MAX))}
 
     def set_gauges(self) -> None:
@@ -75,6 +83,7 @@ class StatusReport:
         state, metrics = self.decisions.state, self.metrics
         metrics.set("prime_head", state.head)
         metrics.set("prime_max_steps", state.rules.max_steps)
+        metrics.set("prime_paused", bool(state.paused_at_ms))
         metrics.set("prime_workers", state.num_active)
         metrics.set("prime_workers_banned", sum(worker.banned is not None for worker in state.workers.values()))
         metrics.set("prime_leases_open", len(state.leases))
@@ -115,6 +124,10 @@ class StatusPages:
     async def status(self) -> Response:
         """Return the run's status."""
         return self._status.get()
+
+    async def standing(self, request: Request) -> Standing:
+        """Return the standing of the key in the path, of a worker or of a person. Raise RemoteError(NOT_FOUND)."""
+        return self._report.standings.standing_of(request.params["key"])
 
     async def workers(self, request: Request) -> dict[str, Any]:
         """Return the keys with the ending in the path."""

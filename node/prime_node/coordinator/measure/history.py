@@ -13,6 +13,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 
@@ -48,13 +50,41 @@ SERIES: Mapping[str, str] = {
 FREQUENT = ("lease", "check", "usable")
 
 
+class _Saved(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class _SavedStep(_Saved):
+    __pydantic_extra__: dict[str, int | float | None]
+    step: int
+
+
+class _SavedEvaluation(_Saved):
+    policy: int | None
+    by: str | None
+
+
+class _SavedEvent(_Saved):
+    number: int
+    kind: str
+
+
+class _SavedHistory(_Saved):
+    """Form of the saved document."""
+
+    steps: list[_SavedStep]
+    evaluations: list[_SavedEvaluation]
+    tokens: dict[str, int]
+    events: list[_SavedEvent]
+
+
 class RunHistory:
     """The history of one run. `record` takes the rows of observe.Recorder."""
 
     def __init__(self, private: Documents, clock: Clock) -> None:
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=EVALUATIONS_MAX)
         self.tokens: Counter[str] = Counter()
-        """Tokens of accepted bundles by worker."""
+        """Tokens that receipts credit, by worker."""
         self._private, self._clock = private, clock
         self._steps: list[dict[str, float | None]] = []
         self._rare: deque[dict[str, Any]] = deque(maxlen=EVENTS_MAX)
@@ -87,8 +117,8 @@ class RunHistory:
     def close(self) -> None:
         """Do nothing: the daemon saves the history."""
 
-    def accepted(self, worker: str, num_tokens: int) -> None:
-        """Count the tokens of an accepted bundle."""
+    def credited(self, worker: str, num_tokens: int) -> None:
+        """Count the tokens that a receipt credits."""
         self._changes += 1
         self.tokens[worker] += num_tokens
         if len(self.tokens) > 2 * WORKERS_MAX:
@@ -109,19 +139,18 @@ class RunHistory:
     async def restore(self) -> None:
         """Read the saved history. A broken one is logged and ignored."""
         try:
-            found = json.loads(await self._private.read(DOCUMENT))
-            steps, evaluations, events = list(found["steps"]), list(found["evaluations"]), list(found["events"])
-            self.tokens = Counter({str(key): int(value) for key, value in found["tokens"].items()})
+            found = _SavedHistory.model_validate_json(await self._private.read(DOCUMENT))
         except KeyError:
             return
-        except (ValueError, TypeError, AttributeError) as error:
+        except ValidationError as error:
             log.warning("the saved history of the run is unreadable and begins again: %s", error)
             return
-        self._steps = steps[-STEPS_MAX:]
-        self.evaluations.extend(evaluations)
-        for event in events:
-            (self._frequent if event["kind"] in FREQUENT else self._rare).append(event)
-        self._number = max([self._number, *(int(event["number"]) for event in events)])
+        self._steps = [step.model_dump() for step in found.steps[-STEPS_MAX:]]
+        self.tokens = Counter(found.tokens)
+        self.evaluations.extend(evaluation.model_dump() for evaluation in found.evaluations)
+        for event in found.events:
+            (self._frequent if event.kind in FREQUENT else self._rare).append(event.model_dump())
+        self._number = max([self._number, *(event.number for event in found.events)])
 
     async def save(self, *, at_once: bool = False) -> None:
         """Save the history if it has changed, at most every SAVE_S seconds. A full disk is logged."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prime_node.coordinator.availability import TimesToAvailable
+from prime_node.coordinator.curriculum_config import CurriculumConfig
 from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.report import coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
@@ -52,6 +53,8 @@ class Observer:
     _num_stale: int = 0
     history: RunHistory | None = None
     """The history that the page shows, if there is a page."""
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """The pools whose shares a step's row has."""
 
     def note(self, event: ev.Event, effects: Sequence[Effect], state: State, at_ms: int) -> None:
         """Process an event after it was applied, with its effects."""
@@ -103,10 +106,10 @@ class Observer:
         if figures and self.history is not None:
             self.history.record(policy_version=held_out.policy_version, **figures, eval_by="trainer")
 
-    def accepted(self, worker: str, num_tokens: int) -> None:
-        """Record the tokens of an accepted bundle."""
-        if self.history is not None:
-            self.history.accepted(worker, num_tokens)
+    def credited(self, worker: str, num_tokens: int) -> None:
+        """Record the tokens that a receipt credits."""
+        if self.history is not None and num_tokens:
+            self.history.credited(worker, num_tokens)
 
     def banned(self, worker: str, ban: Ban, state: State) -> None:
         """Record a ban in the history."""
@@ -178,7 +181,7 @@ class Observer:
         if (train_s := self.train_seconds.get(done.step + 1)) is not None:
             row["train_seconds"] = train_s
         curriculum = state.curriculum
-        self.rows.record(**row, **curriculum.shares(), **curriculum.counts)
+        self.rows.record(**row, **self.curriculum.shares(curriculum), **curriculum.counts)
 
 
 def _steady_step_seconds(

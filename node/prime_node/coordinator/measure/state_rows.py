@@ -25,6 +25,9 @@ def run_row(run: PinnedRun, state: State, history: RunHistory) -> dict[str, Any]
         "max_steps": state.rules.max_steps,
         "async_level": state.rules.async_level,
         "draining": state.draining,
+        "paused": bool(state.paused_at_ms),
+        "pause_reason": state.pause_reason,
+        "joining": asdict(state.joining),
         "complete": state.is_complete,
         "rollouts": {"accepted": state.accepted, "refused": dict(state.refused)},
         "bytes_published": state.bytes_published,
@@ -58,6 +61,7 @@ def worker_row(state: State, worker: WorkerRecord) -> dict[str, Any]:
     return {
         "worker": worker.worker,
         "name": worker.name,
+        "person": worker.person,
         "software": worker.software,
         "engine": worker.engine,
         "hardware": worker.hardware,

@@ -167,6 +167,8 @@ class Tracker:
                 self._take(event.step, state, at_ms)
             case ev.GroupsDropped():
                 self._drop("stale", event.slots)
+            case ev.GroupsLost():
+                self._drop("damaged", event.slots)
             case ev.GroupsRated():
                 for rating in event.ratings:
                     if rating.filtered is not None:

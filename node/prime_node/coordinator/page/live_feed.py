@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
 
 from prime_node.coordinator.page.run_page import RunPage
 from prime_node.ports.clock import Clock
+
+log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 FRAMES_KEPT = 64
@@ -27,20 +30,15 @@ EVENTS_PER_FRAME_MAX = 20
 RETRY_MS = 3_000
 
 
-class LiveFeed:
-    """The live changes of one run."""
+class LiveFrames:
+    """The newest frames and their viewers. `follow` brings frames while there are viewers."""
 
-    def __init__(self, page: RunPage, clock: Clock) -> None:
-        self.page = page
-        self.num_ticks = 0
-        self._clock = clock
-        self._version = clock.now_ms()
+    def __init__(self, version: int) -> None:
+        self._version = version
         self._frames: deque[tuple[int, bytes]] = deque(maxlen=FRAMES_KEPT)
-        self._shown: dict[str, Any] = {}
-        self._step, self._event = -1, 0
         self._viewers: dict[str, int] = {}
         self._news = asyncio.Event()
-        self._ticking: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
         self._is_closed = False
 
     @property
@@ -48,19 +46,9 @@ class LiveFeed:
         """Number of viewers of the live changes."""
         return sum(self._viewers.values())
 
-    def document(self) -> dict[str, Any]:
-        """Return everything that the page shows first."""
-        if not self._viewers:
-            self._tick()
-        history = self.page.history
-        return {
-            "version": self._version,
-            "run": self.page.facts(),
-            "steps": history.columns(),
-            "events": history.events(0, 200),
-            "server_time": self._clock.now_ms(),
-            **self._shown,
-        }
+    async def follow(self) -> None:
+        """Bring frames until it is cancelled."""
+        raise NotImplementedError
 
     def has_room(self, network: str) -> bool:
         """Return whether one more viewer of this network may look on."""
@@ -68,19 +56,19 @@ class LiveFeed:
         return not (is_full or self._is_closed)
 
     def enter(self, network: str) -> None:
-        """Count a viewer, and begin to tick."""
+        """Count a viewer, and begin to follow."""
         self._viewers[network] = self._viewers.get(network, 0) + 1
-        if self._ticking is None:
-            self._ticking = asyncio.create_task(self._keep_ticking())
+        if self._following is None:
+            self._following = asyncio.create_task(self.follow())
 
     def leave(self, network: str) -> None:
         """Stop counting a viewer."""
         self._viewers[network] -= 1
         if not self._viewers[network]:
             del self._viewers[network]
-        if not self._viewers and self._ticking is not None:
-            self._ticking.cancel()
-            self._ticking = None
+        if not self._viewers and self._following is not None:
+            self._following.cancel()
+            self._following = None
 
     async def frames(self, since: int) -> AsyncIterator[bytes]:
         """Yield the frames after version `since`, until the feed is closed."""
@@ -108,10 +96,50 @@ class LiveFeed:
         self._is_closed = True
         self._news.set()
 
-    async def _keep_ticking(self) -> None:
+    def add(self, version: int, frame: bytes) -> None:
+        """Show a frame to all viewers."""
+        self._version = version
+        self._frames.append((version, frame))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class LiveFeed(LiveFrames):
+    """The live changes of one run."""
+
+    def __init__(self, page: RunPage, clock: Clock) -> None:
+        super().__init__(clock.now_ms())
+        self.page = page
+        self.num_ticks = 0
+        self._clock = clock
+        self._shown: dict[str, Any] = {}
+        self._step, self._event = -1, 0
+
+    def document(self) -> dict[str, Any]:
+        """Return everything that the page shows first."""
+        if not self._viewers:
+            self._tick()
+        history = self.page.history
+        return {
+            "version": self._version,
+            "run": self.page.facts(),
+            "steps": history.columns(),
+            "events": history.events(0, 200),
+            "server_time": self._clock.now_ms(),
+            **self._shown,
+        }
+
+    async def follow(self) -> None:
+        """Tick until it is cancelled."""
         while True:
             await self._clock.sleep(TICK_S)
-            self._tick()
+            try:
+                self._tick()
+            except Exception:  # nothing awaits this task, and every viewer depends on it
+                log.exception("the run page cannot be brought up to date")
 
     def _tick(self) -> None:
         self.num_ticks += 1
@@ -133,8 +161,5 @@ class LiveFeed:
         self._shown, self._step, self._event = values, history.last_step, history.number
         if not change:
             return
-        self._version += 1
-        body = json.dumps(change, separators=(",", ":"))
-        self._frames.append((self._version, f"id: {self._version}\ndata: {body}\n\n".encode()))
-        self._news.set()
-        self._news = asyncio.Event()
+        version, body = self._version + 1, json.dumps(change, separators=(",", ":"))
+        self.add(version, f"id: {version}\ndata: {body}\n\n".encode())

@@ -17,7 +17,7 @@ from prime_node.coordinator.state import audits, newcomers
 from prime_node.coordinator.state.records import WorkerRecord
 from prime_protocol.visible import printable
 
-FIXED = ("key", "name", "hardware", "engine")
+FIXED = ("key", "name", "hardware", "engine", "person")
 LIVE = ("state", "policy", "accepted", "refused", "tokens", "audits", "newcomer", "waits")
 VERSIONS_KEPT = 16
 Cells = tuple[Any, ...]
@@ -52,7 +52,10 @@ class Roster:
         for key in [key for key in rows if key not in workers]:
             self._gone.append((self.version, rows.pop(key).number))
         for key, worker in workers.items():
-            fixed, live = _fixed_cells(key, worker.name, worker.hardware, worker.engine), self._live_cells(worker)
+            fixed, live = (
+                _fixed_cells(key, worker.name, worker.hardware, worker.engine, worker.person),
+                self._live_cells(worker),
+            )
             row = rows.get(key)
             if row is None:
                 rows[key] = _Row(self._next, fixed, live, self.version, self.version)
@@ -88,7 +91,7 @@ class Roster:
         rules, seen = page.decisions.state.rules, page.presence.get(worker.worker)
         hint = page.presence.hint(worker.worker)
         return (
-            page.doing(worker),
+            page.presence.doing(worker),
             -1 if seen is None else seen.policy_version,
             worker.accepted,
             sum(worker.refused.values()),
@@ -107,6 +110,6 @@ def _columns(rows: Sequence[_Row], names: Sequence[str], cells: Sequence[Cells])
 
 
 @lru_cache(maxsize=20_000)
-def _fixed_cells(key: str, name: str, hardware: str, engine: str) -> Cells:
+def _fixed_cells(key: str, name: str, hardware: str, engine: str, person: str) -> Cells:
     """Return what a worker says of itself. Kept, because to make texts harmless takes longest of all."""
-    return (key, *(printable(text, NAME_CHARS_MAX) for text in (name, hardware, engine)))
+    return (key, *(printable(text, NAME_CHARS_MAX) for text in (name, hardware, engine)), person)

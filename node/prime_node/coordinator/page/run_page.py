@@ -10,9 +10,9 @@ from prime_node.coordinator.dossiers import dossier_name
 from prime_node.coordinator.listed_peers import Peers
 from prime_node.coordinator.measure.history import RunHistory
 from prime_node.coordinator.measure.observer import Observer
+from prime_node.coordinator.measure.standings import Standings
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.blockers import Blockers
-from prime_node.coordinator.state.records import WorkerRecord
 from prime_node.ports.clock import Clock
 from prime_protocol.ledger import LedgerChain
 from prime_protocol.run_spec import PinnedRun
@@ -39,6 +39,7 @@ class RunPage:
     peers: Peers
     blockers: Blockers
     history: RunHistory
+    standings: Standings
     chain: LedgerChain
     """The ledger's end."""
 
@@ -117,12 +118,8 @@ class RunPage:
         ]
 
     def contributors(self) -> list[list[Any]]:
-        """Return the workers with the most accepted tokens: key, name, tokens."""
-        known = self.decisions.state.workers
-        return [
-            [key, printable(known[key].name if key in known else "", NAME_CHARS_MAX), num_tokens]
-            for key, num_tokens in self.history.tokens.most_common(CONTRIBUTORS_SHOWN_MAX)
-        ]
+        """Return the contributors with the most accepted tokens: key, name, tokens, number of machines."""
+        return self.standings.top(CONTRIBUTORS_SHOWN_MAX)
 
     def _presence_counts(self) -> tuple[dict[str, int], list[int]]:
         """Return how many workers do what, and how many have a policy that is so far behind the newest one.
@@ -159,17 +156,12 @@ class RunPage:
         )
         return [[one.base_version, one.sent_bytes] for one in routes[:ROUTES_SHOWN_MAX]]
 
-    def doing(self, worker: WorkerRecord) -> str:
-        """Return a worker's state in a word."""
-        if worker.banned is not None:
-            return "banned"
-        seen = self.presence.get(worker.worker) if worker.active else None
-        return "away" if not worker.active else "idle" if seen is None else str(seen.state)
-
     def _phase(self) -> str:
         state = self.decisions.state
         if state.head >= state.rules.max_steps:
             return "complete"
         if state.draining:
             return "draining"
+        if state.paused_at_ms:
+            return "paused"
         return "starting" if state.head < 0 else "learning" if state.num_active else "waiting"

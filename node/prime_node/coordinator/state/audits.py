@@ -120,6 +120,7 @@ def release(state: State, worker: WorkerRecord) -> Settled:
         BundleStatus.ACCEPTED,
         detail=detail,
         weighed=weighed,
+        credited_before=last.credited,
     )
 
 

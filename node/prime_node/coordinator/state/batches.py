@@ -29,9 +29,12 @@ from prime_protocol.schedule import Selection, StalePolicy
 
 
 def forgettable_step(state: State, durable_step: int) -> int:
-    """Return the step before which batches may be forgotten, for a trainer that would resume at `durable_step`."""
+    """Return the step before which batches may be forgotten, for a trainer that would resume at `durable_step`.
+
+    The batch of a policy that is not published is never forgotten: its manifest must name it.
+    """
     number = state.durable_step
-    while number < durable_step and state.is_given(number):
+    while number < min(durable_step, state.head) and state.is_given(number):
         number += 1
     return number
 
@@ -58,6 +61,17 @@ def stale_slots(state: State, step: int) -> tuple[int, ...]:
     """Return the accepted groups that are too old for `step`. They are dropped before its batch is chosen."""
     lag_max = state.rules.admission.lag_max
     return () if lag_max is None else stale(_ready(state), step=step, lag_max=lag_max)
+
+
+def stored_of(state: State, slot: int) -> set[str]:
+    """Return the digests of the stored bytes that a slot's group needs: its bundle, and a validator's logprobs of it.
+
+    There are none if no accepted group waits in the slot for a batch.
+    """
+    step = state.steps.get(slot // state.rules.groups_per_step)
+    if step is None or slot in step.taken or slot not in step.accepted:
+        return set()
+    return {step.accepted[slot].bundle, step.accepted[slot].logprobs} - {""}
 
 
 def choose_batch(state: State) -> tuple[int, ...] | None:
@@ -172,7 +186,7 @@ def _batch_fixed(state: State, event: ev.BatchFixed, at_ms: int) -> list[Effect]
     return []
 
 
-def _groups_dropped(state: State, event: ev.GroupsDropped, at_ms: int) -> list[Effect]:
+def _groups_dropped(state: State, event: ev.GroupsDropped | ev.GroupsLost, at_ms: int) -> list[Effect]:
     _drop(state, event.slots)
     return [LEASE_CHANGED]
 
@@ -246,6 +260,7 @@ def _drain_set(state: State, event: ev.DrainSet, at_ms: int) -> list[Effect]:
 HANDLERS: Mapping[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.BatchFixed: _batch_fixed,
     ev.GroupsDropped: _groups_dropped,
+    ev.GroupsLost: _groups_dropped,
     ev.GroupsRated: _groups_rated,
     ev.ExamplesLifted: _examples_lifted,
     ev.TrainerDurable: _trainer_durable,

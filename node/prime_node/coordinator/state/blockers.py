@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from prime_node.coordinator.state import failing
 from prime_node.coordinator.state.batches import choose_batch
+from prime_node.coordinator.state.operator_orders import pause_of
 from prime_node.coordinator.state.records import LeaseRecord, State
 from prime_protocol.schedule import Selection
+from prime_protocol.visible import number_of
 
 UNVERIFIABLE_SHOWN = 3
 """Unverifiable bundles in a row after which the watchdog notifies the operator."""
@@ -35,7 +37,7 @@ def waits_for(state: State) -> list[str]:
         return ["the trainer: policy 0 is not published"]
     if state.head >= rules.max_steps:
         return []
-    waits = []
+    waits = [f"the operator: {pause}, so no new work is leased"] if (pause := pause_of(state)) else []
     if state.unverifiable >= UNVERIFIABLE_SHOWN:
         waits.append(
             f"the operator: {state.unverifiable} bundles in a row could not be checked: {state.unverifiable_detail}"
@@ -53,14 +55,14 @@ def waits_for(state: State) -> list[str]:
     what = f"step {state.head}" if len(steps) == 1 else f"steps {min(steps, default=0)} to {max(steps, default=0)}"
     if num_open:
         who = "workers: none is active" if state.num_active == 0 else "workers to request leases"
-        waits.append(f"{who}; {num_open} groups of {what} are open")
+        waits.append(f"{who}; {number_of(num_open, 'group')} of {what} {'is' if num_open == 1 else 'are'} open")
     waits += failing.waits(state, steps)
     if leased:
         # Name the holders of the oldest leases first: they are the likely cause of the wait.
         names = ", ".join(dict.fromkeys(state.workers[lease.worker].name for lease in leased[:5]))
         waits.append(f"rollouts of {what} from {names}")
     if pending:
-        waits.append(f"validators: {pending} bundles of {what}")
+        waits.append(f"validators: {number_of(pending, 'bundle')} of {what}")
     return waits
 
 

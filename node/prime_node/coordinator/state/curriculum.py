@@ -12,17 +12,15 @@ check and batch always agree on it. curation.py decides; this file applies its d
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from operator import attrgetter
+from itertools import accumulate
 
 EXAMPLES_MAX = 100_000
 """Examples whose last result is kept; beyond it the example that was rated longest ago is evicted."""
-
-
-_PLACE = attrgetter("environment", "pool")
 
 
 class Pool(StrEnum):
@@ -81,11 +79,6 @@ class Curriculum:
     counts: dict[str, int] = field(default_factory=dict)
     """Totals since the run began: `evicted_examples/ENVIRONMENT/easy`, `filtered_rollouts/ENVIRONMENT/hard`, and so on."""
 
-    def is_pooled(self, example: str) -> bool:
-        """Return whether the example is in the easy or the hard pool."""
-        known = self.examples.get(example)
-        return known is not None and known.pool is not Pool.NORMAL
-
     def drawn(self, slots: Iterable[int], draws: Iterable[int]) -> None:
         """Record the draws of leased slots."""
         for slot, draw in zip(slots, draws, strict=True):
@@ -121,12 +114,27 @@ class Curriculum:
         for step in [step for step in self.filtered if step < first_step]:
             del self.filtered[step]
 
-    def shares(self) -> dict[str, float]:
-        """Return the share of known examples in each pool, as `pool/ENVIRONMENT/easy` and so on."""
-        counts = Counter(map(_PLACE, self.examples.values()))
+    def shares(self, pools: Sequence[str], place_of: Callable[[Example], str]) -> dict[str, float]:
+        """Return the share of known examples in each pool, as `pool/ENVIRONMENT/POOL`. `place_of` names an example's pool."""
+        counts = Counter((known.environment, place_of(known)) for known in self.examples.values())
         environments = dict.fromkeys(environment for environment, _ in counts)
-        totals = {name: sum(counts[name, pool] for pool in Pool) for name in environments}
-        return {f"pool/{name}/{pool}": counts[name, pool] / totals[name] for name in environments for pool in Pool}
+        totals = {name: sum(counts[name, pool] for pool in pools) for name in environments}
+        return {f"pool/{name}/{pool}": counts[name, pool] / totals[name] for name in environments for pool in pools}
 
     def _count(self, name: str, amount: int) -> None:
         self.counts[name] = self.counts.get(name, 0) + amount
+
+
+def chosen_place(weights: Iterable[float], chances: Iterator[float], *, weight_max: float) -> int:
+    """Return the place of the candidate that is taken, by weight: candidates are independent draws from all problems.
+
+    Each is taken with the chance weight / `weight_max`, so problems are taken in proportion to their weights. If none is, one of
+    these candidates is chosen by weight, the first one if all weights are 0. `chances` are uniform numbers in [0, 1).
+    """
+    seen: list[float] = []
+    for weight in weights:
+        if next(chances) * weight_max < weight:
+            return len(seen)
+        seen.append(weight)
+    sums = list(accumulate(seen))
+    return min(bisect_right(sums, next(chances) * sums[-1]), len(seen) - 1) if sums[-1] > 0.0 else 0

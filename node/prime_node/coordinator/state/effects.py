@@ -56,6 +56,8 @@ class Settled:
     detail: str = ""
     weighed: Weighed | None = None
     """The evidence against the worker that this bundle added."""
+    credited_before: int = 0
+    """Tokens of `num_tokens` that the receipt which this one replaces has credited already."""
 
 
 @carrier(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice, takewhile
 
-from prime_node.coordinator.state import audits, newcomers, slots
+from prime_node.coordinator.state import audits, newcomers, persons, slots
 from prime_node.coordinator.state.effects import (
     LEASE_CHANGED,
     BundleForgotten,
@@ -156,6 +156,7 @@ def deactivate(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
     newcomers.recount(state, worker)
     if not worker.has_history:
         newcomers.leave_network(state, worker)
+        persons.leave_person(state, worker)
         del state.workers[worker.worker]
     elif len(state.workers) > WORKERS_REMEMBERED_FACTOR * state.rules.workers_max:
         effects += _forget_one(state)
@@ -165,6 +166,8 @@ def deactivate(state: State, worker: WorkerRecord, at_ms: int) -> list[Effect]:
 def _forget_one(state: State) -> list[Effect]:
     """Forget one inactive worker. A banned key's evidence goes with it: the operator has the ban dossier (dossiers.py)."""
     worker = newcomers.forget_one(state)
+    if worker is not None:
+        persons.leave_person(state, worker)
     bundle = None if worker is None or worker.banned is None else worker.banned.evidence
     if bundle is None:
         return []

@@ -6,6 +6,7 @@ replays the log to the same state. The log stores each event's time, which is an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -13,7 +14,8 @@ from pydantic import Field, TypeAdapter
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.curriculum import Rating
-from prime_node.coordinator.state.records import Claim
+from prime_node.coordinator.state.person_events import MachineRevoked, PersonBanned, PersonUnbanned
+from prime_node.coordinator.state.records import Claim, JoiningLimits
 from prime_protocol.evidence import BundleEvidence, Weighed
 from prime_protocol.verdict import RejectReason
 
@@ -32,6 +34,10 @@ class WorkerJoined:
     invite: str = ""
     hardware: str = ""
     session: str = ""
+    person: str = ""
+    """Person whose delegation it joined with; empty: none."""
+    delegated_until_ms: int = 0
+    """End of that delegation."""
     type: Literal["worker_joined"] = "worker_joined"
 
 
@@ -229,6 +235,8 @@ class BatchFixed:
 
     step: int
     slots: tuple[int, ...]
+    chosen_after: int = 0
+    """Event in whose state the batch was chosen: its bytes were read since. 0: unknown."""
     type: Literal["batch_fixed"] = "batch_fixed"
 
 
@@ -238,6 +246,14 @@ class GroupsDropped:
 
     slots: tuple[int, ...]
     type: Literal["groups_dropped"] = "groups_dropped"
+
+
+@carrier(frozen=True, slots=True)
+class GroupsLost:
+    """Event: the stored bytes of accepted groups were damaged or lost before a batch took them: their slots are leased again."""
+
+    slots: tuple[int, ...]
+    type: Literal["groups_lost"] = "groups_lost"
 
 
 @carrier(frozen=True, slots=True)
@@ -303,6 +319,29 @@ class DrainSet:
 
 
 @carrier(frozen=True, slots=True)
+class RunPaused:
+    """Event: the operator pauses the run, or gives another reason: no new leases until it resumes."""
+
+    reason: str
+    type: Literal["run_paused"] = "run_paused"
+
+
+@carrier(frozen=True, slots=True)
+class RunResumed:
+    """Event: the operator resumes the run."""
+
+    type: Literal["run_resumed"] = "run_resumed"
+
+
+@carrier(frozen=True, slots=True)
+class JoiningLimited:
+    """Event: the operator limits who joins from now on. All limits are replaced."""
+
+    limits: JoiningLimits
+    type: Literal["joining_limited"] = "joining_limited"
+
+
+@carrier(frozen=True, slots=True)
 class CalibrationAdded:
     """Event: an amendment of the calibration is in force. Its bytes are in the published folder."""
 
@@ -318,6 +357,9 @@ Event = (
     | WorkersLost
     | WorkerBanned
     | WorkerUnbanned
+    | PersonBanned
+    | PersonUnbanned
+    | MachineRevoked
     | LeaseGranted
     | LeaseReturned
     | EpisodesFailed
@@ -329,6 +371,7 @@ Event = (
     | EscrowReleased
     | BatchFixed
     | GroupsDropped
+    | GroupsLost
     | GroupsRated
     | ExamplesLifted
     | TrainerDurable
@@ -336,10 +379,14 @@ Event = (
     | EvaluationBegun
     | EncodingsForgotten
     | DrainSet
+    | RunPaused
+    | RunResumed
+    | JoiningLimited
     | CalibrationAdded
 )
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
+_read_event: Callable[[str], Event] = _EVENT.validator.validate_json  # a restart reads a million: one call for each
 
 
 def event_to_json(event: Event) -> str:
@@ -349,4 +396,4 @@ def event_to_json(event: Event) -> str:
 
 def event_from_json(payload: str) -> Event:
     """Return an event of our own log. A pydantic ValidationError means that another release wrote the log."""
-    return _EVENT.validate_json(payload)
+    return _read_event(payload)

@@ -42,6 +42,8 @@ def _check_slots(state: State) -> None:
         assert current.fixed == (len(current.taken) == size), (
             f"step {number}: fixed before all its groups were in a batch"
         )
+        opened = set(current.open)
+        assert len(opened) == len(current.open), f"step {number}: a slot is open twice"
         for slot in range(number * size, (number + 1) * size):
             holders = sorted(held.get(slot, ()))
             assert sorted(current.held.get(slot, ())) == holders, (
@@ -49,7 +51,7 @@ def _check_slots(state: State) -> None:
             )
             assert len(holders) <= max(2, state.rules.leases_per_slot_max), f"slot {slot}: leased too often at once"
             is_open = not holders and slot not in current.accepted
-            assert current.open.count(slot) == is_open, f"slot {slot} lost or doubled"
+            assert (slot in opened) == is_open, f"slot {slot} lost or doubled"
         for group in current.accepted.values():
             _check_admitted(state, number * size, group.policy_version)
             assert len(group.rewards) == state.rules.rollouts_per_group, f"step {number}: a reward is missing"
@@ -126,6 +128,12 @@ def _check_admitted(state: State, slot: int, policy_version: int) -> None:
 
 def _check_workers(state: State) -> None:
     _check_networks(state)
+    owned = {key: person for person, machines in state.persons.items() for key in machines}
+    assert all(state.persons.values()), "a person without a machine"
+    assert owned == {key: worker.person for key, worker in state.workers.items() if worker.person}, (
+        "a person's machines"
+    )
+    assert state.workers.keys().isdisjoint(state.persons), "a person's key is a machine's"
     assert state.num_active == sum(worker.active for worker in state.workers.values())
     assert sum(len(worker.leases) for worker in state.workers.values()) == len(state.leases)
     assert sum(len(worker.pending) for worker in state.workers.values()) == len(state.bundles)

@@ -179,6 +179,12 @@ class WorkerRecord:
     """Accepted bundles in escrow, oldest first."""
     released: bool = False
     """Whether its escrow was credited because the run ends. Later bundles would have no escrow."""
+    person: str = ""
+    """Person whose machine it is (persons.py); empty: none."""
+    delegated_until_ms: int = 0
+    """End of the delegation that it joined with; 0: it needs none."""
+    revoked_at_ms: int = 0
+    """Time when its person revoked it; 0: it did not. Delegations that were issued before are void."""
     accepted: int = 0
     """Accepted rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
@@ -203,7 +209,7 @@ class WorkerRecord:
     def has_history(self) -> bool:
         """Whether its record is worth keeping when it leaves."""
         is_judged = self.accepted or self.refused or self.strikes or self.banned
-        return bool(is_judged or self.pending or self.ended or self.invite)
+        return bool(is_judged or self.pending or self.ended or self.invite or self.revoked_at_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +232,15 @@ class Original:
     arrived_at_ms: int
     seeded: bool = True
     """Whether its tokens are proven to follow from the slot's seeds."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoiningLimits:
+    """Limits on who joins that the operator has set during the run. None: as the coordinator's settings say."""
+
+    workers_max: int | None = None
+    workers_per_network_max: int | None = None
+    invites_needed: bool | None = None
 
 
 @dataclass(slots=True)
@@ -257,6 +272,10 @@ class State:
     """Number of forgettable keys -> the networks with that number, except the trusted one."""
     invites: dict[str, int] = field(default_factory=dict)
     """Invitation -> keys that joined with it."""
+    persons: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Person -> keys of its machines, in the order of their first joins."""
+    banned_persons: dict[str, Ban] = field(default_factory=dict)
+    """Bans of persons by the operator."""
     crowd: int = 0
     """Active workers that do not count for the fair share: all newcomers of a network count as one."""
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
@@ -272,6 +291,10 @@ class State:
     published: dict[int, Publication] = field(default_factory=dict)
     """Policies whose bytes are kept."""
     draining: bool = False
+    paused_at_ms: int = 0
+    """Time when the operator paused the run; 0: it is not paused (operator_orders.py)."""
+    pause_reason: str = ""
+    joining: JoiningLimits = JoiningLimits()
     accepted: int = 0
     """Accepted rollouts of the whole run."""
     refused: dict[RejectReason, int] = field(default_factory=dict)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from prime_protocol.run_spec import ALL_AUDITED, EVIDENCE_MAX, PinnedRun
-from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, SwapPolicy
+from prime_protocol.check_policy import ALL_AUDITED, EVIDENCE_MAX
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.schedule import Schedule, Selection, StalenessFrom, StalePolicy, SwapPolicy
 from prime_protocol.step import Admission
 
 
@@ -113,22 +115,29 @@ def rules_of(run: PinnedRun) -> SchedulerRules:
         leases_per_worker_max=spec.limits.leases_per_worker_max,
         bundles_pending_per_worker_max=spec.limits.bundles_pending_per_worker_max,
         slots_ahead=spec.admission.slots_ahead,
-        max_run_ahead=schedule.max_run_ahead,
-        inflight_max=schedule.inflight_max(spec.groups_per_step),
-        selection=schedule.selection,
-        window_groups=schedule.window_steps * spec.groups_per_step if schedule.selection is Selection.WINDOW else 0,
-        batches_per_step=schedule.batches_per_step,
-        lag_max=schedule.max_off_policy_steps,
-        staleness_from=schedule.staleness_from,
-        stale=schedule.stale,
-        leases_per_slot_max=schedule.leases_per_slot_max,
-        straggler_factor=schedule.straggler_factor,
-        slow_factor=schedule.slow_factor,
-        requeues=schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
-        spans=schedule.swap.spans_policies,
+        **schedule_rules(schedule, spec.groups_per_step),
         statistics=spec.checks.statistics,
         evidence_max=spec.checks.evidence_max,
         audit_share_min=audits.share_min,
         newcomer_bundles=audits.newcomer_bundles,
         escrow_bundles=audits.escrow_bundles,
     )
+
+
+def schedule_rules(schedule: Schedule, groups_per_step: int) -> dict[str, Any]:
+    """Return the fields of SchedulerRules that a schedule alone decides."""
+    return {
+        "max_run_ahead": schedule.max_run_ahead,
+        "inflight_max": schedule.inflight_max(groups_per_step),
+        "selection": schedule.selection,
+        "window_groups": schedule.window_steps * groups_per_step if schedule.selection is Selection.WINDOW else 0,
+        "batches_per_step": schedule.batches_per_step,
+        "lag_max": schedule.max_off_policy_steps,
+        "staleness_from": schedule.staleness_from,
+        "stale": schedule.stale,
+        "leases_per_slot_max": schedule.leases_per_slot_max,
+        "straggler_factor": schedule.straggler_factor,
+        "slow_factor": schedule.slow_factor,
+        "requeues": schedule.swap is SwapPolicy.ABORT_AND_REQUEUE,
+        "spans": schedule.swap.spans_policies,
+    }

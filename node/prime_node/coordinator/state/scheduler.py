@@ -38,9 +38,11 @@ from itertools import islice
 from prime_node.coordinator.state import batches, failing, newcomers
 from prime_node.coordinator.state.cancelling import is_outdated
 from prime_node.coordinator.state.carrier import carrier
+from prime_node.coordinator.state.operator_orders import pause_of
 from prime_node.coordinator.state.records import LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.slots import lowest_open
 from prime_protocol import limits
+from prime_protocol.visible import number_of
 
 SILENCE_FACTOR = 5.0
 """Patience for a worker without any bundle, as a multiple of that for a straggler, ..."""
@@ -88,6 +90,12 @@ def choose_slots(
         return NothingToLease("the operator drains the run: no new leases", is_worth_waiting=False)
     if state.is_complete:
         return NothingToLease("the run has all its rollouts", is_worth_waiting=False)
+    if worker.delegated_until_ms and worker.delegated_until_ms < now_ms:
+        return NothingToLease(
+            "the delegation of this machine has expired: authorise it again, and start it again", is_worth_waiting=False
+        )
+    if pause := pause_of(state):
+        return NothingToLease(pause, is_worth_waiting=True)
     groups_max = max(1, min(rollouts_max, limits.LEASE_ROLLOUTS_MAX) // rules.rollouts_per_group)
     places = batches.places_left(state)
     begun_max = groups_max if places is None else min(groups_max, places)
@@ -99,7 +107,9 @@ def choose_slots(
     if is_wasteful and (refusal := _make_wait(worker, now_ms)):
         return refusal
     if len(worker.leases) >= rules.leases_per_worker_max:
-        return NothingToLease(f"you hold {len(worker.leases)} leases, which is the limit", is_worth_waiting=False)
+        return NothingToLease(
+            f"you hold {number_of(len(worker.leases), 'lease')}, which is the limit", is_worth_waiting=False
+        )
     if len(worker.leases) + len(worker.pending) >= rules.bundles_pending_per_worker_max:
         waiting, held = len(worker.pending), len(worker.leases)
         detail = (
@@ -140,7 +150,7 @@ def choose_slots(
 
 def is_work_left(state: State) -> bool:
     """Return whether a worker with the newest policy could lease an open slot, apart from its own limits."""
-    if state.is_ending:
+    if state.is_ending or state.paused_at_ms:
         return False
     if any(evaluation.open for evaluation in state.evaluations.values()):
         return True

@@ -111,9 +111,9 @@ def lowest_open(step: StepSlots, count: int) -> tuple[int, ...]:
 
 
 def _close(descending: list[int], slot: int) -> None:
-    if descending[-1] == slot:  # nearly always: the lowest slot is leased first
+    if descending and descending[-1] == slot:  # nearly always: the lowest slot is leased first
         descending.pop()
         return
     place = bisect_left(descending, -slot, key=neg)
-    assert descending[place] == slot
+    assert descending[place : place + 1] == [slot], f"slot {slot} is neither open nor held"
     del descending[place]

@@ -18,9 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from prime_node.coordinator.state import batches, endings, failing, newcomers, refusals, slots, suspicion, verdicts
+from prime_node.coordinator.state import (
+    batches,
+    endings,
+    failing,
+    newcomers,
+    operator_orders,
+    persons,
+    refusals,
+    slots,
+    suspicion,
+    verdicts,
+)
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import CHECK_CHANGED, Effect, Settled
+from prime_node.coordinator.state.person_events import MachineRevoked, PersonBanned, PersonUnbanned
 from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_protocol.verdict import BanKind, BundleStatus
 
@@ -48,6 +60,7 @@ def _worker_joined(state: State, event: ev.WorkerJoined, at_ms: int) -> list[Eff
         state.invites[event.invite] = state.invites.get(event.invite, 0) + 1
         worker.invite = event.invite
     newcomers.enter_network(state, worker, event.network)
+    persons.enter_person(state, worker, event.person, event.delegated_until_ms)
     return effects
 
 
@@ -71,14 +84,38 @@ def _worker_banned(state: State, event: ev.WorkerBanned, at_ms: int) -> list[Eff
 
 
 def _worker_unbanned(state: State, event: ev.WorkerUnbanned, at_ms: int) -> list[Effect]:
-    worker = state.workers[event.worker]
+    _unban(state, state.workers[event.worker], at_ms)
+    return []
+
+
+def _unban(state: State, worker: WorkerRecord, at_ms: int) -> None:
     if worker.banned is not None and worker.banned.evidence is not None:
         state.evidence.remove(worker.banned.evidence)
     worker.banned, worker.strikes, worker.audit_score = None, 0, 0
     suspicion.forgive(worker, at_ms)
     worker.wasted, worker.pause_until_ms = 0, 0
     newcomers.unbanned(state, worker)
+
+
+def _person_banned(state: State, event: PersonBanned, at_ms: int) -> list[Effect]:
+    ban = Ban(at_ms, state.current_step, event.reason, None, BanKind.OPERATOR)
+    state.banned_persons[event.person] = ban
+    free = [machine for machine in persons.machines_of(state, event.person) if machine.banned is None]
+    return [effect for machine in free for effect in refusals.banish(state, machine, ban)]
+
+
+def _person_unbanned(state: State, event: PersonUnbanned, at_ms: int) -> list[Effect]:
+    state.banned_persons.pop(event.person, None)
+    for machine in persons.machines_of(state, event.person):
+        if machine.banned is not None and machine.banned.kind is BanKind.OPERATOR:
+            _unban(state, machine, at_ms)
     return []
+
+
+def _machine_revoked(state: State, event: MachineRevoked, at_ms: int) -> list[Effect]:
+    worker = state.workers[event.worker]
+    worker.revoked_at_ms = at_ms
+    return endings.deactivate(state, worker, at_ms)
 
 
 def _calibration_added(state: State, event: ev.CalibrationAdded, at_ms: int) -> list[Effect]:
@@ -176,6 +213,9 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.WorkersLost: _workers_lost,
     ev.WorkerBanned: _worker_banned,
     ev.WorkerUnbanned: _worker_unbanned,
+    PersonBanned: _person_banned,
+    PersonUnbanned: _person_unbanned,
+    MachineRevoked: _machine_revoked,
     ev.LeaseGranted: _lease_granted,
     ev.LeaseReturned: _lease_returned,
     ev.LeasesExpired: _leases_expired,
@@ -187,4 +227,5 @@ _HANDLERS: dict[type, Callable[[State, Any, int], list[Effect]]] = {
     ev.CalibrationAdded: _calibration_added,
     **batches.HANDLERS,
     **failing.HANDLERS,
+    **operator_orders.HANDLERS,
 }

@@ -1,5 +1,6 @@
 /* The page: one document, live changes from one stream, and views of it. Views live in the query, since the fragment is the digest of a join link. */
-import {el, svg, clean, count} from "/page/{digest}-dom.js";
+import {el, clean, count} from "/page/{digest}-dom.js";
+import {mark, themes} from "/page/{digest}-frame.js";
 import {runView, phaseOf} from "/page/{digest}-run.js";
 import {workersView} from "/page/{digest}-workers.js";
 import {checksView, joinView, ledgerView, swarmView} from "/page/{digest}-others.js";
@@ -11,23 +12,14 @@ const root = document.getElementById("app"), main = el("main", {id: "main", tabi
 
 const asked = () => { const name = new URLSearchParams(location.search).get("view"); return Object.hasOwn(VIEWS, name ?? "") ? name : "run"; };
 const href = name => (name === "run" ? location.pathname : `?view=${name}`) + location.hash;
-const stored = (name, value) => { try { return value === undefined ? localStorage.getItem(name) : localStorage.setItem(name, value); } catch { return null; } };
 
 /* The head of the page */
 const titleBox = el("h1"), phase = el("span", {class: "pill"}), linked = el("span", {class: "pill", title: "How this page is kept up to date"}), about = el("p", {class: "about"});
 const nav = el("nav", {"aria-label": "Views"}, Object.entries(VIEWS).map(([name, [title]]) => el("a", {href: href(name), "data-view": name, onclick: event => { if (event.metaKey || event.ctrlKey || event.shiftKey) return; event.preventDefault(); go(name); }}, title)));
-const line = d => svg("path", {d, fill: "none", stroke: "currentColor", "stroke-width": 2, "stroke-linecap": "round", "stroke-linejoin": "round"});
-const themes = el("button", {class: "icon", type: "button", onclick: () => { const next = isDark() ? "light" : "dark"; stored("theme", next); paint(next); }});
-const isDark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-function paint(theme) {
-  if (theme) document.documentElement.dataset.theme = theme;
-  themes.setAttribute("aria-label", isDark() ? "Light colours" : "Dark colours");
-  themes.replaceChildren(svg("svg", {viewBox: "0 0 24 24", "aria-hidden": "true"}, isDark() ? [svg("circle", {cx: 12, cy: 12, r: 4.5, fill: "none", stroke: "currentColor", "stroke-width": 2}), line("M12 2v2.5M12 19.5V22M2 12h2.5M19.5 12H22M4.9 4.9l1.8 1.8M17.3 17.3l1.8 1.8M4.9 19.1l1.8-1.8M17.3 6.7l1.8-1.8")] : line("M20.5 14.2A8.5 8.5 0 0 1 9.8 3.5a8.5 8.5 0 1 0 10.7 10.7z")));
-}
 const say = (kind, text) => linked.replaceChildren(el("span", {class: `dot ${kind}`}), text);
 
 function pinned() {
-  const told = location.hash.slice(1);
+  const told = location.hash.slice(1).split(".")[0];
   if (!/^[0-9a-f]{64}$/.test(told)) return null;
   if (told === doc.run.digest) return null;
   return el("p", {class: "card pad note bad", role: "alert"}, el("b", {}, "Your link names another run. "), "This coordinator serves ", el("span", {class: "mono"}, doc.run.digest.slice(0, 16) + "…"), ", and the link names ", el("span", {class: "mono"}, told.slice(0, 16) + "…"), ". Do not join; ask whoever gave you the link.");
@@ -35,8 +27,7 @@ function pinned() {
 const warning = el("div", {class: "slot"});
 
 function begin() {
-  const mark = svg("svg", {class: "mark", viewBox: "0 0 32 32", "aria-hidden": "true"}, svg("rect", {width: 32, height: 32, rx: 8, fill: "#3156d4"}), svg("path", {d: "M7 23 13 14l5 5 7-11", fill: "none", stroke: "#fff", "stroke-width": 3.4, "stroke-linecap": "round", "stroke-linejoin": "round"}));
-  root.replaceChildren(el("header", {class: "top"}, el("div", {class: "who"}, mark, titleBox, phase), linked, nav, themes), main,
+  root.replaceChildren(el("header", {class: "top"}, el("div", {class: "who"}, mark(), titleBox, phase), linked, nav, themes), main,
     el("footer", {}, el("p", {}, "What a coordinator says of its run, and what workers call themselves. It is not proven; ", el("span", {class: "mono"}, "prime-node verify"), " proves.")));
 }
 function open() {
@@ -96,6 +87,5 @@ addEventListener("keydown", event => {
   if (!doc || event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input")) return;
   if (event.key === "/") { event.preventDefault(); if (asked() !== "workers") go("workers"); view.find?.(); }
 });
-paint(stored("theme"));
 say("warn", "connecting");
 start();

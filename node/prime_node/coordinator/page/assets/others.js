@@ -1,9 +1,12 @@
 /* The views of checks, of the swarm, of the ledger and of joining. */
-import {el, svg, card, clean, named, command, count, plural, short, bytes, time, share, words} from "/page/{digest}-dom.js";
+import {el, svg, card, clean, facts, named, command, count, plural, short, bytes, time, share, table, words} from "/page/{digest}-dom.js";
 import {bar, bars, legend, plot} from "/page/{digest}-charts.js";
 import {qrCode} from "/page/{digest}-qr.js";
 
+/* A visitor's invitation, which follows the digest in the link, goes on into the commands. */
+const invitation = () => /^#[0-9a-f]{64}(\.[0-9A-Za-z_=-]{1,4096})$/.exec(location.hash)?.[1] ?? "";
 const link = doc => `${location.origin}/#${doc.run.digest}`;
+const joinLink = doc => link(doc) + (location.hash.startsWith(`#${doc.run.digest}`) ? invitation() : "");
 const sum = values => values.reduce((a, b) => a + b, 0);
 
 export function checksView() {
@@ -15,19 +18,13 @@ export function checksView() {
     known = now;
     const reasons = Object.entries(doc.now.refused).sort((a, b) => b[1] - a[1]), refused = sum(reasons.map(r => r[1]));
     root.replaceChildren(el("div", {class: "split"},
-      card("c-bans", "Bans", doc.bans.length ? `${plural(doc.bans.length, "worker")}; anyone can check the evidence` : null, doc.bans.length ? el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": "Bans"}, el("table", {class: "plain"},
-        el("thead", {}, el("tr", {}, ["worker", "step", "why", "evidence"].map((name, i) => el("th", {class: i === 1 ? "n" : "", scope: "col"}, name)))),
-        el("tbody", {}, doc.bans.map(ban => el("tr", {}, el("td", {}, named(ban.name), " ", el("span", {class: "mono soft"}, ban.key.slice(-6))), el("td", {class: "n"}, count(ban.step)), el("td", {}, clean(ban.reason, 240)),
-          el("td", {}, el("a", {href: `/v1/evidence/${encodeURIComponent(ban.dossier)}`, download: ban.dossier}, "download", el("span", {class: "sr"}, ` the evidence against ${clean(ban.name)}`)))))))) : el("p", {class: "soft"}, "Nobody is banned.")),
+      card("c-bans", "Bans", doc.bans.length ? `${plural(doc.bans.length, "worker")}; anyone can check the evidence` : null, doc.bans.length ? table("Bans", ["worker, and why", "step", "evidence"], doc.bans.map(ban => [[named(ban.name), " ", el("span", {class: "mono soft"}, ban.key.slice(-6)), el("div", {class: "soft"}, clean(ban.reason, 240))], count(ban.step),
+        el("a", {href: `/v1/evidence/${encodeURIComponent(ban.dossier)}`, download: ban.dossier}, "download", el("span", {class: "sr"}, ` the evidence against ${clean(ban.name)}`))])) : el("p", {class: "soft"}, "Nobody is banned.")),
       card("c-became", "What became of rollouts", null, bar([["good", doc.now.accepted], ["refused", refused]], `${doc.now.accepted} accepted, ${refused} refused`, true), legend([["good", "accepted", count(doc.now.accepted)], ["refused", "refused", count(refused)]]), reasons.length > 0 && bars(reasons.map(([reason, n]) => [words(reason), n, "refused"])))),
     card("c-prove", "Check it yourself", "this page proves nothing; these commands do", el("div", {class: "steps"}, el("p", {}, "Every published policy, its signatures and its chain:"), command(`prime-node verify ${link(doc)}`), el("p", {}, "The ledger of settled receipts:"), command(`prime-node ledger verify ${link(doc)}`), el("p", {}, "A ban, with the file from above:"), command("prime-node evidence verify FILE"))));
   }};
 }
 
-const table = (label, heads, rows) => el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": label}, el("table", {class: "plain"},
-  el("thead", {}, el("tr", {}, heads.map((name, i) => el("th", {class: i ? "n" : "", scope: "col"}, name)))),
-  el("tbody", {}, rows.map(row => el("tr", {}, row.map((cell, i) => el("td", {class: i ? "n" : ""}, cell)))))));
-const facts = rows => el("dl", {class: "facts"}, rows.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 const unknown = (id, ...lines) => card(id, "What this page does not know", null, el("ul", {class: "about plainlist"}, lines.map(line => el("li", {}, line))));
 
 /* A view that is drawn anew when its part of the document has changed. */
@@ -56,11 +53,11 @@ export const swarmView = () => drawn(doc => [doc.now.holders, doc.now.head, doc.
 export const ledgerView = () => drawn(doc => [doc.now.ledger, doc.now.accepted, doc.now.refused, doc.now.tokens, doc.contributors], doc => {
   const {now} = doc, refused = sum(Object.values(now.refused)), given = sum(doc.contributors.map(one => one[2]));
   return [el("div", {class: "split"},
-    card("c-who", "Tokens of accepted rollouts", `${short(now.tokens)} by all workers`, doc.contributors.length ? table("Tokens by worker", ["worker", "tokens", "share"], [...doc.contributors.map(([key, name, n]) => [[named(name), " ", el("span", {class: "mono soft"}, key.slice(-6))], count(n), share(n / Math.max(1, now.tokens), 1)]), ...(now.tokens > given ? [[el("span", {class: "soft"}, "all others"), count(now.tokens - given), share((now.tokens - given) / now.tokens, 1)]] : [])]) : el("p", {class: "soft"}, now.accepted ? "No token of earlier rollouts is recorded." : "Nothing is accepted yet.")),
+    card("c-who", "Tokens credited", `${short(now.tokens)} by all workers`, doc.contributors.length ? table("Tokens by contributor", ["contributor", "tokens", "share"], [...doc.contributors.map(([key, name, n, machines]) => [[named(name), " ", el("span", {class: "mono soft"}, key.slice(-6)), machines > 1 && el("span", {class: "soft"}, ` · ${machines} machines`)], count(n), share(n / Math.max(1, now.tokens), 1)]), ...(now.tokens > given ? [[el("span", {class: "soft"}, "all others"), count(now.tokens - given), share((now.tokens - given) / now.tokens, 1)]] : [])]) : el("p", {class: "soft"}, now.accepted ? "No tokens are credited yet: the newest accepted bundles are in escrow." : "Nothing is accepted yet.")),
     card("c-chain", "The ledger", null, facts([["receipts", count(now.ledger.entries)], ["accepted rollouts", count(now.accepted)], ["refused rollouts", count(refused)], ["digest of the last line", el("span", {class: "mono"}, now.ledger.digest)]]),
       el("p", {class: "about gap"}, "Each line is a receipt that the coordinator signed and gave to the worker. It names the line before it, so whoever kept an older copy notices if a line is taken out or changed."), el("p", {class: "gap"}, el("a", {href: "/v1/ledger/0"}, "The first lines"), " · ", el("a", {href: "/v1/ledger"}, "the signed end")))),
   card("c-own", "Find your own receipts", "this page proves nothing; these commands do", el("div", {class: "steps"}, el("p", {}, "Check every line, and that each receipt of your machine is among them:"), command(`prime-node ledger verify ${link(doc)} --receipts FOLDER`), el("p", {}, "Keep a copy:"), command(`prime-node ledger export ${link(doc)}`))),
-  unknown("c-unknown", "Credits: the newest bundles of a worker are in escrow until later ones pass an audit, so the ledger credits fewer tokens than are accepted here.", "Who a worker is: names are what workers call themselves; only the key counts.", "Rewards or payments: the run pays nothing, and the coordinator keeps no account.")];
+  unknown("c-unknown", "What escrow will credit: the newest bundles of a worker count as accepted, and their tokens are credited once later ones pass an audit.", "Who a worker is: names are what workers call themselves; only the key counts.", "Rewards or payments: the run pays nothing, and the coordinator keeps no account.")];
 });
 
 export function joinView() {
@@ -69,9 +66,9 @@ export function joinView() {
   return {root, update(doc) {
     if (known === doc.run.digest) return;
     known = doc.run.digest;
-    const code = qrCode(link(doc)), {run} = doc;
+    const code = qrCode(joinLink(doc)), {run} = doc;
     root.replaceChildren(card("c-lend", "Lend a machine", "no account, no payment; Ctrl-C ends it and loses nothing",
-      el("div", {class: "joinrow"}, el("ol", {}, el("li", {}, "What can this machine do, and does the run answer?", command(`prime-node doctor ${link(doc)}`)), el("li", {}, "Lend it:", command(`prime-node join ${link(doc)}`)), el("li", {}, "No GPU, but bandwidth and a disk? Pass checkpoints on:", command(`prime-node seed ${link(doc)}`))),
+      el("div", {class: "joinrow"}, el("ol", {}, el("li", {}, "What can this machine do, and does the run answer?", command(`prime-node doctor ${joinLink(doc)}`)), el("li", {}, "Lend it:", command(`prime-node join ${joinLink(doc)}`)), el("li", {}, "No GPU, but bandwidth and a disk? Pass checkpoints on:", command(`prime-node seed ${link(doc)}`))),
         code && svg("svg", {class: "qr", viewBox: `-3 -3 ${code.length + 6} ${code.length + 6}`, role: "img", "aria-label": "The join link as a QR code"}, svg("rect", {x: -3, y: -3, width: code.length + 6, height: code.length + 6, fill: "#fff"}),
           svg("path", {fill: "#000", d: code.flatMap((row, y) => row.map((dark, x) => dark ? `M${x} ${y}h1v1h-1z` : "")).join("")})))),
     card("c-what", "What is trained", null, el("dl", {class: "facts"}, [["run", clean(run.title, 200)], ["about", clean(run.description, 500)], ["environments", run.environments.map(one => clean(`${one.name} (${one.id})`, 120)).join(", ")],

@@ -1,11 +1,11 @@
 /* The run view: is it learning, how far is it, who works, what is refused. Each part is drawn anew only when its data change. */
-import {el, card, clean, named, count, plural, short, bytes, time, share, words, mean} from "/page/{digest}-dom.js";
+import {el, card, clean, named, count, plural, short, bytes, tile, time, share, words, mean} from "/page/{digest}-dom.js";
+import {arranged} from "/page/{digest}-frame.js";
 import {plot, bar, bars, legend, lanes} from "/page/{digest}-charts.js";
 
-const tile = (name, big, fine, more) => el("div", {class: "card pad tile"}, el("dt", {}, name), el("dd", {}, el("div", {class: "big"}, big), more, el("div", {class: "fine"}, fine)));
 const tail = (values, n) => (values ?? []).slice(-n);
 const sum = values => values.reduce((a, b) => a + b, 0);
-const phases = {learning: "learning", complete: "complete", draining: "draining", starting: "starting", waiting: "waiting for workers"};
+const phases = {learning: "learning", complete: "complete", draining: "draining", paused: "paused", starting: "starting", waiting: "waiting for workers"};
 
 function held(doc) {
   const trusted = doc.evaluations.filter(one => one.by === "trainer"), found = trusted.length ? trusted : doc.evaluations;
@@ -61,7 +61,7 @@ const parts = {
     const rows = Object.entries(doc.now.refused).sort((a, b) => b[1] - a[1]);
     return [card("c-refused", "Refused, by reason", plural(sum(rows.map(r => r[1])), "rollout"), rows.length ? bars(rows.slice(0, 8).map(([reason, n]) => [words(reason), n, "refused"])) : el("p", {class: "soft"}, "None."))];
   }],
-  given: [doc => doc.contributors, doc => [card("c-given", "Tokens contributed", "accepted so far, by the names that workers give themselves", doc.contributors.length ? bars(doc.contributors.slice(0, 8).map(([key, name, n]) => [el("span", {title: key}, named(name || key.slice(-8))), n, "generate"]), short) : el("p", {class: "soft"}, "Nothing is accepted yet."))]],
+  given: [doc => doc.contributors, doc => [card("c-given", "Tokens contributed", "credited so far, by the names that workers give themselves", doc.contributors.length ? bars(doc.contributors.slice(0, 8).map(([key, name, n, machines]) => [el("span", {title: key}, named(name || key.slice(-8)), machines > 1 && el("span", {class: "soft"}, ` · ${machines} machines`)), n, "generate"]), short) : el("p", {class: "soft"}, "Nothing is credited yet."))]],
   lanes: [doc => doc.events.at(-1)?.number, doc => {
     const spans = doc.events.filter(e => e.begin_ms != null && e.end_ms != null), end = Math.max(0, ...spans.map(e => e.end_ms)) / 1000, wide = Math.min(600, Math.max(10, 10 * (doc.now.step_s || 1)));
     const drawn = spans.map(e => ({begin: e.begin_ms / 1000, end: Math.max(e.end_ms, e.begin_ms + 1) / 1000,
@@ -79,15 +79,5 @@ const parts = {
 };
 const LAYOUT = [["notes"], ["tiles"], ["split", ["learning"], ["stack", ["window"], ["holders"]]], ["thirds", ["seconds"], ["lag"], ["stack", ["refused"], ["given"]]], ["split", ["lanes"], ["events"]]];
 
-export function runView() {
-  const slots = {};
-  const build = ([name, ...inner]) => inner.length ? el("div", {class: name}, inner.map(build)) : slots[name] = el("div", {class: "slot"});
-  const root = el("div", {class: "view"}, LAYOUT.map(build)), known = {};
-  return {root, update(doc) {
-    for (const [name, [signature, make]] of Object.entries(parts)) {
-      const now = JSON.stringify(signature(doc) ?? null);
-      if (known[name] !== now) { known[name] = now; slots[name].replaceChildren(...make(doc)); }
-    }
-  }};
-}
+export const runView = () => arranged(parts, LAYOUT);
 export const phaseOf = now => phases[now.phase] ?? now.phase;

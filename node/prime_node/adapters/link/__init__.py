@@ -1,0 +1,1 @@
+"""The link between gateways and the writer, over TCP."""

@@ -1,0 +1,266 @@
+"""The gateway's side of the link: one connection to the writer, over which all calls go side by side.
+
+Waiting: each call waits for its answer or for the end of the link; `keep` waits for the end of the link, then tries the next
+address. Calls in progress fail with the link: their clients try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+from collections.abc import AsyncIterator
+
+from prime_node.adapters.link.sealed_frames import (
+    MAGIC,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    BrokenLink,
+    FrameKind,
+    FrameOpener,
+    FrameSealer,
+    LinkFrame,
+    fault_head,
+    fault_of,
+    is_proof,
+    proof,
+)
+from prime_node.patience import SAY_AGAIN_S, Backoff
+from prime_node.ports.web import Response, Sender
+from prime_node.ports.writer_link import Addresses, ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_protocol.errors import ErrorCode, PrimeError, RemoteError
+
+log = logging.getLogger(__name__)
+
+CONNECT_S_MAX = 5.0
+ALIVE_S, SILENT_S_MAX = 0.5, 3.0
+"""Seconds between two signs of life, and without one of the writer after which the link is given up."""
+STORAGE_RETRY_S = 5.0
+RETRY_S = 0.5
+"""Time after which a client may ask again while there is no writer."""
+READ_BYTES = 2**18
+
+
+class LinkClient:
+    """Implementation of ports.writer_link.WriterLink."""
+
+    def __init__(self, addresses: Addresses, *, secret: bytes, run: str) -> None:
+        self.linked = asyncio.Event()
+        """Whether the link is open."""
+        self._addresses, self._secret, self._run = tuple(addresses), secret, run
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[LinkFrame]] = {}
+        self._streams: dict[int, asyncio.Queue[LinkFrame]] = {}
+        self._held: dict[int, HeldParcel] = {}
+        self._giving: set[asyncio.Task[None]] = set()
+        self._sealer: FrameSealer | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._was_linked = False
+        """Whether the last attempt opened a link."""
+        self._unsent: list[bytes] = []
+        """Frames of this turn of the loop: one write for all of them."""
+
+    async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
+        """Forward a request. Raises RemoteError."""
+        if self._writer is None or self._sealer is None:
+            raise _unlinked()
+        number = next(self._numbers)
+        answer: asyncio.Future[LinkFrame] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        self._streams[number] = asyncio.Queue()
+        if call.parcel is not None:
+            self._held[number] = call.parcel
+        is_streamed = False
+        try:
+            self._send(LinkFrame(FrameKind.CALL, number, call_head(call), call.body))
+            frame = await answer
+            is_streamed = bool(frame.head.get("streams"))
+            return self._answer_of(number, frame)
+        except asyncio.CancelledError:
+            if not answer.cancelled() and answer.done() and answer.exception() is None:
+                self._decline(answer.result())
+            raise
+        finally:
+            self._waiting.pop(number, None)
+            self._held.pop(number, None)
+            if not is_streamed:
+                self._streams.pop(number, None)
+
+    async def keep(self) -> None:
+        """Keep the link open, to the first address at which a writer answers. Runs until it is cancelled."""
+        backoff, said_s, loop = Backoff(), -SAY_AGAIN_S, asyncio.get_running_loop()
+        for host, port in itertools.cycle(self._addresses):
+            try:
+                await self._link(host, port)
+            except (OSError, TimeoutError, BrokenLink, asyncio.IncompleteReadError) as error:
+                if self._was_linked:
+                    backoff, said_s, self._was_linked = Backoff(), -SAY_AGAIN_S, False
+                pause_s = min(backoff.next_s(error), RETRY_S)
+                if loop.time() - said_s >= SAY_AGAIN_S:
+                    said_s = loop.time()
+                    log.warning("no link to a writer at %s:%d: %s", host, port, str(error) or type(error).__name__)
+                await asyncio.sleep(pause_s)
+
+    # Internals
+
+    async def _link(self, host: str, port: int) -> None:
+        """Open a link and read from it until it ends. Raises OSError, TimeoutError, BrokenLink or IncompleteReadError."""
+        async with asyncio.timeout(CONNECT_S_MAX):
+            reader, writer = await asyncio.open_connection(host, port, limit=2 * READ_BYTES)
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                opener = await self._shake(reader, writer)
+            self._writer = writer
+            self._was_linked = True
+            self.linked.set()
+            log.info("linked to the writer at %s:%d", host, port)
+            async with asyncio.TaskGroup() as tasks:
+                alive = tasks.create_task(self._say_alive())
+                try:
+                    await self._read(reader, opener)
+                finally:
+                    alive.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            self.linked.clear()
+            self._writer = self._sealer = None
+            self._unsent.clear()
+            writer.close()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(_unlinked())
+            for number, stream in self._streams.items():
+                stream.put_nowait(
+                    LinkFrame(FrameKind.FAULT, number, {"code": "unavailable", "detail": "the link has ended"})
+                )
+
+    async def _shake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> FrameOpener:
+        greeting = await reader.readexactly(len(MAGIC) + NONCE_BYTES)
+        if not greeting.startswith(MAGIC):
+            raise BrokenLink("it is no writer of this release")
+        mine = secrets.token_bytes(NONCE_BYTES)
+        nonces = greeting[len(MAGIC) :] + mine
+        writer.write(mine + proof(self._secret, "gateway", nonces, self._run))
+        try:
+            given = await reader.readexactly(PROOF_BYTES)
+        except asyncio.IncompleteReadError:
+            raise BrokenLink(
+                "it refuses this gateway: gateway.key must be the coordinator's, of the same run"
+            ) from None
+        if not is_proof(given, self._secret, "writer", nonces, self._run):
+            raise BrokenLink("it does not know the secret: it is no writer of this run")
+        self._sealer = FrameSealer(proof(self._secret, "from the gateway", nonces, self._run))
+        return FrameOpener(proof(self._secret, "from the writer", nonces, self._run))
+
+    async def _say_alive(self) -> None:
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            self._send(LinkFrame(FrameKind.ALIVE))
+
+    async def _read(self, reader: asyncio.StreamReader, opener: FrameOpener) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(SILENT_S_MAX):
+                    data = await reader.read(READ_BYTES)
+            except TimeoutError:
+                raise BrokenLink("the writer is silent") from None
+            if not data:
+                raise BrokenLink("the writer has ended the link")
+            for frame in opener.feed(data):
+                self._take(frame)
+
+    def _take(self, frame: LinkFrame) -> None:
+        if frame.kind in (FrameKind.ANSWER, FrameKind.FAULT) and frame.call in self._waiting:
+            answer = self._waiting.pop(frame.call)
+            if answer.done():
+                self._decline(frame)
+            elif frame.kind is FrameKind.FAULT:
+                answer.set_exception(fault_of(frame))
+            else:
+                answer.set_result(frame)
+        elif frame.kind is FrameKind.WANT and frame.call in self._held:
+            task = asyncio.ensure_future(self._give(frame.call, self._held[frame.call]))
+            self._giving.add(task)
+            task.add_done_callback(self._giving.discard)
+        elif frame.call in self._streams:
+            self._streams[frame.call].put_nowait(frame)
+        else:
+            self._decline(frame)
+
+    def _decline(self, frame: LinkFrame) -> None:
+        """Tell the writer that a stream has no reader or a parcel no sender: who asked has left."""
+        if frame.kind is FrameKind.ANSWER and frame.head.get("streams"):
+            self._send(LinkFrame(FrameKind.STOP, frame.call))
+        elif frame.kind is FrameKind.WANT:
+            left = RemoteError(ErrorCode.UNAVAILABLE, "the caller has left its gateway")
+            self._send(LinkFrame(FrameKind.GIVEN, frame.call, fault_head(left)))
+
+    async def _give(self, number: int, parcel: HeldParcel) -> None:
+        try:
+            self._send(LinkFrame(FrameKind.GIVEN, number, body=await parcel.fetch()))
+        except Exception as error:  # at the edge of the task: the writer waits for this answer
+            is_bug = not isinstance(error, (PrimeError, OSError))
+            log.error("a bundle cannot be stored: %s", error, exc_info=is_bug)
+            failed = RemoteError(ErrorCode.UNAVAILABLE, "the storage failed", retry_after_s=STORAGE_RETRY_S)
+            self._send(LinkFrame(FrameKind.GIVEN, number, fault_head(failed)))
+
+    def _answer_of(self, number: int, frame: LinkFrame) -> ForwardedAnswer:
+        head = frame.head
+        found = head.get("sender")
+        body = self._pieces(number) if head.get("streams") else frame.body
+        return ForwardedAnswer(
+            Response(
+                body,
+                head["status"],
+                head["type"],
+                head.get("headers", {}),
+                (lambda: self._stop(number)) if head.get("streams") else None,
+            ),
+            None if found is None else Sender(found[0], is_role=found[1]),
+            is_vouched="sender" in head,
+        )
+
+    async def _pieces(self, number: int) -> AsyncIterator[bytes]:
+        """Yield the pieces of a stream, and ask for more as they are taken. Raises RemoteError if it breaks off."""
+        stream = self._streams[number]
+        while True:
+            frame = await stream.get()
+            if frame.kind is FrameKind.FAULT:
+                raise fault_of(frame)
+            if frame.kind is FrameKind.END:
+                return
+            yield frame.body
+            self._send(LinkFrame(FrameKind.MORE, number))
+
+    def _stop(self, number: int) -> None:
+        if self._streams.pop(number, None) is not None:
+            self._send(LinkFrame(FrameKind.STOP, number))
+
+    def _send(self, frame: LinkFrame) -> None:
+        if self._writer is not None and self._sealer is not None:
+            if not self._unsent:
+                asyncio.get_running_loop().call_soon(self._flush, self._writer)
+            self._unsent.append(self._sealer.seal(frame))
+
+    def _flush(self, writer: asyncio.StreamWriter) -> None:
+        unsent, self._unsent = self._unsent, []
+        if writer is self._writer:
+            writer.write(b"".join(unsent))
+
+
+def call_head(call: ForwardedCall) -> dict[str, object]:
+    """Return the head of a call's frame."""
+    found: dict[str, object] = {"path": call.path, "address": call.address, "signer": call.signer}
+    if call.parcel is not None:
+        found["parcel"] = [call.parcel.digest, call.parcel.num_bytes]
+    return found | {
+        name: dict(value)
+        for name, value in (("params", call.params), ("query", call.query), ("headers", call.headers))
+        if value
+    }
+
+
+def _unlinked() -> RemoteError:
+    return RemoteError(ErrorCode.UNAVAILABLE, "this gateway has no link to the coordinator", retry_after_s=RETRY_S)

@@ -1,0 +1,320 @@
+"""The writer's side of the link: it hears gateways that know the secret, and answers their calls side by side.
+
+A silent gateway loses its link. Its calls end by themselves, and their answers are dropped, as when a client leaves. Streams
+end with their link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+
+from prime_node.adapters.link.sealed_frames import (
+    MAGIC,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    BrokenLink,
+    FrameKind,
+    FrameOpener,
+    FrameSealer,
+    LinkFrame,
+    fault_head,
+    fault_of,
+    is_proof,
+    proof,
+)
+from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+STRANGERS_MAX = 16
+"""Connections that have not proved the secret yet."""
+SILENT_S_MAX = 5.0
+"""Seconds without a frame, after which a link is cut; gateways say that they are alive more often."""
+UNSENT_BYTES_MAX = 2**28
+"""Bytes that wait for a gateway which does not read; beyond, its link is cut."""
+ALIVE_S = 0.5
+"""Seconds between two signs of life. They answer nothing: what a gateway sends may wait behind a large body of its own."""
+LARGE_BYTES, AHEAD_BYTES_MAX = 2**16, 2**22
+"""Length from which a body waits until fewer bytes than the second number are unsent; short answers pass it."""
+PIECES_AHEAD = 2
+"""Pieces of a stream that are sent before the gateway has asked for more."""
+
+
+class LinkServer:
+    """Implementation of ports.writer_link.GatewayListener."""
+
+    def __init__(self) -> None:
+        self.links: set[_Link] = set()
+        """Open connections, also those that have not proved the secret."""
+        self.port = 0
+        """Port on which it listens, once it does."""
+        self._server: asyncio.Server | None = None
+
+    async def start(
+        self,
+        answer: AnswerCall,
+        *,
+        address: tuple[str, int],
+        secret: bytes,
+        run: str,
+        may_send: Callable[[], bool] | None,
+    ) -> int:
+        """Listen, and return the port. Raises LocalError."""
+        host, port = address
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: _Link(self, answer, secret, run, may_send), host, port)
+        except OSError as error:
+            raise LocalError(
+                f"cannot listen for gateways on {host}:{port}: {error.strerror}; change coordinator.gateways_listen"
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self.port
+
+    async def stop(self) -> None:
+        """End all links."""
+        if self._server is not None:
+            self._server.close()
+        for link in list(self.links):
+            link.cut("the coordinator stops")
+
+
+class _Link(asyncio.Protocol):
+    """One connection of a gateway."""
+
+    def __init__(
+        self, server: LinkServer, answer: AnswerCall, secret: bytes, run: str, may_send: Callable[[], bool] | None
+    ) -> None:
+        self._server, self._answer, self._secret, self._run = server, answer, secret, run
+        self._may_send = may_send or (lambda: True)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._nonce, self._shaking = secrets.token_bytes(NONCE_BYTES), bytearray()
+        self._sealer: FrameSealer | None = None
+        self._opener: FrameOpener | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room: dict[int, asyncio.Semaphore] = {}
+        """Pieces that each stream may send now."""
+        self._streams: dict[int, asyncio.Task[None]] = {}
+        """Calls whose answer is being streamed."""
+        self._wanted: dict[int, asyncio.Future[bytes]] = {}
+        self._turn, self._has_room = asyncio.Lock(), asyncio.Event()
+        """Large bodies are sent one after another, while the transport has room."""
+        self._has_room.set()
+        self._unsent: list[bytes] = []
+        """Frames of this turn of the loop: one write for all of them."""
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the challenge."""
+        self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
+        assert self._transport is not None
+        self._transport.set_write_buffer_limits(AHEAD_BYTES_MAX)
+        self._server.links.add(self)
+        if sum(link._opener is None for link in self._server.links) > STRANGERS_MAX:
+            self.cut("too many connections that have not proved the secret")
+            return
+        self._timer = self._loop.call_later(HANDSHAKE_S, self.cut, "no proof in time")
+        self._write(MAGIC + self._nonce)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End its streams. Its calls continue: what they decide is decided."""
+        self._server.links.discard(self)
+        self._transport = None
+        self._has_room.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams.values():
+            stream.cancel()
+        for wanted in self._wanted.values():
+            if not wanted.done():
+                wanted.set_exception(RemoteError(ErrorCode.UNAVAILABLE, "the gateway has left"))
+
+    def pause_writing(self) -> None:
+        """Let large bodies wait."""
+        self._has_room.clear()
+
+    def resume_writing(self) -> None:
+        """Send them."""
+        self._has_room.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Check the proof, then take frames."""
+        self._heard_s = self._loop.time()
+        try:
+            if self._opener is None:
+                data = self._shake(data)
+            if self._opener is not None and data:
+                for frame in self._opener.feed(data):
+                    self._take(frame)
+        except (BrokenLink, ValueError, KeyError, TypeError) as error:
+            self.cut(str(error) or type(error).__name__)
+
+    def cut(self, reason: str) -> None:
+        """End the connection."""
+        if self._transport is not None:
+            log.warning("link of a gateway at %s: %s", self._transport.get_extra_info("peername"), reason)
+            self._transport.abort()
+
+    # Internals
+
+    def _shake(self, data: bytes) -> bytes:
+        """Take the gateway's part of the handshake. Return what follows it. Raises BrokenLink."""
+        self._shaking += data
+        needed = NONCE_BYTES + PROOF_BYTES
+        if len(self._shaking) < needed:
+            return b""
+        nonces = self._nonce + bytes(self._shaking[:NONCE_BYTES])
+        if not is_proof(bytes(self._shaking[NONCE_BYTES:needed]), self._secret, "gateway", nonces, self._run):
+            raise BrokenLink("it does not know the secret of this run's gateways")
+        self._write(proof(self._secret, "writer", nonces, self._run))
+        self._sealer = FrameSealer(proof(self._secret, "from the writer", nonces, self._run))
+        self._opener = FrameOpener(proof(self._secret, "from the gateway", nonces, self._run))
+        assert self._timer is not None
+        self._timer.cancel()
+        self._look()
+        assert self._transport is not None
+        log.info("a gateway at %s is linked", self._transport.get_extra_info("peername"))
+        return bytes(self._shaking[needed:])
+
+    def _look(self) -> None:
+        if self._loop.time() - self._heard_s > SILENT_S_MAX:
+            self.cut("it is silent")
+        else:
+            self._send(LinkFrame(FrameKind.ALIVE))
+            self._timer = self._loop.call_later(ALIVE_S, self._look)
+
+    def _take(self, frame: LinkFrame) -> None:
+        match frame.kind:
+            case FrameKind.CALL:
+                task = self._loop.create_task(self._handle(frame))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case FrameKind.MORE if frame.call in self._room:
+                self._room[frame.call].release()
+            case FrameKind.STOP if frame.call in self._streams:
+                self._streams[frame.call].cancel()  # it may wait long for its next piece
+            case FrameKind.GIVEN if frame.call in self._wanted and not self._wanted[frame.call].done():
+                if frame.head:
+                    self._wanted[frame.call].set_exception(fault_of(frame))
+                else:
+                    self._wanted[frame.call].set_result(frame.body)
+            case _:
+                pass
+
+    async def _handle(self, frame: LinkFrame) -> None:
+        number, response = frame.call, None
+        try:
+            answer = await self._answer(call_of(frame, self._want))
+            response = answer.response
+            await self._send_answer(number, answer)
+        except RemoteError as error:
+            self._send(LinkFrame(FrameKind.FAULT, number, fault_head(error)))
+        except Exception:
+            log.exception("a call of a gateway")
+            internal = RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log")
+            self._send(LinkFrame(FrameKind.FAULT, number, fault_head(internal)))
+        finally:
+            self._room.pop(number, None)
+            self._streams.pop(number, None)
+            if response is not None and response.after is not None:
+                response.after()
+
+    async def _want(self, number: int) -> bytes:
+        """Ask for the parcel that the gateway holds for a call. Raises RemoteError."""
+        if self._transport is None:
+            raise RemoteError(ErrorCode.UNAVAILABLE, "the gateway has left")
+        wanted: asyncio.Future[bytes] = self._loop.create_future()
+        self._wanted[number] = wanted
+        try:
+            self._send(LinkFrame(FrameKind.WANT, number))
+            return await wanted
+        finally:
+            del self._wanted[number]
+
+    async def _send_answer(self, number: int, answer: ForwardedAnswer) -> None:
+        response, head = answer.response, answer_head(answer)
+        if isinstance(response.body, bytes):
+            await self._send_in_turn(LinkFrame(FrameKind.ANSWER, number, head, response.body))
+            return
+        room = self._room[number] = asyncio.Semaphore(PIECES_AHEAD)
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[number] = task
+        self._send(LinkFrame(FrameKind.ANSWER, number, {**head, "streams": True}))
+        pieces = response.body
+        try:
+            async for piece in pieces:
+                await room.acquire()
+                await self._send_in_turn(LinkFrame(FrameKind.PIECE, number, body=piece))
+        finally:
+            if isinstance(pieces, AsyncIterator) and hasattr(pieces, "aclose"):
+                with contextlib.suppress(RuntimeError):
+                    await pieces.aclose()
+        self._send(LinkFrame(FrameKind.END, number))
+
+    async def _send_in_turn(self, frame: LinkFrame) -> None:
+        if len(frame.body) < LARGE_BYTES:
+            self._send(frame)
+            return
+        async with self._turn:
+            await self._has_room.wait()
+            self._send(frame)
+            self._flush()
+
+    def _send(self, frame: LinkFrame) -> None:
+        if self._transport is not None and self._sealer is not None:
+            if not self._unsent:
+                self._loop.call_soon(self._flush)
+            self._unsent.append(self._sealer.seal(frame))
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent and self._transport is not None:
+            self._write(b"".join(unsent))
+
+    def _write(self, data: bytes) -> None:
+        assert self._transport is not None
+        if not self._may_send() or self._transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            self.cut("nothing may be sent to it")
+            return
+        self._transport.write(data)
+
+
+def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> ForwardedCall:
+    """Return the call in a frame. `want` fetches the parcel of a call. Raises KeyError or TypeError."""
+    head, parcel = frame.head, None
+    if "parcel" in head:
+        digest, num_bytes = head["parcel"]
+        parcel = HeldParcel(digest, num_bytes, partial(want, frame.call))
+    return ForwardedCall(
+        path=head["path"],
+        address=head.get("address", ""),
+        signer=head.get("signer", ""),
+        params=head.get("params", {}),
+        query=head.get("query", {}),
+        headers=head.get("headers", {}),
+        body=frame.body,
+        parcel=parcel,
+    )
+
+
+def answer_head(answer: ForwardedAnswer) -> dict[str, object]:
+    """Return the head of an answer's frame."""
+    response = answer.response
+    head: dict[str, object] = {"status": response.status, "type": response.content_type}
+    if response.headers:
+        head["headers"] = dict(response.headers)
+    if answer.is_vouched:
+        head["sender"] = None if answer.sender is None else [answer.sender.key, answer.sender.is_role]
+    return head

@@ -1,0 +1,60 @@
+"""Digests of the store's rows, in their column `digest`, so that a row that a disk changed is found when it is read.
+
+The digest of an event includes that of the event before it, so a lost or exchanged event is found too. These digests are against
+rot. Against people who can write to the database there are the signatures and the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from blake3 import blake3
+
+from prime_node.ports.store import DamagedRow
+
+_BYTES = 12
+CHAINED = "events"
+"""Table whose digests are chained."""
+SEALED_SINCE = 2
+"""Version of the tables that brought the digests (schema_versions.py)."""
+SEALED = ("events", "snapshots", "receipts", "ledger")
+"""Tables of that version."""
+
+
+def row_digest(*values: object) -> str:
+    """Return the digest of a row's other columns, joined by NUL, which no column holds: 24 hexadecimal digits.
+
+    The writer computes one for each row, so it joins once and hashes once.
+    """
+    return blake3("\0".join(map(str, values)).encode("utf-8", "surrogatepass")).hexdigest(length=_BYTES)
+
+
+def chained(rows: Iterable[Sequence[Any]], previous: str) -> list[str]:
+    """Return the digests of consecutive events. `previous` is that of the event before them, empty for the first."""
+    found = []
+    for row in rows:
+        previous = row_digest(previous, *row)
+        found.append(previous)
+    return found
+
+
+def seals_of(table: str, rows: Sequence[Sequence[Any]]) -> list[tuple[str, Any]]:
+    """Return the digest and the first column of each row, for all rows of a table of an older release."""
+    digests = chained(rows, "") if table == CHAINED else [row_digest(*row) for row in rows]
+    return [(digest, row[0]) for digest, row in zip(digests, rows, strict=True)]
+
+
+def require_intact(place: str, table: str, row: Sequence[Any], *before: str) -> None:
+    """Raise LocalError if a row, whose last value is its digest, is not as it was written."""
+    *values, digest = row
+    if digest != row_digest(*before, *values):
+        raise damaged(place, f"row {values[0]} of {table}")
+
+
+def damaged(place: str, what: str) -> DamagedRow:
+    """Return the error for a store that holds something else than was written."""
+    return DamagedRow(
+        what,
+        f"{place}: {what} is damaged or lost: check the disk, then put back a copy of the run's folder or database",
+    )

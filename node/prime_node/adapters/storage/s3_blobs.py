@@ -1,0 +1,181 @@
+"""Blobs in a bucket of S3, or of any service with its API, through obstore.
+
+    PREFIX/RUN/FOLDER/ab/abcd...      a blob under its digest; RUN is the begin of the run's digest
+
+A blob is written with `If-None-Match: *`, so it is never replaced, and with a checksum that the service verifies. A whole blob is
+compared with its digest when it is read. Endpoint, region and credentials come from the variables AWS_ENDPOINT_URL, AWS_REGION,
+AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the machine's role in AWS.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import AsyncIterator, Awaitable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import S3Store
+
+from prime_node.ports.blobs import DamagedBlob
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError, TransientFault
+
+if TYPE_CHECKING:
+    from obstore import GetOptions, OffsetRange
+
+RUN_CHARS = 16
+RETRY_SECONDS = 20
+REQUEST_SECONDS = 60
+REASON_CHARS_MAX = 200
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CODE = re.compile(r"<Code>(\w{1,100})</Code>")
+_ADVICE = {
+    "NoSuchBucket": "make the bucket, or correct coordinator.blobs",
+    "InvalidAccessKeyId": "correct AWS_ACCESS_KEY_ID",
+    "SignatureDoesNotMatch": "correct AWS_SECRET_ACCESS_KEY",
+    "AccessDenied": "let this key list, read, write and delete there",
+}
+_OTHER_ADVICE = "check AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_PASSING = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailable", "SlowDown"})
+"""Codes of faults that may pass. A service that cannot be reached answers with no code."""
+_T = TypeVar("_T")
+
+
+async def open_s3(url: str, folder: str, *, run: str) -> S3Blobs:
+    """Open the blobs of one run's folder in a bucket.
+
+    Raises LocalError if the bucket cannot be listed, TransientFault if that may pass.
+    """
+    parts = urlsplit(url)
+    prefix = "/".join(part for part in (parts.path.strip("/"), run[:RUN_CHARS], folder) if part)
+    store = S3Store(
+        parts.netloc,
+        prefix=prefix,
+        checksum_algorithm="SHA256",
+        client_options={"allow_http": True, "timeout": timedelta(seconds=REQUEST_SECONDS)},
+        retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
+    )
+    blobs = S3Blobs(store, f"s3://{parts.netloc}/{prefix}")
+    try:
+        async for _ in obstore.list(store, chunk_size=1):
+            break
+    except (BaseError, OSError) as error:
+        reason = _reason(error)
+        advice = _ADVICE.get(reason, _OTHER_ADVICE)
+        fault = TransientFault if _may_pass(error) else LocalError
+        raise fault(f"s3://{parts.netloc} cannot be used ({reason}): {advice}") from None
+    return blobs
+
+
+class S3Blobs:
+    """Implementation of ports.blobs.Blobs. Several processes may write."""
+
+    def __init__(self, store: S3Store, place: str) -> None:
+        self._store, self._place = store, place
+
+    async def put(self, data: bytes, *, digest: str | None = None) -> str:
+        """Store a blob and return its digest."""
+        digest = digest or digest_of(data)
+        try:
+            await obstore.put_async(self._store, _key(digest), data, mode="create", use_multipart=False)
+        except AlreadyExistsError:
+            pass
+        except (BaseError, OSError) as error:
+            raise self._failed("write", digest, error) from error
+        return digest
+
+    async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of a blob. Raises KeyError. Raises DamagedBlob if a whole blob has another digest."""
+        if end is not None and end <= start:
+            await self.size(digest)
+            return b""
+        options: GetOptions | None = None if end is None and start == 0 else {"range": _range(start, end)}
+        try:
+            found = await self._asked(digest, obstore.get_async(self._store, _key(digest), options=options))
+            data = bytes(await self._asked(digest, found.bytes_async()))
+        except _OutOfRange:
+            return b""
+        if options is None and digest_of(data) != digest:
+            raise DamagedBlob(errno.EIO, f"{self._place} holds other bytes under this digest", digest)
+        return data
+
+    async def size(self, digest: str) -> int:
+        """Return the size of a blob. Raises KeyError."""
+        return (await self._asked(digest, obstore.head_async(self._store, _key(digest))))["size"]
+
+    async def has(self, digest: str) -> bool:
+        """Return whether a blob is stored."""
+        try:
+            await self.size(digest)
+        except KeyError:
+            return False
+        return True
+
+    async def delete(self, digest: str) -> None:
+        """Delete a blob. Idempotent."""
+        try:
+            await self._asked(digest, obstore.delete_async(self._store, _key(digest)))
+        except KeyError:
+            return
+
+    async def digests(self, *, before_ms: int | None = None) -> AsyncIterator[str]:
+        """Yield the digests of all blobs, or of those that were stored before a time."""
+        try:
+            async for page in obstore.list(self._store):
+                for found in page:
+                    stored_ms = 1_000 * found["last_modified"].timestamp()
+                    if before_ms is not None and stored_ms >= before_ms:
+                        continue
+                    if _DIGEST.fullmatch(name := found["path"].rsplit("/", 1)[-1]):
+                        yield name
+        except (BaseError, OSError) as error:
+            raise self._failed("list", "", error) from error
+
+    async def _asked(self, digest: str, question: Awaitable[_T]) -> _T:
+        """Return the answer of the service. Raises KeyError for a missing blob, OSError for each fault."""
+        try:
+            return await question
+        except FileNotFoundError:
+            raise KeyError(digest) from None
+        except (BaseError, OSError) as error:
+            if _reason(error) == "InvalidRange":
+                raise _OutOfRange from None
+            raise self._failed("read", digest, error) from error
+
+    def _failed(self, action: str, digest: str, error: Exception) -> OSError:
+        code = errno.EHOSTUNREACH if _may_pass(error) else errno.EIO
+        return OSError(code, f"cannot {action} in {self._place}: {_reason(error)}", digest or None)
+
+
+class _OutOfRange(Exception):
+    """The range begins at or after the end of the blob."""
+
+
+def _key(digest: str) -> str:
+    """Return a blob's key. Raises KeyError if it is no digest: it may come from a peer and must not name another object."""
+    if not _DIGEST.fullmatch(digest):
+        raise KeyError(digest)
+    return f"{digest[:2]}/{digest}"
+
+
+def _range(start: int, end: int | None) -> OffsetRange | tuple[int, int]:
+    return {"offset": start} if end is None else (start, end)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Return whether the service cannot be reached, or fails by its own account."""
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return False
+    code = _CODE.search(str(error))
+    return code is None or code.group(1) in _PASSING
+
+
+def _reason(error: Exception) -> str:
+    """Return the service's error code, or else the begin of the message."""
+    text = str(error)
+    code = _CODE.search(text)
+    return code.group(1) if code else text.split("\n", 1)[0][:REASON_CHARS_MAX]

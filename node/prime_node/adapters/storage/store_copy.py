@@ -1,0 +1,97 @@
+"""A copy of a store's tables into another database, row by row, so that cursors, sequence numbers and signatures stay.
+
+    (1) the target is empty, or an earlier move left it        else refused
+    (2) the target is closed: "a move into it has not ended"
+    (3) all rows are copied; both sides have the same digest of each table
+    (4) the caller compares the states of both sides
+    (5) the source is closed: "the run has moved to ..."
+    (6) the target is opened
+
+A move that ends before (5) leaves the source in use; one that ends between (5) and (6) is completed by the same command.
+A closed source is copied only into the place for which it was closed: elsewhere, the run may have continued from there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from blake3 import blake3
+
+from prime_node.adapters.storage.sql_store import TABLES, Database
+from prime_protocol.errors import LocalError
+
+PAGE_ROWS, JOURNAL_ROWS = 2_000, 4
+"""Rows that are copied at once, and segments of the archive, of which one may have many megabytes."""
+
+
+async def copy_store(
+    source: Database, target: Database, *, source_place: str, target_place: str, check: Callable[[], Awaitable[None]]
+) -> dict[str, int]:
+    """Move the rows of a store and return how many each table has. `check` raises where the states differ. Raises LocalError."""
+    was, into = await source.info(), await target.info()
+    unfinished, moved = unfinished_from(source_place), moved_to(target_place)
+    if was.closed and (was.closed, into.closed) != (moved, unfinished):
+        raise LocalError(f"{source_place} is not in use: {was.closed}")
+    if not into.closed and await _holds_rows(target):  # (1)
+        raise LocalError(
+            f"{target_place} holds a state already: name an empty database, or drop that one if nothing needs it"
+        )
+    await target.set_closed(unfinished)  # (2)
+    await target.clear()
+    counts = {table: await _copy_table(source, target, table) for table in TABLES}  # (3)
+    for table in TABLES:
+        if await _digest_of_table(source, table) != await _digest_of_table(target, table):
+            raise LocalError(f"table {table} differs between {source_place} and {target_place}: run the move again")
+    await check()  # (4)
+    await source.set_closed(moved)  # (5)
+    await target.set_closed("")  # (6)
+    return counts
+
+
+async def has_moved(source: Database, target: Database, *, target_place: str) -> bool:
+    """Return whether a move of the source into the target has ended."""
+    was, into = await source.info(), await target.info()
+    return was.closed == moved_to(target_place) and not into.closed and await _holds_rows(target)
+
+
+def unfinished_from(source_place: str) -> str:
+    """Return why no coordinator may use the target of a move that has not ended."""
+    return f"a move into it from {source_place} has not ended; run that `prime-node coordinator move` again"
+
+
+def moved_to(target_place: str) -> str:
+    """Return why no coordinator may use the source of a move."""
+    return f"the run has moved to {target_place}; set coordinator.store to it"
+
+
+async def _holds_rows(database: Database) -> bool:
+    return any([await _page_of(database, table, -1, 1) for table in TABLES])
+
+
+def _rows_of(table: str) -> int:
+    return JOURNAL_ROWS if table == "journal" else PAGE_ROWS
+
+
+async def _copy_table(source: Database, target: Database, table: str) -> int:
+    count, after = 0, -1
+    while rows := await _page_of(source, table, after, _rows_of(table)):
+        await target.insert(table, rows)
+        count, after = count + len(rows), rows[-1][0]
+    return count
+
+
+async def _digest_of_table(database: Database, table: str) -> str:
+    hasher, after = blake3(), -1
+    while rows := await _page_of(database, table, after, _rows_of(table)):
+        for row in rows:
+            hasher.update(json.dumps(row).encode() + b"\n")
+        after = rows[-1][0]
+    return hasher.hexdigest()
+
+
+async def _page_of(database: Database, table: str, after: int, limit: int) -> list[tuple[Any, ...]]:
+    columns = TABLES[table]
+    query = f"SELECT {', '.join(columns)} FROM {table} WHERE {columns[0]} > $1 ORDER BY {columns[0]} LIMIT $2"
+    return [tuple(row) for row in await database.fetch(query, after, limit)]

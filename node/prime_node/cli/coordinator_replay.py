@@ -1,0 +1,103 @@
+"""`prime-node coordinator replay`: the archived journal, folded again through the coordinator's own state machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
+from prime_node.folder_lock import FolderInUse, FolderLock
+from prime_node.keyfile import load_key
+from prime_protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from prime_node.coordinator.journal_replay import JournalReport
+
+ROW_DIFFERS = 1
+NOTES_SHOWN = 3
+
+
+def coordinator_replay(
+    run: Annotated[Path, typer.Argument(help="Run directory of a coordinator.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Fold the archived journal again: does all follow?
+
+    State, ledger and batches must follow from the events. The first row that does not is named.
+
+    The coordinator must be stopped if its store is in the run's folder. With PostgreSQL, stop it too: what it writes meanwhile
+    would look like a fault. docs/operating.md says what is kept, and at what cost.
+
+    \b
+    Exit codes: 0 all follows; 1 a row does not; 3 cannot say: nothing is archived, another release wrote it, or this machine
+    is at fault.
+
+    \b
+    --json prints one object: ok, row and detail of the first row that does not follow, run, first and last event, num_segments,
+    num_lines, num_batches, num_published, state, ledger: {num_lines, digest}, notes.
+    """
+    from prime_node.cli.wire_store import EMBEDDED, store_setting
+    from prime_node.coordinator.journal_replay import RowFault
+
+    run_dir = RunDir(run)
+    pinned, store = run_dir.load_run(), store_setting(run)
+    lock: FolderLock | None = None
+    if store == EMBEDDED:
+        try:
+            lock = FolderLock(run_dir.coordinator)
+        except FolderInUse:
+            raise LocalError(
+                f"the coordinator of {run} runs: stop it, or fold the journal of a copy of the folder"
+            ) from None
+    report, fault = _empty_report(), None
+    try:
+        asyncio.run(_fold(run_dir, store, report))
+    except RowFault as error:
+        fault = error
+    finally:
+        if lock is not None:
+            lock.release()
+    if as_json:
+        found = {"row": "" if fault is None else fault.row, "detail": "" if fault is None else fault.detail}
+        print(json.dumps({"ok": fault is None, **found, "run": pinned.digest, **asdict(report)}))
+    else:
+        _print(report, fault)
+    raise typer.Exit(0 if fault is None else ROW_DIFFERS)
+
+
+async def _fold(run_dir: RunDir, store: str, report: JournalReport) -> None:
+    from prime_node.cli.wire_coordinator import stored_journal
+
+    run = run_dir.load_run()
+    opened = stored_journal(run, run_dir.coordinator, load_key(run_dir.key("coordinator")), store=store, report=report)
+    async with opened as replay:
+        await replay.fold()
+
+
+def _empty_report() -> JournalReport:
+    from prime_node.coordinator.journal_replay import JournalReport
+
+    return JournalReport()
+
+
+def _print(report: JournalReport, fault: Exception | None) -> None:
+    for note in report.notes[:NOTES_SHOWN]:
+        say(f"note {note}")
+    if len(report.notes) > NOTES_SHOWN:
+        say(f"note and {len(report.notes) - NOTES_SHOWN} more; --json has all")
+    if report.first > 1:
+        say(f"note the archive begins at event {report.first}: what was before is older or more than is kept")
+    if fault is not None:
+        say(f"FAIL {fault}", f"     events {report.first} to {report.last} were folded before it")
+        return
+    say(
+        f"ok   events {report.first} to {report.last} in {report.num_segments} segments fold to state {report.state[:16]}",
+        f"ok   {report.num_lines} lines of the ledger follow; it has {report.ledger.num_lines}, to {report.ledger.digest[:16]}",
+        f"ok   {report.num_batches} batches follow; {report.num_published} of them were compared with what was published",
+    )

@@ -1,0 +1,1 @@
+"""The operator's page: `serving` has its routes, `assets` its files."""

@@ -1,0 +1,84 @@
+"""The operator of a run: signs their orders and invitations with a key of the run's folder. Commands and page use it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.run_status import named_keys
+from prime_node.keyfile import load_key
+from prime_node.ports.transport import Unreachable
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.invite import Invite
+from prime_protocol.requests import AdminRequest
+from prime_protocol.run_spec import JoinLink, PinnedRun
+
+DAY_MS = 86_400_000
+ENDING_MIN = 6
+"""Minimum number of final characters that may stand for a key id."""
+KEY_ID_MIN = 50
+"""Minimum length of a complete key id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """The operator of one run, on a machine with the run's folder."""
+
+    run_dir: RunDir
+    run: PinnedRun
+    link: JoinLink
+    key: SigningKey
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Return the operator of the run in a folder. Raises LocalError."""
+        run_dir = RunDir(folder)
+        return cls(run_dir, run_dir.load_run(), run_dir.join_link(), _key(run_dir))
+
+    async def order(self, request: AdminRequest) -> None:
+        """Have the coordinator carry out an action. Raises RemoteError, and LocalError if the coordinator does not answer."""
+        from prime_node.cli import wire
+
+        try:
+            async with wire.client(self.link, self.key) as client:
+                client.also_at(self.run.spec.coordinators)
+                await client.admin(request)
+        except Unreachable as error:
+            raise LocalError(f"the coordinator at {self.link.url} does not answer: {error}") from None
+
+    async def whole_key(self, ending: str) -> str:
+        """Return the only key id with this ending. Raises LocalError if there is none or more than one."""
+        if len(ending) >= KEY_ID_MIN:
+            return ending
+        found = await named_keys(self.link.url, ending) if len(ending) >= ENDING_MIN else []
+        if len(found) != 1:
+            raise LocalError(
+                f"{len(found) or 'no'} keys end in {ending!r}, and {ENDING_MIN} characters or more must name one: "
+                f"`prime-node status {self.run_dir.path}` shows their last 8, with --json all of them"
+            )
+        return found[0]
+
+    def invite(self, *, keys: int, days: float) -> JoinLink:
+        """Return a join link with an invitation for a number of keys. This needs no network."""
+        invitation = Invite(
+            run=self.run.digest,
+            invite=secrets.token_hex(16),
+            keys_max=keys,
+            expires_at_ms=time.time_ns() // 1_000_000 + round(days * DAY_MS),
+        )
+        return replace(self.link, invite=seal(invitation, PayloadType.INVITE, self.key).to_base64())
+
+
+def _key(run_dir: RunDir) -> SigningKey:
+    for role in ("coordinator", "root"):
+        if run_dir.key(role).exists():
+            return load_key(run_dir.key(role))
+    raise LocalError(
+        f"{run_dir.path} holds neither keys/coordinator.key nor keys/root.key: run this where one of them is"
+    )

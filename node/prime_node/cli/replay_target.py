@@ -1,0 +1,310 @@
+"""Re-execution of a target's steps, for `prime-node replay`, `prime-node evidence verify` and the end of `up`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import SystemRandom
+from typing import TYPE_CHECKING
+
+from prime_node.cli import wire, wire_replay
+from prime_node.cli.place import is_url
+from prime_node.cli.run_dir import RunDir
+from prime_node.cli.target import expected_run, open_source
+from prime_node.ports.transport import Unreachable
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+
+if TYPE_CHECKING:
+    from prime_node.cli.wire_training import Ranks
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.ports.environment import Environment
+    from prime_node.ports.transport import LedgerSource, ReplaySource
+    from prime_node.replay.checks import BatchChecks
+    from prime_node.replay.finding import ReplayReport, StepFinding
+    from prime_node.replay.material import Material
+    from prime_node.trainer.step_runner import StepRunner
+    from prime_protocol.verdict import Receipt
+
+    OnStep = Callable[[StepFinding], None]
+
+DAY_MS = 86_400_000
+DATES_READ = 64
+"""Manifests, of those that their dates exclude from a draw, whose dates are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """What a re-execution does."""
+
+    run: str | None = None
+    """Expected digest of the run."""
+    steps: tuple[int, ...] = ()
+    sample: int = 0
+    genesis: bool = False
+    batches_only: bool = False
+    bound_only: bool = False
+    tolerance: bool = False
+    rewards: bool = True
+    ledger: bool = True
+    """Whether batches are compared with the ledger, where the target has one."""
+    evidence: Path | None = None
+    code: frozenset[str] = frozenset()
+    """Import paths of code that the recipe may name, and that is run here."""
+    ranks: Ranks | None = None
+    """Processes to compute in; None: this one."""
+
+
+REPEATED = ("genesis", "batches_only", "bound_only", "tolerance", "rewards")
+"""Options that a finding keeps. `code` is not among them: only its reader may name code to run."""
+
+
+async def replay_target(
+    target: str, options: ReplayOptions, grants: EnvironmentSettings, on_step: OnStep = lambda finding: None
+) -> ReplayReport:
+    """Re-execute steps of a target. Raises LocalError, and RemoteError if it is another run than the named one."""
+    from prime_node.broadcast.follow.pinned import fetch_key_rings
+    from prime_node.replay.finding import ReplayReport
+    from prime_node.replay.material import Material
+    from prime_node.replay.recording import RecordedSource
+    from prime_protocol.run_spec import open_run_spec
+
+    if options.evidence is not None and options.evidence.exists() and any(options.evidence.iterdir()):
+        raise LocalError(f"--evidence {options.evidence}: the folder is not empty; name a new one")
+    async with open_source(target) as opened:
+        recorded = None if options.evidence is None else RecordedSource(opened, options.evidence)
+        source: ReplaySource = recorded or opened
+        known = options.run or expected_run(target)
+        try:
+            envelope = await source.run_spec()
+            run = open_run_spec(envelope, pinned=known or envelope.digest)
+            await fetch_key_rings(source, run.keys)
+        except Unreachable as error:
+            raise LocalError(f"{target} does not answer: {error}") from None
+        report = ReplayReport(run.digest, pinned=options.run is not None or (is_url(target) and known is not None))
+        report.options = {name: getattr(options, name) for name in REPEATED}
+        if not report.pinned:
+            report.notes.append(
+                "the run is not pinned: give the join link or --run to know that it is the run you mean"
+            )
+        if run.spec.replay is None:
+            raise RemoteError(ErrorCode.NOT_FOUND, "the RunSpec promises no re-execution: the run has no [run.replay]")
+        work = _TargetReplay(target, opened, Material(source, run, run.spec.replay), options, grants, report, on_step)
+        await work.run()
+        if recorded is not None:
+            recorded.finish(report.as_fields())
+    return report
+
+
+async def first_young(date_of: Callable[[int], Awaitable[int]], head: int, oldest_ms: int) -> int:
+    """Return the first policy up to `head` of at least a date, by bisection; head + 1 if there is none.
+
+    `date_of` returns a manifest's date in ms since 1970. Of the policies before the result, DATES_READ at random are read too.
+    Raises Unfaithful if a date that was read is before an earlier policy's.
+    """
+    from prime_node.replay.finding import Unfaithful
+
+    dates = {head: await date_of(head)}
+    low, high = 0, head + (dates[head] < oldest_ms)
+    while low < high:
+        middle = (low + high) // 2
+        dates[middle] = await date_of(middle)
+        low, high = (low, middle) if dates[middle] >= oldest_ms else (middle + 1, high)
+    for version in SystemRandom().sample(range(low), min(DATES_READ, low)):
+        dates[version] = await date_of(version)
+    for before, after in pairwise(sorted(dates)):
+        if dates[after] < dates[before]:
+            raise Unfaithful(
+                f"manifest {after} is dated before manifest {before}: dates along the chain must not decrease, and decide which "
+                "steps are drawn"
+            )
+    return low
+
+
+@dataclass
+class _TargetReplay:
+    target: str
+    source: ReplaySource
+    """The target's own source, of which a ledger is no part of the evidence."""
+    material: Material
+    options: ReplayOptions
+    grants: EnvironmentSettings
+    report: ReplayReport
+    on_step: OnStep
+
+    async def run(self) -> None:
+        """Run what the options ask for, and turn what ends it into a finding."""
+        from prime_node.replay.finding import Unfaithful, Withheld
+        from prime_node.scratch import Scratch
+
+        scratch = Scratch("replay")
+        try:
+            await self._chosen(scratch.path)
+        except (Withheld, Unfaithful) as error:
+            first = next(iter(self.options.steps), -1 if self.options.genesis else 0)
+            self.on_step(self.report.end(error, first))
+        finally:
+            scratch.close()
+
+    async def _chosen(self, folder: Path) -> None:
+        from prime_node.replay.material import given
+        from prime_node.trainer.pinned_recipe import config_of
+
+        material, options = self.material, self.options
+        head = await material.head()
+        steps = await self._steps(head)
+        document = await material.recipe()
+        if options.bound_only:
+            from prime_node.replay.checks import check_bounds
+
+            if material.run.spec.adapters is not None:
+                raise LocalError("--bound-only reads whole weights, and this run publishes adapters")
+            await check_bounds(
+                material,
+                config_of(document, material.policy, trusted_code=options.code),
+                steps,
+                self.report,
+                self.on_step,
+            )
+            return
+        self._require_bundles(steps)
+        model = await given(wire_replay.replay_model(material.source, material.run, folder), "the model files")
+        worlds = {}
+        if options.rewards or options.genesis:
+            worlds = wire_replay.replay_environments(material.run, model, self.grants, folder)
+        try:
+            await self._with_environments(steps, head, document, worlds, model, folder)
+        finally:
+            wire_replay.end_worlds(worlds)
+
+    async def _with_environments(
+        self,
+        steps: Sequence[int],
+        head: int,
+        document: bytes,
+        worlds: dict[str, Environment],
+        model: Path,
+        folder: Path,
+    ) -> None:
+        from prime_node.replay.checks import BatchChecks, check_batches
+        from prime_node.trainer.pinned_recipe import config_of
+
+        material, options = self.material, self.options
+        receipts = await self._receipts() if steps else None
+        checks = BatchChecks(material, worlds if options.rewards else None, wire.tokenizer(model), receipts)
+        feed = wire_replay.replay_feed(material)
+        try:
+            if options.batches_only:
+                await check_batches(checks, feed, steps, self.report, self.on_step)
+                return
+            numerics = (await material.signed(steps[0] if steps else 0)).manifest.produced_by.numerics or ""
+            runner = wire_replay.replay_runner(
+                material,
+                config_of(document, material.policy, trusted_code=options.code),
+                feed,
+                worlds,
+                model,
+                numerics=numerics,
+                genesis=options.genesis,
+                ranks=options.ranks,
+            )
+            try:
+                await self._reexecute(runner, checks, steps, head, folder)
+            finally:
+                runner.end_thread()
+        finally:
+            await feed.close()
+
+    async def _reexecute(
+        self, runner: StepRunner, checks: BatchChecks, steps: Sequence[int], head: int, folder: Path
+    ) -> None:
+        from prime_node.replay.reexecution import Reexecution
+
+        work = Reexecution(
+            self.material, runner, self.report, folder, checks.check, self.options.tolerance, self.on_step
+        )
+        if self.options.genesis:
+            await work.genesis()
+        await work.steps(steps, head=head)
+
+    async def _steps(self, head: int) -> Sequence[int]:
+        """Return the steps that the options name or draw, each once, in order. Raises LocalError.
+
+        All steps are a range: a stranger's newest policy may be the two-billionth.
+        """
+        options = self.options
+        if beyond := [step for step in options.steps if step >= head]:
+            raise LocalError(f"--step {beyond[0]}: the newest policy is {head}, which step {head - 1} made")
+        if head < 1:
+            raise LocalError("no step is published yet")
+        all_steps = options.batches_only or options.bound_only
+        if not options.steps and not options.sample and all_steps:
+            return range(head)
+        count = options.sample or (0 if options.steps or options.genesis else 1)
+        if not count:
+            return sorted(set(options.steps))
+        first = await self._first_promised(head)
+        drawn = SystemRandom().sample(range(first, head), min(count, head - first))
+        return sorted({*options.steps, *drawn})
+
+    async def _first_promised(self, head: int) -> int:
+        """Return the first step whose material the source must still have; 0 for an old copy, which may have all or none."""
+        policy = self.material.policy
+        days = min(policy.state_days, policy.bundle_days)
+
+        async def date_of(version: int) -> int:
+            return (await self.material.signed(version)).manifest.created_at_ms
+
+        young = await first_young(date_of, head, wire.clock().now_ms() - round(days * DAY_MS))
+        first = young + policy.state_every - 1 if young else 0
+        if first >= head:
+            self.report.notes.append(
+                f"by the trainer's dates every step is older than the {days:g} days of the RunSpec's promise, or begins at a "
+                "training state that is: all were in the draw"
+            )
+            return 0
+        if first:
+            self.report.notes.append(
+                f"steps 0 to {first - 1} were not in the draw: by the trainer's dates they, or the states where they "
+                f"begin, are older than the {days:g} days of the RunSpec's promise; --step N tries one"
+            )
+        return first
+
+    def _require_bundles(self, steps: Sequence[int]) -> None:
+        from prime_protocol.replay import BundleAccess
+
+        if steps and self.material.policy.bundles is BundleAccess.NONE:
+            raise RemoteError(
+                ErrorCode.NOT_FOUND, "the RunSpec gives bundles to no stranger: --bound-only and --genesis need none"
+            )
+
+    async def _receipts(self) -> Mapping[str, Receipt] | None:
+        """Return the newest receipt of each bundle, None where the target has no ledger. Raises Unfaithful or Withheld."""
+        from prime_node.broadcast.audit.ledger_file import UnpinnedLedger
+        from prime_node.cli.ledger import open_ledger
+
+        if not self.options.ledger:
+            return None
+        if is_url(self.target):
+            ledger = wire_replay.as_ledger(self.source)
+            return await self._audited(ledger if self.report.pinned else UnpinnedLedger(ledger))
+        if not RunDir(Path(self.target)).key("coordinator").exists():
+            self.report.notes.append("a published folder has no ledger: batches were not compared with it")
+            return None
+        try:
+            async with open_ledger(self.target, self.material.run.digest) as opened:
+                return await self._audited(opened.source)
+        except LocalError as error:
+            self.report.notes.append(f"batches were not compared with the ledger: {error}")
+            return None
+
+    async def _audited(self, source: LedgerSource) -> Mapping[str, Receipt]:
+        from prime_node.replay.finding import ReplayFault, Unfaithful, listed
+        from prime_node.replay.ledger_match import audited_receipts
+        from prime_node.replay.material import given
+
+        receipts, faults = await given(audited_receipts(source, self.material.run), "the ledger")
+        if faults:
+            raise Unfaithful(f"the ledger: {listed(faults)}", ReplayFault.LEDGER)
+        return receipts

@@ -1,0 +1,108 @@
+"""The part of wire.py for `prime-node replay`: which source, environments and backend re-execute a step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_node.cli import wire, wire_training
+from prime_node.cli.wire_classes import has_gpu_driver
+from prime_protocol.errors import LocalError
+
+if TYPE_CHECKING:
+    from prime_node.cli.wire_training import Ranks
+    from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.ports.environment import Environment
+    from prime_node.ports.transport import LedgerSource, ReplaySource
+    from prime_node.replay.material import Material
+    from prime_node.trainer.config import TrainerConfig
+    from prime_node.trainer.step_runner import StepRunner
+    from prime_node.training_data.feed import Feed
+    from prime_protocol.run_spec import PinnedRun
+
+
+async def replay_model(source: ReplaySource, run: PinnedRun, folder: Path) -> Path:
+    """Return a folder with the run's configuration and tokenizer, which hold no code. Raises RemoteError or LocalError."""
+    from prime_node.adapters.models.model_folder import require_listed, require_plain
+    from prime_node.broadcast.follow.pinned import fetch_model_files
+
+    require_listed(run.spec.model_files)
+    await fetch_model_files([source], run, folder / "model")
+    await asyncio.to_thread(require_plain, folder / "model")
+    return folder / "model"
+
+
+def replay_environments(
+    run: PinnedRun, model: Path, grants: EnvironmentSettings, folder: Path
+) -> dict[str, Environment]:
+    """Start the run's environments in a process of their own. Raises LocalError."""
+    try:
+        return wire.environments(run.spec, model, grants, folder=folder)
+    except LocalError as error:
+        raise LocalError(f"{error}. --no-rewards leaves out what needs the run's environments") from None
+
+
+def end_worlds(worlds: dict[str, Environment]) -> None:
+    """End the environments' process, if one was started."""
+    if worlds:
+        from prime_node.cli.wire_environments import end_environments
+
+        end_environments(worlds)
+
+
+def as_ledger(source: ReplaySource) -> LedgerSource:
+    """Return the ledger of a coordinator that was opened by its URL."""
+    from prime_node.adapters.web.http_client import HttpClient
+
+    assert isinstance(source, HttpClient), "open_source opens a URL so"
+    return source
+
+
+def replay_feed(material: Material) -> Feed:
+    """Return a feed of published batches."""
+    from prime_node.training_data.feed import Feed
+
+    return Feed(material, material.run, clock=wire.clock(), kept=True)
+
+
+def replay_runner(
+    material: Material,
+    config: TrainerConfig,
+    feed: Feed,
+    worlds: dict[str, Environment],
+    model: Path,
+    *,
+    numerics: str,
+    genesis: bool,
+    ranks: Ranks | None = None,
+) -> StepRunner:
+    """Return the trainer's parts that compute steps. Raises LocalError.
+
+    `numerics` names the device and the type to compute with, where this machine has them. Whole weights come from a training
+    state, so only `genesis` and adapters need those that the recipe names.
+    """
+    from prime_node.trainer.config import RanksConfig
+    from prime_node.trainer.lessons import Lessons
+    from prime_node.trainer.step_runner import StepRunner
+
+    named = numerics.split("/")
+    if len(named) > 3 and named[3] == "bf16":
+        config = config.model_copy(update={"ranks": RanksConfig(compute_dtype="bf16")})
+    if len(named) > 1 and named[1] == "cuda" and has_gpu_driver():
+        config = config.model_copy(update={"device": "cuda"})
+    if not genesis and config.lora is None and material.run.spec.adapters is None:
+        critic = None if config.critic is None else config.critic.model_copy(update={"initial_weights": None})
+        config = config.model_copy(update={"initial_weights": None, "critic": critic})
+    wire_training.require_device(config)
+    spec = material.run.spec
+    lessons = Lessons(
+        worlds,
+        {environment.name: environment.weight for environment in spec.environments},
+        wire.tokenizer(model),
+        seed=config.seed,
+        problems=config.sft.problems,
+        batch_size=config.sft.batch_size,
+    )
+    backend = wire_training.train_backend(config, spec, ranks, model=model)
+    return StepRunner(run=material.run, config=config, backend=backend, feed=feed, lessons=lessons, clock=wire.clock())

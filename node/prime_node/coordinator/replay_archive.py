@@ -1,0 +1,292 @@
+"""What strangers need to re-execute a step: its signed batch, its bundles, and training states.
+
+The batch of each published policy is a document that stays. Its bundles and the validators' logprobs of them become public blobs
+when the policy is published; a training state comes as public blobs of the trainer. Both are deleted when they are as old as the
+RunSpec says, by the dates of their manifests.
+
+Each manifest, batch and state's index is read once per start. While one of them is damaged, nothing is deleted: what it names
+would be unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prime_node.coordinator.api.statements import BatchSeals
+from prime_node.coordinator.decisions import Decisions
+from prime_node.coordinator.manifests import PublishedManifests, manifest_name
+from prime_node.patience import at_once
+from prime_node.ports.blobs import Blobs, DamagedBlob
+from prime_node.ports.clock import Clock
+from prime_node.ports.documents import Documents
+from prime_protocol.envelope import Envelope, open_envelope, parse_json
+from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.manifest import Manifest
+from prime_protocol.replay import BundleAccess, ReplayPolicy
+from prime_protocol.replies import TrainBatch
+from prime_protocol.run_spec import PinnedRun
+from prime_protocol.training_state import open_training_state
+
+log = logging.getLogger(__name__)
+
+_FIRST_KEPT = "replay.json"
+"""Document with the first policy of which there may be bundles, and the first of which there may be a training state."""
+_DAY_MS, _HOUR_MS = 86_400_000, 3_600_000
+_TRANSFERS_MAX = 16
+"""Blobs and documents that are read, copied or deleted at once. Each may take rollout_bytes_max bytes of memory."""
+_FORGOTTEN_MAX = 16
+"""Policies whose material is deleted in one turn, for which publications wait."""
+_DIGEST_BYTES = 32
+
+
+class _FirstKept(BaseModel):
+    """Form of that document."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bundles: int = Field(ge=1)
+    states: int = Field(ge=0)
+
+
+def batch_name(step: int, part: int) -> str:
+    """Return the name of a published batch's file."""
+    return f"batches/{step:08d}-{part:04d}.json"
+
+
+@dataclass(slots=True)
+class ReplayArchive:
+    """Public material for re-execution. In a run that promises none, every method does nothing."""
+
+    run: PinnedRun
+    clock: Clock
+    decisions: Decisions
+    seals: BatchSeals
+    manifests: PublishedManifests
+    published: Documents
+    private: Documents
+    public: Blobs
+    bundles: Blobs
+    _first_kept: dict[str, int] = field(default_factory=lambda: {"bundles": 1, "states": 0})
+    _digests: dict[str, dict[int, bytes]] = field(default_factory=lambda: {"bundles": {}, "states": {}})
+    """Digests of each kept policy's blobs, one after another, that of a state's index last. A million take 32 MB."""
+    _due_ms: int = 0
+    """Time before which nothing becomes too old."""
+    _complaint: str = ""
+    """Why the last deletion failed, as in the log."""
+
+    @property
+    def policy(self) -> ReplayPolicy | None:
+        """What the RunSpec promises."""
+        return self.run.spec.replay
+
+    async def restore(self) -> None:
+        """Read, after a restart, from which policy on there is anything to delete."""
+        try:
+            self._first_kept = _FirstKept.model_validate_json(await self.private.read(_FIRST_KEPT)).model_dump()
+        except (KeyError, ValueError):  # none yet, or damaged: begin with the first policy
+            return
+
+    async def require_state(self, manifest: Manifest) -> None:
+        """Check that the training state which a manifest commits to is stored. Raise RemoteError."""
+        if manifest.produced_by.training_state is None:
+            return
+        for digest, size in await self._state_blobs(manifest):
+            if not await self.public.has(digest) or await self.public.size(digest) != size:
+                raise RemoteError(
+                    ErrorCode.NOT_FOUND,
+                    f"the coordinator lacks blob {digest[:12]} of training state {manifest.policy_version}; upload it first",
+                )
+
+    async def keep(self, manifest: Manifest) -> None:
+        """Publish the batch behind a policy, before the policy is published. Idempotent."""
+        if self.policy is None or manifest.policy_version == 0:
+            return
+        step = manifest.policy_version - 1
+        for part, envelope in enumerate(self._sealed(step)):
+            await self.published.write(batch_name(step, part), envelope.to_bytes())
+        await self._copy_bundles(step)
+
+    async def keep_ahead(self, manifest: Manifest) -> None:
+        """Publish the bundles behind the next policy before its turn, so that `keep` need not copy them while others wait."""
+        state, step = self.decisions.state, manifest.policy_version - 1
+        if self.policy is not None and step >= 0 and manifest.policy_version == state.head + 1 and state.is_given(step):
+            await self._copy_bundles(step)
+
+    def _sealed(self, step: int) -> list[Envelope]:
+        return [self.seals.seal(step, part) for part in range(self.run.spec.schedule.batches_per_step)]
+
+    async def _copy_bundles(self, step: int) -> None:
+        """Copy those of a step's bundles and logprobs that are not public yet."""
+        if self.policy is None or self.policy.bundles is not BundleAccess.PUBLIC:
+            return
+
+        async def copy(digest: str) -> None:
+            if await self.public.has(digest):
+                return
+            try:
+                await self.public.put(await self.bundles.get(digest), digest=digest)
+            except (KeyError, DamagedBlob):
+                log.error("bundle %s of step %d is lost: this step cannot be re-executed", digest[:12], step)
+
+        found = await asyncio.to_thread(_parcels_of, self._sealed(step))
+        await at_once([partial(copy, digest) for digest in sorted(found)], most=_TRANSFERS_MAX)
+
+    async def read_batch(self, step: int, part: int) -> Envelope:
+        """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND)."""
+        try:
+            if self.policy is not None and step < self.decisions.state.head:
+                return open_envelope(await self.published.read(batch_name(step, part)))
+        except KeyError:
+            pass
+        raise RemoteError(ErrorCode.NOT_FOUND, f"batch {part} of step {step} is not published")
+
+    async def forget_old(self) -> None:
+        """Delete bundles and training states that are older than promised. What fails is logged, and tried again in an hour."""
+        now_ms, more, complaint = self.clock.now_ms(), False, ""
+        if self.policy is None or now_ms < self._due_ms:
+            return
+        try:
+            await self._read_digests()  # most of them before the turn, for which publications wait
+            async with self.manifests.turn:
+                for kind, days in (("bundles", self.policy.bundle_days), ("states", self.policy.state_days)):
+                    more |= await self._forget(kind, before_ms=now_ms - round(days * _DAY_MS))
+        except (RemoteError, OSError) as error:
+            complaint = error.detail if isinstance(error, RemoteError) else str(error)
+            if complaint != self._complaint:
+                log.error("old bundles and training states stay, next try in an hour: %s", complaint)
+        self._complaint = complaint
+        if not more or complaint:
+            self._due_ms = now_ms + _HOUR_MS
+
+    async def needed(self) -> set[str]:
+        """Return the digests of the public blobs that must stay. Raise RemoteError or OSError if a document cannot be read."""
+        if self.policy is None:
+            return set()
+        await self._read_digests()
+        return {self.policy.recipe} | await self._since(self._first_kept)
+
+    async def _since(self, first_kept: Mapping[str, int]) -> set[str]:
+        """Return the digests of all material from these policies on."""
+        kept = [
+            digests
+            for kind, first in first_kept.items()
+            for version, digests in self._digests[kind].items()
+            if version >= first
+        ]
+        return await asyncio.to_thread(_split, kept)
+
+    async def _forget(self, kind: str, *, before_ms: int) -> bool:
+        """Delete the oldest material of a kind. Return whether there may be more.
+
+        The document follows, and a state's index goes last, so that after a crash between the deletion is repeated.
+        """
+        assert self.policy is not None
+        await self._read_digests()
+        known, first = self._digests[kind], self._first_kept[kind]
+        version, end = first, min(first + _FORGOTTEN_MAX, self.decisions.state.head + 1)
+        while version < end and (await self._manifest(version)).created_at_ms < before_ms:
+            version += 1
+        if version == first:
+            return False
+        old = [known[each] for each in range(first, version)]
+        first_kept = {**self._first_kept, kind: version}
+        unneeded = _split(old) - await self._since(first_kept) - {self.policy.recipe}
+        last = _split(digests[-_DIGEST_BYTES:] for digests in old)
+
+        async def delete(digest: str) -> None:
+            if self.decisions.may_answer():  # or else the next leader may need it again
+                await self.public.delete(digest)
+
+        for some in (unneeded - last, unneeded & last):
+            await at_once([partial(delete, digest) for digest in some], most=_TRANSFERS_MAX)
+        if not self.decisions.may_answer():
+            return False
+        await self.private.write(_FIRST_KEPT, json.dumps(first_kept).encode())
+        self._first_kept = first_kept
+        for each in range(first, version):
+            del known[each]
+        log.info("deleted the %s of policies %d to %d, which are older than promised", kind, first, version - 1)
+        return version == first + _FORGOTTEN_MAX
+
+    async def _read_digests(self) -> None:
+        """Read which blobs each kept policy has, if this is not known yet. Raise RemoteError or OSError."""
+
+        async def read(kind: str, version: int) -> None:
+            self._digests[kind][version] = await self._blobs_of(kind, version)
+
+        unknown = [
+            partial(read, kind, version)
+            for kind, first in self._first_kept.items()
+            for version in range(first, self.decisions.state.head + 1)
+            if version not in self._digests[kind]
+        ]
+        await at_once(unknown, most=_TRANSFERS_MAX)
+
+    async def _blobs_of(self, kind: str, version: int) -> bytes:
+        if kind == "states":
+            manifest = await self._manifest(version)
+            try:
+                return _joined(digest for digest, _ in await self._state_blobs(manifest))
+            except RemoteError:  # its index is absent or damaged: its parts help no one
+                return b""
+        assert self.policy is not None
+        if self.policy.bundles is not BundleAccess.PUBLIC:
+            return b""
+        envelopes = []
+        for part in range(self.run.spec.schedule.batches_per_step):
+            with _named(batch_name(version - 1, part)):
+                envelopes.append(await self.read_batch(version - 1, part))
+        return _joined(await asyncio.to_thread(_parcels_of, envelopes))
+
+    async def _state_blobs(self, manifest: Manifest) -> list[tuple[str, int]]:
+        """Return digest and size of each blob of a policy's training state. Raise RemoteError."""
+        digest = manifest.produced_by.training_state
+        if digest is None:
+            return []
+        if not await self.public.has(digest):
+            raise RemoteError(
+                ErrorCode.NOT_FOUND, f"the coordinator does not have training state {manifest.policy_version}"
+            )
+        index = await self.public.get(digest)
+        state = await asyncio.to_thread(
+            open_training_state, index, digest=digest, run=self.run.digest, policy_version=manifest.policy_version
+        )
+        return [*((part.digest, part.size) for part in state.parts), (digest, len(index))]
+
+    async def _manifest(self, version: int) -> Manifest:
+        with _named(manifest_name(version)):
+            return await asyncio.to_thread(parse_json, (await self.manifests.read(version)).payload, Manifest)
+
+
+@contextmanager
+def _named(document: str) -> Iterator[None]:
+    """Name the document in what its reading raises."""
+    try:
+        yield
+    except RemoteError as error:
+        raise RemoteError(error.code, f"{document} is missing or damaged: {error.detail}") from None
+    except OSError as error:
+        raise OSError(f"{document}: {error}") from error
+
+
+def _parcels_of(envelopes: Iterable[Envelope]) -> set[str]:
+    batches = (parse_json(envelope.payload, TrainBatch) for envelope in envelopes)
+    parcels = (digest for batch in batches for group in batch.groups for digest in (group.bundle, group.logprobs))
+    return {digest for digest in parcels if digest is not None}
+
+
+def _joined(digests: Iterable[str]) -> bytes:
+    return b"".join(map(bytes.fromhex, digests))
+
+
+def _split(joined: Iterable[bytes]) -> set[str]:
+    starts = ((digests, start) for digests in joined for start in range(0, len(digests), _DIGEST_BYTES))
+    return {digests[start : start + _DIGEST_BYTES].hex() for digests, start in starts}

@@ -1,0 +1,40 @@
+"""Which machines belong to which person, by the delegations that they joined with (prime_protocol/delegation.py).
+
+A person gains nothing by having machines: each is a newcomer of its own, counts for its own network, and uses up an invitation
+of its own. So the sums of newcomers.py need no change. What a person can lose is shared: a ban of the person holds for all its
+machines, known and new, and a ban of one machine ends the admission of new ones.
+
+A machine's key stays with its person while the coordinator remembers it, so it cannot leave a banned person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prime_node.coordinator.state.records import State, WorkerRecord
+
+
+def machines_of(state: State, person: str) -> Iterator[WorkerRecord]:
+    """Yield the machines of a person that the run knows, in the order of their first joins."""
+    return (state.workers[key] for key in state.persons.get(person, ()))
+
+
+def enter_person(state: State, worker: WorkerRecord, person: str, until_ms: int) -> None:
+    """Record that a worker joined as a machine of a person, until a time. An empty `person` is none.
+
+    Its `revoked_at_ms` stays: a delegation from before the revocation is void even after a join with a newer one.
+    """
+    worker.delegated_until_ms = until_ms
+    if person:
+        worker.person = person
+        state.persons.setdefault(person, {})[worker.worker] = None
+
+
+def leave_person(state: State, worker: WorkerRecord) -> None:
+    """Remove a worker that is forgotten from its person's machines."""
+    if not worker.person:
+        return
+    machines = state.persons[worker.person]
+    del machines[worker.worker]
+    if not machines:
+        del state.persons[worker.person]

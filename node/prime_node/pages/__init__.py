@@ -1,0 +1,1 @@
+"""What the pages in a browser have in common: their files, the headers of all answers, and who may use a page on loopback."""

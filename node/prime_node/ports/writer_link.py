@@ -1,0 +1,96 @@
+"""The link between gateways and the writer: the coordinator that decides. Both belong to the operator.
+
+A gateway has verified what it forwards; the writer takes its word for signatures, and for nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prime_node.ports.web import Response, Sender
+
+ADMIT, SHED = "admit", "shed"
+"""Calls that are none of the endpoints: may a body be read, and what was refused for load."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldParcel:
+    """A parcel that a gateway holds and has verified: signature, framing, and that its body is the signed one."""
+
+    digest: str
+    """Digest of the whole parcel, which names its bundle."""
+    num_bytes: int
+    """Length of the whole parcel."""
+    fetch: Callable[[], Awaitable[bytes]]
+    """Function that makes it durable where the writer reads bundles, and then returns b""; or returns the parcel for the writer
+    to store. Raises RemoteError or OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedCall:
+    """One request that a gateway forwards."""
+
+    path: str
+    """Path of its endpoint, as in the table of endpoints, or ADMIT or SHED."""
+    address: str = ""
+    """Address of the caller, by the gateway's knowledge of its proxies."""
+    signer: str = ""
+    """Key whose signature over `body` the gateway has verified; empty where the endpoint verifies the body itself."""
+    params: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    """Payload of the signed message, envelope of the held parcel, or the body as it came."""
+    parcel: HeldParcel | None = None
+    """Bundle whose bytes stay at the gateway until the writer takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedAnswer:
+    """The writer's answer, and the sender that it vouches for."""
+
+    response: Response
+    sender: Sender | None = None
+    is_vouched: bool = False
+    """Whether the writer has named the sender, None for a stranger."""
+
+
+AnswerCall = Callable[[ForwardedCall], Awaitable[ForwardedAnswer]]
+"""Writer's side. Raises RemoteError."""
+
+
+class WriterLink(Protocol):
+    """Gateway's side of the link."""
+
+    async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
+        """Forward a request. Raises RemoteError: UNAVAILABLE while there is no writer, and what the writer raises."""
+        ...
+
+    async def keep(self) -> None:
+        """Keep the link open, to the first of its addresses at which a writer answers. Runs until it is cancelled."""
+        ...
+
+
+class GatewayListener(Protocol):
+    """Writer's side of the link."""
+
+    async def start(
+        self,
+        answer: AnswerCall,
+        *,
+        address: tuple[str, int],
+        secret: bytes,
+        run: str,
+        may_send: Callable[[], bool] | None,
+    ) -> int:
+        """Listen, and return the port. Only gateways that know the secret of this run are heard. Raises LocalError."""
+        ...
+
+    async def stop(self) -> None:
+        """End all links."""
+        ...
+
+
+Addresses = Sequence[tuple[str, int]]

@@ -1,0 +1,188 @@
+"""Checks of published steps that need no torch: batches, bundles, rewards and ledger; learning rates and AdamW's bound."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from prime_node.algo.schedule import ParameterSchedule
+from prime_node.broadcast.audit.audit import Verified, audit
+from prime_node.broadcast.audit.verified_parts import CheckFailed, feed_parts
+from prime_node.ports.environment import Environment, Tokenizer
+from prime_node.replay.bound import AdamBound, bound_faults
+from prime_node.replay.finding import (
+    ReplayFault,
+    ReplayOutcome,
+    ReplayReport,
+    StepFinding,
+    Unfaithful,
+    Withheld,
+    listed,
+)
+from prime_node.replay.ledger_match import ledger_faults
+from prime_node.replay.material import Material, given
+from prime_node.replay.rewards import reward_faults
+from prime_node.trainer.config import TrainerConfig
+from prime_node.training_data.feed import Feed, StepBatch
+from prime_protocol.checkpoint import CheckpointDecoder
+from prime_protocol.chunk_index import open_index
+from prime_protocol.errors import RemoteError
+from prime_protocol.manifest import Manifest
+from prime_protocol.schedule import Schedule
+from prime_protocol.verdict import Receipt
+from prime_protocol.weights import Weights
+
+OnStep = Callable[[StepFinding], None]
+
+
+@dataclass
+class BatchChecks:
+    """Checks of a step's batches."""
+
+    material: Material
+    environments: Mapping[str, Environment] | None
+    """None: rewards are not computed again."""
+    tokenizer: Tokenizer
+    receipts: Mapping[str, Receipt] | None
+    """Newest receipt of each bundle; None: the ledger is not at hand."""
+
+    async def check(self, batch: StepBatch, finding: StepFinding) -> None:
+        """Check one batch, whose signatures the feed has verified."""
+        spec = self.material.run.spec
+        if self.environments is not None:
+            checked, faults = await reward_faults(batch.groups, self.environments, self.tokenizer, spec)
+            left = sum(len(group.rewards) for group in batch.groups) - checked
+            if faults:
+                finding.fail(ReplayOutcome.DIFFERS, listed(faults), ReplayFault.REWARD)
+            else:
+                if checked:
+                    finding.established.append(
+                        f"{checked} rewards follow from the tokens, each prompt from its problem"
+                    )
+                if left:
+                    finding.established.append(f"{left} rewards, and their prompts, are not computed again")
+        if self.receipts is not None:
+            signed = self.material.batches[batch.step][batch.part : batch.part + 1]
+            faults = ledger_faults(signed, self.receipts)
+            if faults:
+                finding.fail(ReplayOutcome.DIFFERS, listed(faults), ReplayFault.LEDGER)
+            else:
+                finding.established.append("each group is in the ledger")
+        if batch.num_left_out:
+            finding.established.append(f"{batch.num_left_out} groups are left out, because their data cannot be used")
+
+
+async def check_batches(
+    checks: BatchChecks, feed: Feed, steps: Iterable[int], report: ReplayReport, on_step: OnStep
+) -> None:
+    """Check the batches of these steps, each once and in order, without training on them."""
+    for step in steps:
+        finding = StepFinding(step, seconds=-time.monotonic())
+        report.steps.append(finding)
+        for part in range(checks.material.run.spec.schedule.batches_per_step):
+            try:
+                batch = await feed.take(step, part)
+            except RemoteError as error:
+                raise Unfaithful(f"step {step}: {error.detail}") from None
+            finding.established.append(
+                f"batch {part} is signed, and its {len(batch.groups)} groups are in signed bundles"
+            )
+            await checks.check(batch, finding)
+        finding.seconds += time.monotonic()
+        on_step(finding)
+
+
+async def check_bounds(
+    material: Material, config: TrainerConfig, steps: Iterable[int], report: ReplayReport, on_step: OnStep
+) -> None:
+    """Check the learning rates that manifests state, and that no weight moved further than AdamW can move it.
+
+    Each step is given once, in order.
+    """
+    optimizer = config.optimizer
+    bound = AdamBound(optimizer.beta1, optimizer.beta2, optimizer.weight_decay)
+    schedule = ParameterSchedule(
+        optimizer.lr, optimizer.warmup_steps, material.run.spec.max_steps, config.lr_final_share, config.lr_decay
+    )
+    begun = (await material.signed(0)).manifest.produced_by.optimizer_steps
+    async for before, after, old, new in _pairs(material, steps):
+        finding = StepFinding(before.policy_version, seconds=-time.monotonic())
+        report.steps.append(finding)
+        fault, lrs = _rates(before, after, schedule, config, begun, material.run.spec.schedule)
+        if fault:
+            finding.fail(ReplayOutcome.DIFFERS, fault, ReplayFault.LEARNING_RATE)
+        if optimizer.import_path is None:
+            what = f"step {before.policy_version}"
+            share, faults = await asyncio.to_thread(bound_faults, old, new, bound, lrs=lrs, what=what)
+            if faults:
+                finding.fail(ReplayOutcome.DIFFERS, listed(faults))
+            finding.established.append(f"no weight moved more than {share:.2f} times as far as its optimizer can")
+        finding.seconds += time.monotonic()
+        on_step(finding)
+
+
+def _rates(
+    before: Manifest, after: Manifest, schedule: ParameterSchedule, config: TrainerConfig, begun: int, batches: Schedule
+) -> tuple[str, dict[int, float]]:
+    """Return what is wrong with the learning rates of a step, and an upper bound on that of each of its optimizer steps.
+
+    Numbers of optimizer steps are the trainer's word, so they are bounded before they size anything.
+    """
+    step, made, last = before.policy_version, after.produced_by, before.produced_by
+    assert made.lr is not None
+    assert last.lr_multiplier is not None
+    count, most = made.optimizer_steps - last.optimizer_steps, schedule.at(step)
+    if last.optimizer_steps < begun:
+        return f"policy {step} has {last.optimizer_steps} optimizer steps, and policy 0 has {begun}", {}
+    count_max = batches.batches_per_step * batches.require_batches
+    if not 0 <= count <= count_max:
+        return f"step {step} takes {count} optimizer steps, and at most {count_max} are due", {}
+    lrs = {made.optimizer_steps - begun - number: most for number in range(count)}
+    if config.lr_damping_nats is None and made.lr_multiplier != 1.0:
+        return f"step {step} damps its learning rate, which the recipe does not", lrs
+    if made.lr > most:
+        return f"step {step} has learning rate {made.lr!r}, and the recipe's is at most {most!r}", lrs
+    if batches.batches_per_step == 1 and count <= 1:
+        due = most * last.lr_multiplier
+        if made.lr != due:
+            return f"step {step} has learning rate {made.lr!r}, and the recipe's is {due!r}", lrs
+        lrs = dict.fromkeys(lrs, due)
+    return "", lrs
+
+
+async def _pairs(
+    material: Material, steps: Iterable[int]
+) -> AsyncIterator[tuple[Manifest, Manifest, Weights, Weights]]:
+    """Yield the manifests and weights before and after each step; policies are decoded once where steps follow one another."""
+    held: tuple[int, Weights] | None = None
+    for step in steps:
+        before, after = [(await material.signed(version)).manifest for version in (step, step + 1)]
+        old = held[1] if held is not None and held[0] == step else await _decoded(material, step)
+        new = await _decoded_from(material, after, old)
+        yield before, after, old, new
+        held = (step + 1, new)
+
+
+async def _decoded(material: Material, version: int) -> Weights:
+    """Return a policy's weights by the cheapest update path."""
+    found: list[Verified] = []
+    report = await audit(material.source, material.run.digest, policy_version=version, on_verified=found.append)
+    if report.failure is not None:
+        raise Withheld(f"policy {version}: {report.failure.detail}")
+    return found[0].weights
+
+
+async def _decoded_from(material: Material, manifest: Manifest, base: Weights) -> Weights:
+    encoding = manifest.encoding(manifest.policy_version - 1)
+    if encoding is None:
+        return await _decoded(material, manifest.policy_version)
+    what = f"policy {manifest.policy_version}"
+    index = open_index(await material.blob(encoding.index.digest, f"the index of {what}"), encoding, manifest.tensors)
+    decoder = await asyncio.to_thread(CheckpointDecoder, manifest, encoding, index, base)
+    try:
+        await given(feed_parts(material.source, encoding.parts, decoder, what=what), what)
+    except CheckFailed as failed:
+        raise Withheld(f"{what}: {failed.error}") from None
+    return await asyncio.to_thread(decoder.finish)

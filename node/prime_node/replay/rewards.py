@@ -1,0 +1,72 @@
+"""Prompts and rewards of a batch's groups, computed again from their problems and tokens. Without torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from prime_node.envs.episodes import WrongContext, bounds_of, scored
+from prime_node.envs.prompts import prompt_of
+from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
+from prime_node.ports.train_samples import Group
+from prime_protocol.rollout import FinishReason
+from prime_protocol.run_spec import EnvironmentSpec, RunSpec
+
+
+def repeatable(spec: RunSpec) -> frozenset[str]:
+    """Return the environments whose rewards are the same each time."""
+    return frozenset(one.name for one in spec.environments if one.is_deterministic and one.scorings == 1)
+
+
+async def reward_faults(
+    groups: Sequence[Group], environments: Mapping[str, Environment], tokenizer: Tokenizer, spec: RunSpec
+) -> tuple[int, list[str]]:
+    """Return how many rewards were computed again, and the prompts and rewards that are others in the batch, as text for people.
+
+    A group whose prompt is not that of its problem is not scored: its completions answer another question.
+    """
+    known = {one.name: one for one in spec.environments}
+    checked, faults = 0, []
+    for group in groups:
+        if group.environment not in repeatable(spec) or group.problem_index is None:
+            continue
+        environment = environments[group.environment]
+        if fault := await asyncio.to_thread(_prompt_fault, group, group.problem_index, environment, tokenizer):
+            faults.append(f"slot {group.slot}: {fault}")
+            continue
+        for number, stated in enumerate(group.rewards):
+            found = await _reward_of(group, number, environment, tokenizer, known[group.environment], spec)
+            checked += 1
+            if found != stated:
+                said = found if isinstance(found, str) else f"{found:g} here"
+                faults.append(f"slot {group.slot}, completion {number}: its reward is {stated:g} in the batch, {said}")
+    return checked, faults
+
+
+def _prompt_fault(group: Group, index: int, environment: Environment, tokenizer: Tokenizer) -> str:
+    """Return why the prompt is not that of the group's problem; empty if it is."""
+    try:
+        due = prompt_of(environment, index, tokenizer)
+    except Exception as error:  # noqa: BLE001 - third-party code
+        return f"the environment renders no prompt here: {type(error).__name__}: {error}"
+    return "" if due == group.prompt_token_ids else f"its prompt is not that of problem {index}"
+
+
+async def _reward_of(
+    group: Group, number: int, environment: Environment, tokenizer: Tokenizer, its: EnvironmentSpec, spec: RunSpec
+) -> float | str:
+    """Return a reward, or why there is none."""
+    assert group.problem_index is not None
+    index, completion = group.problem_index, group.completions[number]
+    try:
+        if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
+            play = partial(environment.play, index, group.prompt_token_ids)
+            (score,) = await scored(play, group.turns[number], bounds_of(spec)[its.name], exact=True, scorings=1)
+            return score
+        text, finished = tokenizer.decode(list(completion.token_ids)), completion.finish is FinishReason.STOP
+        return float(await asyncio.to_thread(environment.score, index, text, finished=finished))
+    except WrongContext as error:
+        return f"and here its turns are not the environment's: {error}"
+    except Exception as error:  # noqa: BLE001 - third-party code
+        return f"and the environment fails here: {type(error).__name__}: {error}"

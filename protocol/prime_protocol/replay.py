@@ -1,0 +1,35 @@
+"""What a RunSpec promises to those who re-execute its training. SPEC.md, section 25."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from prime_protocol import limits
+from prime_protocol.digest import Digest
+from prime_protocol.envelope import WireModel
+
+
+class BundleAccess(StrEnum):
+    """Who may read the bundles that were trained on."""
+
+    PUBLIC = "public"
+    """Anyone: each is a public blob for `bundle_days`."""
+    NONE = "none"
+    """Validators and the trainer, until the trainer has made its state durable. So no stranger can re-execute a step."""
+
+
+class ReplayPolicy(WireModel):
+    """Promise that training steps can be re-executed. Example: ReplayPolicy(recipe="af13...", state_every=10)."""
+
+    recipe: Digest
+    """Digest of the recipe, a public blob: the trainer's settings that its weights depend on, and digests of its own code."""
+    state_every: int = Field(default=10, ge=1, le=limits.STEP_MAX)
+    """k: the trainer commits to its whole training state at each policy whose version k divides, and publishes the state."""
+    state_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
+    """Days for which published training states are kept."""
+    bundle_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
+    """Days for which public bundles are kept."""
+    bundles: BundleAccess = BundleAccess.PUBLIC
+    """Who may read the bundles."""

@@ -1,0 +1,159 @@
+"""The network of a simulated run: it delays, reorders, repeats and loses requests and answers, and cuts peers off."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tests.node.seeded_parts_world import SimulatedProcess, SimulatedServer, SkewedClock
+
+from prime_node.ports.transport import Unreachable
+from prime_node.ports.web import Request
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.identity import SigningKey
+from prime_protocol.run_spec import PinnedRun
+
+RETRIED = {ErrorCode.EXPIRED, ErrorCode.WRONG_EPOCH, ErrorCode.REPLAYED, ErrorCode.TOO_MANY_REQUESTS}
+"""Errors after which a client signs again and repeats."""
+LOST_SHARE, REPEATED_SHARE = 0.03, 0.05
+
+
+class Place(Protocol):
+    """One coordinator as its peers see it."""
+
+    web: SimulatedServer
+    process: SimulatedProcess
+
+
+class BadNetwork:
+    """The network, and what clients do about it."""
+
+    def __init__(self, run: PinnedRun, drawn: random.Random) -> None:
+        self._run = run
+        self.drawn = drawn
+        self.places: Sequence[Place] = ()
+        self.asked: dict[str, int] = {}
+        """Number of the coordinator that a peer asks at present."""
+        self.is_noisy = True
+        self.pace = 1.0
+        """Share of the usual delays."""
+        self.clocks: dict[str, SkewedClock] = {}
+        self.cut_off: Counter[str] = Counter()
+        self.epoch, self.is_epoch_old = "", True
+
+    async def send(
+        self, key: SigningKey, path: str, make: Callable[[], bytes], *, method: str = "POST", template: str = ""
+    ) -> tuple[int, bytes]:
+        """Send one request over the bad network. Raises Unreachable and RemoteError."""
+        name = name_of(key)
+        await asyncio.sleep(self.pace * self.drawn.uniform(0.0, 0.3))
+        if self.cut_off[name] or self._is_drawn(LOST_SHARE):
+            raise Unreachable("the request was lost")
+        body, place = make(), self.asked.get(name, 0)
+        if self._is_drawn(REPEATED_SHARE):
+            answers = await asyncio.gather(
+                *(self.deliver(path, body, method, template, place) for _ in range(2)), return_exceptions=True
+            )
+            found = self.drawn.choice(answers)
+            if isinstance(found, BaseException):
+                raise found
+        else:
+            found = await self.deliver(path, body, method, template, place)
+        await asyncio.sleep(self.pace * self.drawn.uniform(0.0, 0.3))
+        if self.cut_off[name] or self._is_drawn(LOST_SHARE):
+            raise Unreachable("the answer was lost")
+        return found
+
+    def _is_drawn(self, share: float) -> bool:
+        return self.is_noisy and self.drawn.random() < share
+
+    async def deliver(
+        self, path: str, body: bytes, method: str = "GET", template: str = "", place: int = 0
+    ) -> tuple[int, bytes]:
+        at = self.places[place % len(self.places)]
+        if not at.process.may_act.is_set():
+            await at.process.may_act.wait()
+        web = at.web
+        route = web.routes.get((method, template or path)) or web.routes.get((method, "/{path:.*}"))
+        if route is None:
+            raise Unreachable("nothing listens")
+        params = dict(zip(_names(template), path.split("/")[3:], strict=False)) if template else {}
+        answering = asyncio.ensure_future(route.handler(Request(params, body, {}, "127.0.0.1")))
+        web.answering[answering] = None
+        try:
+            await asyncio.wait({answering})
+            if answering.cancelled():
+                raise Unreachable("the connection broke")
+            response = answering.result()
+        finally:
+            answering.cancel()
+            web.answering.pop(answering, None)
+        if not at.process.may_act.is_set():
+            await at.process.may_act.wait()
+        if web.may_send is not None and not web.may_send():
+            raise Unreachable("the connection was cut: its coordinator may not lead")
+        assert isinstance(response.body, bytes)
+        if response.after is not None:
+            response.after()
+        return response.status, response.body
+
+    def signed(self, key: SigningKey, message: Any) -> bytes:
+        """Return a signed request, by the clock of its sender."""
+        fields = {
+            "run": self._run.digest,
+            "nonce": secrets.token_hex(16),
+            "issued_at_ms": self.clock_of(key).now_ms(),
+            "epoch": self.epoch,
+            "request": message.model_dump(mode="json"),
+        }
+        return seal(json.dumps(fields).encode(), PayloadType.REQUEST, key).to_bytes()
+
+    def clock_of(self, key: SigningKey) -> SkewedClock:
+        return self.clocks.setdefault(name_of(key), SkewedClock())
+
+    async def ask(self, key: SigningKey, name: str, make: Callable[[], bytes]) -> tuple[int, bytes]:
+        """Ask until there is an answer, as clients do. Raises RemoteError for one that stays."""
+        while True:
+            try:
+                if self.is_epoch_old:
+                    await self.learn_epoch(key)
+                return await self.send(key, f"/v1/{name}", make)
+            except Unreachable:
+                self._rotate(key)
+                await asyncio.sleep(0.5)
+            except RemoteError as error:
+                if error.code is ErrorCode.UNAVAILABLE:
+                    self._rotate(key)
+                if error.code is ErrorCode.WRONG_EPOCH:
+                    self.is_epoch_old = True
+                elif not error.is_transient and error.code not in RETRIED:
+                    raise
+                await asyncio.sleep(error.retry_after_s or 0.5)
+
+    def _rotate(self, key: SigningKey) -> None:
+        self.asked[name_of(key)] = (self.asked.get(name_of(key), 0) + 1) % len(self.places)
+        self.is_epoch_old = self.is_epoch_old or len(self.places) > 1
+
+    async def learn_epoch(self, key: SigningKey) -> None:
+        _, body = await self.send(key, "/healthz", bytes, method="GET")
+        if "epoch" not in (found := json.loads(body)):
+            raise Unreachable("this coordinator is a standby")
+        self.epoch, self.is_epoch_old = found["epoch"], False
+
+    async def message(self, key: SigningKey, name: str, message: Any) -> tuple[int, bytes]:
+        return await self.ask(key, name, lambda: self.signed(key, message))
+
+
+def name_of(key: SigningKey) -> str:
+    """Return the short name of a peer."""
+    return key.key_id[-4:]
+
+
+def _names(template: str) -> list[str]:
+    return [part[1:-1] for part in template.split("/") if part.startswith("{")]

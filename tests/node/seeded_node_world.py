@@ -1,0 +1,121 @@
+"""One coordinator of a simulated run: the real daemon over a simulated disk, server, clock and term."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.node.coordinator_world import make_run, memory_parts
+from tests.node.seeded_leader_world import LeaderRow, SimulatedTerm
+from tests.node.seeded_parts_world import (
+    Disk,
+    NoMetrics,
+    ProcessBlobs,
+    ProcessDocuments,
+    ProcessStore,
+    SimulatedProcess,
+    SimulatedServer,
+    SkewedClock,
+    hashes_as_signatures,
+)
+
+from prime_node.coordinator.assembly import Parts
+from prime_node.coordinator.daemon import serve_coordinator
+from prime_protocol.errors import TransientFault
+from prime_protocol.run_spec import PinnedRun
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a simulated run is made of."""
+
+    run: PinnedRun
+    steps: int
+    parts: Parts
+    pace: float = 1.0
+    """Share of the usual time that peers and network take."""
+
+
+def setting_of(steps: int, *, pace: float = 1.0, **settings: object) -> Setting:
+    """Return the setting of a run of so many steps."""
+    with hashes_as_signatures():
+        run = make_run(max_steps=steps, heartbeat_seconds=5.0, lease_seconds=15.0, groups_per_step=2)
+    parts = memory_parts(run, scrub_hours=0.0, requests_per_second=1_000, **settings)
+    return Setting(run, steps, parts, pace)
+
+
+SHORT = setting_of(3, snapshot_events=10, tick_seconds=1.0)
+ENDS = (OSError, TransientFault)
+"""What ends a coordinator that a service starts again."""
+
+
+class SimulatedNode:
+    """One coordinator, which a service starts again whenever it ends."""
+
+    def __init__(self, setting: Setting, disk: Disk, drawn: random.Random, row: LeaderRow | None) -> None:
+        self._parts = setting.parts
+        self._disk, self._drawn, self._row = disk, drawn, row
+        self.clock = SkewedClock()
+        self.down_until_s = 0.0
+        self.term: SimulatedTerm | None = None
+        self._daemon: asyncio.Task[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.process, self.web = SimulatedProcess(self._disk, self._drawn, self.clock), SimulatedServer()
+
+    async def keep(self) -> None:
+        """Serve until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, self.down_until_s - loop.time()))
+            await self._serve()
+            await asyncio.sleep(0.5)
+
+    async def _serve(self) -> None:
+        self._begin()
+        disk, process = self._disk, self.process
+        self.term = None if self._row is None else SimulatedTerm(self._row, process, self._drawn)
+        made: dict[str, Any] = {
+            "metrics": NoMetrics(),
+            "clock": self.clock,
+            "store": ProcessStore(process, disk.store),
+            "bundles": ProcessBlobs(process, disk.bundles),
+            "public": ProcessBlobs(process, disk.public),
+            "published": ProcessDocuments(process, disk.published),
+            "private": ProcessDocuments(process, disk.private),
+            "web": self.web,
+            "leadership": self.term,
+        }
+        if self.term is not None:
+            made["config"] = self._parts.config.model_copy(update={"standby": True})
+        parts = replace(self._parts, **made)
+        self._daemon = daemon = asyncio.create_task(serve_coordinator(parts, asyncio.Event()))
+        try:
+            await asyncio.wait({daemon})
+            if not (process.has_crashed or daemon.cancelled() or _may_end(daemon.exception())):
+                daemon.result()
+        finally:
+            process.end()
+            daemon.cancel()
+            await asyncio.gather(daemon, return_exceptions=True)
+            self.web.end()
+            if self.term is not None:
+                await self.term.end()
+
+    def crash(self, down_s: float) -> None:
+        """End the daemon at once: nothing that it does from here on reaches the disk."""
+        self.down_until_s = max(self.down_until_s, asyncio.get_running_loop().time() + down_s)
+        self.process.end()
+        self.web.end()
+        if self._daemon is not None:
+            self._daemon.cancel()
+
+
+def _may_end(error: BaseException | None) -> bool:
+    """Return whether an error is one with which a coordinator may end, to be started again."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(ENDS)[1] is None
+    return isinstance(error, ENDS)

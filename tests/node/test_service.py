@@ -1,0 +1,187 @@
+"""`prime-node service`: the files that it writes, without a service manager."""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import pwd
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.cases_world import check_each
+from tests.node.operator_world import make_run_folder
+from typer.testing import CliRunner
+
+from prime_node.cli.main import app
+from prime_node.cli.outcome import MAY_PASS
+from prime_node.cli.service_manager import Launchd, Systemd
+from prime_node.cli.service_unit import RoleService, launchd_plist, systemd_unit
+from prime_protocol.errors import LocalError
+
+LINK = f"http://run.example.org:8400/#{'0' * 64}"
+EXPOSURE_MAX = 30
+"""Tenths of the scale of `systemd-analyze security`, which ends at 10."""
+ROLES = ("worker", "coordinator", "trainer", "validator", "seed")
+
+
+def made(role: str, *, user: str | None = "prime", words: tuple[str, ...] = ("join", LINK)) -> RoleService:
+    return RoleService(
+        name=role,
+        role=role,
+        command=("/opt/prime/bin/python", "-P", "-m", "prime_node", *words),
+        directory=Path("/home/prime"),
+        writes=(Path("/home/prime/.prime-node"),),
+        stop_s=50,
+        stopped_codes=(130,),
+        user=user,
+    )
+
+
+def printed(*arguments: object) -> list[str]:
+    command = ["service", "install", "--print", *map(str, arguments)]
+    ran = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    return ran.stdout.splitlines()
+
+
+def setting(lines: list[str], name: str) -> list[str]:
+    return [line.removeprefix(f"{name}=") for line in lines if line.startswith(f"{name}=")]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.parametrize("role", ROLES)
+def test_systemd_finds_no_fault_in_a_unit_and_little_exposure(role: str, tmp_path: Path) -> None:
+    file = tmp_path / f"prime-node-{role}.service"
+    # No user `prime` and no /opt/prime exist here, and `verify` looks for both.
+    file.write_text(
+        systemd_unit(made(role)).replace("User=prime", "User=daemon").replace("/opt/prime/bin/python", sys.executable)
+    )
+    checked = subprocess.run(["systemd-analyze", "verify", "--man=no", str(file)], capture_output=True, text=True)
+    assert (checked.returncode, checked.stderr.strip()) == (0, "")
+    arguments = ("--offline=true", f"--threshold={EXPOSURE_MAX}", "--no-pager", str(file))
+    rated = subprocess.run(["systemd-analyze", "security", *arguments], capture_output=True, text=True)
+    assert rated.returncode == 0, rated.stdout
+
+
+def test_a_unit_keeps_arguments_that_systemd_would_change() -> None:
+    unit = systemd_unit(made("worker", words=("join", LINK, "--name", 'a "b" $HOME 50%', "--set", "worker.threads=2")))
+    (line,) = setting(unit.splitlines(), "ExecStart")
+    assert line.endswith(f'join {LINK} --name "a \\"b\\" $$HOME 50%%" --set worker.threads=2')
+
+
+def test_a_property_list_holds_the_command_and_restarts_after_failures(tmp_path: Path) -> None:
+    found = plistlib.loads(launchd_plist(made("worker", user=None), log=tmp_path / "worker.log"))
+    assert found["ProgramArguments"] == list(made("worker").command)
+    assert found["KeepAlive"] == {"SuccessfulExit": False}
+    assert found["ExitTimeOut"] == 50
+    assert "UserName" not in found
+    assert plistlib.loads(launchd_plist(made("worker"), log=tmp_path / "worker.log"))["UserName"] == "prime"
+
+
+def test_a_service_of_the_user_and_one_of_the_machine_have_files_of_their_own() -> None:
+    home = Path("/home/prime")
+    assert Systemd(True, home).file("worker") == home / ".config/systemd/user/prime-node-worker.service"
+    assert Systemd(False, home).file("worker") == Path("/etc/systemd/system/prime-node-worker.service")
+    assert Launchd(True, home).file("worker") == home / "Library/LaunchAgents/org.prime-node.worker.plist"
+    assert Launchd(False, home).file("worker") == Path("/Library/LaunchDaemons/org.prime-node.worker.plist")
+
+
+def test_paths_of_the_arguments_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run_folder(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", ())
+    (tmp_path / "own.toml").write_text("[coordinator]\ngrace_seconds = 20\n")
+    lines = printed("--user", "coordinator", "run", "-c", "own.toml", "-s", "coordinator.port=0")
+    (command,) = setting(lines, "ExecStart")
+    assert command.endswith(
+        f" -P -m prime_node coordinator {tmp_path}/run --config {tmp_path}/own.toml --set coordinator.port=0"
+    )
+    assert setting(lines, "TimeoutStopSec") == ["40"], "20 s of grace, 5 s more, 10 s to end, and a margin"
+    assert setting(lines, "WorkingDirectory") == [f"-{tmp_path}"]
+
+
+def test_a_unit_restarts_what_failed_and_nothing_that_ended_for_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run_folder(tmp_path / "run")
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", ())
+    trainer, worker = printed("--user", "trainer", run), printed("--user", "worker", LINK)
+    assert setting(trainer, "RestartPreventExitStatus") == ["2 3 4"]
+    assert setting(trainer, "SuccessExitStatus") == ["5 130"]
+    assert setting(worker, "SuccessExitStatus") == ["130"]
+    assert setting(worker, "User") == []
+    assert setting(printed("--as", "daemon", "worker", LINK), "User") == ["daemon"]
+
+
+def test_an_install_that_could_not_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = {
+        "the user root": (("--as", "root", "worker", LINK), "does not run as root"),
+        "no such user": (("--as", "no-such-user", "worker", LINK), "no such user"),
+        "a bad name": (("--name", "../x", "--user", "worker", LINK), "is no name of a service"),
+        "a bad link": (("--user", "worker", "http://no.digest"), "link"),
+        "a bad setting": (("--user", "worker", LINK, "--set", "worker.thread=2"), "did you mean threads"),
+        "a setting of another role": (("--user", "worker", LINK, "--set", "trainer.seed=1"), "would be ignored"),
+        "no run": (("--user", "coordinator", tmp_path), "holds no run"),
+        "a folder in /tmp": (("--user", "worker", LINK, "--folder", "/tmp/x"), "its folder must be elsewhere"),
+        "a link without a key": (("--user", "trainer", LINK), "needs --key FILE and --folder DIR"),
+    }
+
+    def refused(arguments: tuple[object, ...], message: str) -> None:
+        with pytest.raises(LocalError, match=message):
+            printed(*arguments)
+
+    check_each(cases.items(), lambda case: refused(*case))
+    monkeypatch.setenv("PRIME_WORKER_THREADS", "2")
+    refused(("--user", "worker", LINK), "PRIME_WORKER_THREADS is set here")
+    monkeypatch.setenv("PRIME_ENVIRONMENT_JUDGE_KEY", "secret")
+    refused(("--user", "worker", LINK), "PRIME_ENVIRONMENT_JUDGE_KEY is set here.*write it into .*/worker.env")
+
+
+def test_a_unit_reads_secrets_from_a_file_and_only_a_coordinator_reaches_the_keys_of_a_cloud() -> None:
+    home = Path("/home/prime")
+    units = [Systemd(of_user, home).content(made("seed")).decode().splitlines() for of_user in (True, False)]
+    files = ["-/home/prime/.config/prime-node/seed.env", "-/etc/prime-node/seed.env"]
+    assert [setting(unit, "EnvironmentFile") for unit in units] == [[file] for file in files]
+    denied = {role: setting(systemd_unit(made(role)).splitlines(), "IPAddressDeny") for role in ROLES}
+    assert [role for role, addresses in denied.items() if not addresses] == ["coordinator"]
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="launchd reads no file of variables")
+def test_only_their_owner_reads_a_unit_and_its_file_of_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = pwd.struct_passwd((*pwd.getpwuid(os.getuid())[:5], str(tmp_path), "/bin/sh"))  # another home
+    monkeypatch.setattr("pwd.getpwuid", lambda _: entry)
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", ())
+    monkeypatch.setenv("PATH", str(tmp_path))  # no systemctl
+    install = ["service", "install", "--user", "worker", LINK]
+    secrets = tmp_path / ".config/prime-node/worker.env"
+    with pytest.raises(LocalError, match="has no systemctl"):
+        CliRunner().invoke(app, install, catch_exceptions=False)
+    for file in (tmp_path / ".config/systemd/user/prime-node-worker.service", secrets):
+        assert file.stat().st_mode & 0o777 == 0o600
+    secrets.write_text("PGPASSWORD=kept\n")
+    with pytest.raises(LocalError, match="has no systemctl"):
+        CliRunner().invoke(app, install, catch_exceptions=False)
+    assert secrets.read_text() == "PGPASSWORD=kept\n"
+
+
+def test_a_role_whose_database_does_not_answer_is_started_again(tmp_path: Path) -> None:
+    run = make_run_folder(tmp_path / "run")
+    (run / "coordinator").mkdir()
+    (run / "coordinator" / "state.db").touch()
+    command = (sys.executable, "-m", "prime_node", "coordinator", "move", run, "postgresql://127.0.0.1:1/x")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, "127.0.0.1:1/x cannot be reached" in ran.stderr) == (MAY_PASS, True), ran.stderr
+    assert str(MAY_PASS) not in setting(systemd_unit(made("coordinator")).splitlines(), "RestartPreventExitStatus")[0]
+
+
+def test_arguments_are_checked_as_the_role_checks_them() -> None:
+    ran = CliRunner().invoke(app, ["service", "install", "--print", "--user", "worker", LINK, "--no-such-option"])
+    assert (ran.exit_code, "No such option: --no-such-option" in ran.output) == (2, True)
+
+
+def test_a_service_that_is_not_installed_is_not_started() -> None:
+    with pytest.raises(LocalError, match="no service no-such-service is installed here"):
+        CliRunner().invoke(app, ["service", "start", "no-such-service"], catch_exceptions=False)

@@ -1,0 +1,98 @@
+"""`prime-node replay` of a stranger's run: its numbers size no memory on the machine of who re-executes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.builder import build_manifest
+from tests.node.batch_coordinator import TRAINER, make_run
+from tests.node.coordinator_world import make_policy
+from tests.node.replay_world import PublishedRun
+
+from prime_node.adapters.models.lora import LoraSettings, add_adapters
+from prime_node.adapters.storage.folder_blobs import BLOBS
+from prime_node.cli.replay_target import ReplayOptions, replay_target
+from prime_node.envs.settings import EnvironmentSettings
+from prime_node.replay import material
+from prime_node.replay.finding import ReplayOutcome
+from prime_node.replay.material import Material
+from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.pinned_recipe import config_of, recipe_document
+from prime_protocol.checkpoint import encode_checkpoint
+from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.errors import LocalError
+from prime_protocol.limits import STEP_MAX
+from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.replay import ReplayPolicy
+from prime_protocol.run_spec import PinnedRun
+
+
+def hostile_run(recipe: bytes) -> PinnedRun:
+    """A run as long as a RunSpec may be, which commits to one training state."""
+    return make_run(max_steps=STEP_MAX, replay=ReplayPolicy(recipe=digest_of(recipe), state_every=STEP_MAX))
+
+
+def policy(run: PinnedRun, version: int, previous: str | None = None) -> SignedManifest:
+    """A policy of any number by the run's own trainer."""
+    made = {"step": version - 1, "lr": 0.1 if version else None, "lr_multiplier": 1.0, "numerics": "none"}
+    made |= {"batch": "b" * 64 if version else None, "training_state": None if version % STEP_MAX else "c" * 64}
+    weights = make_policy(0)
+    first = build_manifest(run, None, weights, encode_checkpoint(weights))
+    produced_by = first.produced_by.model_copy(update=made)
+    changes = {"policy_version": version, "previous": previous, "produced_by": produced_by}
+    return open_manifest(seal(first.model_copy(update=changes), PayloadType.MANIFEST, TRAINER), run)
+
+
+@pytest.mark.parametrize("options", [ReplayOptions(bound_only=True), ReplayOptions(sample=1, bound_only=True)])
+async def test_a_policy_of_any_number_takes_no_memory(tmp_path: Path, options: ReplayOptions) -> None:
+    """Before, a head of policy 2,147,483,647 made a list of as many steps: 86 GB."""
+    recipe = recipe_document(TrainerConfig())
+    run = hostile_run(recipe)
+    (blob := tmp_path / BLOBS / digest_of(recipe)[:2] / digest_of(recipe)).parent.mkdir(parents=True)
+    blob.write_bytes(recipe)
+    (tmp_path / "run.json").write_bytes(run.envelope.to_bytes())
+    (tmp_path / "head.json").write_bytes(policy(run, STEP_MAX, "a" * 64).envelope.to_bytes())
+    report = await replay_target(str(tmp_path), options, EnvironmentSettings())
+    assert report.outcome is ReplayOutcome.WITHHELD
+    assert len(report.steps) == 1
+
+
+async def test_a_chain_without_training_states_is_not_kept_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the search for the state before a step kept each manifest of the way, of which a run may have any number."""
+    run = hostile_run(b"")
+    chain = [policy(run, 0)]
+    for version in range(1, 12):
+        chain.append(policy(run, version, chain[-1].digest))
+    asked: list[int] = []
+
+    class Watched(PublishedRun):
+        async def manifest(self, policy_version: int) -> Envelope:
+            asked.append(policy_version)
+            return chain[policy_version].envelope
+
+    monkeypatch.setattr(material, "KEPT_BYTES_MAX", 3 * len(chain[0].envelope.payload))
+    assert run.spec.replay is not None
+    work = Material(Watched(run), run, run.spec.replay)
+    assert await work.state_before(11) == 0
+    assert asked == list(reversed(range(12)))
+    await work.signed(1)
+    await work.signed(11)
+    assert asked[12:] == [11], "the last ones are kept, and the first one is requested again"
+
+
+def test_a_recipe_s_adapters_are_no_wider_than_the_model() -> None:
+    """Before, a rank of a million took all memory: only the model's own parameters were counted."""
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 8))
+    with pytest.raises(LocalError, match="rank is 5, above 4"):
+        add_adapters(layers, LoraSettings(rank=5, alpha=1))
+
+
+def test_a_recipe_s_seed_is_one_that_torch_takes() -> None:
+    """Before, `replay` ended with a traceback."""
+    document = json.dumps({"code": {}, "trainer": {"seed": 2**70}}).encode()
+    with pytest.raises(LocalError, match="cannot read the recipe"):
+        config_of(document, ReplayPolicy(recipe=digest_of(document)))
