@@ -26,6 +26,7 @@ from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask
 from prime_node.ports.train_samples import Group
 from prime_node.trainer.evaluate import Evaluator, HeldOutSets
+from prime_node.trainer.kept_rewards import RewardsKey
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.pinned_recipe import require_repeatable
@@ -108,7 +109,8 @@ async def test_the_trainer_scores_greedy_completions_of_its_current_policy(tmp_p
         replace(group, problem_index=None),
         replace(group, environment="copies"),
     ]
-    found = [one.greedy_reward for one in await trainer.with_greedy_rewards(given, trainer.recipe())]
+    key = RewardsKey(0, 0, "a" * 64, "greedy-0", tuple(one.slot for one in given))
+    found = [one.greedy_reward for one in await trainer.with_greedy_rewards(given, trainer.recipe(), key)]
     greedy = sampling.model_copy(update={"temperature": 0.0})
 
     async def answer(asked: tuple[int, ...]) -> Completion:

@@ -115,6 +115,17 @@ async def test_a_taskset_is_played_and_scored_again_and_sees_no_key_and_no_port(
         return await world.play(0, (1,), ask)  # type: ignore[arg-type]
 
     assert await replayed(play, turns, BOUNDS, exact=True) == 1.0
+
+    found: dict[str, float] = {}
+
+    async def name_parts(ask: object) -> float:
+        found.update(await world.play_parts(0, (1,), ask))  # type: ignore[arg-type]
+        return 0.0
+
+    await replayed(name_parts, turns, BOUNDS, exact=True)
+    assert found["exact"] == 1.0
+    assert found["letters"] == len(word)
+    assert "reward" not in found
     other = Turn((*turns[0].prompt_token_ids[:-1], 5), turns[0].completion)
     with pytest.raises(WrongContext):
         await replayed(play, [other], BOUNDS, exact=True)

@@ -30,6 +30,7 @@ from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.committing import Committer
 from prime_node.trainer.config import SftConfig, TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.kept_rewards import KeptRewards
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.trainer import Trainer, record_published
 from prime_node.training_data.feed import Feed
@@ -210,6 +211,7 @@ def make_trainer(
             run.spec.sampling,
             seed=config.evaluation_seed,
         ),
+        rewards=KeptRewards(folder / "rewards"),
         lessons=Lessons(
             environments,
             {"echo": 1.0},

@@ -27,6 +27,7 @@ from prime_node.ports.environment import (
     EnvironmentSilent,
     HeldOutProblem,
     PartedEnvironment,
+    PartedTurnEnvironment,
     TurnEnvironment,
     TurnProblem,
 )
@@ -162,13 +163,18 @@ class Service:
             if "number" in its:
                 problem = self._problems(environment, its["count"])[its["number"]]
                 assert isinstance(problem, TurnProblem)
-                reward = await problem.play(tuple(prompt), ask)
+                result: Any = await problem.play(tuple(prompt), ask)
+            elif "parts" in its:
+                parted = self._environments[environment]
+                if not isinstance(parted, PartedTurnEnvironment):
+                    raise ValueError("this environment names no further rewards")
+                result = dict(await parted.play_parts(its["index"], tuple(prompt), ask))
             else:
                 world = self._environments[environment]
                 assert isinstance(world, TurnEnvironment)
-                reward = await world.play(its["index"], tuple(prompt), ask)
+                result = await world.play(its["index"], tuple(prompt), ask)
             is_worn = self._threads.left_behind(self._episodes) >= LEFT_BEHIND_MAX
-            self._host.tell(id=id, result=reward, **({"worn": True} if is_worn else {}))
+            self._host.tell(id=id, result=result, **({"worn": True} if is_worn else {}))
         except Exception as error:  # noqa: BLE001 (the same)
             self._host.tell(id=id, **_failure(error))
 

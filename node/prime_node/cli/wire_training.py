@@ -245,6 +245,7 @@ def trainer_parts(
     from prime_node.broadcast.publish.publisher import Publisher
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.committing import Committer
+    from prime_node.trainer.kept_rewards import KeptRewards
     from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
     from prime_node.training_data.feed import Feed
@@ -278,6 +279,7 @@ def trainer_parts(
             copy_of=backend.copy_of,
         ),
         evaluator=trainer_evaluator(run, settings, backend, model, read, worlds),
+        rewards=KeptRewards(folder / "rewards"),
         lessons=Lessons(
             worlds,
             {environment.name: environment.weight for environment in spec.environments},

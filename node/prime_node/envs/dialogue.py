@@ -7,7 +7,7 @@ begins.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prime_node.envs.partners import Partner
@@ -30,6 +30,18 @@ class Conversation:
 
     async def credit(self, problem: SourceProblem, prompt_token_ids: TokenIds, ask: Ask) -> float:
         """Play the conversation and return the credit of its last answer."""
+        answer, finished = await self._last_answer(problem, prompt_token_ids, ask)
+        return 0.0 if answer is None else self.judge.credit(problem, answer, finished=finished)
+
+    async def parts(self, problem: SourceProblem, prompt_token_ids: TokenIds, ask: Ask) -> Mapping[str, float]:
+        """Play the conversation and return the further rewards of its last answer."""
+        answer, finished = await self._last_answer(problem, prompt_token_ids, ask)
+        return {} if answer is None else self.judge.parts(problem, answer, finished=finished)
+
+    async def _last_answer(
+        self, problem: SourceProblem, prompt_token_ids: TokenIds, ask: Ask
+    ) -> tuple[str | None, bool]:
+        """Return the last answer, None if there is none, and whether it ended with a stop token."""
         messages: list[Message] = [{"role": "user", "content": self.judge.frame.ask(problem.question)}]
         answers: list[str] = []
         prompt, finished = prompt_token_ids, False
@@ -44,14 +56,14 @@ class Conversation:
             messages += [response.message, *new]
             bridged = self.renderer.bridge_to_next_turn(prompt, completion.token_ids, new)
             prompt = tuple(bridged if bridged is not None else self.renderer.render_ids(messages))
-        return self.judge.credit(problem, answers[-1], finished=finished) if answers else 0.0
+        return (answers[-1] if answers else None), finished
 
     def _grade(self, problem: SourceProblem, answer: str) -> float:
         return self.judge.credit(problem, answer, finished=True)
 
 
 class DialogueEnvironment(SplitEnvironment):
-    """Implementation of ports.environment.TurnEnvironment with a partner."""
+    """Implementation of ports.environment.PartedTurnEnvironment with a partner."""
 
     def __init__(self, judge: Judge, *, seed: int, partner: Partner, renderer: Renderer) -> None:
         super().__init__(judge, seed=seed)
@@ -61,6 +73,10 @@ class DialogueEnvironment(SplitEnvironment):
         """Play one rollout of training problem `index` and return its reward."""
         credit = await self._conversation.credit(self.problem(index), prompt_token_ids, ask)
         return self.judge.worth(credit)
+
+    async def play_parts(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> Mapping[str, float]:
+        """Play one rollout of training problem `index` and return its further rewards."""
+        return await self._conversation.parts(self.problem(index), prompt_token_ids, ask)
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
         """Return different held-out problems; fewer than `count` if the source has no more."""

@@ -95,6 +95,15 @@ class TurnEnvironment(Environment, Protocol):
 
 
 @runtime_checkable
+class PartedTurnEnvironment(TurnEnvironment, Protocol):
+    """A multi-turn environment that can name further rewards of a rollout."""
+
+    async def play_parts(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> Mapping[str, float]:
+        """Play one rollout of training problem `index` as `play` does, and return its further rewards by name."""
+        ...
+
+
+@runtime_checkable
 class TurnProblem(Protocol):
     """A held-out problem of a TurnEnvironment."""
 

@@ -73,18 +73,17 @@ def ready_batch(
     minis: int,
     now_s: Callable[[], float],
     hint_of: Callable[[Group], tuple[int, ...]] = lambda group: (),
-    parts_of: Callable[[Group], tuple[Mapping[str, float], ...]] = lambda group: (),
 ) -> ReadyBatch:
     """Prepare a batch as far as possible without the weights, in a thread, while an earlier step trains.
 
     A batch that has lost groups still gives at most `minis` mini-batches; one without groups gives an empty one. Samples that
     are longer than the model's positions are left out, with a warning. `hint_of` returns the prompt under which the policy
-    teaches itself a group, `parts_of` the further rewards of a group's completions. Raises LocalError.
+    teaches itself a group. Raises LocalError.
     """
     began_s, made = now_s(), []
     size = max(1, math.ceil(len(batch.groups) / minis))
     for start in range(0, max(1, len(batch.groups)), size):
-        groups = _parted(batch.groups[start : start + size], recipe, parts_of, step=batch.step)
+        groups = batch.groups[start : start + size]
         rollouts = _fitting(samples_of(groups, recipe, hint_of), backend.sequence_tokens_max, step=batch.step)
         if recipe.credits_by_weights:
             made.append(MiniBatch(groups, rollouts, None, None))
@@ -96,26 +95,6 @@ def ready_batch(
         is_whole = is_whole and not any(sample.mode in _TAUGHT for sample in prepared.samples)
         made.append(MiniBatch(groups, rollouts, prepared, backend.pack(prepared.samples) if is_whole else None))
     return ReadyBatch(tuple(made), now_s() - began_s)
-
-
-def _parted(
-    groups: Sequence[Group],
-    recipe: Recipe,
-    parts_of: Callable[[Group], tuple[Mapping[str, float], ...]],
-    *,
-    step: int,
-) -> Sequence[Group]:
-    """Add the further rewards that the advantage compares, to groups of mode rl."""
-    if not (names := recipe.advantage.reward_parts):
-        return groups
-    found = [
-        replace(group, reward_parts=parts_of(group)) if recipe.mode_of(group.environment) is TrainingMode.RL else group
-        for group in groups
-    ]
-    known = {name for group in found for parts in group.reward_parts for name in parts}
-    if missing := sorted(names - known):
-        log.warning("step %d: no answer has the rewards %s: they count as 0", step, ", ".join(missing))
-    return found
 
 
 def _fitting(rollouts: Rollouts, tokens_max: int, *, step: int) -> Rollouts:

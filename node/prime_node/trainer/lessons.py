@@ -11,10 +11,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from prime_node.envs.prompts import prompt_of
-from prime_node.ports.environment import Environment, PartedEnvironment, Tokenizer, TurnEnvironment, graded_together
+from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
 from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
 from prime_node.trainer.evaluate import HeldOutPrompt, TrainingProblem, TurnTrainingProblem
-from prime_protocol.rollout import FinishReason
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +32,10 @@ class Lessons:
         batch_size: int,
     ) -> None:
         """Set up the sampler. `shares` are the relative frequencies of the environments."""
-        self._environments = environments
+        self.environments = environments
         self._names = sorted(environments)
         self._bounds = np.cumsum([shares[name] for name in self._names])
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._seed = seed
         self._problems = problems
         self._batch_size = batch_size
@@ -56,7 +55,7 @@ class Lessons:
 
         Of a group whose rollouts have several turns, the text alone: it goes before the conversation.
         """
-        environment = self._environments.get(group.environment)
+        environment = self.environments.get(group.environment)
         if environment is None or group.problem_index is None:
             return ()
         try:
@@ -68,30 +67,11 @@ class Lessons:
         if not solution:
             return ()
         text = template.replace("{problem}", problem).replace("{solution}", solution)
-        return tuple(self._tokenizer.encode(text) if group.turns else self._tokenizer.encode_prompt(text))
-
-    def parts(self, group: Group) -> tuple[Mapping[str, float], ...]:
-        """Return the further rewards of each completion of a group by name; none where they cannot be had, with a warning."""
-        environment, index = self._environments.get(group.environment), group.problem_index
-        if index is None or not isinstance(environment, PartedEnvironment):
-            return ({},) * len(group.completions)
-        found: list[Mapping[str, float]] = []
-        with graded_together():
-            for completion in group.completions:
-                text, finished = (
-                    self._tokenizer.decode(list(completion.token_ids)),
-                    completion.finish is FinishReason.STOP,
-                )
-                try:
-                    found.append(environment.parts(index, text, finished=finished))
-                except Exception:  # third-party code
-                    log.warning("environment %s: no further rewards of an answer", group.environment, exc_info=True)
-                    found.append({})
-        return tuple(found)
+        return tuple(self.tokenizer.encode(text) if group.turns else self.tokenizer.encode_prompt(text))
 
     def question(self, group: Group) -> HeldOutPrompt | None:
         """Return the problem of a group, to be answered again; None if it is not known."""
-        environment = self._environments.get(group.environment)
+        environment = self.environments.get(group.environment)
         if environment is None or group.problem_index is None:
             return None
         answers = isinstance(environment, TurnEnvironment)
@@ -102,9 +82,9 @@ class Lessons:
     def _sample(self, name: str, index: int) -> TrainSample:
         sample = self._made.get((name, index))
         if sample is None:
-            environment = self._environments[name]
-            prompt = prompt_of(environment, index, self._tokenizer)
-            answer = (*self._tokenizer.encode(environment.answer(index)), self._tokenizer.stop_token_id)
+            environment = self.environments[name]
+            prompt = prompt_of(environment, index, self.tokenizer)
+            answer = (*self.tokenizer.encode(environment.answer(index)), self.tokenizer.stop_token_id)
             sample = TrainSample(prompt, answer, (0.0,) * len(answer), advantage=1.0, mode=TrainingMode.SFT)
             self._made[name, index] = sample
         return sample

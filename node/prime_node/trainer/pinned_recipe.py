@@ -64,11 +64,14 @@ def require_repeatable(config: TrainerConfig) -> None:
         )
     if config.advantage.import_path is None and config.advantage.type == "remax":
         raise LocalError(
-            "run.replay: advantage remax samples greedy completions, which other arithmetic may not repeat; use leave_one_out, "
-            "or leave out [run.replay]"
+            "run.replay: advantage remax samples greedy completions, which other arithmetic may not repeat, and nothing signed "
+            "holds their rewards; use leave_one_out, or leave out [run.replay]"
         )
     if config.advantage.import_path is None and config.advantage.type == "gdpo":
-        raise LocalError("run.replay: advantage gdpo grades answers again; use normalized, or leave out [run.replay]")
+        raise LocalError(
+            "run.replay: advantage gdpo grades answers again, and nothing signed holds them; use normalized, or leave out "
+            "[run.replay]"
+        )
     optimizers = [config.optimizer, *([] if config.critic is None else [config.critic.optimizer])]
     if any(one.moments != "fp32" for one in optimizers):
         raise LocalError(

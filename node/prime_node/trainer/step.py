@@ -16,6 +16,7 @@ from prime_node.patience import unless
 from prime_node.ports.train_backend import KeptPolicy, PackedBatch
 from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_node.trainer.batch import ReadyBatch
+from prime_node.trainer.kept_rewards import RewardsKey
 from prime_node.trainer.other_policies import (
     credited,
     for_critic,
@@ -92,7 +93,9 @@ async def train_step(
             prepared, credit_numbers = mini.prepared, {}
             if prepared is None:
                 if TokenNeed.GREEDY_REWARD in recipe.advantage.needs:
-                    groups = await unless(stop.wait(), trainer.with_greedy_rewards(mini.groups, recipe))
+                    slots = tuple(group.slot for group in mini.groups)
+                    key = RewardsKey(step, part, batch.digest, f"greedy-{number}", slots)
+                    groups = await unless(stop.wait(), trainer.with_greedy_rewards(mini.groups, recipe, key))
                     if groups is None:
                         return None
                     mini = replace(mini, groups=groups)

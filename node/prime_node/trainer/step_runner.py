@@ -17,11 +17,12 @@ from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
 from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator
+from prime_node.trainer.further_rewards import FurtherRewards
+from prime_node.trainer.kept_rewards import KeptRewards, RewardsKey
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.state import TrainerState
 from prime_node.training_data.feed import Feed
-from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class StepRunner:
     teacher: Teacher | None = None
     evaluator: Evaluator | None = None
     """None if the settings ask for nothing that the trainer samples itself."""
+    rewards: KeptRewards | None = None
+    """Rewards that the trainer found itself in the steps since its checkpoint; None keeps none."""
     state: TrainerState = field(init=False)
     _thread: ThreadPoolExecutor = field(init=False)
 
@@ -52,26 +55,22 @@ class StepRunner:
     def recipe(self) -> Recipe:
         """Look up the algorithms of the settings. Raises LocalError."""
         spec = self.run.spec
-        recipe = Recipe.of(
+        return Recipe.of(
             self.config,
             max_steps=spec.max_steps,
             completion_tokens_max=spec.sampling.completion_tokens_max,
             vocab_size=spec.vocab_size,
         )
-        if recipe.advantage.reward_parts and any(environment.turns_max > 1 for environment in spec.environments):
-            raise LocalError(
-                "advantage gdpo: rollouts of several turns have one reward; use normalized with whiten = true"
-            )
-        return recipe
 
     def prepare_ahead(self, recipe: Recipe) -> None:
         """Let the feed prepare each batch as soon as it arrives."""
         now_s, minis = self.clock.monotonic_s, self.run.spec.schedule.require_batches
-        parts = self.lessons.parts
+        lessons = self.lessons
+        further = FurtherRewards(lessons.environments, lessons.tokenizer, self.run.spec, self.rewards)
         hints = partial(self.lessons.hint, template=recipe.hint_template)
         self.feed.work_ahead(
             lambda batch: ready_batch(
-                batch, recipe, self.backend, minis=minis, now_s=now_s, hint_of=hints, parts_of=parts
+                further.graded(batch, recipe), recipe, self.backend, minis=minis, now_s=now_s, hint_of=hints
             )
         )
 
@@ -79,8 +78,19 @@ class StepRunner:
         """Run `call` in the trainer's one thread. Calls never overlap; a cancelled one still ends first."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
 
-    async def with_greedy_rewards(self, groups: Sequence[Group], recipe: Recipe) -> list[Group]:
-        """Return the groups; those of mode rl with the reward of the current policy's greedy completion of their problem."""
+    async def with_greedy_rewards(self, groups: Sequence[Group], recipe: Recipe, key: RewardsKey) -> list[Group]:
+        """Return the groups; those of mode rl with the reward of the current policy's greedy completion of their problem.
+
+        If the step was computed before, these are the rewards of the first time. Raises LocalError.
+        """
+        rewards = None if self.rewards is None else await asyncio.to_thread(self.rewards.read, key)
+        if rewards is None:
+            rewards = await self._greedy_rewards(groups, recipe)
+            if self.rewards is not None:
+                await asyncio.to_thread(self.rewards.keep, key, rewards)
+        return [replace(group, greedy_reward=reward) for group, reward in zip(groups, rewards, strict=True)]
+
+    async def _greedy_rewards(self, groups: Sequence[Group], recipe: Recipe) -> list[float | None]:
         assert self.evaluator is not None, "TrainerConfig.evaluates asks for one"
         asked = {
             place: question
@@ -91,7 +101,7 @@ class StepRunner:
         rewards = await self.evaluator.greedy_rewards([*asked.values()], weights, self.state.step)
         await self.in_thread(return_free_memory)  # keys and values of all problems
         known = dict(zip(asked, rewards, strict=True))
-        return [replace(group, greedy_reward=known.get(place)) for place, group in enumerate(groups)]
+        return [known.get(place) for place in range(len(groups))]
 
     async def train(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         """Run one optimizer step and count it if it trained any token."""

@@ -66,6 +66,8 @@ class Trainer(StepRunner):
     async def next_batch(self, part: int) -> StepBatch:
         """Return batch number `part` of the current step."""
         durable_step = self.checkpoints.durable_step(self.publisher.head)
+        if self.rewards is not None:
+            await asyncio.to_thread(self.rewards.forget, durable_step)
         return await self.feed.take(self.state.step, part, durable_step=durable_step, train_seconds=self.train_seconds)
 
     async def save(self) -> None:

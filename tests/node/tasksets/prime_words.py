@@ -26,6 +26,10 @@ class WordTask(vf.Task[WordData, vf.State, vf.TaskConfig]):
         answer = [node for node in trace.nodes if node.sampled][-1].message.content or ""
         return float(answer.strip() == task.answer)
 
+    @vf.metric
+    async def letters(self, task: WordData, trace: vf.Trace) -> float:
+        return float(len(task.answer))
+
 
 class ToolTask(WordTask):
     @classmethod

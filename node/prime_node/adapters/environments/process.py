@@ -79,8 +79,8 @@ class EnvironmentProcess:
                 child.end()
                 raise Ended(f"{method} took longer than {ANSWER_S_MAX:.0f} s") from None
 
-    async def play(self, environment: str, ask: Ask, **arguments: Any) -> float:
-        """Play one episode and return its reward.
+    async def play(self, environment: str, ask: Ask, check: Callable[[object], T], **arguments: Any) -> T:
+        """Play one episode and return its result, which `check` has checked.
 
         Cancelling it cancels the episode. Raises EnvironmentFailed: EnvironmentSilent if the episode hangs, EnvironmentGone if
         the process does.
@@ -107,7 +107,7 @@ class EnvironmentProcess:
                 child.asks[number] = (loop, answered)
                 together = GRADED_TOGETHER.get()
                 _, answer = child.send(number, method="play", environment=environment, together=together, **arguments)
-                return _checked(as_reward, await asyncio.wrap_future(answer))
+                return _checked(check, await asyncio.wrap_future(answer))
         except TimeoutError:
             self._retired.add(child)
             child.tell(cancel=number)
@@ -212,11 +212,15 @@ class ProcessEnvironment:
 
 
 class ProcessTurnEnvironment(ProcessEnvironment):
-    """Implementation of ports.environment.TurnEnvironment by a child."""
+    """Implementation of ports.environment.PartedTurnEnvironment by a child."""
 
     async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
         """Play one training episode and return its reward."""
-        return await self.process.play(self._name, ask, index=index, prompt=prompt_token_ids)
+        return await self.process.play(self._name, ask, as_reward, index=index, prompt=prompt_token_ids)
+
+    async def play_parts(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> Mapping[str, float]:
+        """Play one training episode and return its further rewards by name."""
+        return await self.process.play(self._name, ask, as_parts, index=index, prompt=prompt_token_ids, parts=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,4 +253,4 @@ class ProcessTurnProblem(ProcessProblem):
     async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
         """Play one evaluation episode and return its reward."""
         place = {"count": self.count, "number": self.number}
-        return await self.process.play(self.environment, ask, **place, prompt=prompt_token_ids)
+        return await self.process.play(self.environment, ask, as_reward, **place, prompt=prompt_token_ids)

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Mapping
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -116,8 +117,26 @@ class VerifiersEnvironment:
         """Play one training episode and return its reward."""
         return await self.episode(self._task(index), ask)
 
+    async def play_parts(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> Mapping[str, float]:
+        """Play one training episode and return its rewards by name, unweighted, and metrics: means over the trained agents."""
+        trained = await self._trained(self._task(index), ask)
+        scores = [
+            {
+                **{name: value for name, value in trace.metrics.items() if value is not None},
+                **{name: reward.score for name, reward in trace.rewards.items() if reward is not None},
+            }
+            for trace in trained
+        ]
+        names = {name for its in scores for name in its} - {"reward"}  # that is the validators'
+        return {name: sum(float(its.get(name, 0.0)) for its in scores) / len(scores) for name in sorted(names)}
+
     async def episode(self, task: Any, ask: Ask) -> float:
-        """Play one episode and return the sum of its rewards over the trained agents. Raises its errors."""
+        """Play one episode and return the mean of its rewards over the trained agents. Raises its errors."""
+        trained = await self._trained(task, ask)
+        return sum(float(trace.reward) for trace in trained) / max(1, len(trained))
+
+    async def _trained(self, task: Any, ask: Ask) -> list[Any]:
+        """Play one episode and return the traces of the trained agents."""
         number = next(self._numbers)
         self._asks[number] = ask
         client = vf.TrainClientConfig(
@@ -137,8 +156,7 @@ class VerifiersEnvironment:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
             raise RuntimeError(f"{errors[0].type}: {errors[0].message}"[:300])
-        trained = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
-        return sum(float(trace.reward) for trace in trained) / max(1, len(trained))
+        return [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
 
     @cached_property
     def _renderer_config(self) -> Any:
