@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_node.files import disk_fault, write_durably
+from prime_node.inside import place
 from prime_protocol.digest import digest_of
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class KeptRewards:
 
     def read(self, key: RewardsKey) -> Any:
         """Return rewards as they were kept; None if there are none of these groups. Raises LocalError."""
-        path = self._folder / key.file_name
+        path = place(self._folder, key.file_name)
         try:
             digest, _, data = path.read_bytes().partition(b"\n")
         except FileNotFoundError:
@@ -68,7 +69,7 @@ class KeptRewards:
         """Keep rewards durably, as JSON has them. Raises LocalError: a step whose rewards are lost might not be repeatable."""
         document = {"batch": key.batch, "slots": key.slots, "rewards": rewards}
         data = json.dumps(document, allow_nan=False).encode()
-        path = self._folder / key.file_name
+        path = place(self._folder, key.file_name)
         try:
             write_durably(path, digest_of(data).encode() + b"\n" + data)
         except OSError as error:
