@@ -216,3 +216,45 @@ async def test_a_plain_mirror_is_understood_by_its_status(
 def test_a_link_that_ends_during_a_request_is_reported_in_words() -> None:
     broken = ClientOSError(None, "Can not write request body for http://127.0.0.1:8400/v1/receipts")
     assert reason_of(broken) == "the connection was closed during a transfer"
+
+
+class RecordedPauses(SystemClock):
+    """Clock that records pauses and takes none."""
+
+    def __init__(self) -> None:
+        self.taken_s: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.taken_s.append(seconds)
+
+
+async def test_a_client_that_is_refused_for_load_asks_the_next_address_after_a_pause() -> None:
+    """Before, it asked all addresses at once, behind which may be the same busy coordinator."""
+    clock = RecordedPauses()
+    async with (
+        served() as busy,
+        served() as other,
+        HttpClient(busy.url, run=RUN.digest, clock=clock, key=WORKER) as client,
+    ):
+        client.also_at([other.url])
+        for server in (busy, other):
+            server.says(error_body("unavailable", retry_after_s=3.0), status=503)
+        with pytest.raises(RemoteError, match="because"):
+            await client.heartbeat(HEARTBEAT)
+        assert (len(busy.seen), len(other.seen)) == (1, 1)
+        assert [3.0 <= pause_s <= 4.5 for pause_s in clock.taken_s] == [True]
+        other.says(HeartbeatReply(step=3, head=2).model_dump_json())
+        for _ in range(2):  # then it stays there
+            assert (await client.heartbeat(HEARTBEAT)).step == 3
+        assert (len(busy.seen), len(other.seen), len(clock.taken_s)) == (2, 3, 2)
+
+
+async def test_a_client_asks_the_next_address_at_once_if_one_does_not_answer() -> None:
+    clock = RecordedPauses()
+    async with served() as gone:
+        pass
+    async with served() as other, HttpClient(gone.url, run=RUN.digest, clock=clock, key=WORKER) as client:
+        client.also_at([other.url])
+        other.says(HeartbeatReply(step=3, head=2).model_dump_json())
+        assert (await client.heartbeat(HEARTBEAT)).step == 3
+    assert clock.taken_s == []

@@ -31,6 +31,7 @@ from prime_node.adapters.web.http_answers import (
     sensible_envelope,
 )
 from prime_node.adapters.web.noted_resolver import NotedResolver
+from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import sent_context
@@ -221,10 +222,11 @@ class HttpExchange:
     ) -> tuple[int, bytes, Mapping[str, str]]:
         """Make one request and return its whole answer: status below 400, body, headers. Raises RemoteError or Unreachable.
 
-        Each known address is asked once, until one can answer. The next request begins with that one. `message` makes body and
-        headers for each of them.
+        Each known address is asked once, until one can answer. The next request begins with that one. After an address that
+        does not answer, the next one is asked at once; after a refusal, with a pause as long as the server asks for or longer:
+        behind other addresses there may be the same busy coordinator. `message` makes body and headers for each of them.
         """
-        left = len(self._others)
+        left, backoff = len(self._others), Backoff()
         while True:
             asked = self.url
             body, sent = (None, headers) if message is None else message()
@@ -238,6 +240,8 @@ class HttpExchange:
                 if left == 0:
                     raise
                 left -= 1
+                if isinstance(error, RemoteError):
+                    await self._clock.sleep(backoff.next_s(error))
 
     async def _ask_at(
         self,
