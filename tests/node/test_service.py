@@ -19,12 +19,13 @@ from prime_node.cli.main import app
 from prime_node.cli.outcome import MAY_PASS
 from prime_node.cli.service_manager import Launchd, Systemd
 from prime_node.cli.service_unit import RoleService, launchd_plist, systemd_unit
+from prime_node.keyfile import keep_secret
 from prime_protocol.errors import LocalError
 
 LINK = f"http://run.example.org:8400/#{'0' * 64}"
 EXPOSURE_MAX = 30
 """Tenths of the scale of `systemd-analyze security`, which ends at 10."""
-ROLES = ("worker", "coordinator", "trainer", "validator", "seed")
+ROLES = ("worker", "coordinator", "gateway", "trainer", "validator", "seed")
 
 
 def made(role: str, *, user: str | None = "prime", words: tuple[str, ...] = ("join", LINK)) -> RoleService:
@@ -116,6 +117,22 @@ def test_a_unit_restarts_what_failed_and_nothing_that_ended_for_a_reason(
     assert setting(printed("--as", "daemon", "worker", LINK), "User") == ["daemon"]
 
 
+def test_a_gateway_writes_nothing_and_ends_within_the_time_of_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", ())
+    run = make_run_folder(tmp_path / "run")
+    keep_secret(tmp_path / "gateway.key", bytes(32))
+    key = f"gateway.key={tmp_path}/gateway.key"
+    for place in (LINK, run):
+        unit = printed("--user", "gateway", place, "--set", key, "--set", "coordinator.grace_seconds=20")
+        (command,) = setting(unit, "ExecStart")
+        assert command.endswith(f" gateway {place} --set {key} --set coordinator.grace_seconds=20")
+        assert setting(unit, "TimeoutStopSec") == ["40"]
+        system = printed("--as", "daemon", "gateway", place, "--set", key)
+        assert setting(system, "ReadWritePaths") == [f"{pwd.getpwnam('daemon').pw_dir}/.cache"]
+
+
 def test_an_install_that_could_not_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = {
         "the user root": (("--as", "root", "worker", LINK), "does not run as root"),
@@ -127,6 +144,8 @@ def test_an_install_that_could_not_work_is_refused(tmp_path: Path, monkeypatch: 
         "no run": (("--user", "coordinator", tmp_path), "holds no run"),
         "a folder in /tmp": (("--user", "worker", LINK, "--folder", "/tmp/x"), "its folder must be elsewhere"),
         "a link without a key": (("--user", "trainer", LINK), "needs --key FILE and --folder DIR"),
+        "a gateway without the secret": (("--user", "gateway", LINK), "needs --set gateway.key=FILE"),
+        "a secret that is not there": (("--user", "gateway", LINK, "--set", "gateway.key=no"), "key no: no such file"),
     }
 
     def refused(arguments: tuple[object, ...], message: str) -> None:
@@ -140,13 +159,13 @@ def test_an_install_that_could_not_work_is_refused(tmp_path: Path, monkeypatch: 
     refused(("--user", "worker", LINK), "PRIME_ENVIRONMENT_JUDGE_KEY is set here.*write it into .*/worker.env")
 
 
-def test_a_unit_reads_secrets_from_a_file_and_only_a_coordinator_reaches_the_keys_of_a_cloud() -> None:
+def test_a_unit_reads_secrets_from_a_file_and_only_users_of_a_bucket_reach_the_keys_of_a_cloud() -> None:
     home = Path("/home/prime")
     units = [Systemd(of_user, home).content(made("seed")).decode().splitlines() for of_user in (True, False)]
     files = ["-/home/prime/.config/prime-node/seed.env", "-/etc/prime-node/seed.env"]
     assert [setting(unit, "EnvironmentFile") for unit in units] == [[file] for file in files]
     denied = {role: setting(systemd_unit(made(role)).splitlines(), "IPAddressDeny") for role in ROLES}
-    assert [role for role, addresses in denied.items() if not addresses] == ["coordinator"]
+    assert [role for role, addresses in denied.items() if not addresses] == ["coordinator", "gateway"]
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="launchd reads no file of variables")

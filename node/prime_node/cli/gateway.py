@@ -49,7 +49,7 @@ def gateway(
         run_dir = RunDir(Path(run))
         run_dir.load_run()
         link = run_dir.join_link()
-    secret = _secret(settings, run_dir)
+    secret = secret_of_gateways(settings, run_dir)
     raise typer.Exit(
         run_role(
             lambda stop: _serve(link, run_dir, settings, shared, secret, stop),
@@ -59,7 +59,7 @@ def gateway(
     )
 
 
-def _secret(settings: GatewayConfig, run_dir: RunDir | None) -> bytes:
+def secret_of_gateways(settings: GatewayConfig, run_dir: RunDir | None) -> bytes:
     """Return the secret that gateways share with the coordinator. Raises LocalError."""
     if not settings.key and run_dir is None:
         raise LocalError("with a join link, a gateway needs --set gateway.key=FILE: the coordinator's keys/gateway.key")

@@ -34,7 +34,7 @@ service = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
 )
-Role = Literal["worker", "coordinator", "trainer", "validator", "seed"]
+Role = Literal["worker", "coordinator", "gateway", "trainer", "validator", "seed"]
 COMMANDS: dict[str, str] = {"worker": "join"}
 """Command of a role, where it has another name."""
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
@@ -238,8 +238,10 @@ def _absolute(name: str | None, value: Any) -> Any:
 
 def _settings(role: str, params: dict[str, Any], variables: Path | None) -> Settings:
     """Load the settings as the role will. Raises LocalError for a bad one, and for one that the service would not see."""
+    from prime_node.cli.gateway import secret_of_gateways
     from prime_node.cli.wire_sandbox import judge_variables
     from prime_node.coordinator.config import CoordinatorConfig
+    from prime_node.coordinator.gateway.config import GatewayConfig
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.trainer.config import TrainerConfig
     from prime_node.validator.config import ValidatorConfig
@@ -247,6 +249,7 @@ def _settings(role: str, params: dict[str, Any], variables: Path | None) -> Sett
 
     classes: dict[str, type[Settings]] = {
         "coordinator": CoordinatorConfig,
+        "gateway": CoordinatorConfig,
         "trainer": TrainerConfig,
         "validator": ValidatorConfig,
     }
@@ -259,16 +262,23 @@ def _settings(role: str, params: dict[str, Any], variables: Path | None) -> Sett
     reads = READ_BY_ROLE[COMMANDS.get(role, role)]
     options = Options.of_run(str(params.get("run", "")), params["config"], list(params["assignments"]), reads=reads)
     options.load(EnvironmentSettings)
+    if role == "gateway":
+        secret_of_gateways(options.load(GatewayConfig), None if is_url(str(params["run"])) else RunDir(params["run"]))
     return options.load(classes.get(role, WorkerConfig))
 
 
 def _state_folders(role: str, params: dict[str, Any], home: Path) -> tuple[Path, ...]:
-    """Return the folders that the role writes in. Raises LocalError for one that a service cannot use, or for no run."""
+    """Return the folders that the role writes in; a gateway writes in none.
+
+    Raises LocalError for a folder that a service cannot use, or for no run.
+    """
     if params.get("folder") is not None:
         identity = params.get("identity")
         folders = (params["folder"], *(() if identity is None else (identity.parent,)))
     elif role in ("worker", "seed"):
         folders = (home / ".prime-node",)
+    elif role == "gateway" and is_url(str(params["run"])):
+        return ()
     elif is_url(str(params["run"])):
         raise LocalError(f"with a join link, {role} needs --key FILE and --folder DIR")
     else:
@@ -277,7 +287,7 @@ def _state_folders(role: str, params: dict[str, Any], home: Path) -> tuple[Path,
     for folder in folders:
         if _is_in_tmp(folder):
             raise LocalError(f"{folder}: a service has a /tmp of its own, so its folder must be elsewhere")
-    return folders
+    return () if role == "gateway" else folders
 
 
 def _is_in_tmp(path: Path) -> bool:

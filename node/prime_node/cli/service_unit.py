@@ -55,7 +55,8 @@ HARDENED_BY_ROOT = (
 )
 """Further restrictions that only the system's service manager can make."""
 KEYS_OF_CLOUDS = "IPAddressDeny=169.254.169.254 fd00:ec2::254"
-"""Restriction of the addresses where clouds hand out keys. A coordinator may get those of its bucket there."""
+"""Restriction of the addresses where clouds hand out keys. The roles in USE_BUCKETS may get those of their bucket there."""
+USE_BUCKETS = ("coordinator", "gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +132,7 @@ def systemd_unit(service: RoleService, *, variables: Path | None = None) -> str:
     ]
     if service.user is not None:
         lines += [*HARDENED_BY_ROOT, f"ReadWritePaths={' '.join(_word(str(folder)) for folder in service.writes)}"]
-        lines += [*([] if service.role == "coordinator" else [KEYS_OF_CLOUDS]), *_devices(service.role)]
+        lines += [*([] if service.role in USE_BUCKETS else [KEYS_OF_CLOUDS]), *_devices(service.role)]
     wanted_by = "default.target" if service.user is None else "multi-user.target"
     return "\n".join([*lines, "", "[Install]", f"WantedBy={wanted_by}", ""])
 
@@ -157,7 +158,7 @@ def launchd_plist(service: RoleService, *, log: Path) -> bytes:
 
 
 def _devices(role: str) -> list[str]:
-    if role in ("coordinator", "seed"):
+    if role in (*USE_BUCKETS, "seed"):
         return ["PrivateDevices=yes"]
     return ["DevicePolicy=closed", *(f"DeviceAllow={group} rw" for group in GPU_DEVICES)]
 
