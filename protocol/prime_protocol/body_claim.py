@@ -66,9 +66,12 @@ def read_claim(envelope: Envelope, signer: str, *, action: str, body_bytes: int)
     return parse_claim(envelope.verify(PayloadType.BODY_CLAIM, trusted=(signer,)), action=action, body_bytes=body_bytes)
 
 
-def parse_claim(payload: bytes, *, action: str, body_bytes: int) -> BodyClaim:
-    """Return the claim in a verified payload, after checking its endpoint and length. Raises RemoteError."""
-    claim = parse_json(payload, BodyClaim)
+def parse_claim(payload: bytes, *, action: str, body_bytes: int, is_json: bool = False) -> BodyClaim:
+    """Return the claim in a verified payload, after checking its endpoint and length. Raises RemoteError.
+
+    `is_json`: as in `parse_json`.
+    """
+    claim = parse_json(payload, BodyClaim, is_json=is_json)
     if claim.action != action:
         raise RemoteError(
             ErrorCode.MALFORMED, f"the header {CLAIM_HEADER} is for /v1/{claim.action}, not for this path"

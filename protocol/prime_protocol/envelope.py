@@ -199,9 +199,13 @@ def load_json(data: bytes) -> Any:
     return value
 
 
-def parse_json(payload: bytes, model: type[Model]) -> Model:
-    """Parse a verified payload as a typed message. Raises RemoteError with the location and kind of the first fault."""
-    load_json(payload)  # pydantic's parser accepts duplicate keys; load_json rejects them
+def parse_json(payload: bytes, model: type[Model], *, is_json: bool = False) -> Model:
+    """Parse a verified payload as a typed message. Raises RemoteError with the location and kind of the first fault.
+
+    `is_json`: `load_json` has accepted these bytes before, perhaps at a gateway.
+    """
+    if not is_json:
+        load_json(payload)  # pydantic's parser accepts duplicate keys; load_json rejects them
     try:
         return model.model_validate_json(payload)
     except ValidationError as error:

@@ -38,7 +38,6 @@ from prime_node.coordinator.gateway.config import GatewayConfig
 from prime_node.coordinator.gateway.relay import GatewayRelay
 from prime_node.ports.web import Request, Response, Sender
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel
-from prime_protocol.body_claim import CLAIM_HEADER
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.requests import PeersRequest
 
@@ -183,7 +182,7 @@ async def test_a_parcel_whose_sender_has_left_is_not_waited_for() -> None:
         return b"x"
 
     async with answering(answer) as port, linked(port) as link:
-        parcel = HeldParcel("b" * 64, 1, fetch)
+        parcel = HeldParcel("b" * 64, 1, bytes(64), fetch)
         asking = asyncio.ensure_future(link.ask(ForwardedCall("/v1/rollouts", parcel=parcel)))
         await asked.wait()
         asking.cancel()
@@ -205,7 +204,7 @@ async def test_a_parcel_that_cannot_be_given_is_not_waited_for(error: Exception)
 
     async with answering(answer) as port, linked(port) as link, asyncio.timeout(10.0):
         with pytest.raises(RemoteError) as failed:
-            await link.ask(ForwardedCall("/v1/rollouts", parcel=HeldParcel("b" * 64, 1, fetch)))
+            await link.ask(ForwardedCall("/v1/rollouts", parcel=HeldParcel("b" * 64, 1, bytes(64), fetch)))
     assert failed.value.code is ErrorCode.UNAVAILABLE
 
 
@@ -289,12 +288,12 @@ async def test_an_address_behind_a_proxy_that_the_settings_do_not_name_is_not_an
     assert announced == ["198.51.100.7", ""]
 
 
-async def test_an_overloaded_coordinator_takes_any_header_that_a_gateway_forwards() -> None:
+async def test_an_overloaded_coordinator_takes_any_claimant_that_a_gateway_names() -> None:
     web, (parts, server) = AiohttpServer(), hearing(memory_parts(make_run(), **LISTENS, lag_ms_max=50.0))
     async with running(replace(parts, web=web)), linked(server.port, parts.run.digest) as link:
         assert web.shedding is not None
         web.shedding.pressure = PRESSURE_MAX
         for _ in range(3):
             with pytest.raises(RemoteError) as error:
-                await link.ask(ForwardedCall("/v1/keys", headers={CLAIM_HEADER.lower(): "\udcff"}))
+                await link.ask(ForwardedCall("/v1/keys", claimant="\udcff"))
             assert error.value.code is not ErrorCode.INTERNAL

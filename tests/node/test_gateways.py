@@ -220,7 +220,7 @@ async def test_a_gateway_without_the_secret_is_not_heard() -> None:
         keeping = [asyncio.ensure_future(each.keep()) for each in (link, other)]
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100)
-        assert (await reader.read()).startswith(b"prime gateway 1\n")
+        assert (await reader.read()).startswith(b"prime gateway 2\n")
         writer.close()
         for each in (link, other):
             assert not each.linked.is_set()

@@ -15,6 +15,8 @@ class PrometheusMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._counters: dict[str, Counter] = {}
+        self._counted: dict[tuple[object, ...], Counter] = {}
+        """Counters of each name and labels, so that a count looks for its labels once."""
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
 
@@ -33,8 +35,12 @@ class PrometheusMetrics:
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
         """Increase a counter."""
-        counter = self._counters[name]
-        (counter.labels(**_shown(labels)) if labels else counter).inc(amount)
+        key = (name, *labels.items())
+        counter = self._counted.get(key)
+        if counter is None:
+            counter = self._counters[name].labels(**_shown(labels)) if labels else self._counters[name]
+            self._counted[key] = counter
+        counter.inc(amount)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
         """Set a gauge."""

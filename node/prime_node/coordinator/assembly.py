@@ -11,6 +11,7 @@ from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.admission import WorkerAdmission
 from prime_node.coordinator.api.amendments import CalibrationIntake, restore_amendments
 from prime_node.coordinator.api.blobs import BlobReader
+from prime_node.coordinator.api.body_checks import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.documents import PublicDocuments
@@ -25,7 +26,7 @@ from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.persons import PersonRules
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists, receipt_signer
-from prime_node.coordinator.api.requests import BodyChecks, RequestGate
+from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.api.routes import Handlers
 from prime_node.coordinator.api.statements import (
     BatchSeals,

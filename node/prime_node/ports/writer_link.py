@@ -23,6 +23,8 @@ class HeldParcel:
     """Digest of the whole parcel, which names its bundle."""
     num_bytes: int
     """Length of the whole parcel."""
+    signature: bytes
+    """The call's signer's, over the call's body: the parcel's header."""
     fetch: Callable[[], Awaitable[bytes]]
     """Function that makes it durable where the writer reads bundles, and then returns b""; or returns the parcel for the writer
     to store. Raises RemoteError or OSError."""
@@ -42,7 +44,9 @@ class ForwardedCall:
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: bytes = b""
-    """Payload of the signed message, envelope of the held parcel, or the body as it came."""
+    """Payload of the signed message, of the body's claim or of the held parcel's header; or the body as it came."""
+    claimant: str = ""
+    """Key whose claim to the body was admitted before it was read; its rate is charged already."""
     parcel: HeldParcel | None = None
     """Bundle whose bytes stay at the gateway until the writer takes it."""
 

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import AsyncIterator
 
 from prime_node.adapters.link.sealed_frames import (
+    LARGE_BYTES,
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -58,8 +59,8 @@ class LinkClient:
         self._writer: asyncio.StreamWriter | None = None
         self._was_linked = False
         """Whether the last attempt opened a link."""
-        self._unsent: list[bytes] = []
-        """Frames of this turn of the loop: one write for all of them."""
+        self._unsent: list[LinkFrame] = []
+        """Frames of this turn of the loop: one packet for all of them."""
 
     async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
         """Forward a request. Raises RemoteError."""
@@ -68,7 +69,6 @@ class LinkClient:
         number = next(self._numbers)
         answer: asyncio.Future[LinkFrame] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        self._streams[number] = asyncio.Queue()
         if call.parcel is not None:
             self._held[number] = call.parcel
         is_streamed = False
@@ -179,6 +179,8 @@ class LinkClient:
             elif frame.kind is FrameKind.FAULT:
                 answer.set_exception(fault_of(frame))
             else:
+                if frame.head.get("streams"):
+                    self._streams[frame.call] = asyncio.Queue()
                 answer.set_result(frame)
         elif frame.kind is FrameKind.WANT and frame.call in self._held:
             task = asyncio.ensure_future(self._give(frame.call, self._held[frame.call]))
@@ -240,21 +242,27 @@ class LinkClient:
 
     def _send(self, frame: LinkFrame) -> None:
         if self._writer is not None and self._sealer is not None:
+            if len(frame.body) >= LARGE_BYTES:
+                self._flush(self._writer)
+                self._writer.write(self._sealer.seal(frame))
+                return
             if not self._unsent:
                 asyncio.get_running_loop().call_soon(self._flush, self._writer)
-            self._unsent.append(self._sealer.seal(frame))
+            self._unsent.append(frame)
 
     def _flush(self, writer: asyncio.StreamWriter) -> None:
-        unsent, self._unsent = self._unsent, []
-        if writer is self._writer:
-            writer.write(b"".join(unsent))
+        if self._unsent and writer is self._writer and self._sealer is not None:
+            unsent, self._unsent = self._unsent, []
+            writer.write(self._sealer.seal(*unsent))
 
 
 def call_head(call: ForwardedCall) -> dict[str, object]:
     """Return the head of a call's frame."""
     found: dict[str, object] = {"path": call.path, "address": call.address, "signer": call.signer}
     if call.parcel is not None:
-        found["parcel"] = [call.parcel.digest, call.parcel.num_bytes]
+        found["parcel"] = [call.parcel.digest, call.parcel.num_bytes, call.parcel.signature.hex()]
+    if call.claimant:
+        found["claimant"] = call.claimant
     return found | {
         name: dict(value)
         for name, value in (("params", call.params), ("query", call.query), ("headers", call.headers))

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from prime_node.adapters.link.sealed_frames import (
+    LARGE_BYTES,
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
@@ -41,8 +42,8 @@ UNSENT_BYTES_MAX = 2**28
 """Bytes that wait for a gateway which does not read; beyond, its link is cut."""
 ALIVE_S = 0.5
 """Seconds between two signs of life. They answer nothing: what a gateway sends may wait behind a large body of its own."""
-LARGE_BYTES, AHEAD_BYTES_MAX = 2**16, 2**22
-"""Length from which a body waits until fewer bytes than the second number are unsent; short answers pass it."""
+AHEAD_BYTES_MAX = 2**22
+"""A body of LARGE_BYTES waits until fewer bytes than these are unsent; short answers pass it."""
 PIECES_AHEAD = 2
 """Pieces of a stream that are sent before the gateway has asked for more."""
 
@@ -110,8 +111,8 @@ class _Link(asyncio.Protocol):
         self._turn, self._has_room = asyncio.Lock(), asyncio.Event()
         """Large bodies are sent one after another, while the transport has room."""
         self._has_room.set()
-        self._unsent: list[bytes] = []
-        """Frames of this turn of the loop: one write for all of them."""
+        self._unsent: list[LinkFrame] = []
+        """Frames of this turn of the loop: one packet for all of them."""
 
     # Called by the event loop
 
@@ -199,7 +200,6 @@ class _Link(asyncio.Protocol):
             case FrameKind.CALL:
                 task = self._loop.create_task(self._handle(frame))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
             case FrameKind.MORE if frame.call in self._room:
                 self._room[frame.call].release()
             case FrameKind.STOP if frame.call in self._streams:
@@ -229,6 +229,7 @@ class _Link(asyncio.Protocol):
             self._streams.pop(number, None)
             if response is not None and response.after is not None:
                 response.after()
+            self._tasks.discard(asyncio.current_task())
 
     async def _want(self, number: int) -> bytes:
         """Ask for the parcel that the gateway holds for a call. Raises RemoteError."""
@@ -269,6 +270,7 @@ class _Link(asyncio.Protocol):
             return
         async with self._turn:
             await self._has_room.wait()
+            self._flush()
             self._send(frame)
             self._flush()
 
@@ -276,12 +278,12 @@ class _Link(asyncio.Protocol):
         if self._transport is not None and self._sealer is not None:
             if not self._unsent:
                 self._loop.call_soon(self._flush)
-            self._unsent.append(self._sealer.seal(frame))
+            self._unsent.append(frame)
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if unsent and self._transport is not None:
-            self._write(b"".join(unsent))
+        if unsent and self._transport is not None and self._sealer is not None:
+            self._write(self._sealer.seal(*unsent))
 
     def _write(self, data: bytes) -> None:
         assert self._transport is not None
@@ -295,8 +297,8 @@ def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> Forwar
     """Return the call in a frame. `want` fetches the parcel of a call. Raises KeyError or TypeError."""
     head, parcel = frame.head, None
     if "parcel" in head:
-        digest, num_bytes = head["parcel"]
-        parcel = HeldParcel(digest, num_bytes, partial(want, frame.call))
+        digest, num_bytes, signature = head["parcel"]
+        parcel = HeldParcel(digest, num_bytes, bytes.fromhex(signature), partial(want, frame.call))
     return ForwardedCall(
         path=head["path"],
         address=head.get("address", ""),
@@ -305,6 +307,7 @@ def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> Forwar
         query=head.get("query", {}),
         headers=head.get("headers", {}),
         body=frame.body,
+        claimant=head.get("claimant", ""),
         parcel=parcel,
     )
 

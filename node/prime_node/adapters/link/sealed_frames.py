@@ -3,10 +3,11 @@
     writer -> gateway   MAGIC | nonce of 32 bytes
     gateway -> writer   nonce of 32 bytes | proof of 32 bytes
     writer -> gateway   proof of 32 bytes
-    both                u32 length of what follows | code of 16 bytes | u8 kind | u64 call | u32 length of head | head | body
+    both                packets: u32 length of what follows | code of 16 bytes | frames
+                        a frame: u8 kind | u64 call | u32 length of head | u32 length of body | head | body
 
 A proof is the keyed BLAKE3 of a label, both nonces and the run under the secret; each direction's key is another one. A code
-covers the number of its frame too, so none can be repeated, left out or put in another order. Heads are JSON. Nothing is
+covers the number of its packet too, so none can be repeated, left out or put in another order. Heads are JSON. Nothing is
 encrypted: the link belongs into a network of the operator's own.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -23,11 +25,15 @@ from blake3 import blake3
 
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
-MAGIC = b"prime gateway 1\n"
+MAGIC = b"prime gateway 2\n"
 NONCE_BYTES, PROOF_BYTES, CODE_BYTES = 32, 32, 16
-FRAME_BYTES_MAX = 2**31 + 2**24
+PACKET_BYTES_MAX = 2**31 + 2**24
 """A body that a gateway forwards whole is the longest. Gateways bound their bodies by the run's limits."""
-_HEAD = 1 + 8 + 4
+LARGE_BYTES = 2**16
+"""Length from which a body is sent by itself."""
+_FRAME = struct.Struct(">BQII")
+_encoded = json.JSONEncoder(separators=(",", ":")).encode
+_decoded = json.JSONDecoder().decode
 
 
 class FrameKind(IntEnum):
@@ -53,6 +59,9 @@ class FrameKind(IntEnum):
 
 class BrokenLink(Exception):
     """The other side does not know the secret, or what it sends is no frame."""
+
+
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +90,18 @@ class FrameSealer:
     def __init__(self, key: bytes) -> None:
         self._key, self._number = key, 0
 
-    def seal(self, frame: LinkFrame) -> bytes:
-        """Return a frame's bytes. Raises LocalError if it is too long."""
-        head = json.dumps(frame.head, separators=(",", ":")).encode() if frame.head else b""
-        inner = b"".join(
-            (bytes((frame.kind,)), frame.call.to_bytes(8, "big"), len(head).to_bytes(4, "big"), head, frame.body)
-        )
-        if len(inner) > FRAME_BYTES_MAX:
-            raise LocalError(f"a frame of {len(inner)} bytes is too long for the link of a gateway")
+    def seal(self, *frames: LinkFrame) -> bytes:
+        """Return the bytes of frames that are sent together. Raises LocalError if they are too long."""
+        parts: list[bytes] = []
+        for frame in frames:
+            head = _encoded(frame.head).encode() if frame.head else b""
+            parts += (_FRAME.pack(frame.kind, frame.call, len(head), len(frame.body)), head, frame.body)
+        inner = b"".join(parts)
+        if len(inner) > PACKET_BYTES_MAX:
+            raise LocalError(f"{len(inner)} bytes are too long for the link of a gateway")
         code = _code(self._key, self._number, inner)
         self._number += 1
-        return (CODE_BYTES + len(inner)).to_bytes(4, "big") + code + inner
+        return b"".join(((CODE_BYTES + len(inner)).to_bytes(4, "big"), code, inner))
 
 
 class FrameOpener:
@@ -101,34 +111,39 @@ class FrameOpener:
         self._key, self._number, self._held = key, 0, bytearray()
 
     def feed(self, data: bytes) -> Iterator[LinkFrame]:
-        """Yield the frames that are complete. Raises BrokenLink."""
+        """Yield the frames whose packets are complete. Raises BrokenLink."""
         self._held += data
         start = 0
         while len(self._held) - start >= 4:
             length = int.from_bytes(self._held[start : start + 4], "big")
-            if not CODE_BYTES + _HEAD <= length <= CODE_BYTES + FRAME_BYTES_MAX:
-                raise BrokenLink("a frame of an impossible length")
+            if not CODE_BYTES + _FRAME.size <= length <= CODE_BYTES + PACKET_BYTES_MAX:
+                raise BrokenLink("a packet of an impossible length")
             if len(self._held) - start < 4 + length:
                 break
-            yield self._open(bytes(memoryview(self._held)[start + 4 : start + 4 + length]))
+            yield from self._open(bytes(memoryview(self._held)[start + 4 : start + 4 + length]))
             start += 4 + length
         del self._held[:start]
 
-    def _open(self, data: bytes) -> LinkFrame:
-        code, inner = data[:CODE_BYTES], data[CODE_BYTES:]
-        if not hmac.compare_digest(code, _code(self._key, self._number, inner)):
-            raise BrokenLink("a frame whose code is wrong")
+    def _open(self, packet: bytes) -> Iterator[LinkFrame]:
+        inner = memoryview(packet)[CODE_BYTES:]
+        if not hmac.compare_digest(packet[:CODE_BYTES], _code(self._key, self._number, inner)):
+            raise BrokenLink("a packet whose code is wrong")
         self._number += 1
-        end = _HEAD + int.from_bytes(inner[9:13], "big")
-        head = json.loads(inner[_HEAD:end]) if end > _HEAD else {}
-        try:
-            return LinkFrame(FrameKind(inner[0]), int.from_bytes(inner[1:9], "big"), head, inner[end:])
-        except ValueError:
-            raise BrokenLink(f"a frame of a kind, {inner[0]}, that this release does not know") from None
+        at = CODE_BYTES
+        while at < len(packet):
+            if len(packet) < at + _FRAME.size:
+                raise BrokenLink("a frame that is cut off")
+            kind, call, head_bytes, body_bytes = _FRAME.unpack_from(packet, at)
+            body_at = at + _FRAME.size + head_bytes
+            head = _decoded(packet[body_at - head_bytes : body_at].decode()) if head_bytes else {}
+            at = body_at + body_bytes
+            if (known := _KINDS.get(kind)) is None or len(packet) < at:
+                raise BrokenLink(f"a frame of a kind, {kind}, that this release does not know, or that is cut off")
+            yield LinkFrame(known, call, head, packet[body_at:at])
 
 
-def _code(key: bytes, number: int, inner: bytes) -> bytes:
-    return bytes(blake3(number.to_bytes(8, "big") + inner, key=key).digest(CODE_BYTES))
+def _code(key: bytes, number: int, inner: bytes | memoryview) -> bytes:
+    return bytes(blake3(number.to_bytes(8, "big"), key=key).update(inner).digest(CODE_BYTES))
 
 
 def fault_head(error: RemoteError) -> dict[str, object]:

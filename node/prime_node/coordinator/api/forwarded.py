@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from prime_node.coordinator.api.requests import BodyChecks, sender_of
+from prime_node.coordinator.api.body_checks import BodyChecks
+from prime_node.coordinator.api.requests import sender_of
 from prime_node.coordinator.api.routes import ServedEndpoint
 from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Importance, Request, Response, Sender
 from prime_node.ports.writer_link import ADMIT, SHED, ForwardedAnswer, ForwardedCall
-from prime_protocol.body_claim import CLAIM_HEADER
 from prime_protocol.errors import ErrorCode, RemoteError
 
 Overload = Callable[[str, Callable[[], Sender | None]], RemoteError | None]
@@ -41,14 +41,13 @@ class ForwardedCalls:
             raise RemoteError(ErrorCode.NOT_FOUND, f"this coordinator has no endpoint {call.path[:100]}")
         self._require_room(call)
         vouched: list[Sender | None] = []
-        response = await endpoint.handle(_request_of(call, vouched), call.signer, call.parcel)
+        response = await endpoint.handle(_request_of(call, vouched), call)
         return ForwardedAnswer(response, vouched[-1] if vouched else None, is_vouched=bool(vouched))
 
     def _require_room(self, call: ForwardedCall) -> None:
         def sender() -> Sender | None:
-            if not call.signer:
-                return self._bounds.claimed(call.headers.get(CLAIM_HEADER.lower(), "").encode("utf-8", "replace"))
-            return sender_of(call.signer, run=self._bodies.gate.run, state=self._bodies.decisions.state)
+            key = call.signer or call.claimant
+            return sender_of(key, run=self._bodies.gate.run, state=self._bodies.decisions.state)
 
         if (error := self._overload(call.path, sender)) is not None:
             raise error
@@ -57,12 +56,12 @@ class ForwardedCalls:
         """Decide on a body that the gateway has not read yet."""
         endpoint, vouched = self._served[call.params["path"]].endpoint, list[Sender | None]()
         assert endpoint.caller is not None
-        admission = self._bodies.admit(
+        admission = self._bodies.admit_claim(
             _request_of(call, vouched),
             int(call.params["num_bytes"]),
             action=endpoint.action,
             caller=endpoint.caller,
-            is_verified=True,
+            signer=call.signer,
         )
         response = Response(admission_to_json(admission))
         return ForwardedAnswer(response, vouched[-1] if vouched else None, is_vouched=bool(vouched))

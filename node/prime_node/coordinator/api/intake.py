@@ -49,7 +49,7 @@ from prime_node.ports.store import Store
 from prime_node.ports.writer_link import HeldParcel
 from prime_node.traces import of_lease, spanned
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
+from prime_protocol.envelope import Envelope, PayloadType, Signature, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.parcel import open_parcel
 from prime_protocol.replies import UploadReply
@@ -172,11 +172,13 @@ class BundleIntake:
         bundle = _Bundle(digest, len(parcel), opened.envelope, lambda: opened.check_body(header), keep)
         return await self._take(bundle, header, paid_by=paid_by)
 
-    async def upload_held(self, envelope: bytes, parcel: HeldParcel, *, address: str, paid_by: str = "") -> UploadReply:
-        """Accept one bundle that a gateway holds, by the envelope of its header. Raise RemoteError."""
+    async def upload_held(
+        self, signer: str, header_bytes: bytes, parcel: HeldParcel, *, address: str, paid_by: str = ""
+    ) -> UploadReply:
+        """Accept one bundle that a gateway holds, by its signed header. Raise RemoteError."""
         self.metrics.add("prime_upload_bytes_total", parcel.num_bytes)
+        opened = Envelope(PayloadType.ROLLOUT, header_bytes, (Signature(signer, parcel.signature),))
         with self.gate.blame(address, self.clock.monotonic_s()):
-            opened = open_envelope(envelope)
             header = read_header(opened, run=self.run, state=self.decisions.state, is_verified=True)
 
         async def keep() -> None:
@@ -324,11 +326,11 @@ class _Bundle:
 
 
 def read_header(envelope: Envelope, *, run: PinnedRun, state: State, is_verified: bool = False) -> RolloutHeader:
-    """Check steps (2) to (4), without (3) if a gateway has verified the signature. Raise RemoteError."""
+    """Check steps (2) to (4), without (3) if a gateway has verified the signature and the JSON. Raise RemoteError."""
     signer = envelope.sole_signer()
     require_role(signer, Caller.WORKER, run=run, state=state)  # (2)
     payload = envelope.payload if is_verified else envelope.verify(PayloadType.ROLLOUT, trusted=(signer,))  # (3)
-    header = parse_json(payload, RolloutHeader)  # (4)
+    header = parse_json(payload, RolloutHeader, is_json=is_verified)  # (4)
     if header.run != run.digest:
         raise wrong_run(header.run, run)
     if header.worker != signer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 
 from prime_node.coordinator.api.requests import Caller, require_role
 from prime_node.coordinator.assignments import Assigner
@@ -20,6 +21,7 @@ from prime_node.coordinator.state.records import Claim, LeaseRecord
 from prime_node.coordinator.state.scheduler import Grant, NothingToLease, choose_slots
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
+from prime_node.ports.web import Response
 from prime_node.traces import of_lease, spanned
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -53,7 +55,7 @@ class Leasing:
     observer: Observer
     blockers: Blockers
 
-    async def take_heartbeat(self, signer: str, request: HeartbeatRequest) -> HeartbeatReply:
+    async def take_heartbeat(self, signer: str, request: HeartbeatRequest) -> Response:
         """Answer a heartbeat."""
         self._require_session(signer, request.session)
         state = self.decisions.state
@@ -65,12 +67,12 @@ class Leasing:
             self.observer.usable(
                 signer, request.policy_version, request.usable_after_ms / 1_000, self.clock.now_ms(), swap_s=swap_s
             )
-        return HeartbeatReply.model_construct(
-            step=state.current_step,
-            head=state.head,
-            draining=state.draining or state.is_complete,
-            notice=self.presence.hint(signer),
-            cancelled=cancelled_leases(state, signer, request.holding) if request.holding else (),
+        return _heartbeat_reply(
+            state.current_step,
+            state.head,
+            state.draining or state.is_complete,
+            self.presence.hint(signer),
+            cancelled_leases(state, signer, request.holding) if request.holding else (),
         )
 
     async def lease(self, signer: str, request: LeaseRequest) -> Envelope | NotYet:
@@ -211,6 +213,13 @@ class Leasing:
                 ),
             )
         return None
+
+
+@lru_cache(1_024)
+def _heartbeat_reply(step: int, head: int, draining: bool, notice: str, cancelled: tuple[str, ...]) -> Response:
+    """Return the reply to a heartbeat. Most of the workers get the same one."""
+    reply = HeartbeatReply(step=step, head=head, draining=draining, notice=notice, cancelled=cancelled)
+    return Response(reply.model_dump_json().encode())
 
 
 def note_failed(decisions: Decisions, record: LeaseRecord, *, is_judged: bool = False) -> None:

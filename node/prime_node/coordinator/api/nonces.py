@@ -117,9 +117,7 @@ class Nonces:
 
     def require_new(self, signer: str, nonce: str) -> None:
         """Raise RemoteError(REPLAYED) if the nonce is known."""
-        known = self._hashed(signer, nonce)
-        if any(known in one.seen for one in self._slices):
-            raise RemoteError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
+        self._require_unknown(self._hashed(signer, nonce))
 
     def spend(
         self,
@@ -135,8 +133,8 @@ class Nonces:
 
         Raise RemoteError: REPLAYED, TOO_MANY_REQUESTS if the share is used up, or UNAVAILABLE if the room is full.
         """
-        newest = self._slice_at(now_s)
-        self.require_new(signer, nonce)
+        newest, known = self._slice_at(now_s), self._hashed(signer, nonce)
+        self._require_unknown(known)
         name = (room, network or signer)
         room_max = self._room_max[room] + (MEMBER_NONCES * num_members if room is Room.MEMBERS else 0)
         left = room_max - self._in_room[room]
@@ -148,11 +146,16 @@ class Nonces:
             raise RemoteError(
                 ErrorCode.TOO_MANY_REQUESTS, "too many requests in the last minutes", retry_after_s=RETRY_S
             )
-        newest.seen.add(self._hashed(signer, nonce))
-        for counts, what in ((newest.in_room, room), (self._in_room, room)):
-            counts[what] += 1
-        for names in (newest.by_name, self._by_name):
-            names[name] += 1
+        newest.seen.add(known)
+        newest.in_room[room] += 1
+        self._in_room[room] += 1
+        newest.by_name[name] += 1
+        self._by_name[name] += 1
+
+    def _require_unknown(self, hashed: int) -> None:
+        for one in self._slices:
+            if hashed in one.seen:
+                raise RemoteError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
 
     def _hashed(self, signer: str, nonce: str) -> int:
         return hash(f"{self._secret} {signer} {nonce}")

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from prime_node.coordinator.api.admission import WorkerAdmission
 from prime_node.coordinator.api.amendments import CalibrationIntake
 from prime_node.coordinator.api.blobs import BlobReader
+from prime_node.coordinator.api.body_checks import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.clock_readings import read_clocks
 from prime_node.coordinator.api.documents import PublicDocuments
@@ -29,7 +30,7 @@ from prime_node.coordinator.api.peer_discovery import PeerDiscovery
 from prime_node.coordinator.api.persons import PersonRules
 from prime_node.coordinator.api.publishing import BlobIntake, ManifestIntake
 from prime_node.coordinator.api.receipts import ReceiptLists
-from prime_node.coordinator.api.requests import ROLES_OF, BodyChecks, Caller, RequestGate, sender_of
+from prime_node.coordinator.api.requests import ROLES_OF, Caller, RequestGate
 from prime_node.coordinator.api.statements import KeyRings, LedgerSigner, TimestampSigner
 from prime_node.coordinator.api.status import StatusPages
 from prime_node.coordinator.api.training import TrainerBatches
@@ -37,7 +38,7 @@ from prime_node.coordinator.decisions import Decisions
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
 from prime_node.ports.web import Admit, Handler, Importance, Request, Response, Route
-from prime_node.ports.writer_link import HeldParcel
+from prime_node.ports.writer_link import ForwardedCall, HeldParcel
 from prime_node.traces import received_context
 from prime_protocol import limits, requests
 from prime_protocol.body_claim import REQUEST_HEADER
@@ -97,8 +98,10 @@ class ApiCall:
     """Key that signed it, where the endpoint takes a signed message."""
     message: Any = None
     """The verified message."""
+    paid_by: str = ""
+    """Key whose rate is charged already; empty if none was."""
     parcel: HeldParcel | None = None
-    """Bundle that a gateway holds; the body is the envelope of its header then."""
+    """Bundle that a gateway holds; the body is its header then, which `signer` has signed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +144,10 @@ def _signed(
 
 
 async def _upload(on: Handlers, call: ApiCall) -> Answer:
-    body, address, paid_by = call.http.body, call.http.remote, on.bodies.paid_by(call.http)
+    body, address = call.http.body, call.http.remote
     if call.parcel is not None:
-        return await on.intake.upload_held(body, call.parcel, address=address, paid_by=paid_by)
-    return await on.intake.upload(body, address=address, paid_by=paid_by)
+        return await on.intake.upload_held(call.signer, body, call.parcel, address=address, paid_by=call.paid_by)
+    return await on.intake.upload(body, address=address, paid_by=call.paid_by)
 
 
 ENDPOINTS: tuple[ApiEndpoint, ...] = (
@@ -268,19 +271,19 @@ class ServedEndpoint:
             admit = self.on.bodies.admits(endpoint.action, endpoint.caller)
         return endpoint.route(self.handle, admit, self.gate.run.spec.limits)
 
-    async def handle(self, request: Request, signer: str = "", parcel: HeldParcel | None = None) -> Response:
+    async def handle(self, request: Request, forwarded: ForwardedCall | None = None) -> Response:
         """Answer a request: resolve the caller's address, make the answer durable, and hide internal errors.
 
-        With `signer`, whose signature a gateway has verified, the body is the payload of its message. `parcel` is a bundle that
-        a gateway holds.
+        `forwarded` is what a gateway has verified of it.
         """
         path, outcome, response = self.endpoint.path, "ok", None
-        address = self.on.bodies.callers.address_of(request)
-        if address != request.remote:
-            request = replace(request, remote=address)
+        if forwarded is None:
+            address = self.on.bodies.callers.address_of(request)
+            if address != request.remote:
+                request = replace(request, remote=address)
         try:
             with received_context(request.headers):
-                response = response_of(await self.endpoint.answer(self.on, self._call(request, signer, parcel)))
+                response = response_of(await self.endpoint.answer(self.on, self._call(request, forwarded)))
             await self.decisions.synced()
             if not self.decisions.may_answer():
                 raise RemoteError(
@@ -306,16 +309,20 @@ class ServedEndpoint:
             self.metrics.add("prime_requests_total", endpoint=path, outcome=outcome)
         return response
 
-    def _call(self, request: Request, signer: str, parcel: HeldParcel | None) -> ApiCall:
+    def _call(self, request: Request, forwarded: ForwardedCall | None) -> ApiCall:
         """Return a request with its verified message, where its endpoint takes one. Raise RemoteError."""
-        kind, caller, state = self.endpoint.message, self.endpoint.caller, self.decisions.state
-        if kind is None or caller is None:
-            return ApiCall(request, parcel=parcel)
+        kind, caller, state, bodies = self.endpoint.message, self.endpoint.caller, self.decisions.state, self.on.bodies
+        if caller is None:
+            return ApiCall(request)
+        paid_by = bodies.paid_by(request) if forwarded is None else bodies.paid_by_key(forwarded.claimant)
+        if kind is None:
+            signer, parcel = ("", None) if forwarded is None else (forwarded.signer, forwarded.parcel)
+            return ApiCall(request, signer, paid_by=paid_by, parcel=parcel)
         try:
-            now, paid_by, address = read_clocks(self.clock), self.on.bodies.paid_by(request), request.remote
-            if signer:
-                message = self.gate.admit_verified(
-                    *(signer, request.body),
+            now, address = read_clocks(self.clock), request.remote
+            if forwarded is not None:
+                admitted = self.gate.admit_verified(
+                    *(forwarded.signer, request.body),
                     kind=kind,
                     caller=caller,
                     state=state,
@@ -324,7 +331,7 @@ class ServedEndpoint:
                     paid_by=paid_by,
                 )
             else:
-                signer, message = self.gate.admit(
+                admitted = self.gate.admit(
                     sent_request(request),
                     kind=kind,
                     caller=caller,
@@ -336,8 +343,8 @@ class ServedEndpoint:
         except RemoteError:
             request.vouch(None)
             raise
-        request.vouch(sender_of(signer, run=self.gate.run, state=state))
-        return ApiCall(request, signer, message)
+        request.vouch(admitted.sender)
+        return ApiCall(request, admitted.signer, admitted.message)
 
 
 def _importance_of(endpoint: ApiEndpoint) -> Importance:

@@ -136,9 +136,9 @@ class GatewayRelay:
             return await self._read(endpoint, request, address)
         call = self._call(endpoint, request, address)
         if endpoint.message is not None:
-            with_claim = {*UNSIGNED_HEADERS, CLAIM_HEADER.lower()} if request.body else UNSIGNED_HEADERS
             signer, payload = verify_request(sent_request(request), endpoint.message, self.run)
-            call = replace(call, signer=signer, body=payload, headers=_only(request.headers, with_claim))
+            headers = _only(request.headers, UNSIGNED_HEADERS)
+            call = replace(call, signer=signer, body=payload, headers=headers)
         elif endpoint.path == UPLOAD_PATH:
             call = await self._upload(call)
         try:
@@ -165,8 +165,8 @@ class GatewayRelay:
             await self.bundles.put(parcel, digest=digest)
             return b""
 
-        held = HeldParcel(digest, len(parcel), fetch)
-        return replace(call, signer=signer, body=opened.envelope.to_bytes(), parcel=held)
+        held = HeldParcel(digest, len(parcel), opened.envelope.signatures[0].signature, fetch)
+        return replace(call, signer=signer, body=opened.envelope.payload, parcel=held)
 
     async def _read(self, endpoint: ApiEndpoint, request: Request, address: str) -> Response:
         """Answer a request for a public document."""
@@ -203,11 +203,11 @@ class GatewayRelay:
 
     async def _admit(self, endpoint: ApiEndpoint, request: Request, num_bytes: int) -> BodyAdmission:
         """Ask the writer whether a body may be read. Raise RemoteError."""
-        address, signer = self.callers.address_of(request), ""
+        address, signer, payload = self.callers.address_of(request), "", b""
         header = request.headers.get(CLAIM_HEADER.lower())
         if header is not None:
             envelope = open_claim(header)
-            signer = envelope.sole_signer()
+            signer, payload = envelope.sole_signer(), envelope.payload
             read_claim(envelope, signer, action=endpoint.action, body_bytes=num_bytes)
         answer = await self.link.ask(
             ForwardedCall(
@@ -215,7 +215,7 @@ class GatewayRelay:
                 address=address,
                 signer=signer,
                 params={"path": endpoint.path, "num_bytes": str(num_bytes)},
-                headers=_only(request.headers, {CLAIM_HEADER.lower()}),
+                body=payload,
             )
         )
         self._vouch(request, signer, answer)
@@ -224,7 +224,8 @@ class GatewayRelay:
         return admission_of_json(answer.response.body)
 
     def _call(self, endpoint: ApiEndpoint, request: Request, address: str) -> ForwardedCall:
-        headers = FORWARDED_HEADERS if endpoint.caller is None else (CLAIM_HEADER.lower(), TRACE_HEADER)
+        headers = FORWARDED_HEADERS if endpoint.caller is None else (TRACE_HEADER,)
+        claim = request.headers.get(CLAIM_HEADER.lower()) if request.body else None  # without a body it was not checked
         return ForwardedCall(
             endpoint.path,
             address=address,
@@ -232,6 +233,7 @@ class GatewayRelay:
             query=request.query,
             headers=_only(request.headers, headers),
             body=request.body,
+            claimant="" if claim is None else open_claim(claim).sole_signer(),
         )
 
     def _vouch(self, request: Request, signer: str, answer: ForwardedAnswer) -> None:
