@@ -1,4 +1,8 @@
-"""Key files: 64 hexadecimal digits, one line, mode 0600. Every role's private key has this format.
+"""Key files: one line, mode 0600. Every role's private key has this format.
+
+    64 hexadecimal digits of the key, a space, 8 of its check (`check_of`)
+
+A changed digit would be another identity without an error, so the check is compared. Files of earlier releases lack it.
 
 Invariant: the file appears complete or not at all, and is never overwritten, because a lost key is a lost identity with
 all the credit that it has earned.
@@ -14,8 +18,11 @@ from pathlib import Path
 
 from prime_node.files import disk_fault, sync
 from prime_node.inside import NotRegular, open_regular
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
+
+CHECK_DIGITS = 8
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +101,26 @@ def _load(path: Path) -> SigningKey:
     if status.st_mode & 0o077:
         raise LocalError(f"key {path}: other users can read it; if none of them has, run: chmod 600 {path}")
     try:
-        return SigningKey(bytes.fromhex(data.decode("ascii").strip()))
+        return _key_in(data.decode("ascii"))
     except ValueError:
         raise LocalError(
-            f"key {path}: not a key (64 hexadecimal digits). Put back your copy of it; "
+            f"key {path}: not a key, or damaged. Put back your copy of it; "
             "or move it away to begin with a new identity, which does not inherit the old one's credit"
         ) from None
+
+
+def check_of(key: SigningKey) -> str:
+    """Return the digits by which a key file is found damaged."""
+    return digest_of(key.to_bytes())[:CHECK_DIGITS]
+
+
+def _key_in(line: str) -> SigningKey:
+    """Return the key in a file's line. Raises ValueError."""
+    digits, *check = line.split()
+    key = SigningKey(bytes.fromhex(digits))
+    if check and check != [check_of(key)]:
+        raise ValueError("the key and its check differ")
+    return key
 
 
 def _create(path: Path, key: SigningKey) -> None:
@@ -109,7 +130,7 @@ def _create(path: Path, key: SigningKey) -> None:
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(key.to_bytes().hex() + "\n")
+            file.write(f"{key.to_bytes().hex()} {check_of(key)}\n")
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import time
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import S3Store
 from tests.time_world import VirtualClock
 
 from prime_lab.memory_blobs import MemoryBlobs, MemoryDocuments
@@ -25,6 +28,7 @@ DATA = bytes(range(256)) * 10
 
 
 RUN, OTHER_RUN = "ab" * 32, "cd" * 32
+BYTES_MAX = 2**16
 
 
 @pytest.fixture(params=["memory", "folder", "s3"])
@@ -36,7 +40,7 @@ async def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
             return FolderBlobs(tmp_path)
         case _:
             request.getfixturevalue("s3")
-            return await open_s3(f"s3://{BUCKET}/{tmp_path.name}", "bundles", run=RUN)
+            return await open_s3(f"s3://{BUCKET}/{tmp_path.name}", "bundles", run=RUN, bytes_max=BYTES_MAX)
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -216,7 +220,7 @@ async def test_a_folder_has_the_layout_that_mirrors_and_verifiers_read(tmp_path:
 async def test_runs_and_folders_of_one_bucket_do_not_see_each_other(s3: S3Server, tmp_path: Path) -> None:
     url = f"s3://{BUCKET}/{tmp_path.name}/"
     mine, public, other = [
-        await open_s3(url, folder, run=run)
+        await open_s3(url, folder, run=run, bytes_max=BYTES_MAX)
         for folder, run in (("bundles", RUN), ("public", RUN), ("bundles", OTHER_RUN))
     ]
     digest = await mine.put(DATA)
@@ -225,14 +229,57 @@ async def test_runs_and_folders_of_one_bucket_do_not_see_each_other(s3: S3Server
         assert [found async for found in one.digests()] == []
 
 
-async def test_other_bytes_under_a_digest_are_not_served(s3: S3Server, tmp_path: Path) -> None:
-    blobs = await open_s3(f"s3://{BUCKET}/{tmp_path.name}", "bundles", run=RUN)
+async def test_other_bytes_under_a_digest_are_not_served_and_are_replaced(
+    s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blobs = await open_s3(f"s3://{BUCKET}/{tmp_path.name}", "bundles", run=RUN, bytes_max=BYTES_MAX)
     digest = digest_of(DATA)
     await blobs.put(b"other", digest=digest)
     with pytest.raises(DamagedBlob, match="holds other bytes under this digest"):
         await blobs.get(digest)
-    await blobs.put(DATA, digest=digest)  # a blob is never replaced
-    assert await blobs.size(digest) == len(b"other")
+    assert await blobs.put(DATA, digest=digest) == digest
+    assert await blobs.get(digest) == DATA, "what was acknowledged is there"
+    assert "held other bytes" in caplog.text
+
+
+async def test_an_object_that_is_larger_than_any_blob_is_not_read_and_can_be_replaced(s3: S3Server, tmp_path: Path) -> None:
+    blobs = await open_s3(f"s3://{BUCKET}/{tmp_path.name}", "bundles", run=RUN, bytes_max=len(DATA))
+    digest = await blobs.put(DATA)
+    store = S3Store(BUCKET, prefix=f"{tmp_path.name}/{RUN[:16]}/bundles", client_options={"allow_http": True})
+    await obstore.put_async(store, f"{digest[:2]}/{digest}", DATA + b"more")
+    for asked in (blobs.get(digest), blobs.get(digest, start=1), blobs.size(digest)):
+        with pytest.raises(DamagedBlob, match=r"holds more than 2,560 bytes"):
+            await asked
+    assert await blobs.get(digest, start=1, end=9) == DATA[1:9]
+    assert not await blobs.has(digest)
+    await blobs.put(DATA)
+    assert await blobs.get(digest) == DATA
+
+
+async def _endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one request as a service that says little and sends without end."""
+    request = await reader.readuntil(b"\r\n\r\n")
+    is_range = b"\r\nrange:" in request.lower()
+    head = "HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/10" if is_range else "HTTP/1.1 200 OK"
+    listed = b"<ListBucketResult></ListBucketResult>" if b"list-type" in request else b""
+    described = 'ETag: "1"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\nConnection: close'
+    writer.write(f"{head}\r\n{described}\r\nContent-Length: {len(listed) or 2**40}\r\n\r\n".encode() + listed)
+    with contextlib.suppress(ConnectionError):
+        while not listed:
+            writer.write(bytes(BYTES_MAX))
+            await writer.drain()
+    writer.close()
+
+
+@pytest.mark.parametrize("end", [None, 10])
+async def test_a_service_that_sends_without_end_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, end: int | None) -> None:
+    async with await asyncio.start_server(_endless, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        for name, value in S3Server(port).environment.items():
+            monkeypatch.setenv(name, value)
+        blobs = await open_s3(f"s3://{BUCKET}/x", "bundles", run=RUN, bytes_max=BYTES_MAX)
+        with pytest.raises(DamagedBlob, match="holds more than"):
+            await blobs.get("0" * 64, end=end)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +297,7 @@ async def test_a_bucket_that_cannot_be_used_is_one_line(
     for name, value in change.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LocalError, match=message) as found:
-        await open_s3(f"s3://{bucket}/x", "bundles", run=RUN)
+        await open_s3(f"s3://{bucket}/x", "bundles", run=RUN, bytes_max=BYTES_MAX)
     assert "\n" not in str(found.value)
     assert isinstance(found.value, TransientFault) == ("AWS_ENDPOINT_URL" in change)
 
@@ -260,7 +307,7 @@ async def test_a_service_that_fails_is_an_error_of_the_disk(monkeypatch: pytest.
     with s3_server() as server:
         for name, value in server.environment.items():
             monkeypatch.setenv(name, value)
-        blobs = await open_s3(f"s3://{BUCKET}/x", "bundles", run=RUN)
+        blobs = await open_s3(f"s3://{BUCKET}/x", "bundles", run=RUN, bytes_max=BYTES_MAX)
         digest = await blobs.put(DATA)
     for asked in (blobs.get(digest), blobs.size(digest), blobs.put(DATA[1:]), blobs.delete(digest)):
         with pytest.raises(OSError, match=rf"cannot (read|write) in s3://{BUCKET}/x/{RUN[:16]}/bundles: ") as found:

@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
+from prime_node.keyfile import keep_secret
 from prime_protocol.identity import SigningKey
 
 
 def write_key(path: Path, key: SigningKey) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(key.to_bytes().hex() + "\n")
-    path.chmod(0o600)
+    keep_secret(path, key.to_bytes())
     return path
 
 

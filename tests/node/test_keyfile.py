@@ -50,6 +50,30 @@ def test_a_damaged_key_is_never_replaced(tmp_path: Path, text: str) -> None:
     assert path.read_text(encoding="utf-8") == text
 
 
+def test_no_changed_bit_makes_another_identity(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    key = load_or_create(path)
+    written, refused = path.read_bytes(), 0
+    for bit in range(8 * len(written)):
+        changed = bytearray(written)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            assert load_or_create(path).key_id == key.key_id, bit  # such as a capital letter
+        except LocalError as error:
+            assert "Put back your copy" in str(error)
+            refused += 1
+    assert refused > 7 * 64
+
+
+def test_a_key_that_was_written_without_a_check_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("ab" * 32 + "\n")
+    path.chmod(0o600)
+    assert load_or_create(path).to_bytes() == b"\xab" * 32
+    assert path.read_text() == "ab" * 32 + "\n", "a key file is never written again"
+
+
 def test_a_folder_in_place_of_the_key_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="not a regular file"):
         load_or_create(tmp_path)

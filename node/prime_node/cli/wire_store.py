@@ -11,6 +11,7 @@ from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import STATE
 from prime_protocol.errors import LocalError
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
@@ -187,4 +188,6 @@ async def open_blobs(setting: str, run: PinnedRun, folder: Path) -> Blobs:
         from prime_node.adapters.storage.s3_blobs import open_s3
     except ImportError as error:
         raise missing_extra("s3", "blobs in S3", error) from None
-    return await open_s3(setting, folder.name, run=run.digest)
+    bounds = run.spec.limits
+    bytes_max = max(bounds.blob_bytes_max, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+    return await open_s3(setting, folder.name, run=run.digest, bytes_max=bytes_max)

@@ -2,18 +2,20 @@
 
     PREFIX/RUN/FOLDER/ab/abcd...      a blob under its digest; RUN is the begin of the run's digest
 
-A blob is written with `If-None-Match: *`, so it is never replaced, and with a checksum that the service verifies. A whole blob is
-compared with its digest when it is read. Endpoint, region and credentials come from the variables AWS_ENDPOINT_URL, AWS_REGION,
+A blob is written with `If-None-Match: *`, so an intact one is never replaced, and with a checksum that the service verifies. A
+whole blob is compared with its digest when it is read. Whoever can write in the bucket, or answers in its place, is not trusted:
+no answer is read beyond the largest blob of the run, and other bytes under a digest are replaced when the blob is put again. Endpoint, region and credentials come from the variables AWS_ENDPOINT_URL, AWS_REGION,
 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the machine's role in AWS.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -25,12 +27,15 @@ from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, TransientFault
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, OffsetRange
+    from obstore import GetOptions, GetResult, OffsetRange
+
+log = logging.getLogger(__name__)
 
 RUN_CHARS = 16
 RETRY_SECONDS = 20
 REQUEST_SECONDS = 60
 REASON_CHARS_MAX = 200
+READ_BYTES = 2**20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODE = re.compile(r"<Code>(\w{1,100})</Code>")
 _ADVICE = {
@@ -45,8 +50,8 @@ _PASSING = frozenset({"InternalError", "RequestTimeout", "ServiceUnavailable", "
 _T = TypeVar("_T")
 
 
-async def open_s3(url: str, folder: str, *, run: str) -> S3Blobs:
-    """Open the blobs of one run's folder in a bucket.
+async def open_s3(url: str, folder: str, *, run: str, bytes_max: int) -> S3Blobs:
+    """Open the blobs of one run's folder in a bucket. `bytes_max` is the size of its largest blob.
 
     Raises LocalError if the bucket cannot be listed, TransientFault if that may pass.
     """
@@ -59,7 +64,7 @@ async def open_s3(url: str, folder: str, *, run: str) -> S3Blobs:
         client_options={"allow_http": True, "timeout": timedelta(seconds=REQUEST_SECONDS)},
         retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=RETRY_SECONDS)},
     )
-    blobs = S3Blobs(store, f"s3://{parts.netloc}/{prefix}")
+    blobs = S3Blobs(store, f"s3://{parts.netloc}/{prefix}", bytes_max)
     try:
         async for _ in obstore.list(store, chunk_size=1):
             break
@@ -74,44 +79,50 @@ async def open_s3(url: str, folder: str, *, run: str) -> S3Blobs:
 class S3Blobs:
     """Implementation of ports.blobs.Blobs. Several processes may write."""
 
-    def __init__(self, store: S3Store, place: str) -> None:
-        self._store, self._place = store, place
+    def __init__(self, store: S3Store, place: str, bytes_max: int) -> None:
+        self._store, self._place, self._bytes_max = store, place, bytes_max
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
         """Store a blob and return its digest."""
         digest = digest or digest_of(data)
-        try:
-            await obstore.put_async(self._store, _key(digest), data, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            pass
-        except (BaseError, OSError) as error:
-            raise self._failed("write", digest, error) from error
+        if not await self._written(digest, data, "create") and not await self._holds(digest, data):
+            log.warning("%s held other bytes under %s, which is written again: check who may write there", self._place, digest)
+            await self._written(digest, data, "overwrite")
         return digest
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a blob. Raises KeyError. Raises DamagedBlob if a whole blob has another digest."""
+        """Return bytes [start, end) of a blob. Raises KeyError.
+
+        Raises DamagedBlob if a whole blob has another digest, or if the answer is longer than a blob or than the range.
+        """
         if end is not None and end <= start:
             await self.size(digest)
             return b""
         options: GetOptions | None = None if end is None and start == 0 else {"range": _range(start, end)}
+        bytes_max = self._bytes_max if end is None else min(end - start, self._bytes_max)
         try:
             found = await self._asked(digest, obstore.get_async(self._store, _key(digest), options=options))
-            data = bytes(await self._asked(digest, found.bytes_async()))
+            data = await self._asked(digest, _read(found, bytes_max))
         except _OutOfRange:
             return b""
+        if data is None:
+            raise self._too_long(digest, bytes_max)
         if options is None and digest_of(data) != digest:
             raise DamagedBlob(errno.EIO, f"{self._place} holds other bytes under this digest", digest)
         return data
 
     async def size(self, digest: str) -> int:
-        """Return the size of a blob. Raises KeyError."""
-        return (await self._asked(digest, obstore.head_async(self._store, _key(digest))))["size"]
+        """Return the size of a blob. Raises KeyError, and DamagedBlob if it is larger than any blob of the run."""
+        size = (await self._asked(digest, obstore.head_async(self._store, _key(digest))))["size"]
+        if size > self._bytes_max:
+            raise self._too_long(digest, self._bytes_max)
+        return size
 
     async def has(self, digest: str) -> bool:
         """Return whether a blob is stored."""
         try:
             await self.size(digest)
-        except KeyError:
+        except (KeyError, DamagedBlob):  # what is put again replaces a damaged one
             return False
         return True
 
@@ -135,6 +146,22 @@ class S3Blobs:
         except (BaseError, OSError) as error:
             raise self._failed("list", "", error) from error
 
+    async def _written(self, digest: str, data: bytes, mode: Literal["create", "overwrite"]) -> bool:
+        """Write a blob. Return False if there is an object already that is not to be replaced."""
+        try:
+            await obstore.put_async(self._store, _key(digest), data, mode=mode, use_multipart=False)
+        except AlreadyExistsError:
+            return False
+        except (BaseError, OSError) as error:
+            raise self._failed("write", digest, error) from error
+        return True
+
+    async def _holds(self, digest: str, data: bytes) -> bool:
+        try:
+            return await self.get(digest) == data
+        except (KeyError, DamagedBlob):
+            return False
+
     async def _asked(self, digest: str, question: Awaitable[_T]) -> _T:
         """Return the answer of the service. Raises KeyError for a missing blob, OSError for each fault."""
         try:
@@ -146,9 +173,23 @@ class S3Blobs:
                 raise _OutOfRange from None
             raise self._failed("read", digest, error) from error
 
+    def _too_long(self, digest: str, bytes_max: int) -> DamagedBlob:
+        return DamagedBlob(errno.EIO, f"{self._place} holds more than {bytes_max:,} bytes under this digest", digest)
+
     def _failed(self, action: str, digest: str, error: Exception) -> OSError:
         code = errno.EHOSTUNREACH if _may_pass(error) else errno.EIO
         return OSError(code, f"cannot {action} in {self._place}: {_reason(error)}", digest or None)
+
+
+async def _read(found: GetResult, bytes_max: int) -> bytes | None:
+    """Return an answer's bytes, None if there are more than expected. The service's own statement of their number may be wrong."""
+    pieces, left = [], bytes_max
+    async for piece in found.stream(READ_BYTES):
+        left -= len(piece)
+        if left < 0:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 class _OutOfRange(Exception):
