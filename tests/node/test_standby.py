@@ -172,6 +172,18 @@ async def test_a_standby_waits_while_no_host_takes_writes_and_ends_with_the_erro
         await TermKeeper(partial(asyncpg.connect, url), term_s=5.0, place="db").begun(is_patient=True)
 
 
+@pytest.mark.parametrize("number", ["epoch", "renewals"])
+async def test_a_term_whose_numbers_are_used_up_ends_the_coordinator_with_what_to_do(
+    postgres: PostgresServer, number: str
+) -> None:
+    url = postgres.make_database()
+    await (await open_postgres(url, run="ab" * 32)).close()
+    postgres.execute(f"UPDATE leader SET {number} = 9223372036854775807", database=url.rsplit("/", 1)[1])
+    keeper = TermKeeper(partial(asyncpg.connect, url), term_s=5.0, place="db")
+    with pytest.raises(LocalError, match="holds a term that no coordinator wrote"):
+        await keeper.begun(is_patient=True)
+
+
 async def test_a_first_copy_of_documents_that_was_killed_is_made_again(
     tmp_path: Path, postgres: PostgresServer
 ) -> None:

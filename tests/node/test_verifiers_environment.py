@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -131,25 +132,51 @@ async def test_a_taskset_is_played_and_scored_again_and_sees_no_key_and_no_port(
         await replayed(play, [other], BOUNDS, exact=True)
 
 
-async def test_a_tool_is_called_and_its_result_is_the_next_prompt(qwen3: Path) -> None:
+@pytest.fixture(scope="module")
+def tools(qwen3: Path, tasksets: None) -> Iterator[ProcessTurnEnvironment]:
+    """Start an environment with a tool."""
     made = start_environments([words(tools=True, renderer="auto")], qwen3, hidden=[], settings=EnvironmentSettings())
     world = made["words"]
     assert isinstance(world, ProcessTurnEnvironment)
+    yield world
+    end_environments(made)
+
+
+async def with_a_call(
+    world: ProcessTurnEnvironment, model: Path, arguments: Callable[[str], str]
+) -> tuple[float, list[Turn]]:
+    """Play problem 0 with a model that calls the tool with these arguments, of the word, and then gives the right answer."""
     word = world.answer(0)[::-1]
-    vocabulary = json.loads((qwen3 / "tokenizer.json").read_bytes())["model"]["vocab"]
+    vocabulary = json.loads((model / "tokenizer.json").read_bytes())["model"]["vocab"]
     tokens = {name: vocabulary[name] for name in ("<tool_call>", "</tool_call>")}
 
+    turns = itertools.count()
+
     def say(prompt: str) -> str:
-        if word[::-1] in prompt:
+        if next(turns):
             return word[::-1]
         name = "speller_backward" if "speller_backward" in prompt else "backward"
-        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"word": "{word}"}}}}\n</tool_call>'
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {{"word": {arguments(word)}}}}}\n</tool_call>'
 
-    reward, turns = await recorded(world, qwen3, say, tokens)
+    return await recorded(world, model, say, tokens)
+
+
+async def test_a_tool_is_called_and_its_result_is_the_next_prompt(tools: ProcessTurnEnvironment, qwen3: Path) -> None:
+    word = tools.answer(0)[::-1]
+    reward, turns = await with_a_call(tools, qwen3, json.dumps)
     assert (reward, len(turns)) == (1.0, 2)
     first = turns[0].prompt_token_ids + turns[0].completion.token_ids
     assert turns[1].prompt_token_ids[: len(first)] == first, "bridged: what was sampled stays as it was"
-    end_environments(made)
+    assert word[::-1] in HfTokenizer(qwen3).decode(list(turns[1].prompt_token_ids[len(first) :]))
+
+
+async def test_arguments_that_no_tool_can_get_are_answered_and_never_sent(
+    tools: ProcessTurnEnvironment, qwen3: Path
+) -> None:
+    for arguments in ('"\\ud800"', "[" * 500 + "]" * 500):
+        reward, turns = await with_a_call(tools, qwen3, lambda _, one=arguments: one)  # type: ignore[misc]
+        assert (reward, len(turns)) == (1.0, 2)
+        assert "error: the arguments are not valid" in HfTokenizer(qwen3).decode(list(turns[1].prompt_token_ids))
 
 
 async def test_a_handoff_to_another_agent_is_a_sample_of_its_own(worlds: Worlds, model: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import httpx
@@ -16,6 +17,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 NAME = "prime_node_harness"
+DEPTH_MAX = 64
+"""Nesting of a tool call's arguments."""
 
 
 class InProcessConfig(vf.HarnessConfig):  # type: ignore[misc]  # verifiers has no types for us
@@ -85,11 +88,26 @@ class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
 async def _result(function: dict[str, Any], dispatch: dict[str, Any], servers: dict[str, Any]) -> Any:
     try:
         arguments = json.loads(function.get("arguments") or "{}")
+        _require_sendable(arguments)
     except (ValueError, RecursionError) as error:  # also of a number that is too long
         return f"error: the arguments are not valid JSON ({error})"
     if function["name"] not in dispatch or not isinstance(arguments, dict):
         return f"error: there is no tool {function['name']!r}, or its arguments are not an object"
     return await call_mcp(servers, dispatch, function["name"], arguments)
+
+
+def _require_sendable(arguments: Any) -> None:
+    """Raise ValueError for what no tool can get: verifiers would try to send it six times, with pauses of half a minute together."""
+    json.dumps(arguments, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
+    level, depth = [arguments], 0
+    while level := [child for each in level for child in _children(each)]:
+        depth += 1
+        if depth > DEPTH_MAX:
+            raise ValueError(f"they are nested more than {DEPTH_MAX} times")
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 __all__ = ["InProcess"]
