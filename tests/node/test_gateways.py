@@ -39,7 +39,7 @@ from tests.time_world import VirtualClock, until
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_node.adapters.link.link_client import LinkClient
-from prime_node.adapters.link.link_server import LinkServer
+from prime_node.adapters.link.link_server import STRANGERS_LOG_S, STRANGERS_MAX, LinkServer
 from prime_node.adapters.link.sealed_frames import BrokenLink, FrameKind, FrameOpener, FrameSealer, LinkFrame
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.cli.wire_gateway import run_of
@@ -230,6 +230,39 @@ async def test_a_gateway_without_the_secret_is_not_heard() -> None:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
         assert (await world.get("/healthz"))[0] == 200
+
+
+async def test_strangers_who_hold_connections_keep_no_gateway_out(caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run()
+    parts, server = hearing(memory_parts(run, **LISTENS))
+    few, began_s = 2 * STRANGERS_MAX, asyncio.get_running_loop().time()
+
+    async def insist() -> None:
+        while True:
+            with contextlib.suppress(ConnectionError):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", server.port, local_addr=("127.0.0.9", 0)
+                )
+                try:
+                    await reader.read()
+                finally:
+                    writer.close()
+
+    async with running(parts) as world:
+        held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(few)]
+        assert len(server.links) <= STRANGERS_MAX
+        async with linked(world, server):  # of the same address
+            insisting = [asyncio.ensure_future(insist()) for _ in range(few)]
+            await until(lambda: len(server.links) > STRANGERS_MAX, seconds=10.0)
+            async with linked(world, server) as link:
+                await link.ask(ForwardedCall("/healthz"))
+            for task in insisting:
+                task.cancel()
+            await asyncio.gather(*insisting, return_exceptions=True)
+        for _, writer in held:
+            writer.close()
+    passed_s = asyncio.get_running_loop().time() - began_s
+    assert caplog.text.count("another connection took its place") <= 1 + passed_s / STRANGERS_LOG_S
 
 
 async def test_a_gateway_that_knows_only_the_join_link_gets_the_run_from_the_writer() -> None:

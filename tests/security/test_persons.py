@@ -15,6 +15,7 @@ from tests.node.coordinator_world import (
 )
 from tests.node.persons_world import CARL, DAY_MS, OTHER, PERSON, delegation, join
 from tests.node.scheduler_world import RULES, Run
+from tests.time_world import until
 
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
@@ -23,7 +24,10 @@ from prime_node.coordinator.state.person_events import MachineRevoked
 from prime_node.coordinator.state.scheduler import NothingToLease
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.limits import REQUEST_AGE_S_MAX
 from prime_protocol.requests import AdminRequest, LeaveRequest, RevokeRequest
+
+AHEAD_MS = round(1_000 * REQUEST_AGE_S_MAX)
 
 
 async def refused(world: World, machine: SigningKey, text: str = "") -> ErrorCode:
@@ -78,7 +82,8 @@ async def test_a_key_is_a_person_or_a_machine_and_stays_with_its_person() -> Non
 async def test_a_revoked_machine_is_out_at_once_and_needs_a_newer_delegation() -> None:
     async with running(memory_parts(make_run())) as world:
         await world.publish()
-        old = delegation(world, ANNA, issued_at_ms=world.parts.clock.now_ms() - 1_000)
+        begun_ms = world.parts.clock.now_ms()
+        old, ahead = (delegation(world, ANNA, issued_at_ms=begun_ms + lead) for lead in (-1_000, AHEAD_MS))
         await join(world, ANNA, old)
         await join(world, BEN)
         for thief in (OTHER, BEN, ANNA):
@@ -88,12 +93,15 @@ async def test_a_revoked_machine_is_out_at_once_and_needs_a_newer_delegation() -
         lease = await world.lease(ANNA)
         for _ in range(2):
             await world.client(PERSON).revoke(RevokeRequest(machine=ANNA.key_id))
+        revoked_ms = world.parts.clock.now_ms()
         with pytest.raises(RemoteError) as caught:
             await world.client(ANNA).upload(make_parcel(lease, ANNA))
         assert caught.value.code is ErrorCode.UNKNOWN_WORKER
         assert await refused(world, ANNA, old) is ErrorCode.REVOKED
+        assert await refused(world, ANNA, ahead) is ErrorCode.REVOKED, "it was made before, by a clock that is fast"
         assert await refused(world, ANNA) is ErrorCode.WRONG_ROLE
-        new = delegation(world, ANNA, issued_at_ms=world.parts.clock.now_ms() + 10_000)
+        await until(lambda: world.parts.clock.now_ms() > revoked_ms, seconds=5.0)
+        new = delegation(world, ANNA, issued_at_ms=world.parts.clock.now_ms() + AHEAD_MS)
         await join(world, ANNA, new)
         assert (await world.status())["num_workers"] == 2
         assert await refused(world, ANNA, old) is ErrorCode.REVOKED, "the old one is valid for longer, and stays void"

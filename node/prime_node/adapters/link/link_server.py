@@ -1,6 +1,7 @@
 """The writer's side of the link: it hears gateways that know the secret, and answers their calls side by side.
 
-A silent gateway loses its link. Its calls end by themselves, and their answers are dropped, as when a client leaves. Streams
+A connection that has not proved the secret gives way to a newer one, first of the address that has the most: no stranger keeps
+gateways out by holding connections. A silent gateway loses its link. Its calls end by themselves, and their answers are dropped, as when a client leaves. Streams
 end with their link.
 """
 
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
 STRANGERS_MAX = 16
 """Connections that have not proved the secret yet."""
+STRANGERS_LOG_S = 1.0
+"""Shortest time between two lines of the log about them."""
 SILENT_S_MAX = 5.0
 """Seconds without a frame, after which a link is cut; gateways say that they are alive more often."""
 UNSENT_BYTES_MAX = 2**28
@@ -52,11 +56,12 @@ class LinkServer:
     """Implementation of ports.writer_link.GatewayListener."""
 
     def __init__(self) -> None:
-        self.links: set[_Link] = set()
-        """Open connections, also those that have not proved the secret."""
+        self.links: dict[_Link, None] = {}
+        """Open connections, the oldest first, also those that have not proved the secret."""
         self.port = 0
         """Port on which it listens, once it does."""
         self._server: asyncio.Server | None = None
+        self._said_s = -STRANGERS_LOG_S
 
     async def start(
         self,
@@ -86,6 +91,23 @@ class LinkServer:
         for link in list(self.links):
             link.cut("the coordinator stops")
 
+    def enter(self, link: _Link) -> None:
+        """Add a connection. If there are too many strangers, end the oldest of the address that has the most."""
+        self.links[link] = None
+        strangers = [link for link in self.links if not link.is_proven]
+        if len(strangers) > STRANGERS_MAX:
+            numbers = Counter(link.address for link in strangers)
+            most = max(numbers.values())
+            next(link for link in strangers if numbers[link.address] == most).cut("another connection took its place")
+
+    def may_log(self, link: _Link, now_s: float) -> bool:
+        """Return whether the end of a connection is logged: each of a gateway, and a few of strangers."""
+        if not link.is_proven:
+            if now_s < self._said_s + STRANGERS_LOG_S:
+                return False
+            self._said_s = now_s
+        return True
+
 
 class _Link(asyncio.Protocol):
     """One connection of a gateway."""
@@ -97,6 +119,8 @@ class _Link(asyncio.Protocol):
         self._may_send = may_send or (lambda: True)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self.address = ""
+        """Address that it comes from."""
         self._nonce, self._shaking = secrets.token_bytes(NONCE_BYTES), bytearray()
         self._sealer: FrameSealer | None = None
         self._opener: FrameOpener | None = None
@@ -114,6 +138,11 @@ class _Link(asyncio.Protocol):
         self._unsent: list[LinkFrame] = []
         """Frames of this turn of the loop: one packet for all of them."""
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether it has proved the secret."""
+        return self._opener is not None
+
     # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -121,16 +150,14 @@ class _Link(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
         assert self._transport is not None
         self._transport.set_write_buffer_limits(AHEAD_BYTES_MAX)
-        self._server.links.add(self)
-        if sum(link._opener is None for link in self._server.links) > STRANGERS_MAX:
-            self.cut("too many connections that have not proved the secret")
-            return
+        self.address, *_ = self._transport.get_extra_info("peername") or ("",)
+        self._server.enter(self)
         self._timer = self._loop.call_later(HANDSHAKE_S, self.cut, "no proof in time")
         self._write(MAGIC + self._nonce)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End its streams. Its calls continue: what they decide is decided."""
-        self._server.links.discard(self)
+        self._server.links.pop(self, None)
         self._transport = None
         self._has_room.set()
         if self._timer is not None:
@@ -164,7 +191,9 @@ class _Link(asyncio.Protocol):
     def cut(self, reason: str) -> None:
         """End the connection."""
         if self._transport is not None:
-            log.warning("link of a gateway at %s: %s", self._transport.get_extra_info("peername"), reason)
+            if self._server.may_log(self, self._loop.time()):
+                log.warning("link of a gateway at %s: %s", self._transport.get_extra_info("peername"), reason)
+            self._server.links.pop(self, None)
             self._transport.abort()
 
     # Internals
