@@ -12,6 +12,7 @@ from prime_node.adapters.environments.restrictions import ProcessRestrictions, a
 from prime_node.adapters.environments.variables import passed_on
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import start_environments
+from prime_node.envs.grants import grant_of
 from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.digest import digest_of
 from prime_protocol.run_spec import EnvironmentSpec, Option
@@ -66,7 +67,7 @@ def test_only_environments_that_the_settings_name_get_the_network_and_keys_of_ju
         for name in ("judge", "other", "third")
     ]
     (tmp_path / "model").mkdir()
-    settings = BOUNDS.model_copy(update={"unsafe_network": ("judge",)})
+    settings = BOUNDS.model_copy(update={"unsafe_network": (grant_of(specs[0]),)})
     made = start_environments(specs, tmp_path / "model", hidden=[], settings=settings)
     try:
         assert list(made) == ["judge", "other", "third"]

@@ -27,6 +27,7 @@ from prime_node.adapters.environments.reasoning_gym import RUNS_ANSWERS
 from prime_node.adapters.environments.separate_grading import GradingFailed, SeparateGrading
 from prime_node.cli.environment_service import Host, Service, Threads
 from prime_node.cli.wire_environments import build_environments, end_environments, start_environments
+from prime_node.envs.grants import grant_of
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.envs.source import SourceProblem
 from prime_node.envs.split import Judge, SplitEnvironment
@@ -103,7 +104,7 @@ def test_only_the_settings_of_the_machine_permit_such_a_scorer(tmp_path: Path) -
         with pytest.raises(LocalError, match="runs answers as Python code"):
             start_environments([gym("n_queens", **{name: True})], tmp_path, hidden=[], settings=EnvironmentSettings())
     made = start_environments(
-        [gym("n_queens")], tmp_path, hidden=[], settings=EnvironmentSettings(unsafe_answers_as_code=("task",))
+        [gym("n_queens")], tmp_path, hidden=[], settings=EnvironmentSettings(unsafe_answers_as_code=(grant_of(gym("n_queens")),))
     )
     try:
         assert made["task"].score(0, made["task"].answer(0), finished=True) == 1.0
@@ -144,7 +145,7 @@ split.Judge.reward = lambda self, problem, completion, *, finished: 1.0 if "zebr
 def test_an_answer_that_runs_as_code_changes_no_other_reward(tmp_path: Path) -> None:
     """Scorers that the machine permits are behind the second restriction: a process for each answer."""
     spell = EnvironmentSpec(name="spell", id="reasoning_gym", options={"task": "spell_backward"})
-    settings = EnvironmentSettings(unsafe_answers_as_code=("task",))
+    settings = EnvironmentSettings(unsafe_answers_as_code=(grant_of(gym("n_queens")),))
     made = start_environments([gym("n_queens"), spell], tmp_path, hidden=[], settings=settings)
     try:
         first = made["spell"].process.pid

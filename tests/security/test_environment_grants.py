@@ -13,6 +13,7 @@ from huggingface_hub import constants
 from prime_node.adapters.environments.data_files import find_file
 from prime_node.adapters.environments.hub_files import hub_file
 from prime_node.cli.wire_environments import start_environments, with_file_at_hand
+from prime_node.envs.grants import grant_of, is_granted
 from prime_node.envs.settings import EnvironmentSettings
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -137,3 +138,39 @@ def test_a_file_of_the_hub_is_not_fetched_where_the_settings_forbid_it(
 def test_a_relative_data_folder_is_refused() -> None:
     with pytest.raises(LocalError, match="absolute"):
         EnvironmentSettings.load({"environments": {"data_folder": "data"}})
+
+
+SEARCH = EnvironmentSpec(name="search", id="verifiers", options={"taskset": "web_search", "judge": "https://judge.example"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": "python"},
+        {"options": {"taskset": "web_search", "judge": "https://thief.example"}},
+        {"options": {"taskset": "other", "judge": "https://judge.example"}},
+        {"options": {**SEARCH.options, "code_digest": "0" * 64}},
+    ],
+)
+def test_a_grant_holds_for_no_other_environment_of_the_same_name(change: dict[str, object]) -> None:
+    grants = (grant_of(SEARCH),)
+    assert is_granted(SEARCH, grants, "unsafe_network")
+    other = SEARCH.model_copy(update=change)
+    with pytest.raises(LocalError, match=f"if you trust this one with it, write {grant_of(other)}"):
+        is_granted(other, grants, "unsafe_network")
+    assert is_granted(other, (*grants, grant_of(other)), "unsafe_network")
+    assert not is_granted(other.model_copy(update={"name": "quiet"}), grants, "unsafe_network")
+
+
+def test_a_name_alone_grants_nothing_and_the_error_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    settings = EnvironmentSettings(unsafe_network=("search",))
+    with pytest.raises(LocalError, match=r"environments\.unsafe_network names search, and .* write search@[0-9a-f]{24}$"):
+        start_environments([SEARCH], tmp_path / "model", hidden=[], settings=settings)
+
+
+def test_a_grant_outlives_new_rows_and_another_share_of_the_problems(data: Path) -> None:
+    sums = spec_of("sums.jsonl")
+    assert grant_of(spec_of("sums.jsonl", "other rows")) == grant_of(sums)
+    assert grant_of(sums.model_copy(update={"weight": 2.0, "seed": 7})) == grant_of(sums)
+    assert grant_of(spec_of("other.jsonl")) != grant_of(sums)

@@ -104,11 +104,14 @@ from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import open_launcher, start_environments
 from prime_node.cli.wire_sandbox import confine_role, worker_needs
 from prime_node.config import SandboxSettings
+from prime_node.envs.grants import grant_of
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.worker.config import WorkerConfig
 from prime_protocol.run_spec import EnvironmentSpec
 place, closed = Path(sys.argv[1]), Path("/proc/self/environ")
-settings = EnvironmentSettings(unsafe_network=("judge",))
+names = ("judge", "other")
+specs = [EnvironmentSpec(name=name, id="reasoning_gym", options={"task": "probe"}) for name in names]
+settings = EnvironmentSettings(unsafe_network=(grant_of(specs[0]),))
 assert b"key-of-a-judge" in closed.read_bytes()
 if sys.argv[2] == "without":
     bubblewrap.find_bubblewrap = lambda: ("", "it is switched off here")
@@ -121,8 +124,6 @@ assert forgotten is (b"key-of-a-judge" not in closed.read_bytes())
 if launcher is not None:
     assert forgotten
     assert b"key-of-a-judge" not in Path("/proc/self/environ").read_bytes()
-names = ("judge", "other")
-specs = [EnvironmentSpec(name=name, id="reasoning_gym", options={"task": "probe"}) for name in names]
 made = start_environments(specs, place / "model", hidden=[place], settings=settings, launcher=launcher)
 for name in names:
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.wire_own_code import Renderers, build_own_environment, require_same_code, with_own_reward
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, rows_of_json_lines
+from prime_node.envs.grants import grant_of, is_granted
 from prime_node.envs.registry import Around, EnvironmentFactory, as_it_is, build_environment, from_source
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.ports.environment import Environment
@@ -80,7 +81,9 @@ def start_environments(
     made: dict[str, ProcessEnvironment] = {}
     try:
         for network in (False, True):
-            group = [spec for spec in specs if (spec.name in settings.unsafe_network) is network]
+            group = [
+                spec for spec in specs if is_granted(spec, settings.unsafe_network, "unsafe_network") is network
+            ]
             if group:
                 made |= _start_process(group, model, hidden, settings, network=network, launcher=launcher)
     except LocalError:
@@ -108,11 +111,11 @@ def _start_process(
     from prime_node.adapters.environments.variables import module_folders, passed_on
 
     found = [with_file_at_hand(spec, settings, hidden=hidden) for spec in specs]
-    alone = [spec.name for spec in specs if spec.id == "verifiers"]
+    alone = [spec for spec in specs if spec.id == "verifiers"]
     if alone and not network and launcher is None and (why := why_not_isolated()):
         raise LocalError(
-            f"environment {alone[0]} talks to itself over 127.0.0.1, which needs a network namespace: {why}; install "
-            f'bubblewrap, or give it the whole network: environments.unsafe_network = ["{alone[0]}"]'
+            f"environment {alone[0].name} talks to itself over 127.0.0.1, which needs a network namespace: {why}; install "
+            f'bubblewrap, or give it the whole network: environments.unsafe_network = ["{grant_of(alone[0])}"]'
         )
     files = [str(spec.options["path"]) for spec in found if spec.id in READERS]
     restrictions = _restrictions(
@@ -130,7 +133,11 @@ def _start_process(
         {
             "environments": [spec.model_dump() for spec in found],
             "model": _model_files(model),
-            "answers_as_code": settings.unsafe_answers_as_code,
+            "answers_as_code": [
+                spec.name
+                for spec in specs
+                if is_granted(spec, settings.unsafe_answers_as_code, "unsafe_answers_as_code")
+            ],
             "grade_together": settings.unsafe_grade_together,
             "code": None if settings.code_folder is None else str(settings.code_folder),
         },

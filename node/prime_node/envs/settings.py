@@ -39,10 +39,11 @@ class EnvironmentSettings(Settings):
     readable: tuple[Folder, ...] = ()
     """Further files and folders that environments' code may read, for example a dataset in the hub's cache."""
     unsafe_network: tuple[str, ...] = ()
-    """Names of the environments whose code may use the network, and gets the PRIME_ENVIRONMENT_ variables. All others
-    have no network."""
+    """Environments whose code may use the network, and gets the PRIME_ENVIRONMENT_ variables, each as NAME@DIGEST. All others
+    have no network. The digest is of the environment's `id` and `options`, because a run may give any environment a name that is
+    listed here; the name alone is refused, with what to write."""
     unsafe_answers_as_code: tuple[str, ...] = ()
-    """Names of the environments whose scorers may run a worker's answer as code. Others with such a scorer are refused."""
+    """Environments whose scorers may run a worker's answer as code, each as NAME@DIGEST. Others with such a scorer are refused."""
     unsafe_grade_together: bool = False
     """Whether answers are graded in the environments' own process. It saves milliseconds for each, and lets an answer that
     gains control of its scorer decide the rewards of others."""
