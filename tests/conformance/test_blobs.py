@@ -242,7 +242,9 @@ async def test_other_bytes_under_a_digest_are_not_served_and_are_replaced(
     assert "held other bytes" in caplog.text
 
 
-async def test_an_object_that_is_larger_than_any_blob_is_not_read_and_can_be_replaced(s3: S3Server, tmp_path: Path) -> None:
+async def test_an_object_that_is_larger_than_any_blob_is_not_read_and_can_be_replaced(
+    s3: S3Server, tmp_path: Path
+) -> None:
     blobs = await open_s3(f"s3://{BUCKET}/{tmp_path.name}", "bundles", run=RUN, bytes_max=len(DATA))
     digest = await blobs.put(DATA)
     store = S3Store(BUCKET, prefix=f"{tmp_path.name}/{RUN[:16]}/bundles", client_options={"allow_http": True})
@@ -272,7 +274,9 @@ async def _endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 @pytest.mark.parametrize("end", [None, 10])
-async def test_a_service_that_sends_without_end_is_not_listened_to(monkeypatch: pytest.MonkeyPatch, end: int | None) -> None:
+async def test_a_service_that_sends_without_end_is_not_listened_to(
+    monkeypatch: pytest.MonkeyPatch, end: int | None
+) -> None:
     async with await asyncio.start_server(_endless, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         for name, value in S3Server(port).environment.items():

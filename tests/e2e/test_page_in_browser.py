@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import pytest
 from tests.axe_world import RUN, axe_source
-from tests.chromium_world import MISSING, Browser, Tab, chromium_program, running_chromium
+from tests.chromium_world import MISSING, Browser, BrowserError, Tab, chromium_program, running_chromium
 from tests.node.coordinator_world import ANNA, BEN, ENGINE, ROOT, TRAINER, World, make_run, memory_parts, running
 from tests.page_world import HOSTILE, VIEWS, recorded_history
 
@@ -95,6 +97,46 @@ async def test_hostile_names_are_texts_and_a_worker_is_found_among_them(page: Pa
         await tab.until(f"{rows}.length === 1")
         assert "DROP TABLE" in await tab.evaluate(f"{rows}[0].textContent")
         page.assert_undisturbed(tab)
+
+
+async def test_no_part_of_an_address_becomes_a_view_markup_or_a_command(page: Page) -> None:
+    cases = {
+        "__proto__": "<img src=x onerror=alert(1)>",
+        "constructor": "$(touch /tmp/x)",
+        "toString": "`id`",
+        "<b>": "x y",
+        "RUN": ";id",
+        "run ": "a" * 9_000,
+    }
+    for view, more in cases.items():
+        async with page.browser.tab() as tab:
+            await tab.go(f"{page.world.url}/?view={quote(view)}#{page.world.run.digest}.{more}")
+            await tab.until("document.querySelector('nav [aria-current]')?.dataset.view === 'run'")
+            await tab.evaluate("document.querySelector('nav [data-view=join]').click()")
+            commands = "[...document.querySelectorAll('.cmd code')].map(one => one.textContent)"
+            found = await tab.until(f"({commands}).length === 3 && {commands}")
+            assert all(re.fullmatch(r"prime-node [a-z]+ http://[0-9.:]+/#[0-9a-f]{64}", one) for one in found), found
+            assert await tab.evaluate("document.querySelector('main :is(img, script, b)')") is None
+            page.assert_undisturbed(tab)
+
+
+async def test_a_script_that_got_into_the_page_makes_no_markup_no_code_and_no_request_elsewhere(page: Page) -> None:
+    """Scripts of the browser's tools stand for one: the page's policy binds what they do."""
+    async with page.browser.tab() as tab:
+        await tab.go(page.address())
+        for script in (
+            "document.body.innerHTML = '<img src=x>'",
+            "document.write('<p>')",
+            "setTimeout('document.title = 1')",
+            "document.createElement('script').src = 'data:,'",
+            "trustedTypes.createPolicy('p', {createHTML: text => text})",
+            "fetch('http://127.0.0.1:1/')",
+        ):
+            with pytest.raises(BrowserError, match=r"Trusted|unsafe-eval|Content Security Policy|Failed to fetch"):
+                await tab.evaluate(script)
+        refusals = " ".join(tab.errors)
+        assert "Content Security Policy" in refusals
+        assert "ERR_CONNECTION_REFUSED" not in refusals, "the request left the page"
 
 
 async def test_every_view_is_accessible_and_fits_a_small_screen(page: Page) -> None:

@@ -240,9 +240,7 @@ async def test_strangers_who_hold_connections_keep_no_gateway_out(caplog: pytest
     async def insist() -> None:
         while True:
             with contextlib.suppress(ConnectionError):
-                reader, writer = await asyncio.open_connection(
-                    "127.0.0.1", server.port, local_addr=("127.0.0.9", 0)
-                )
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.9", 0))
                 try:
                     await reader.read()
                 finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -53,17 +54,15 @@ def test_a_damaged_key_is_never_replaced(tmp_path: Path, text: str) -> None:
 def test_no_changed_bit_makes_another_identity(tmp_path: Path) -> None:
     path = tmp_path / "key"
     key = load_or_create(path)
-    written, refused = path.read_bytes(), 0
+    written, found = path.read_bytes(), []
     for bit in range(8 * len(written)):
         changed = bytearray(written)
         changed[bit // 8] ^= 1 << bit % 8
         path.write_bytes(changed)
-        try:
-            assert load_or_create(path).key_id == key.key_id, bit  # such as a capital letter
-        except LocalError as error:
-            assert "Put back your copy" in str(error)
-            refused += 1
-    assert refused > 7 * 64
+        with contextlib.suppress(LocalError):
+            found.append(load_or_create(path).key_id)
+    assert set(found) <= {key.key_id}
+    assert len(found) < 80, "capital letters and other spaces change nothing"
 
 
 def test_a_key_that_was_written_without_a_check_is_read(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ async def test_arguments_that_no_tool_can_get_are_answered_and_never_sent(
     tools: ProcessTurnEnvironment, qwen3: Path
 ) -> None:
     for arguments in ('"\\ud800"', "[" * 500 + "]" * 500):
-        reward, turns = await with_a_call(tools, qwen3, lambda _, one=arguments: one)  # type: ignore[misc]
+        reward, turns = await with_a_call(tools, qwen3, lambda _, one=arguments: one)
         assert (reward, len(turns)) == (1.0, 2)
         assert "error: the arguments are not valid" in HfTokenizer(qwen3).decode(list(turns[1].prompt_token_ids))
 

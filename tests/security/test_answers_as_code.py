@@ -104,7 +104,10 @@ def test_only_the_settings_of_the_machine_permit_such_a_scorer(tmp_path: Path) -
         with pytest.raises(LocalError, match="runs answers as Python code"):
             start_environments([gym("n_queens", **{name: True})], tmp_path, hidden=[], settings=EnvironmentSettings())
     made = start_environments(
-        [gym("n_queens")], tmp_path, hidden=[], settings=EnvironmentSettings(unsafe_answers_as_code=(grant_of(gym("n_queens")),))
+        [gym("n_queens")],
+        tmp_path,
+        hidden=[],
+        settings=EnvironmentSettings(unsafe_answers_as_code=(grant_of(gym("n_queens")),)),
     )
     try:
         assert made["task"].score(0, made["task"].answer(0), finished=True) == 1.0

@@ -140,7 +140,9 @@ def test_a_relative_data_folder_is_refused() -> None:
         EnvironmentSettings.load({"environments": {"data_folder": "data"}})
 
 
-SEARCH = EnvironmentSpec(name="search", id="verifiers", options={"taskset": "web_search", "judge": "https://judge.example"})
+SEARCH = EnvironmentSpec(
+    name="search", id="verifiers", options={"taskset": "web_search", "judge": "https://judge.example"}
+)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,9 @@ def test_a_grant_holds_for_no_other_environment_of_the_same_name(change: dict[st
 def test_a_name_alone_grants_nothing_and_the_error_says_what_to_write(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     settings = EnvironmentSettings(unsafe_network=("search",))
-    with pytest.raises(LocalError, match=r"environments\.unsafe_network names search, and .* write search@[0-9a-f]{24}$"):
+    with pytest.raises(
+        LocalError, match=r"environments\.unsafe_network names search, and .* write search@[0-9a-f]{24}$"
+    ):
         start_environments([SEARCH], tmp_path / "model", hidden=[], settings=settings)
 
 

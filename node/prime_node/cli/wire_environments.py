@@ -81,9 +81,7 @@ def start_environments(
     made: dict[str, ProcessEnvironment] = {}
     try:
         for network in (False, True):
-            group = [
-                spec for spec in specs if is_granted(spec, settings.unsafe_network, "unsafe_network") is network
-            ]
+            group = [spec for spec in specs if is_granted(spec, settings.unsafe_network, "unsafe_network") is network]
             if group:
                 made |= _start_process(group, model, hidden, settings, network=network, launcher=launcher)
     except LocalError:

@@ -1,4 +1,4 @@
-"""Grants to environments. The name of an environment is the run's to choose, so a grant is bound to what the name stands for.
+"""Grants to environments. The name of an environment is the run's to choose, so a grant is bound to what that name means there.
 
 A grant is NAME@DIGEST, of the implementation and its options. The digests of datasets and of own code are left out: these files
 are this machine's own, and the RunSpec pins them.

@@ -43,7 +43,8 @@ class EnvironmentSettings(Settings):
     have no network. The digest is of the environment's `id` and `options`, because a run may give any environment a name that is
     listed here; the name alone is refused, with what to write."""
     unsafe_answers_as_code: tuple[str, ...] = ()
-    """Environments whose scorers may run a worker's answer as code, each as NAME@DIGEST. Others with such a scorer are refused."""
+    """Environments whose scorers may run a worker's answer as code, each as NAME@DIGEST. Others with such a scorer are
+    refused."""
     unsafe_grade_together: bool = False
     """Whether answers are graded in the environments' own process. It saves milliseconds for each, and lets an answer that
     gains control of its scorer decide the rewards of others."""

@@ -97,7 +97,7 @@ async def _result(function: dict[str, Any], dispatch: dict[str, Any], servers: d
 
 
 def _require_sendable(arguments: Any) -> None:
-    """Raise ValueError for what no tool can get: verifiers would try to send it six times, with pauses of half a minute together."""
+    """Raise ValueError for what no tool can get: verifiers would try to send it six times, for half a minute."""
     json.dumps(arguments, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
     level, depth = [arguments], 0
     while level := [child for each in level for child in _children(each)]:

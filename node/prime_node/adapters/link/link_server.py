@@ -1,8 +1,8 @@
 """The writer's side of the link: it hears gateways that know the secret, and answers their calls side by side.
 
 A connection that has not proved the secret gives way to a newer one, first of the address that has the most: no stranger keeps
-gateways out by holding connections. A silent gateway loses its link. Its calls end by themselves, and their answers are dropped, as when a client leaves. Streams
-end with their link.
+gateways out by holding connections. A silent gateway loses its link. Its calls end by themselves, and their answers are dropped,
+as when a client leaves. Streams end with their link.
 """
 
 from __future__ import annotations

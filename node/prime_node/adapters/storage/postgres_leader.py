@@ -128,8 +128,8 @@ class TermKeeper:
                         await (self._look(connection) if self._held is None else self._renew(connection, self._held))
                 except asyncpg.NumericValueOutOfRangeError:
                     raise LocalError(
-                        f"{self._place} holds a term that no coordinator wrote: its numbers cannot be counted up. Put back a copy "
-                        "of the database, and check who may write there"
+                        f"{self._place} holds a term that no coordinator wrote: its numbers cannot be counted up. Put back a "
+                        "copy of the database, and check who may write there"
                     ) from None
                 except _FAULTS as error:
                     log.warning("%s does not answer about the coordinators' term: %s", self._place, error or "too late")

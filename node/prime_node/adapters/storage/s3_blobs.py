@@ -3,9 +3,11 @@
     PREFIX/RUN/FOLDER/ab/abcd...      a blob under its digest; RUN is the begin of the run's digest
 
 A blob is written with `If-None-Match: *`, so an intact one is never replaced, and with a checksum that the service verifies. A
-whole blob is compared with its digest when it is read. Whoever can write in the bucket, or answers in its place, is not trusted:
-no answer is read beyond the largest blob of the run, and other bytes under a digest are replaced when the blob is put again. Endpoint, region and credentials come from the variables AWS_ENDPOINT_URL, AWS_REGION,
-AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or from the machine's role in AWS.
+whole blob is compared with its digest when it is read. Who writes in the bucket besides the run, or answers in its place, is not
+trusted: no answer is read beyond the run's largest blob, and other bytes under a digest are replaced when the blob is put again.
+
+Endpoint, region and credentials come from the variables AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and
+AWS_SECRET_ACCESS_KEY, or from the machine's role in AWS.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class S3Blobs:
         """Store a blob and return its digest."""
         digest = digest or digest_of(data)
         if not await self._written(digest, data, "create") and not await self._holds(digest, data):
-            log.warning("%s held other bytes under %s, which is written again: check who may write there", self._place, digest)
+            log.warning(
+                "%s held other bytes under %s, which is written again: check who may write there", self._place, digest
+            )
             await self._written(digest, data, "overwrite")
         return digest
 
@@ -182,7 +186,7 @@ class S3Blobs:
 
 
 async def _read(found: GetResult, bytes_max: int) -> bytes | None:
-    """Return an answer's bytes, None if there are more than expected. The service's own statement of their number may be wrong."""
+    """Return an answer's bytes, None if there are more than expected, whatever their number was said to be."""
     pieces, left = [], bytes_max
     async for piece in found.stream(READ_BYTES):
         left -= len(piece)
