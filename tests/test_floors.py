@@ -113,7 +113,7 @@ PICKS_ADAPTERS = {
 
 READS_ENVIRONMENT = {"prime_node.config", "prime_node.observe"}
 PASSES_ENVIRONMENT = {
-    "prime_node.cli.up",  # reads which GPUs it may use, to hand them on
+    "prime_node.cli.up_session",  # reads which GPUs it may use, to hand them on
     "prime_node.cli.supervisor",  # hands its own on to the processes that it starts
     "prime_node.cli.launch",  # so does this one
     "prime_node.cli.main",  # numpy's threads are set before it is imported

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import multiprocessing
 import os
 import secrets
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from checks import Output, at_least
+from processes import started, use_fast_loop
 from tests.node.coordinator_world import (
     ENGINE,
     HEARTBEAT,
@@ -102,27 +101,9 @@ async def serve_bare(folder: Path, ready: Callable[[int], None]) -> None:
 
 
 def run_server(kind: str, folder: str, pipe: Connection) -> None:
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    use_fast_loop()
     server = {"daemon": serve_daemon, "bare": serve_bare}[kind]
     asyncio.run(server(Path(folder), pipe.send))
-
-
-@contextlib.contextmanager
-def server(kind: str, folder: Path) -> Iterator[int]:
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=run_server, args=(kind, str(folder), there), daemon=True
-    )
-    process.start()
-    try:
-        assert here.poll(60), f"{kind} server did not start"
-        yield here.recv()
-    finally:
-        process.kill()
-        process.join()
 
 
 def http(path: str, body: bytes, *fields: str) -> bytes:
@@ -209,7 +190,7 @@ def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
     """All that goes over a socket, the daemon and the bare server by turns."""
     rates: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        with server("daemon", Path(folder) / "daemon") as port:
+        with started(run_server, "daemon", f"{folder}/daemon") as (port, _):
             digest, epoch = asyncio.run(join_and_publish(port))
             ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=128)
             beats = [
@@ -220,7 +201,7 @@ def bench_http(num_heartbeats: int, num_uploads: int) -> dict[str, list[float]]:
             asks = [[asked("/v1/lease", ask, key, epoch) for key in WORKERS] for _ in range(ROUNDS)]
             rates["leases"] = timed(port, asks)
             rates["uploads"] = timed(port, [make_uploads(port, digest, epoch, num_uploads) for _ in range(ROUNDS)])
-        with server("bare", Path(folder) / "bare") as port:
+        with started(run_server, "bare", f"{folder}/bare") as (port, _):
             rates["bare heartbeats"] = timed(port, beats)
             bodies = [[http("/v1/rollouts", os.urandom(BODY_BYTES)) for _ in range(num_uploads)] for _ in range(ROUNDS)]
             rates["bare uploads"] = timed(port, bodies)

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import coordinator
 from checks import Check, at_least, at_most
 from coordinator import BODY_BYTES, CONNECTIONS, WORKERS, asked, bench_run, make_uploads, send_all
-from overload import processor_s
+from processes import processor_s, started, use_fast_loop
 from tests.node.coordinator_world import HEARTBEAT, folder_parts, make_run
 from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
 
@@ -33,12 +31,11 @@ from prime_protocol.requests import LeaseRequest
 
 NUM_GATEWAYS = 2
 TIMES_MIN, HEARTBEAT_US_MAX, LEASE_US_MAX, UPLOAD_US_MAX = 1.5, 35.0, 260.0, 290.0
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def serve_writer(folder: str, pipe: Connection) -> None:
     """Serve a coordinator that hears gateways; send both of its ports."""
-    fast_loop()
+    use_fast_loop()
 
     async def main() -> None:
         bounds = {"requests_per_second": 1e9, "faults_per_second": 1e9, "snapshot_events": 1_000_000}
@@ -51,7 +48,7 @@ def serve_writer(folder: str, pipe: Connection) -> None:
 
 def serve_one_gateway(writer_port: int, folder: str, pipe: Connection) -> None:
     """Serve a gateway that stores bundles itself, in the writer's folder as others do in its bucket; send its port."""
-    fast_loop()
+    use_fast_loop()
 
     async def main() -> None:
         parts = gateway_parts(
@@ -62,29 +59,6 @@ def serve_one_gateway(writer_port: int, folder: str, pipe: Connection) -> None:
             await asyncio.Event().wait()
 
     asyncio.run(main())
-
-
-def fast_loop() -> None:
-    """Use uvloop, as the roles do."""
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-
-
-@contextlib.contextmanager
-def started(target, *arguments: object) -> Iterator[tuple[Any, int]]:  # type: ignore[no-untyped-def]
-    """Run a process; yield what it sends first, and its id."""
-    here, there = multiprocessing.Pipe()
-    process = SPAWN.Process(target=target, args=(*arguments, there), daemon=True)
-    process.start()
-    try:
-        assert here.poll(60.0), "a process did not start"
-        assert process.pid is not None
-        yield here.recv(), process.pid
-    finally:
-        process.kill()
-        process.join()
 
 
 async def send_to(ports: Sequence[int], requests: Sequence[bytes]) -> list[bytes]:

@@ -9,7 +9,6 @@ process. The wall time depends on what else the machine does, so the processor t
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import socket
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from checks import Check, Output, at_most
+from processes import processor_s
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE = [sys.executable, "-m", "prime_node"]
@@ -66,12 +66,6 @@ def wait_for(text: str, process: subprocess.Popen[str]) -> None:
         if text in line:
             return
     raise SystemExit(f"the process ended before it said {text!r}:\n{''.join(lines)}")
-
-
-def processor_s(process: int) -> float:
-    """Return the processor time of a process that runs."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import aiohttp
 from checks import Check, Output, at_least, at_most
 from coordinator import asked, send_all
+from processes import SPAWN, pin, processor_s, started, use_fast_loop
 from tests.node.coordinator_world import (
     ENGINE,
     HEARTBEAT,
@@ -71,7 +72,6 @@ WORK_PER_S = 20.0
 """Leases and uploads a second, of all working members together."""
 BODY_BYTES = 16 * 2**10
 TIMES_MAX, SHARE_MIN = 3.0, 0.9
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @functools.cache
@@ -85,10 +85,7 @@ def overload_run() -> PinnedRun:
 
 def serve_daemon(folder: str, port: int, core: int | None, lag_ms_max: float, pipe: Connection) -> None:
     pin(core)
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    use_fast_loop()
 
     async def main() -> None:
         parts = await folder_parts(
@@ -97,33 +94,6 @@ def serve_daemon(folder: str, port: int, core: int | None, lag_ms_max: float, pi
         await serve_coordinator(parts, asyncio.Event(), ready=pipe.send)
 
     asyncio.run(main())
-
-
-def pin(core: int | None) -> None:
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-
-
-@contextlib.contextmanager
-def daemon(folder: str, port: int, core: int | None, lag_ms_max: float) -> Iterator[tuple[int, int]]:
-    """Run a daemon; yield its port and its process."""
-    here, there = multiprocessing.Pipe()
-    started = SPAWN.Process(target=serve_daemon, args=(folder, port, core, lag_ms_max, there), daemon=True)
-    started.start()
-    try:
-        assert here.poll(60.0), "the server did not start"
-        assert started.pid is not None
-        yield here.recv(), started.pid
-    finally:
-        started.kill()
-        started.join()
-
-
-def processor_s(pid: int) -> float:
-    """Return the processor time of a process in seconds."""
-    return time.clock_gettime(
-        ~pid << 3 | 2
-    )  # clock_getcpuclockid(3), which Python lacks: /proc counts in steps of 10 ms
 
 
 @dataclass
@@ -359,7 +329,7 @@ def show(name: str, seen: Seen) -> None:
 async def measure(
     folder: str, core: int | None, others: int | None, *, seconds: float, lag_ms_max: float
 ) -> list[Check]:
-    with daemon(folder, 0, core, lag_ms_max) as (port, pid):
+    with started(serve_daemon, folder, 0, core, lag_ms_max) as (port, pid):
         digest, epoch = await prepare(port)
         per_s = await capacity(port, epoch, 3_000 if seconds > 5 else 1_000)
         print(f"capacity: {per_s:.0f} heartbeats a second", flush=True)
@@ -369,7 +339,7 @@ async def measure(
         await asyncio.sleep(2.0)
         twice = await phase(port, pid, others, epoch, 2 * per_s, work, seconds)
         show("twice", twice)
-    with daemon(folder, port, core, lag_ms_max):
+    with started(serve_daemon, folder, port, core, lag_ms_max):
         lost = await work.count_lost()
     await work.close()
     return [

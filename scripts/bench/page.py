@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import os
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import aiohttp
 from checks import Check, Output, at_most
 from page_server import PageServer, page_server
+from processes import processor_s, resident_bytes
 from tests.axe_world import RUN, axe_source
 from tests.chromium_world import MISSING, Browser, Tab, chromium_program, running_chromium
 from tests.page_world import HOSTILE, VIEWS
@@ -119,16 +119,6 @@ async def wrong_digest_warns(browser: Browser, server: PageServer) -> bool:
         return "another run" in warned and not await tab.evaluate("document.querySelector('.note.bad')")
 
 
-def processor_s(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def memory_bytes(process: int) -> int:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-
-
 class Viewers:
     """Viewers of the live changes, each from a network of its own."""
 
@@ -160,7 +150,7 @@ async def cost(server: PageServer, num_viewers: int, seconds: float) -> dict[str
     passed_s = time.monotonic() - began_s
     found = {
         "share": (processor_s(server.process) - busy_s) / passed_s,
-        "memory": memory_bytes(server.process),
+        "memory": resident_bytes(server.process),
         "bytes": viewers.num_bytes / passed_s / max(1, num_viewers),
         "ticks": server.ask("ticks") - ticks,
     }

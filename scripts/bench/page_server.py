@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from processes import SPAWN, use_fast_loop
 from tests.node.coordinator_world import make_run, memory_parts
 from tests.page_world import MACHINES, name_of, recorded_history
 
@@ -72,7 +73,7 @@ class PageServer:
 def page_server(num_workers: int, *, hostile: bool = True) -> Iterator[PageServer]:
     """Run the server. `hostile`: some workers have names that try to do harm."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(num_workers, there, hostile), daemon=True)
+    process = SPAWN.Process(target=_run, args=(num_workers, there, hostile), daemon=True)
     process.start()
     try:
         assert here.poll(120), "the server did not start"
@@ -85,10 +86,7 @@ def page_server(num_workers: int, *, hostile: bool = True) -> Iterator[PageServe
 
 
 def _run(num_workers: int, pipe: Connection, hostile: bool) -> None:
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    use_fast_loop()
     asyncio.run(_serve(num_workers, pipe, hostile))
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from checks import Check, Output, at_most
+from processes import resident_bytes
 from shaped.race import Row, System, run
 from shaped.rows import links
 from shaped.systems import baselines, ours
@@ -110,7 +111,7 @@ async def leak(num_peers: int, seconds: float) -> dict[str, Any]:
                 for follower, _ in made.workers:
                     await until(lambda follower=follower, step=step: follower.versions()[-1:] == (step,), seconds=60)  # type: ignore[misc]
                 gc.collect()
-                samples.append((len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks()), resident_bytes()))  # noqa: PTH208
+                samples.append((len(os.listdir("/proc/self/fd")), len(asyncio.all_tasks()), resident_bytes("self")))  # noqa: PTH208
     warm = samples[int(WARM_SHARE * len(samples)) :]
     return {
         "peers": num_peers,
@@ -121,10 +122,6 @@ async def leak(num_peers: int, seconds: float) -> dict[str, Any]:
         "resident_mb": [round(warm[0][2] / 1e6, 1), round(warm[-1][2] / 1e6, 1)],
         "bytes_a_policy": round((warm[-1][2] - warm[0][2]) / max(1, len(warm) - 1)),
     }
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def checks_of(table: list[dict[str, Any]], leaked: dict[str, Any] | None) -> list[Check]:

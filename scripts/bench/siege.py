@@ -22,14 +22,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import siege_attacks
 from checks import Check, Output, at_least, at_most
+from processes import SPAWN, pin, resident_bytes, started, use_fast_loop
 from siege_attacks import NAMES, Target
 from tests.node.coordinator_world import (
     ENGINE,
@@ -71,7 +71,6 @@ NICE, UPLOADS_NICE = 19, 5
 QUICK_S, QUIET_QUICK_S = 3.0, 1.5
 QUICK_S_MAX = 80.0
 """With --quick nothing is tried a second time after so long."""
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -94,20 +93,12 @@ def siege_run() -> PinnedRun:
     return make_run(groups_per_step=512, rollouts_per_group=8, heartbeat_seconds=600.0, sampling=sampling)
 
 
-def pin(core: int | None) -> None:
-    if core is not None:
-        os.sched_setaffinity(0, {core})
-
-
 # Processes
 
 
 def serve_daemon(folder: str, core: int | None, pipe: Connection) -> None:
     pin(core)
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    use_fast_loop()
 
     async def main() -> None:
         parts = await folder_parts(siege_run(), Path(folder), requests_per_second=1e9, nonces_max=10**8)
@@ -116,7 +107,7 @@ def serve_daemon(folder: str, core: int | None, pipe: Connection) -> None:
     asyncio.run(main())
 
 
-def upload_all(url: str, core: int | None, pipe: Connection, count: Any) -> None:
+def upload_all(url: str, core: int | None, count: Any, pipe: Connection) -> None:
     """Members, each with a lease of its own, send one parcel after the other; `count` grows."""
     pin(core)
     os.nice(UPLOADS_NICE)
@@ -151,23 +142,6 @@ def upload_all(url: str, core: int | None, pipe: Connection, count: Any) -> None
     asyncio.run(main())
 
 
-@contextlib.contextmanager
-def process(target: Callable[..., None], *args: object) -> Iterator[int]:
-    started = SPAWN.Process(target=target, args=args, daemon=True)
-    started.start()
-    try:
-        assert started.pid is not None
-        yield started.pid
-    finally:
-        started.kill()
-        started.join()
-
-
-def memory_of(pid: int) -> int:
-    """Resident bytes."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 # Measuring
 
 
@@ -196,11 +170,11 @@ class Members:
                 beats.append(asyncio.create_task(self._beat(number, seen)))
                 number += 1
                 if number % 50 == 0:
-                    seen.memory_bytes = max(seen.memory_bytes, memory_of(self._server))
+                    seen.memory_bytes = max(seen.memory_bytes, resident_bytes(self._server))
             else:
                 await asyncio.sleep(0.001)
         seen.uploads_per_s = (self._count.value - before) / (time.perf_counter() - began)
-        seen.memory_bytes = max(seen.memory_bytes, memory_of(self._server))
+        seen.memory_bytes = max(seen.memory_bytes, resident_bytes(self._server))
         await asyncio.gather(*beats)
         return seen
 
@@ -235,13 +209,13 @@ def attackers(name: str, target: Target, core: int | None) -> Iterator[None]:
         pin(core)
         os.nice(NICE)
 
-    with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=give_way) as started:
-        assert started.stdout is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=give_way) as attacking:
+        assert attacking.stdout is not None
         try:
-            assert started.stdout.readline() == b"begins\n"
+            assert attacking.stdout.readline() == b"begins\n"
             yield
         finally:
-            started.kill()
+            attacking.kill()
 
 
 async def attacked(members: Members, name: str, target: Target, core: int | None, seconds: float) -> Seen:
@@ -301,24 +275,22 @@ def main() -> int:
     options.seconds = QUICK_S if options.quick else options.seconds
     cores = sorted(os.sched_getaffinity(0))
     servers, others = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
-    pipe, remote = multiprocessing.Pipe()
     count = SPAWN.Value("q", 0)
 
-    async def measure(server: int, port: int) -> list[Check]:
+    async def measure(server: int, port: int, blob: str, tag: str) -> list[Check]:
         members = Members(f"http://127.0.0.1:{port}", server, count)
-        blob, tag = pipe.recv()
         try:
             return await besiege(options, members, Target(port, blob, BEATING[0].key_id, tag), others)
         finally:
             await members.close()
 
     pin(others)
-    with tempfile.TemporaryDirectory() as folder, process(serve_daemon, folder, servers, remote) as server:
-        assert pipe.poll(60.0), "the server did not start"
-        port = pipe.recv()
-        with process(upload_all, f"http://127.0.0.1:{port}", others, remote, count):
-            assert pipe.poll(60.0), "the members did not start"
-            checks = asyncio.run(measure(server, port))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        started(serve_daemon, folder, servers) as (port, server),
+        started(upload_all, f"http://127.0.0.1:{port}", others, count) as ((blob, tag), _),
+    ):
+        checks = asyncio.run(measure(server, port, blob, tag))
     return output.finish(checks)
 
 

@@ -32,7 +32,8 @@ import prime_lab
 import prime_node
 import prime_protocol
 from prime_lab.homes import Home, draw_homes
-from prime_lab.network import Result, SimulatedSwarm, Simulation
+from prime_lab.network import Simulation
+from prime_lab.simulated_swarm import Result, SimulatedSwarm
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules
 from prime_protocol.pieces import PIECE_BYTES_MAX, PIECE_BYTES_MIN, PIECES_WISHED
 

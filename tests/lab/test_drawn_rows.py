@@ -10,7 +10,8 @@ from tests.source_tree import ROOT
 
 from prime_lab.bittorrent import BLOCKS, EVERYONE_UNCHOKED, BitTorrentPicker
 from prime_lab.homes import Home, NatKind, can_connect
-from prime_lab.network import SimulatedSwarm, Simulation
+from prime_lab.network import Simulation
+from prime_lab.simulated_swarm import SimulatedSwarm
 
 
 @pytest.fixture

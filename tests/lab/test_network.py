@@ -7,7 +7,8 @@ import random
 import pytest
 
 from prime_lab.homes import Home, NatKind, draw_homes, fluid_bound_s
-from prime_lab.network import Result, SimulatedSwarm, Simulation
+from prime_lab.network import Simulation
+from prime_lab.simulated_swarm import Result, SimulatedSwarm
 from prime_node.broadcast.swarm.choker import ChokerRules
 
 ORIGIN = Home(200, 200, delay_ms=0.2)

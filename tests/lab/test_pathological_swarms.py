@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from prime_lab.homes import BYTES_PER_MBIT, Home, NatKind, draw_homes
-from prime_lab.network import SimulatedSwarm, Simulation
+from prime_lab.network import Simulation
+from prime_lab.simulated_swarm import SimulatedSwarm
 from prime_node.broadcast.swarm.choker import ChokerRules
 
 HOME = Home(20, 50, delay_ms=10)

@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import pytest
 from tests.cases_world import check_each
-from tests.protocol.vector_kinds import CASES, KINDS, LISTS, ROOT, VECTORS, Case
+from tests.protocol.vector_files_world import CASES, LISTS, ROOT, VECTORS, Case
+from tests.protocol.vector_kinds import KINDS
 
 from prime_protocol import requests
 from prime_protocol.digest import digest_of

@@ -1,4 +1,7 @@
-"""Meaning of the golden vectors: one function per kind, from bytes and parameters to their meaning. See test_vectors.py."""
+"""Meaning of the golden vectors: one function per kind, from bytes and parameters to their meaning. See test_vectors.py.
+
+vector_numbers.py has the kinds whose meaning is computed numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
+from tests.protocol.vector_files_world import BOUNDS, CASES, Case, data_of, fields, run_of
+from tests.protocol.vector_numbers import KINDS_OF_NUMBERS
 
 from prime_protocol import replies, requests, verdict
 from prime_protocol.adapters import AdapterSpec, merged
 from prime_protocol.assigned import SeedRule
-from prime_protocol.assignment import Lease, Sampling
+from prime_protocol.assignment import Lease
 from prime_protocol.body_claim import open_claim, read_claim
 from prime_protocol.calibration import require_possible
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder
 from prime_protocol.chunk_index import open_index
-from prime_protocol.close_flips import close_flip_sums, contexts_of
-from prime_protocol.compared_choices import cooler_of, looser_of
 from prime_protocol.delegation import open_delegation
 from prime_protocol.digest import digest_of
 from prime_protocol.dossier import BanStatement
@@ -33,21 +35,16 @@ from prime_protocol.envelope import (
     pre_authentication_encoding,
 )
 from prime_protocol.evidence import BundleEvidence
-from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.invite import open_invite
 from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.ledger import LedgerChain, open_ledger_head
-from prime_protocol.limits import Limits
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
-from prime_protocol.noise import gumbel_noise
-from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.parcel import open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
-from prime_protocol.proof import build_proofs
 from prime_protocol.requests import BlobHeader
-from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS, rank_sums
+from prime_protocol.reward_ranks import MOMENTS, REWARD_RANKS
 from prime_protocol.rollout import (
     BODY_LAYOUT,
     BODY_OPTIONAL,
@@ -57,33 +54,15 @@ from prime_protocol.rollout import (
     decompress_body,
     parse_body,
 )
-from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
+from prime_protocol.run_spec import JoinLink, open_run_spec
 from prime_protocol.seed_chain import OpenSecret, SeedChain, chain_from, committed
 from prime_protocol.seed_chain import opened_secrets as chain_opened
-from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums
 from prime_protocol.tensor_file import unpack_tensors
 from prime_protocol.timestamp import check_fresh, open_timestamp
 from prime_protocol.training_state import open_training_state
 from prime_protocol.turns import episodes_behind, turn_seed
 from prime_protocol.verify import check_assignment
 from prime_protocol.weights import Weights, WeightTensor, state_root
-
-Case = dict[str, Any]
-ROOT = Path(__file__).parents[2]
-VECTORS = ROOT / "tests" / "vectors"
-LISTS = sorted(VECTORS.glob("v*/*.json"))
-CASES = [(path, case) for path in LISTS for case in json.loads(path.read_text(encoding="utf-8"))]
-BOUNDS = Limits()
-
-
-def data_of(case: Case, folder: Path) -> bytes:
-    if "input" in case:
-        return (folder / case["input"]).read_bytes()
-    return bytes.fromhex(case["hex"]) if "hex" in case else case["text"].encode()
-
-
-def fields(message: Any) -> Any:
-    return json.loads(message.model_dump_json())
 
 
 def seed(case: Case, folder: Path) -> Any:
@@ -114,33 +93,25 @@ def run_spec(case: Case, folder: Path) -> Any:
     return fields(open_run_spec(open_envelope(data_of(case, folder)), pinned=case["pinned"]).spec)
 
 
-def _run_of(case: Case, folder: Path) -> PinnedRun:
-    spec = open_envelope((folder / case["run_spec"]).read_bytes())
-    run = open_run_spec(spec, pinned=spec.digest)
-    for name in case.get("rings", ()):
-        run.keys.add(open_envelope((folder / name).read_bytes()))
-    return run
-
-
 def key_ring(case: Case, folder: Path) -> Any:
-    keys = _run_of(case, folder).keys
+    keys = run_of(case, folder).keys
     return {"fields": fields(keys.rings[-1][0]), "digest": keys.digest}
 
 
 def calibration(case: Case, folder: Path) -> Any:
-    calibrations = _run_of(case, folder).calibrations
+    calibrations = run_of(case, folder).calibrations
     added = [calibrations.add(open_envelope(text.encode())) for text in case["amendments"]]
     return {"fields": fields(added[-1]), "digest": calibrations.digest}
 
 
 def timestamp(case: Case, folder: Path) -> Any:
-    stamp = open_timestamp(open_envelope(data_of(case, folder)), _run_of(case, folder))
+    stamp = open_timestamp(open_envelope(data_of(case, folder)), run_of(case, folder))
     check_fresh(stamp, case["now_ms"])
     return fields(stamp)
 
 
 def invite(case: Case, folder: Path) -> Any:
-    return fields(open_invite(case["text"], _run_of(case, folder), now_ms=case["now_ms"]))
+    return fields(open_invite(case["text"], run_of(case, folder), now_ms=case["now_ms"]))
 
 
 def delegation(case: Case, folder: Path) -> Any:
@@ -148,7 +119,7 @@ def delegation(case: Case, folder: Path) -> Any:
 
 
 def ledger(case: Case, folder: Path) -> Any:
-    run = _run_of(case, folder)
+    run = run_of(case, folder)
     open_ledger_head(open_envelope(data_of(case, folder)), run)
     chain = LedgerChain(run.digest)
     receipts = [chain.follow(line.encode())[1] for line in case["lines"]]
@@ -216,35 +187,6 @@ def bundle(case: Case, folder: Path) -> Any:
     )
 
 
-def choice(case: Case, folder: Path) -> Any:
-    logits = np.array(case["logits"])
-    sampling = Sampling(completion_tokens_max=1, stop_token_ids=(), **case["filters"])
-    noise = gumbel_noise(case["seeds"], case["positions"], logits.shape[1])
-    every = np.arange(logits.shape[1])
-    return {
-        "slack": [[None if np.isinf(x) else float(x) for x in row] for row in slack_of(logits, sampling)],
-        "tokens": choice_of(logits, noise, sampling).tolist(),
-        "margins_of_first": margins_of(logits[[0] * len(every)], noise[[0] * len(every)], every, sampling).tolist(),
-    }
-
-
-def compared_choices(case: Case, folder: Path) -> Any:
-    scaled = np.array(case["logits"]) / case["temperature"]
-    noise = gumbel_noise(case["seeds"], case["positions"], scaled.shape[1])
-    tokens = np.array(case["tokens"])
-    return {"cooler": cooler_of(scaled, noise, tokens).tolist(), "looser": looser_of(scaled + noise, tokens).tolist()}
-
-
-def proof(case: Case, folder: Path) -> Any:
-    places = np.arange(sum(case["lengths"]) * case["width"])
-    if "pattern" in case:
-        values = (places * 40_503 % 30_000 + 1_000) | ((places % 3 == 0) << 15)
-    else:
-        values = np.frombuffer(bytes.fromhex(case["hidden"]), ">u2")
-    rows = values.astype(np.uint16).reshape(-1, case["width"])
-    return [found.tobytes().hex() for found in build_proofs(rows, case["lengths"])]
-
-
 def assignment(case: Case, folder: Path) -> Any:
     lease = parse_json(json.dumps(case["lease"]).encode(), Lease)
     newest = case.get("newest_policy")
@@ -260,20 +202,13 @@ def blob(case: Case, folder: Path) -> Any:
 
 
 def logprobs(case: Case, folder: Path) -> Any:
-    run = _run_of(case, folder)
+    run = run_of(case, folder)
     header, values = open_logprobs(data_of(case, folder), run=run.digest, keys=run.keys, bytes_max=2**20)
     return {**fields(header), "logprobs": values.tolist()}
 
 
-def shading(case: Case, folder: Path) -> Any:
-    rises_T = rises(np.array(case["claimed"]), np.array(case["recomputed"]))
-    by_reward = by_reward_sums(rises_T, np.array(case["owners"]), reward_classes(case["rewards"]))
-    found = {SHADING: shading_sums(rises_T), SHADING_BY_REWARD: by_reward}
-    return {name: [pytest.approx(log_e, abs=2e-6) for log_e in sums.log_e] for name, sums in found.items()}
-
-
 def weights_of(case: Case, folder: Path) -> tuple[Envelope, Weights]:
-    run = _run_of(case, folder)
+    run = run_of(case, folder)
     opened = open_envelope(data_of(case, folder))
     manifest = open_manifest(opened, run).manifest
     check_manifest(manifest, run)
@@ -297,22 +232,12 @@ def root_of_rows(case: Case, folder: Path) -> Any:
     return state_root((name, dtype, tuple(shape), digest) for name, dtype, shape, digest in case["rows"])
 
 
-def noise(case: Case, folder: Path) -> Any:
-    values = gumbel_noise([case["seed"]], [case["position"]], 152_064)[0]
-    first = [float(x) for x in values[:8]]
-    return {
-        "first_8": pytest.approx(first, abs=2e-6),
-        "argmax_of_264": int(values[:264].argmax()),
-        "argmax_of_152064": int(values.argmax()),
-    }
-
-
 def authorization(case: Case, folder: Path) -> Any:
-    return check_authorization(case["header"], case["me"], _run_of(case, folder), now_ms=case["now_ms"])
+    return check_authorization(case["header"], case["me"], run_of(case, folder), now_ms=case["now_ms"])
 
 
 def peer_list(case: Case, folder: Path) -> Any:
-    return fields(open_peer_list(case["list"], _run_of(case, folder)))
+    return fields(open_peer_list(case["list"], run_of(case, folder)))
 
 
 def pieces(case: Case, folder: Path) -> Any:
@@ -361,7 +286,7 @@ def _tensor(row: Case) -> WeightTensor:
 
 
 def commitments(case: Case, folder: Path) -> Any:
-    run = _run_of(case, folder)
+    run = run_of(case, folder)
     manifest = open_manifest(open_envelope(data_of(case, folder)), run).manifest
     check_manifest(manifest, run)
     return fields(manifest.produced_by)
@@ -379,8 +304,6 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "blob": blob,
     "body_claim": body_claim,
     "bundle": bundle,
-    "proof": proof,
-    "choice": choice,
     "commitments": commitments,
     "checkpoint": checkpoint,
     "envelope": envelope,
@@ -395,7 +318,6 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "ledger": ledger,
     "logprobs": logprobs,
     "message": message,
-    "noise": noise,
     "peer_list": peer_list,
     "pieces": pieces,
     "public_key": public_key,
@@ -403,31 +325,12 @@ KINDS: dict[str, Callable[[Case, Path], Any]] = {
     "assigned": assigned,
     "calibration": calibration,
     "compared": compared,
-    "compared_choices": compared_choices,
     "seed_chain": seed_chain,
     "seed": seed,
-    "shading": shading,
     "state_root": root_of_rows,
-    "excess_flips": lambda case, folder: [
-        pytest.approx(log_e, abs=2e-6)
-        for log_e in flip_sums(
-            np.array(case["flips"]), apart(np.array(case["claimed"]), np.array(case["recomputed"]))
-        ).log_e
-    ],
-    "close_flips": lambda case, folder: [
-        pytest.approx(log_e, abs=2e-6)
-        for log_e in close_flip_sums(
-            np.array(case["margins"]),
-            apart(np.array(case["claimed"]), np.array(case["recomputed"])),
-            contexts_of([(tuple(prompt), tuple(tokens)) for prompt, tokens in case["completions"]]),
-        ).log_e
-    ],
-    "reward_ranks": lambda case, folder: {
-        name: [pytest.approx(log_e, abs=2e-6) for log_e in sums.log_e]
-        for name, sums in rank_sums(case["groups"]).items()
-    },
     "timestamp": timestamp,
     "training_state": training_state,
     "turn_seed": lambda case, folder: turn_seed(case["seed"], case["turn"]),
     "turns": turns,
+    **KINDS_OF_NUMBERS,
 }

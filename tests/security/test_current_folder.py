@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.source_tree import parsed
 
-from prime_node.cli import launch, up
+from prime_node.cli import launch, up_session
 from prime_node.cli.supervisor import Child, Supervisor
 
 NODE = Path(launch.__file__).parents[1]
@@ -45,7 +45,7 @@ async def test_the_compiler_of_kernels_imports_nothing_from_the_current_folder(
     planted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    await up.compile_for_children()
+    await up_session.compile_for_children()
     assert not has_run(planted)
 
 

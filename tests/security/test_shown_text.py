@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import io
 import json
 import logging
 import pkgutil
 import re
-import subprocess
-import sys
-import threading
 import types
 import typing
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +19,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from rich.console import Console
 from tests.cases_world import check_each
+from tests.security.hostile_text_world import CHARACTERS, HOSTILE, hostile_status, is_clean
 
-import prime_node
 import prime_protocol
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.cli import outcome, screen, status_view
@@ -41,12 +36,6 @@ from prime_protocol.identity import KeyId
 from prime_protocol.requests import JoinRequest, WorkerState
 from prime_protocol.visible import INVISIBLE, VISIBLE, printable
 
-RUN = "ab" * 32
-CHARACTERS = (
-    "\x00\x07\x08\t\n\r\x1b\x7f\x85\x9b\u00ad\u034f\u061c\u115f\u180e\u200b\u200d\u200e\u200f\u2028\u2029\u202a\u202e"
-    "\u2060\u2066\u2069\u3164\ufe0f\ufeff\uffa0\ufff9\U0001d173\U000e0041"
-)
-HOSTILE = f"\x1b[2J\x1b]0;owned\x07[bold red]x[/] 2026-11-22 00:00:00,000 ERROR {CHARACTERS}"
 NOT_SHOWN = {
     "EnvelopeText": "a signed envelope, opened before anything of it is used",
     "authorization": "the same, in base64",
@@ -62,12 +51,6 @@ NOT_SHOWN = {
     "detail": "of an error answer becomes a RemoteError, which makes it printable; a verdict's and a receipt's are texts",
 }
 """Text fields without a pattern, and why none of them is displayed unescaped."""
-
-
-def is_clean(text: str) -> bool:
-    """Return whether only visible characters and our own line ends remain; colours of rich are left out."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    return all(printable(line, len(line)) == line for line in plain.split("\n"))
 
 
 def texts(annotation: Any, found: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -185,19 +168,6 @@ def test_a_name_with_any_of_them_is_refused_when_a_worker_joins() -> None:
 
 
 # Screens
-
-
-def hostile_status() -> dict[str, Any]:
-    """Return a hostile coordinator's status: hostile text in every text field."""
-    worker = {
-        "worker": HOSTILE, "name": HOSTILE, "state": HOSTILE, "active": True, "waiting_for": HOSTILE, "silent_s": 99.0,
-        "refused": {HOSTILE: 3}, "banned": None, "strikes": 1,
-    }  # fmt: skip
-    return {
-        "run": RUN, "name": HOSTILE, "step": 1, "head": 1, "max_steps": 9, "waiting_for": [HOSTILE, HOSTILE],
-        "rollouts": {"accepted": 1, "refused": {HOSTILE: 2}}, "num_workers": 2, "steps": [{"step": 1}],
-        "workers": [worker, worker | {"banned": {"step": 1, "reason": HOSTILE}, "active": False}],
-    }  # fmt: skip
 
 
 def drawn(*shown: Any, width: int = 4_000) -> str:
@@ -318,87 +288,3 @@ def test_labels_of_metrics_hold_nothing_of_it() -> None:
     text = metrics.exposition()[0].decode()
     assert is_clean(text)
     assert max(map(len, text.splitlines())) < 400
-
-
-# Commands, against a server that sends false data
-
-
-class Liar(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        body = json.dumps(hostile_status(), ensure_ascii=False).encode("utf-8", "surrogatepass")
-        self.send_response(200, HOSTILE.encode("ascii", "ignore").decode().replace("\n", "").replace("\r", ""))
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        """Do nothing: this is the attacker's."""
-
-
-@pytest.fixture(scope="module")
-def liar() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Liar)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["status", "{url}"],
-        ["status", "{url}", "--json"],
-        ["doctor", "{url}/#" + RUN],
-        ["doctor", "{url}/#" + RUN, "--json"],
-        ["keys", "show", "{url}/#" + RUN],
-        ["ledger", "verify", "{url}/#" + RUN],
-        ["verify", "{url}/#" + RUN],
-    ],
-    ids=" ".join,
-)
-def test_a_command_shows_nothing_of_a_false_answer(command: list[str], liar: str, tmp_path: Path) -> None:
-    words = [word.format(url=liar) for word in command]
-    done = subprocess.run(
-        [sys.executable, "-m", "prime_node", *words],
-        capture_output=True, check=False, timeout=50, cwd=tmp_path, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    out, err = done.stdout.decode(), done.stderr.decode()
-    assert is_clean(out), out
-    assert is_clean(err), err
-    assert "Traceback" not in err
-    assert done.returncode in (0, 1, 3, 4)
-    assert out or err
-
-
-# By construction
-
-
-CLI = Path(str(prime_node.__file__)).parent / "cli"
-PRINT_THEMSELVES = {"say.py", "main.py", "kernels.py"}
-"""Modules that may print: the printing function's own, the version's, and that of a process with our own texts."""
-
-
-def test_commands_print_by_the_one_function() -> None:
-    """Other output to a terminal is JSON, which escapes, or drawings, whose texts the tests above check."""
-    check_each(((path.name, path) for path in sorted(CLI.glob("*.py"))), prints_by_the_one_function)
-
-
-def prints_by_the_one_function(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.Call) or path.name in PRINT_THEMSELVES:
-            continue
-        first = ast.unparse(node.args[0]) if node.args else ""
-        if isinstance(node.func, ast.Name) and node.func.id == "print":
-            assert first.startswith("json.dumps("), f"{path.name}:{node.lineno}"
-        if isinstance(node.func, ast.Attribute) and node.func.attr in ("print", "echo"):
-            assert not first.startswith(("f'", "'", '"', 'f"')), f"{path.name}:{node.lineno}"
-
-
-def test_json_for_programs_is_written_in_ascii() -> None:
-    for path in (
-        *CLI.rglob("*.py"),
-        *(CLI.parent / "worker").rglob("*.py"),
-        *(CLI.parent / "coordinator").rglob("*.py"),
-    ):
-        assert "ensure_ascii=False" not in path.read_text(encoding="utf-8"), path

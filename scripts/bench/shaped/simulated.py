@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prime_lab.bittorrent import BLOCK_BYTES, EVERYONE_UNCHOKED
 from prime_lab.homes import Home
-from prime_lab.network import Result, SimulatedSwarm, Simulation
+from prime_lab.network import Simulation
+from prime_lab.simulated_swarm import Result, SimulatedSwarm
 from prime_node.broadcast.swarm.choker import ChokerRules
 from prime_node.trainer.config import TrainerConfig
 from prime_protocol.codec import anchor_chunk_elements

@@ -319,17 +319,15 @@ class TorchBackend:
         self.new_optimizer(OptimizerSettings(**{**settings, "betas": tuple(settings["betas"])}))
         self._saved.before_change()
         train_state.restore_train_state(self._masters.tensors, self._optimizer, folder, self._ranks)
-        holds_critic = train_state.holds(folder, "critic.")
-        if self._critic is not None and holds_critic:
-            train_state.restore_train_state(
-                self._critic.tensors, self._critic.optimizer, folder, self._ranks, prefix="critic."
-            )
         self._kept.put(KeptPolicy.REFERENCE, train_state.stored_reference(self._kept.room, folder, self._ranks))
         self._round()
-        if self._critic is not None and not holds_critic:
+        critic = self._critic
+        if critic is not None and train_state.holds(folder, "critic."):
+            train_state.restore_train_state(critic.tensors, critic.optimizer, folder, self._ranks, prefix="critic.")
+        elif critic is not None:
             if self._ranks.rank == 0:
                 log.warning("the checkpoint %s has no critic: a new one begins", folder)
-            if not self._critic.has_own_weights:
+            if not critic.has_own_weights:
                 self.begin_critic()
 
     @property
