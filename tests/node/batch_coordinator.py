@@ -64,12 +64,15 @@ def make_run(
     async_level: int = 2,
     adapters: AdapterSpec | None = None,
     replay: ReplayPolicy | None = None,
+    files: Mapping[str, bytes] | None = None,
     **schedule: object,
 ) -> PinnedRun:
+    """Return a run of the tiny model, or of the model that has these files."""
+    files = files or tiny_files()
     spec = build_spec(
         role_keys(ROOT, COORDINATOR, TRAINER, VALIDATOR),
-        tiny_files(),
-        vocab_size=264,
+        files,
+        vocab_size=json.loads(files["config.json"])["vocab_size"],
         environments=(EnvironmentSpec(name="echo", id="echo"),),
         sampling=Sampling(completion_tokens_max=4, stop_token_ids=(STOP_TOKEN,)),
         async_level=async_level,

@@ -10,16 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.node.batch_coordinator import COORDINATOR, TRAINER, BatchCoordinator, make_run, tiny_files, write_model
+from tests.node.batch_coordinator import COORDINATOR, TRAINER, BatchCoordinator, Fuse, make_run, tiny_files, write_model
 from tests.node.trainer_world import CONFIG, EchoEnvironment, make_trainer
 from tests.time_world import VirtualClock
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.training.leading_backend import dismiss, follow
+from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import TorchBackend
+from prime_node.cli.wire_training import train_backend
 from prime_node.ports.train_backend import CommittedTensors, Loss, PackedBatch, StepStats
 from prime_node.ports.train_samples import TrainSample
 from prime_node.replay.finding import ReplayReport, StepFinding
 from prime_node.replay.material import Material
+from prime_node.replay.recording import RecordedSource
 from prime_node.replay.reexecution import Reexecution
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.lessons import Lessons
@@ -107,24 +111,39 @@ def one_group_less(samples: Sequence[TrainSample]) -> list[TrainSample]:
 
 
 def replayable_run(
-    config: TrainerConfig = CONFIG, *, state_every: int = 2, max_steps: int = STEPS, **schedule: Any
+    config: TrainerConfig = CONFIG, *, state_every: int = 2, max_steps: int = STEPS, **changes: Any
 ) -> PublishedRun:
-    """Return a run that pins the settings, before its first policy."""
+    """Return a run that pins the settings, before its first policy. `changes` are those of `make_run`."""
     policy = ReplayPolicy(recipe=digest_of(recipe_document(config)), state_every=state_every)
-    return PublishedRun(make_run(max_steps=max_steps, replay=policy, **schedule))
+    return PublishedRun(make_run(max_steps=max_steps, replay=policy, **changes))
+
+
+def changed(**settings: object) -> TrainerConfig:
+    """Return the settings of these tests with others in their place, checked as those of a file."""
+    return TrainerConfig.model_validate(CONFIG.model_dump() | settings)
 
 
 async def trained(
-    folder: Path, published: PublishedRun, config: TrainerConfig = CONFIG, **cheat: object
+    folder: Path,
+    published: PublishedRun,
+    config: TrainerConfig = CONFIG,
+    *,
+    model: Path | None = None,
+    ranks: Ranks | None = None,
+    fuse: Fuse | None = None,
+    **cheat: object,
 ) -> PublishedRun:
-    """Train the whole run, with cheats of the backend if some are given."""
-    backend = None
+    """Train the whole run, with cheats of the backend if some are given. `model`: another one than the tiny one."""
+    model = model or write_model(folder / "model")
     if cheat:
-        model = write_model(folder / "model")
         backend = CheatingBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens)
         for name, value in cheat.items():
             setattr(backend, name, value)
-    assert await run_trainer(make_trainer(folder, published, config=config, backend=backend), asyncio.Event())
+    else:
+        backend = train_backend(config, published.run.spec, ranks, model=model)
+    assert await run_trainer(
+        make_trainer(folder, published, config=config, backend=backend, fuse=fuse), asyncio.Event()
+    )
     return published
 
 
@@ -168,6 +187,39 @@ def with_state(
     return found
 
 
+async def mirrored(published: PublishedRun, folder: Path, config: TrainerConfig = CONFIG) -> Path:
+    """Write what the run publishes to a folder, as a mirror has it."""
+    source = RecordedSource(published, folder)
+    published.blobs[digest_of(recipe_document(config))] = recipe_document(config)
+    await source.run_spec()
+    await source.head()
+    for version in range(len(published.manifests)):
+        await source.manifest(version)
+    for step, part in published.batches:
+        await source.public_batch(step, part)
+    for digest in (*published.blobs, *published.bundles):
+        await source.blob(digest)
+    return folder
+
+
+def outcomes_on_ranks(ranks: Ranks, folder: str) -> list[str]:
+    """Train on these ranks, re-execute on them, and return what the first one finds of each step, and the arithmetic's name."""
+    if not ranks.is_first:
+        for _ in ("trainer", "re-execution"):
+            follow(ranks)
+        return []
+
+    async def both() -> list[str]:
+        config = CONFIG.model_copy(update={"evaluate_every": 0})
+        published = await trained(Path(folder), replayable_run(config), config, ranks=ranks)
+        dismiss(ranks)
+        report = await replayed(published, Path(folder), ranks=ranks)
+        dismiss(ranks)
+        return [*(str(one.outcome) for one in report.steps), str(published.manifests[1].manifest.produced_by.numerics)]
+
+    return asyncio.run(both())
+
+
 async def no_further_checks(batch: StepBatch, finding: StepFinding) -> None:
     """Leave rewards and ledger to their own tests."""
 
@@ -180,6 +232,8 @@ async def replayed(
     genesis: bool = False,
     row_tokens: int | None = None,
     tolerance: bool = False,
+    model: Path | None = None,
+    ranks: Ranks | None = None,
     check: Callable[[StepBatch, StepFinding], Awaitable[None]] = no_further_checks,
 ) -> ReplayReport:
     """Re-execute steps from what the run publishes. `row_tokens`: another packing, which is other arithmetic."""
@@ -187,11 +241,9 @@ async def replayed(
     assert run.spec.replay is not None
     material = Material(published, run, run.spec.replay)
     config = config_of(await material.recipe(), run.spec.replay, trusted_code=("own_losses:half",))
-    model = write_model(folder / "model")
-    critic = None if config.critic is None else config.critic.settings()
-    backend = TorchBackend(
-        model, seed=config.seed, threads=1, row_tokens=row_tokens or config.row_tokens, critic=critic
-    )
+    model = model or write_model(folder / "model")
+    packed = config.model_copy(update={"row_tokens": row_tokens or config.row_tokens})
+    backend = train_backend(packed, run.spec, ranks, model=model)
     feed = Feed(material, run, clock=VirtualClock(), kept=True)
     lessons = Lessons(
         {"echo": EchoEnvironment()},

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def start(folder: Path, *, ranks: int, restarts_max: int = 8) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
-    command = torchrun_command(ranks, restarts_max=restarts_max, arguments=[str(folder), str(STEPS)])
+    command = torchrun_command(ranks, restarts_max=restarts_max)
     module = command.index("prime_node")
-    command[module : module + 2] = ["tests.node.cluster_process"]
+    command[module:] = ["tests.node.cluster_process", str(folder), str(STEPS)]
     with (folder / "out").open("ab") as out:
         return subprocess.Popen(
             command,

@@ -15,6 +15,7 @@ from tests.builder import provenance
 from tests.node import rank_jobs
 from tests.node.batch_coordinator import make_run, tiny_files, write_model
 from tests.node.rank_pool import RankPool
+from tests.node.replay_world import STEPS, outcomes_on_ranks
 
 from prime_node.adapters.models.lora import LoraSettings
 from prime_node.adapters.training.ranks import ALONE
@@ -333,3 +334,9 @@ def test_policies_leave_the_ranks_in_shards_and_are_whole_again_at_a_worker(
     shards = ranks // replicas
     assert held + sum(other[0] for other in others) == replicas * num_bytes(whole[0])
     assert held <= num_bytes(whole[0]) / shards + 4_096 * len(whole[0])
+
+
+def test_steps_of_four_ranks_are_exact_on_four_ranks(pool: RankPool, tmp_path: Path) -> None:
+    first, *_ = pool.run(outcomes_on_ranks, ranks=4, folder=str(tmp_path))
+    assert first[:-1] == ["exact"] * STEPS
+    assert "/ranks4/" in first[-1]

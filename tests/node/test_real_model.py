@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.node.replay_world import changed, replayable_run, replayed, trained
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
@@ -25,6 +26,7 @@ from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.train_samples import TrainSample
+from prime_node.replay.finding import ReplayOutcome
 from prime_protocol.assignment import Sampling
 from prime_protocol.weights import num_bytes, root_of
 
@@ -119,3 +121,16 @@ async def test_it_answers_in_english_and_the_trainer_agrees_with_it_before_and_a
     write_safetensors(exported / "model.safetensors", published)
     for found, expected in zip(backend.logprobs(samples), plain_logprobs(exported, samples), strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+async def test_three_steps_of_it_are_exact_when_they_are_executed_again(smollm2: Path, tmp_path: Path) -> None:
+    config = changed(
+        initial_weights=str(smollm2), sft={"steps_max": 0}, evaluate_every=0, checkpoint_every=100, row_tokens=64
+    )
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    files = {name: (smollm2 / name).read_bytes() for name in names}
+    run = replayable_run(config, state_every=4, max_steps=3, files=files)  # one state, of policy 0: 1.6 GB
+    published = await trained(tmp_path, run, config, model=smollm2)
+    assert len(set(published.roots)) == 4
+    report = await replayed(published, tmp_path, range(3), model=smollm2)
+    assert [one.outcome for one in report.steps] == [ReplayOutcome.EXACT] * 3, report

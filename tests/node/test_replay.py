@@ -43,7 +43,7 @@ from prime_node.replay.finding import (
 )
 from prime_node.replay.material import Material
 from prime_node.trainer.algorithm_config import AdamW, AdvantageConfig, CriticConfig, KlControlConfig, LossConfig
-from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.config import LoraConfig, TrainerConfig
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.pinned_recipe import NOT_PINNED, config_of, recipe_document
 from prime_node.training_data.feed import StepBatch
@@ -156,8 +156,23 @@ async def test_each_fault_in_what_is_signed_has_its_own_exit_code(tmp_path: Path
 async def test_a_process_that_dies_accuses_no_trainer() -> None:
     """Before, `--nproc` ended with torchrun's 1, as if weights did not follow."""
     dies = [sys.executable, "-c", "import os; os._exit(1)"]
-    assert await launch(dies, asyncio.Event(), unfinished=130, failed=3) == 3
-    assert await launch(dies, asyncio.Event(), unfinished=130) == 1
+    assert await launch(dies, [], asyncio.Event(), unfinished=130, failed=3) == 3
+    assert await launch(dies, [], asyncio.Event(), unfinished=130) == 1
+
+
+async def test_options_of_the_launcher_come_before_two_dashes() -> None:
+    """Before, `replay --nproc 2 -- TARGET` took them for further targets: a usage error."""
+    program = """
+import argparse, pathlib, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("--stop-with-parent", action="store_true", required=True)
+parser.add_argument("--outcome-file", type=pathlib.Path, required=True)
+parser.add_argument("target")
+given = parser.parse_args()
+given.outcome_file.write_text("7" if given.target == "--target" else "8")
+"""
+    command = [sys.executable, "-c", program]
+    assert await launch(command, ["--", "--target"], asyncio.Event(), unfinished=130) == 7
 
 
 async def test_a_withheld_bundle_is_a_finding_of_its_own(tmp_path: Path, whole: PublishedRun) -> None:
@@ -205,6 +220,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "ref_update_interval": 1,
     },
     "tokens chosen by their covariance": {"loss": LossConfig(type="clip_cov")},
+    "adapters that are merged": {"lora": LoraConfig(rank=4, alpha=8)},
     "own code": {"loss": LossConfig(import_path="own_losses:half")},
 }
 
@@ -221,9 +237,7 @@ async def test_recipes_with_further_state_are_exact_also_after_a_kill(
     config = CONFIG.model_copy(update=RECIPES[name])
     published = replayable_run(config)
     with pytest.raises(KilledError):
-        await run_trainer(
-            make_trainer(tmp_path / "run", published, config=config, fuse=Fuse("after publish", 4)), asyncio.Event()
-        )
+        await trained(tmp_path / "run", published, config, fuse=Fuse("after publish", 4))
     await trained(tmp_path / "run", published, config)
     report = await replayed(published, tmp_path)
     assert [one.outcome for one in report.steps] == [ReplayOutcome.EXACT] * STEPS, report

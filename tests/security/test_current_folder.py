@@ -51,10 +51,10 @@ async def test_the_compiler_of_kernels_imports_nothing_from_the_current_folder(
 
 async def test_ranks_of_the_trainer_import_nothing_from_the_current_folder(planted: Path) -> None:
     """This holds by -P for torchrun and by PYTHONSAFEPATH for the processes that it starts."""
-    command = launch.torchrun_command(1, restarts_max=0, arguments=[])
+    command = launch.torchrun_command(1, restarts_max=0)
     assert command[:2] == [sys.executable, "-P"]
     program = "import os, subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', 'import json']))"
-    assert await launch.launch([sys.executable, "-c", program], asyncio.Event(), unfinished=9) == 0
+    assert await launch.launch([sys.executable, "-c", program], [], asyncio.Event(), unfinished=9) == 0
     assert not has_run(planted)
 
 

@@ -22,22 +22,28 @@ SHUTDOWN_S = 60
 """Time after the stop request before remaining ranks are killed."""
 
 
-def torchrun_command(nproc: int, *, restarts_max: int, arguments: Sequence[str], command: str = "trainer") -> list[str]:
-    """Return the torchrun command for this machine.
+def torchrun_command(nproc: int, *, restarts_max: int, command: str = "trainer") -> list[str]:
+    """Return the torchrun command for this machine, up to the command's own arguments.
 
-    Example: torchrun_command(2, restarts_max=3, arguments=["runs/demo"]).
+    Example: torchrun_command(2, restarts_max=3).
     """
     return [
         *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts_max)),
         # After "--" no abbreviation is taken for an option of torchrun.
         *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "--", "prime_node", command),
-        *arguments,
     ]
 
 
-async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int, failed: int | None = None) -> int:
-    """Run the command to its end and return an exit code.
+async def launch(
+    command: Sequence[str],
+    arguments: Sequence[str],
+    stop: asyncio.Event,
+    *,
+    unfinished: int,
+    failed: int | None = None,
+) -> int:
+    """Run the command with its arguments to its end and return an exit code.
 
     It is rank 0's code if there is one; else `unfinished` after a stop request; else `failed`; None: torchrun's.
     """
@@ -45,7 +51,8 @@ async def launch(command: Sequence[str], stop: asyncio.Event, *, unfinished: int
         outcome = Path(folder) / "outcome"
         process = await asyncio.create_subprocess_exec(
             *command,
-            *("--stop-with-parent", "--outcome-file", str(outcome)),
+            *("--stop-with-parent", "--outcome-file", str(outcome)),  # first: behind a "--" they would be no options
+            *arguments,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
             # With the store that torchrun shares with its ranks three of six restarts failed, without it none of six.

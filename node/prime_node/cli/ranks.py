@@ -82,9 +82,9 @@ def launch_ranks(
 
     if nproc % replicas:
         raise LocalError(f"--nproc {nproc}: trainer.ranks.replicas = {replicas} must divide it")
-    whole = torchrun_command(nproc, restarts_max=restarts_max, command=command, arguments=arguments)
+    torchrun = torchrun_command(nproc, restarts_max=restarts_max, command=command)
     return run_role(
-        lambda stop: launch(whole, stop, unfinished=unfinished, failed=failed),
+        lambda stop: launch(torchrun, arguments, stop, unfinished=unfinished, failed=failed),
         stop_with_parent=stop_with_parent,
         grace_s=SHUTDOWN_S + 10.0,
     )

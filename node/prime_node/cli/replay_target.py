@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prime_node.replay.checks import BatchChecks
     from prime_node.replay.finding import ReplayReport, StepFinding
     from prime_node.replay.material import Material
+    from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.step_runner import StepRunner
     from prime_protocol.verdict import Receipt
 
@@ -160,21 +161,21 @@ class _TargetReplay:
 
             if material.run.spec.adapters is not None:
                 raise LocalError("--bound-only reads whole weights, and this run publishes adapters")
-            await check_bounds(
-                material,
-                config_of(document, material.policy, trusted_code=options.code),
-                steps,
-                self.report,
-                self.on_step,
-            )
+            config = config_of(document, material.policy, trusted_code=options.code)
+            await check_bounds(material, config, steps, self.report, self.on_step)
             return
         self._require_bundles(steps)
         model = await given(wire_replay.replay_model(material.source, material.run, folder), "the model files")
+        retrained = None  # its code is not run where nothing is trained
+        if not options.batches_only:
+            retrained = config_of(document, material.policy, trusted_code=options.code)
+        are_needed = options.genesis or (retrained is not None and retrained.asks_environments)
         worlds = {}
-        if options.rewards or options.genesis:
-            worlds = wire_replay.replay_environments(material.run, model, self.grants, folder)
+        if options.rewards or are_needed:
+            advice = "" if are_needed else ". --no-rewards leaves out what needs the run's environments"
+            worlds = wire_replay.replay_environments(material.run, model, self.grants, folder, advice=advice)
         try:
-            await self._with_environments(steps, head, document, worlds, model, folder)
+            await self._with_environments(steps, head, retrained, worlds, model, folder)
         finally:
             wire_replay.end_worlds(worlds)
 
@@ -182,26 +183,25 @@ class _TargetReplay:
         self,
         steps: Sequence[int],
         head: int,
-        document: bytes,
+        retrained: TrainerConfig | None,
         worlds: dict[str, Environment],
         model: Path,
         folder: Path,
     ) -> None:
         from prime_node.replay.checks import BatchChecks, check_batches
-        from prime_node.trainer.pinned_recipe import config_of
 
         material, options = self.material, self.options
         receipts = await self._receipts() if steps else None
         checks = BatchChecks(material, worlds if options.rewards else None, wire.tokenizer(model), receipts)
         feed = wire_replay.replay_feed(material)
         try:
-            if options.batches_only:
+            if retrained is None:
                 await check_batches(checks, feed, steps, self.report, self.on_step)
                 return
             numerics = (await material.signed(steps[0] if steps else 0)).manifest.produced_by.numerics or ""
             runner = wire_replay.replay_runner(
                 material,
-                config_of(document, material.policy, trusted_code=options.code),
+                retrained,
                 feed,
                 worlds,
                 model,

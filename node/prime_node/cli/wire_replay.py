@@ -34,13 +34,13 @@ async def replay_model(source: ReplaySource, run: PinnedRun, folder: Path) -> Pa
 
 
 def replay_environments(
-    run: PinnedRun, model: Path, grants: EnvironmentSettings, folder: Path
+    run: PinnedRun, model: Path, grants: EnvironmentSettings, folder: Path, *, advice: str
 ) -> dict[str, Environment]:
-    """Start the run's environments in a process of their own. Raises LocalError."""
+    """Start the run's environments in a process of their own. Raises LocalError, with the advice."""
     try:
         return wire.environments(run.spec, model, grants, folder=folder)
     except LocalError as error:
-        raise LocalError(f"{error}. --no-rewards leaves out what needs the run's environments") from None
+        raise LocalError(f"{error}{advice}") from None
 
 
 def end_worlds(worlds: dict[str, Environment]) -> None:

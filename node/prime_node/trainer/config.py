@@ -243,6 +243,11 @@ class TrainerConfig(Settings):
         return self.ranks.compute_dtype or ("bf16" if self.on_gpu else "fp32")
 
     @property
+    def asks_environments(self) -> bool:
+        """Whether the environments' own answers are part of a training step."""
+        return TrainingMode.OPSD in {self.mode, *self.environment_modes.values()}
+
+    @property
     def evaluates(self) -> bool:
         """Whether the trainer samples anything itself, so that it needs an engine."""
         is_remax = self.advantage.import_path is None and self.advantage.type == "remax"

@@ -94,7 +94,7 @@ class Recipe:
         optimizer = config.optimizer
         if config.teacher is None and TrainingMode.OPD in (config.mode, *config.environment_modes.values()):
             raise LocalError("mode opd needs a teacher: set trainer.teacher.url and trainer.teacher.model")
-        self_taught = TrainingMode.OPSD in (config.mode, *config.environment_modes.values())
+        self_taught = config.asks_environments
         loss = _loss(config.loss, completion_tokens_max, _distillation(config.distillation))
         advantage = _advantage(config.advantage, completion_tokens_max)
         _check_critic(config, loss, advantage)

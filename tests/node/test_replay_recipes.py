@@ -1,0 +1,44 @@
+"""Re-execution of runs of adapters, and of a policy that teaches itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.node.batch_coordinator import write_model
+from tests.node.replay_world import STEPS, changed, mirrored, replayable_run, replayed, trained
+
+from prime_node.adapters.models.tiny_model import initial_weights
+from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
+from prime_node.cli.replay_target import ReplayOptions, replay_target
+from prime_node.envs.settings import EnvironmentSettings
+from prime_node.replay.finding import ReplayOutcome
+from prime_protocol.adapters import AdapterSpec, unit_for
+from prime_protocol.errors import LocalError
+from prime_protocol.weights import root_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+SELF_TAUGHT = changed(mode="opsd", self_distillation={"policy": "reference"}, filters=())
+
+
+async def test_a_run_of_adapters_is_exact(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    write_safetensors(base / "model.safetensors", initial_weights(base, seed=4))
+    spec = AdapterSpec(base="base", base_root=root_of(read_weights(base)), rank=4, alpha=8, unit_log2=unit_for(4, 8))
+    config = changed(initial_weights=str(base), sft={"steps_max": 0}, evaluate_every=0)
+    published = await trained(tmp_path, replayable_run(config, adapters=spec), config)
+    assert len(set(published.roots)) > 1
+    report = await replayed(published, tmp_path, genesis=True)
+    assert [one.outcome for one in report.steps] == [ReplayOutcome.EXACT] * (STEPS + 1), report
+
+
+async def test_a_policy_that_teaches_itself_is_exact_and_needs_the_environments_answers(tmp_path: Path) -> None:
+    """Before, --no-rewards left the environments out, so that an honest trainer's weights did not follow."""
+    published = await trained(tmp_path, replayable_run(SELF_TAUGHT), SELF_TAUGHT)
+    assert len(set(published.roots)) == STEPS + 1
+    report = await replayed(published, tmp_path)
+    assert [one.outcome for one in report.steps] == [ReplayOutcome.EXACT] * STEPS, report
+
+    mirror = await mirrored(published, tmp_path / "mirror", SELF_TAUGHT)
+    with pytest.raises(LocalError, match=r"^[^-]*echo[^-]*$"):
+        await replay_target(str(mirror), ReplayOptions(steps=(0,), rewards=False), EnvironmentSettings())
