@@ -1,6 +1,10 @@
-"""A coordinator whose run promises re-execution, and a trainer that publishes what it must."""
+"""A coordinator whose run promises re-execution, a trainer that publishes what it must, and recorded runs."""
 
 from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
 
 from tests.node.coordinator_world import TRAINER, World, make_manifest, make_run
 
@@ -12,6 +16,16 @@ from prime_protocol.training_state import TrainingState, TrainingTensor
 
 RECIPE = b"{}"
 PART = b"\0" * 8
+RECORDED = Path(__file__).parent / "recorded"
+"""Folder of runs that earlier code left in the middle of a step (test_upgrade.py)."""
+
+
+def unpacked(archive: Path, folder: Path) -> dict[str, object]:
+    """Unpack a recording, and return what it says of itself."""
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    found: dict[str, object] = json.loads((folder / "recorded.json").read_text(encoding="utf-8"))
+    return found
 
 
 def replayable(bundles: BundleAccess = BundleAccess.PUBLIC) -> PinnedRun:

@@ -135,12 +135,11 @@ async def trained(
 ) -> PublishedRun:
     """Train the whole run, with cheats of the backend if some are given. `model`: another one than the tiny one."""
     model = model or write_model(folder / "model")
+    backend = train_backend(config, published.run.spec, ranks, model=model)
     if cheat:
         backend = CheatingBackend(model, seed=config.seed, threads=1, row_tokens=config.row_tokens)
         for name, value in cheat.items():
             setattr(backend, name, value)
-    else:
-        backend = train_backend(config, published.run.spec, ranks, model=model)
     assert await run_trainer(
         make_trainer(folder, published, config=config, backend=backend, fuse=fuse), asyncio.Event()
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from tests.cases_world import check_each
-from tests.node.archive_world import offer, replayable
+from tests.node.archive_world import RECORDED, offer, replayable, unpacked
 from tests.node.coordinator_world import ANNA, COORDINATOR, World, folder_parts, make_run, running
 from tests.node.operator_world import write_key
 from typer.testing import CliRunner
@@ -27,12 +27,15 @@ from prime_node.cli.run_dir import STATE, RunDir
 from prime_node.coordinator.journal_segments import decode_segment, encode_segment
 from prime_node.coordinator.replay_archive import batch_name
 from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.batches import CHOICE_RULES
 from prime_node.ports.store import LoggedEvent, Segment
+from prime_node.training_data.selection import Ready, choose_ready, is_overdue, stale
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.ledger import LedgerChain, LedgerEntry
 from prime_protocol.replies import TrainBatch
+from prime_protocol.schedule import Selection
 
 RUN = replayable()
 
@@ -74,7 +77,7 @@ def place(made: RunDir, tmp_path: Path) -> RunDir:
 def folded(place: RunDir) -> dict[str, Any]:
     """Return what the command prints, with its exit code."""
     shown = CliRunner().invoke(app, ["coordinator", "replay", str(place.path), "--json"])
-    assert shown.exit_code in (0, 1), shown.exception
+    assert shown.exit_code in (0, 1, 14), shown.exception
     found: dict[str, Any] = json.loads(shown.stdout)
     assert found["ok"] is (shown.exit_code == 0)
     return found
@@ -265,6 +268,75 @@ def test_the_first_row_that_does_not_follow_is_named(made: RunDir, tmp_path: Pat
         assert (found["ok"], found["row"]) == (False, named), found["detail"]
 
     check_each([(fault.__name__, fault) for fault in FAULTS], check)
+
+
+def chosen_by(rules: int, slots: tuple[int, ...] | None = None) -> Callable[[LoggedEvent], LoggedEvent]:
+    """Return a change of a batch's event: another release chose it, perhaps other slots."""
+
+    def change(logged: LoggedEvent) -> LoggedEvent:
+        fields = {"rules": rules} | ({} if slots is None else {"slots": slots})
+        return replace(logged, payload=edited(logged.payload, **fields))
+
+    return change
+
+
+def test_batches_by_the_rules_of_another_release_are_an_outcome_of_their_own(place: RunDir) -> None:
+    """Before, a release that chooses otherwise accused the coordinator of an earlier one."""
+    for nth in range(3):
+        change_event(place, number_of(place, ev.BatchFixed, nth), chosen_by(CHOICE_RULES + 6))
+    found = folded(place)
+    assert (found["ok"], found["outcome"], found["row"]) == (False, "other rules", "")
+    assert (found["other_rules"], found["num_batches"], found["num_published"]) == ({str(CHOICE_RULES + 6): 3}, 4, 4)
+    shown = CliRunner().invoke(app, ["coordinator", "replay", str(place.path)])
+    assert shown.exit_code == 14
+    said = f"made by other rules (version {CHOICE_RULES + 6}); cannot be checked by this release"
+    assert f"3 choices of batches were {said}" in shown.stdout
+
+
+def test_an_event_that_only_another_release_knows_accuses_no_coordinator(place: RunDir) -> None:
+    segment = segments_of(place)[-1]
+    one = decode_segment(segment)
+    events = [replace(one.events[0], payload='{"type": "from_the_future"}'), *one.events[1:]]
+    write_segment(
+        place, replace(segment, payload=encode_segment(replace(one.header, software="99.0"), one.state, events))
+    )
+    shown = CliRunner().invoke(app, ["coordinator", "replay", str(place.path)])
+    assert isinstance(shown.exception, LocalError)
+    assert "release 99.0 wrote this part of the journal" in str(shown.exception)
+
+
+CHOICES = {
+    Selection.READY_FIRST: [(3, 8), (0, 3, 5, 8), None],
+    Selection.WINDOW: [(0, 3), (0, 1, 3, 5), None],
+    Selection.LOWEST_SLOT_FIRST: [(0, 1), (0, 1, 3, 5), None],
+    Selection.LOWEST_VERSION_FIRST: [(0, 8), (0, 1, 5, 8), None],
+    Selection.VERSION_FIFO: [(0, 8), None, None],
+}
+
+
+def test_a_change_of_what_is_chosen_raises_the_version_of_the_rules() -> None:
+    """Archives name this version. If this test fails because other groups are chosen, raise CHOICE_RULES and its number here."""
+    assert CHOICE_RULES == 1
+    ready = [Ready(8, 2, 0), Ready(3, 4, 1), Ready(0, 2, 2), Ready(5, 3, 3), Ready(1, 3, 4), Ready(9, 5, 5)]
+    found = {
+        selection: [
+            choose_ready(ready, count, selection=selection, slots_end=6, begun_versions=[2]) for count in (2, 4, 7)
+        ]
+        for selection in CHOICES
+    }
+    assert found == CHOICES
+    assert stale(ready, step=5, lag_max=2) == (0, 8)
+    assert [is_overdue([3], step=step, lag_max=2) for step in (4, 5)] == [False, True]
+
+
+def test_the_archive_of_earlier_code_follows(tmp_path: Path) -> None:
+    """Its events say nothing of their rules: they are the first ones. A release that raises CHOICE_RULES adds a recording."""
+    unpacked(RECORDED / "run-09d08924.tar.xz", tmp_path)
+    place = RunDir(tmp_path)
+    write_key(place.key("coordinator"), COORDINATOR)
+    shutil.copy(place.public / "run.json", place.run_spec)
+    found = folded(place)
+    assert (found["outcome"], found["num_batches"] > 0, found["num_segments"] > 0) == ("follows", True, True), found
 
 
 async def test_the_oldest_chapters_are_deleted_by_size_and_the_rest_still_folds(tmp_path: Path) -> None:

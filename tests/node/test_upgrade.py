@@ -7,13 +7,12 @@ the commit before it; those that exist stay.
 from __future__ import annotations
 
 import asyncio
-import json
-import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.node.archive_world import RECORDED, unpacked
 from tests.node.coordinator_world import ANNA, TRAINER, folder_parts, running
 from tests.node.spool_world import flush_all, make_spool
 
@@ -29,8 +28,6 @@ from prime_protocol.manifest import open_manifest
 from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import open_run_spec
 
-RECORDED = sorted((Path(__file__).parent / "recorded").glob("run-*.tar.xz"))
-
 
 class RecordedClock(SystemClock):
     """A clock that continues at the time of a recording."""
@@ -42,15 +39,7 @@ class RecordedClock(SystemClock):
         return super().now_ms() + self._ahead_ms
 
 
-def unpacked(archive: Path, folder: Path) -> dict[str, object]:
-    """Unpack a recording, and return what it says of itself."""
-    with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
-    found: dict[str, object] = json.loads((folder / "recorded.json").read_text(encoding="utf-8"))
-    return found
-
-
-@pytest.mark.parametrize("archive", RECORDED, ids=lambda path: path.name.split(".")[0])
+@pytest.mark.parametrize("archive", sorted(RECORDED.glob("run-*.tar.xz")), ids=lambda path: path.name.split(".")[0])
 async def test_a_run_of_earlier_code_continues_and_keeps_all_that_was_promised(tmp_path: Path, archive: Path) -> None:
     recorded = await asyncio.to_thread(unpacked, archive, tmp_path)
     public = tmp_path / "coordinator" / "public"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.journal_replay import JournalReport
 
 ROW_DIFFERS = 1
+OTHER_RULES = 14
 NOTES_SHOWN = 3
 
 
@@ -36,11 +37,12 @@ def coordinator_replay(
 
     \b
     Exit codes: 0 all follows; 1 a row does not; 3 cannot say: nothing is archived, another release wrote it, or this machine
-    is at fault.
+    is at fault; 14 all that can be checked follows, but batches were chosen by the rules of another release.
 
     \b
-    --json prints one object: ok, row and detail of the first row that does not follow, run, first and last event, num_segments,
-    num_lines, num_batches, num_published, state, ledger: {num_lines, digest}, notes.
+    --json prints one object: ok, outcome (follows, does not follow, other rules), row and detail of the first row that does not
+    follow, run, first and last event, num_segments, num_lines, num_batches, num_published, other_rules: {version: choices},
+    state, ledger: {num_lines, digest}, notes.
     """
     from prime_node.cli.wire_store import EMBEDDED, store_setting
     from prime_node.coordinator.journal_replay import RowFault
@@ -63,12 +65,18 @@ def coordinator_replay(
     finally:
         if lock is not None:
             lock.release()
+    code = ROW_DIFFERS if fault is not None else OTHER_RULES if report.other_rules else 0
     if as_json:
-        found = {"row": "" if fault is None else fault.row, "detail": "" if fault is None else fault.detail}
-        print(json.dumps({"ok": fault is None, **found, "run": pinned.digest, **asdict(report)}))
+        outcome = {0: "follows", ROW_DIFFERS: "does not follow", OTHER_RULES: "other rules"}[code]
+        found = {
+            "outcome": outcome,
+            "row": "" if fault is None else fault.row,
+            "detail": "" if fault is None else fault.detail,
+        }
+        print(json.dumps({"ok": code == 0, **found, "run": pinned.digest, **asdict(report)}))
     else:
         _print(report, fault)
-    raise typer.Exit(0 if fault is None else ROW_DIFFERS)
+    raise typer.Exit(code)
 
 
 async def _fold(run_dir: RunDir, store: str, report: JournalReport) -> None:
@@ -87,6 +95,8 @@ def _empty_report() -> JournalReport:
 
 
 def _print(report: JournalReport, fault: Exception | None) -> None:
+    from prime_node.coordinator.state.batches import CHOICE_RULES
+
     for note in report.notes[:NOTES_SHOWN]:
         say(f"note {note}")
     if len(report.notes) > NOTES_SHOWN:
@@ -99,5 +109,10 @@ def _print(report: JournalReport, fault: Exception | None) -> None:
     say(
         f"ok   events {report.first} to {report.last} in {report.num_segments} segments fold to state {report.state[:16]}",
         f"ok   {report.num_lines} lines of the ledger follow; it has {report.ledger.num_lines}, to {report.ledger.digest[:16]}",
-        f"ok   {report.num_batches} batches follow; {report.num_published} of them were compared with what was published",
+        f"ok   {report.num_batches} batches; {report.num_published} of them were compared with what was published",
+        *(
+            f"?    {count} choices of batches were made by other rules (version {version}); cannot be checked by this release, "
+            f"which has version {CHOICE_RULES}"
+            for version, count in sorted(report.other_rules.items())
+        ),
     )

@@ -25,6 +25,7 @@ EXIT_CODES = (
     ("5", "a trainer was asked to stop before the run was over"),
     ("6", "a fault that may pass, of a database or a bucket; a service starts again"),
     ("7 to 13", "what `prime-node replay` finds; its help names each"),
+    ("14", "what `prime-node coordinator replay` cannot check: batches chosen by another release's rules"),
     ("130", "interrupted"),
 )
 

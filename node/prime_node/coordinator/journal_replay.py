@@ -5,7 +5,7 @@ The state machine is the one that the coordinator runs (state/tick.py). Checked 
     (1) the segments: their chain of digests, and that no event is missing between them
     (2) the state after each segment, and the newest snapshot, by digest
     (3) each batch: its slots are those that `choose_batch` takes in the state in which it was chosen, and a published batch
-        holds these groups; groups that were dropped as too old were
+        holds these groups; groups that were dropped as too old were. What was chosen by other rules (CHOICE_RULES) is counted
     (4) each line of the ledger since then: its receipt is the one that the event settles; chain and signed head agree
 
 What was before the oldest segment is not known here. The events themselves are the coordinator's word: peers sign bundles, not
@@ -25,7 +25,7 @@ from prime_node.coordinator.journal_segments import DamagedSegment, LedgerPoint,
 from prime_node.coordinator.replay_archive import batch_name
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import snapshot
-from prime_node.coordinator.state.batches import choose_batch, next_step, stale_slots
+from prime_node.coordinator.state.batches import CHOICE_RULES, choose_batch, next_step, stale_slots
 from prime_node.coordinator.state.effects import Settled
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
@@ -67,6 +67,8 @@ class JournalReport:
     num_batches: int = 0
     num_published: int = 0
     """Batches among them that were compared with their published document."""
+    other_rules: dict[int, int] = field(default_factory=dict)
+    """Version of the rules of choice -> batches, and groups dropped as too old, that another release chose by them."""
     state: str = ""
     """Digest of the state after the last event."""
     ledger: LedgerPoint = field(default_factory=lambda: LedgerPoint(0, ""))
@@ -125,15 +127,15 @@ class JournalReplay:
                     raise RowFault(
                         _named(header.first, end), "it begins with another state than the one before it ends"
                     )
-            self._note_choices(one.events)
+            self._note_choices(one.events, header.software)
             before = one
         last = 0 if before is None else before.header.first + before.header.num_events - 1
         self._note_choices([logged async for logged in self.store.events(after=last)])
 
-    def _note_choices(self, events: Sequence[LoggedEvent]) -> None:
+    def _note_choices(self, events: Sequence[LoggedEvent], software: str = __version__) -> None:
         for logged in events:
             if '"batch_fixed"' in logged.payload:
-                event = _event_of(logged)
+                event = _event_of(logged, software)
                 if isinstance(event, ev.BatchFixed):
                     self._asked.add(event.chosen_after)
 
@@ -151,7 +153,7 @@ class JournalReplay:
             if one.state:
                 self._state = await asyncio.to_thread(_state_of, one)
             name = _named(header.first, header.first + header.num_events - 1)
-            await self._apply_all(one.events)
+            await self._apply_all(one.events, header.software)
             closing = await asyncio.to_thread(_digest_of_state, self._state)
             if closing != header.closing:
                 _require_release(header.software)
@@ -189,19 +191,23 @@ class JournalReplay:
             )
         report.ledger, report.state = expected, await asyncio.to_thread(_digest_of_state, self._state)
 
-    async def _apply_all(self, events: Sequence[LoggedEvent]) -> None:
+    async def _apply_all(self, events: Sequence[LoggedEvent], software: str = __version__) -> None:
         for logged in events:
             if logged.number != self.report.last + 1:
                 raise RowFault(f"event {self.report.last + 1}", "it is missing in the journal")
-            await self._apply(logged)
+            await self._apply(logged, _event_of(logged, software))
             self.report.last = logged.number
 
-    async def _apply(self, logged: LoggedEvent) -> None:
+    async def _apply(self, logged: LoggedEvent, event: ev.Event) -> None:
         """Fold one event. Raises RowFault if it cannot follow the ones before it."""
-        event, state = _event_of(logged), self._state
+        state = self._state
         if isinstance(event, ev.BatchFixed):
             self._check_choice(logged.number, event)
-        if isinstance(event, ev.GroupsDropped) and event.slots != stale_slots(state, next_step(state)):
+        if (
+            isinstance(event, ev.GroupsDropped)
+            and self._knows_rules(event)
+            and event.slots != stale_slots(state, next_step(state))
+        ):
             raise RowFault(f"event {logged.number}", f"slots {_few(event.slots)} were dropped as too old, and are not")
         try:
             effects = tick(state, event, logged.at_ms)
@@ -219,8 +225,17 @@ class JournalReplay:
         if isinstance(event, ev.BatchFixed):
             await self._compare_published(logged.number, event)
 
+    def _knows_rules(self, event: ev.BatchFixed | ev.GroupsDropped) -> bool:
+        """Return whether this release chooses by the rules of an event; count the event if not."""
+        if event.rules == CHOICE_RULES:
+            return True
+        self.report.other_rules[event.rules] = self.report.other_rules.get(event.rules, 0) + 1
+        return False
+
     def _check_choice(self, number: int, event: ev.BatchFixed) -> None:
         self.report.num_batches += 1
+        if not self._knows_rules(event):
+            return
         if event.chosen_after < self.report.first:  # before the archive, or of a release that did not note it
             self.report.notes.append(f"event {number}: the state in which batch {event.step} was chosen is not known")
             return
@@ -327,10 +342,11 @@ class _LedgerWalk:
         return digest_of(lines[0].encode()) if lines else ""
 
 
-def _event_of(logged: LoggedEvent) -> ev.Event:
+def _event_of(logged: LoggedEvent, software: str) -> ev.Event:
     try:
         return ev.event_from_json(logged.payload)
     except ValueError:
+        _require_release(software)
         raise RowFault(f"event {logged.number}", "this release knows no such event") from None
 
 

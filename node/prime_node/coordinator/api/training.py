@@ -10,7 +10,14 @@ from prime_node.coordinator.api.statements import BatchSeals
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batches import choose_batch, forgettable_step, next_step, stale_slots, stored_of
+from prime_node.coordinator.state.batches import (
+    CHOICE_RULES,
+    choose_batch,
+    forgettable_step,
+    next_step,
+    stale_slots,
+    stored_of,
+)
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.waiting import Notifications
@@ -97,7 +104,7 @@ class TrainerBatches:
             and all(stored_of(state, slot) == digests for slot, digests in stored.items())
         ):
             with spanned("batch", of_step(request.step), step=request.step, part=part, num_groups=len(chosen.slots)):
-                self.decisions.decide(ev.BatchFixed(request.step, chosen.slots, chosen.after))
+                self.decisions.decide(ev.BatchFixed(request.step, chosen.slots, chosen.after, CHOICE_RULES))
         return part < len(state.batches.get(request.step, ()))
 
     def _choose(self, request: BatchRequest) -> Choice | None:
@@ -108,7 +115,7 @@ class TrainerBatches:
         if request.step != next_step(state):
             return None
         if old := stale_slots(state, request.step):
-            self.decisions.decide(ev.GroupsDropped(old))
+            self.decisions.decide(ev.GroupsDropped(old, CHOICE_RULES))
             log.info("step %d: %d groups became too old; their slots are leased again", request.step, len(old))
         if request.part != len(state.batches.get(request.step, ())) or (slots := choose_batch(state)) is None:
             return None

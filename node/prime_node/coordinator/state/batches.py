@@ -27,6 +27,10 @@ from prime_node.coordinator.state.slot_records import StepSlots
 from prime_node.training_data.selection import Ready, choose_ready, is_overdue, stale
 from prime_protocol.schedule import Selection, StalePolicy
 
+CHOICE_RULES = 1
+"""Version of the rules by which `choose_batch` and `stale_slots` choose. A change of what they choose raises it: `coordinator
+replay` then accuses no coordinator that chose by the rules of its own release."""
+
 
 def forgettable_step(state: State, durable_step: int) -> int:
     """Return the step before which batches may be forgotten, for a trainer that would resume at `durable_step`.

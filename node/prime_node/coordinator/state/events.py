@@ -68,10 +68,7 @@ class WorkersLost:
 
 @carrier(frozen=True, slots=True)
 class WorkerBanned:
-    """Event: the operator bans a worker.
-
-    A ban by strikes follows from a verdict and needs no event of its own.
-    """
+    """Event: the operator bans a worker. A ban by strikes follows from a verdict, without an event of its own."""
 
     worker: str
     reason: str
@@ -237,6 +234,8 @@ class BatchFixed:
     slots: tuple[int, ...]
     chosen_after: int = 0
     """Event in whose state the batch was chosen: its bytes were read since. 0: unknown."""
+    rules: int = 1
+    """CHOICE_RULES of the release that chose it (batches.py)."""
     type: Literal["batch_fixed"] = "batch_fixed"
 
 
@@ -245,6 +244,8 @@ class GroupsDropped:
     """Event: accepted groups became too old before a batch took them: their slots are leased again."""
 
     slots: tuple[int, ...]
+    rules: int = 1
+    """CHOICE_RULES of the release that dropped them."""
     type: Literal["groups_dropped"] = "groups_dropped"
 
 
