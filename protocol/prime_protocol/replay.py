@@ -33,3 +33,6 @@ class ReplayPolicy(WireModel):
     """Days for which public bundles are kept."""
     bundles: BundleAccess = BundleAccess.PUBLIC
     """Who may read the bundles."""
+    bytes_max: int = Field(default=0, ge=0, le=limits.COUNT_MAX, exclude_if=lambda value: value == 0)
+    """Bytes of public bundles and training states above which those of the oldest policies go before their days are over. 0: no
+    such bound. The newest training state stays, and what a re-execution from it on needs."""

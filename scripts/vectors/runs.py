@@ -12,6 +12,7 @@ from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.noise import SEED_MAX
+from prime_protocol.replay import ReplayPolicy
 from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RunSpec
 from prime_protocol.schedule import Schedule
@@ -59,6 +60,8 @@ def runs(folder: Folder) -> Envelope:
     gated = seal(bounded, PayloadType.RUN_SPEC, ROOT)
     shared = spec.model_copy(update={"coordinators": ("https://a.example.org", "http://203.0.113.6:8400")})
     several = seal(shared, PayloadType.RUN_SPEC, ROOT)
+    promised = spec.model_copy(update={"replay": ReplayPolicy(recipe=digest_of(b"recipe"), bytes_max=2**40)})
+    repeatable = seal(promised, PayloadType.RUN_SPEC, ROOT)
     elsewhere = seal(
         spec.model_copy(update={"coordinators": ("http://a.example.org/reboot",)}), PayloadType.RUN_SPEC, ROOT
     )
@@ -84,6 +87,12 @@ def runs(folder: Folder) -> Envelope:
                 "text": several.to_bytes().decode(),
                 "pinned": several.digest,
                 "expect": fields(shared),
+            },
+            {
+                "name": "a promise of re-execution within bytes",
+                "text": repeatable.to_bytes().decode(),
+                "pinned": repeatable.digest,
+                "expect": fields(promised),
             },
             wire | {"name": "another run", "pinned": digest_of(b"other"), "error": E.WRONG_RUN},
             *(

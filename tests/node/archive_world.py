@@ -28,8 +28,10 @@ def unpacked(archive: Path, folder: Path) -> dict[str, object]:
     return found
 
 
-def replayable(bundles: BundleAccess = BundleAccess.PUBLIC) -> PinnedRun:
-    policy = ReplayPolicy(recipe=digest_of(RECIPE), state_every=2, state_days=3.0, bundle_days=1.0, bundles=bundles)
+def replayable(bundles: BundleAccess = BundleAccess.PUBLIC, *, bytes_max: int = 0) -> PinnedRun:
+    policy = ReplayPolicy(
+        recipe=digest_of(RECIPE), state_every=2, state_days=3.0, bundle_days=1.0, bundles=bundles, bytes_max=bytes_max
+    )
     return make_run(async_level=0, replay=policy)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -111,10 +111,18 @@ def one_group_less(samples: Sequence[TrainSample]) -> list[TrainSample]:
 
 
 def replayable_run(
-    config: TrainerConfig = CONFIG, *, state_every: int = 2, max_steps: int = STEPS, **changes: Any
+    config: TrainerConfig = CONFIG,
+    *,
+    state_every: int = 2,
+    max_steps: int = STEPS,
+    promise: Mapping[str, Any] | None = None,
+    **changes: Any,
 ) -> PublishedRun:
-    """Return a run that pins the settings, before its first policy. `changes` are those of `make_run`."""
-    policy = ReplayPolicy(recipe=digest_of(recipe_document(config)), state_every=state_every)
+    """Return a run that pins the settings, before its first policy.
+
+    `promise` has further fields of its ReplayPolicy, and `changes` are those of `make_run`.
+    """
+    policy = ReplayPolicy(recipe=digest_of(recipe_document(config)), state_every=state_every, **(promise or {}))
     return PublishedRun(make_run(max_steps=max_steps, replay=policy, **changes))
 
 

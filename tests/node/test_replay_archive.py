@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.node.archive_world import RECIPE, offer, replayable, state_of
+from tests.node.archive_world import PART, RECIPE, offer, replayable, state_of
 from tests.node.batch_coordinator import BatchCoordinator
 from tests.node.batch_coordinator import make_run as make_batch_run
 from tests.node.coordinator_process import WrongClock
@@ -73,6 +73,39 @@ async def test_a_published_step_has_its_batch_and_bundles_in_public_for_the_prom
 async def _holds(parts: Parts, bundles: set[str], are_gone: bool, index: str, is_state_kept: bool) -> bool:
     gone = [not await parts.public.has(bundle) for bundle in bundles]
     return all(gone) is are_gone and await parts.public.has(index) is is_state_kept
+
+
+@pytest.mark.parametrize("bytes_max", [6_000, 1])
+async def test_what_the_oldest_policies_need_goes_when_all_has_more_bytes_than_promised(bytes_max: int) -> None:
+    run = replayable(bytes_max=bytes_max)
+    parts = memory_parts(run, checkpoints_kept=1)
+    needed: list[set[str]] = []
+    sizes: list[int] = []
+
+    async def published(*digests: str) -> None:
+        await offer(world)
+        needed.append(set(digests))
+        part = len(PART) * any(digest_of(state_of(run, len(sizes))) == digest for digest in digests)
+        sizes.append(part + sum([await parts.public.size(digest) for digest in digests]))
+
+    async def is_kept_as_promised() -> bool:
+        kept = [all([await parts.public.has(digest) for digest in digests]) for digests in needed]
+        return kept == [sum(sizes[version:]) <= bytes_max or version >= 6 for version in range(8)]
+
+    async with running(parts) as world:
+        await world.client(TRAINER).put_blob(RECIPE)
+        await published(digest_of(state_of(run, 0)))
+        await world.join(ANNA)
+        for step in range(7):  # policies 0, 2, 4 and 6 have a state
+            batch = await world.fill(step)
+            states = [digest_of(state_of(run, step + 1))] if step % 2 else []
+            await published(*{group.bundle for group in batch.groups}, *states)
+        await world.until(is_kept_as_promised)
+        assert 6_000 < sum(sizes) < 20_000
+    again = replace(parts, web=AiohttpServer(), metrics=PrometheusMetrics())
+    async with running(again) as world:  # reads first what is left
+        await world.status()
+        await world.until(is_kept_as_promised)
 
 
 class CountedDocuments(MemoryDocuments):

@@ -1,4 +1,4 @@
-"""Re-execution of runs of adapters, and of a policy that teaches itself."""
+"""Re-execution of runs of adapters, of a policy that teaches itself, and of a run that keeps so many bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from prime_node.envs.settings import EnvironmentSettings
 from prime_node.replay.finding import ReplayOutcome
 from prime_protocol.adapters import AdapterSpec, unit_for
 from prime_protocol.errors import LocalError
+from prime_protocol.limits import REPLAY_DAYS_MAX
+from prime_protocol.training_state import TrainingState
 from prime_protocol.weights import root_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SELF_TAUGHT = changed(mode="opsd", self_distillation={"policy": "reference"}, filters=())
 
 
@@ -42,3 +44,22 @@ async def test_a_policy_that_teaches_itself_is_exact_and_needs_the_environments_
     mirror = await mirrored(published, tmp_path / "mirror", SELF_TAUGHT)
     with pytest.raises(LocalError, match=r"^[^-]*echo[^-]*$"):
         await replay_target(str(mirror), ReplayOptions(steps=(0,), rewards=False), EnvironmentSettings())
+
+
+async def test_steps_that_the_promised_bytes_do_not_hold_are_not_in_the_draw(tmp_path: Path) -> None:
+    """States have the same size once there are moments, and the promise holds two: step 3 is the first that must be there."""
+    probe = await trained(tmp_path / "probe", replayable_run(max_steps=2))
+    index = TrainingState.model_validate_json(probe.blobs[str(probe.manifests[2].manifest.produced_by.training_state)])
+    size = sum(part.size for part in index.parts)
+    promise = {"bytes_max": round(2.5 * size), "state_days": REPLAY_DAYS_MAX, "bundle_days": REPLAY_DAYS_MAX}
+    published = await trained(tmp_path / "run", replayable_run(promise=promise))  # dated 1970
+    mirror = await mirrored(published, tmp_path / "mirror")
+    drawn = await replay_target(str(mirror), ReplayOptions(sample=9, bound_only=True), EnvironmentSettings())
+    assert [one.step for one in drawn.steps] == [3]
+    assert any("steps 0 to 2 were not in the draw" in note and "GiB" in note for note in drawn.notes)
+
+    first = str(published.manifests[0].manifest.produced_by.training_state)
+    (mirror / "blobs" / first[:2] / first).unlink()
+    gone = await replay_target(str(mirror), ReplayOptions(steps=(0,), rewards=False), EnvironmentSettings())
+    assert gone.outcome is ReplayOutcome.WITHHELD
+    assert "the RunSpec promises states and bundles of 36500 days, or the newest" in gone.notes[-1]

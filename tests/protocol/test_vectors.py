@@ -72,6 +72,7 @@ FROZEN = {
     "v1.16": "fdb54fe5fe4efd882a34a74dcfc48fe1dacf193811ddb82fde2ece8fa6a4af6d",
     "v1.17": "d07cef70d8f01be149589521aef586d69a0be7a18a9b0f07d90f919111a62efd",
     "v1.18": "98cc6aa29b7addbb087a10797add9a36b77ed7968ccbff4c975852675c2a537a",
+    "v1.19": "1d5fffabb40b07c14d378a0ea11ec18a0d83634751d4e95c77adb67a72381deb",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 

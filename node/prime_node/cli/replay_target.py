@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     OnStep = Callable[[StepFinding], None]
 
 DAY_MS = 86_400_000
+STATES_SHARE = 0.9
+"""Share of the bytes of a promise that training states take; bundles take the rest."""
 DATES_READ = 64
 """Manifests, of those that their dates exclude from a draw, whose dates are compared."""
 
@@ -143,6 +145,10 @@ class _TargetReplay:
         try:
             await self._chosen(scratch.path)
         except (Withheld, Unfaithful) as error:
+            if isinstance(error, Withheld) and self.material.policy.bytes_max:
+                self.report.notes.append(
+                    f"the RunSpec promises states and bundles of {self._promise} and no older ones"
+                )
             first = next(iter(self.options.steps), -1 if self.options.genesis else 0)
             self.on_step(self.report.end(error, first))
         finally:
@@ -251,25 +257,42 @@ class _TargetReplay:
     async def _first_promised(self, head: int) -> int:
         """Return the first step whose material the source must still have; 0 for an old copy, which may have all or none."""
         policy = self.material.policy
-        days = min(policy.state_days, policy.bundle_days)
 
         async def date_of(version: int) -> int:
             return (await self.material.signed(version)).manifest.created_at_ms
 
+        days = min(policy.state_days, policy.bundle_days)
         young = await first_young(date_of, head, wire.clock().now_ms() - round(days * DAY_MS))
+        young = max(young, await self._first_fitting(head))
         first = young + policy.state_every - 1 if young else 0
         if first >= head:
             self.report.notes.append(
-                f"by the trainer's dates every step is older than the {days:g} days of the RunSpec's promise, or begins at a "
+                f"by the trainer's dates every step is older than the {self._promise} of the RunSpec's promise, or begins at a "
                 "training state that is: all were in the draw"
             )
             return 0
         if first:
             self.report.notes.append(
                 f"steps 0 to {first - 1} were not in the draw: by the trainer's dates they, or the states where they "
-                f"begin, are older than the {days:g} days of the RunSpec's promise; --step N tries one"
+                f"begin, are older than the {self._promise} of the RunSpec's promise; --step N tries one"
             )
         return first
+
+    @property
+    def _promise(self) -> str:
+        policy = self.material.policy
+        days = f"{min(policy.state_days, policy.bundle_days):g} days"
+        return f"{days}, or the newest {policy.bytes_max / 2**30:.3g} GiB," if policy.bytes_max else days
+
+    async def _first_fitting(self, head: int) -> int:
+        """Return the first policy that the bound on bytes leaves, as the size of the newest training state tells: an estimate."""
+        policy = self.material.policy
+        if not policy.bytes_max:
+            return 0
+        newest = await self.material.state_before(head)
+        size = sum(part.size for part in (await self.material.state_index(newest)).parts)
+        kept = max(1, int(STATES_SHARE * policy.bytes_max) // size)
+        return max(0, newest - (kept - 1) * policy.state_every)
 
     def _require_bundles(self, steps: Sequence[int]) -> None:
         from prime_protocol.replay import BundleAccess

@@ -94,6 +94,14 @@ class ReplayConfig(BaseModel):
     bundles: BundleAccess = BundleAccess.PUBLIC
     """Readers of the bundles: public, everyone; or none, only validators and the trainer, so that strangers can check but the
     batches' signatures, the learning rates and the bound on each weight's movement."""
+    gib_max: float = Field(default=0.0, ge=0.0, le=2.0**20)
+    """GiB of these states and bundles above which those of the oldest policies are deleted before their days are over; 0: no
+    such bound. It is part of the promise, so strangers know of it."""
+
+    def policy(self, *, recipe: str) -> ReplayPolicy:
+        """Return the RunSpec's promise."""
+        promised = self.model_dump(exclude={"gib_max"})
+        return ReplayPolicy(recipe=recipe, bytes_max=round(self.gib_max * 2**30), **promised)
 
 
 class RunConfig(Settings):
@@ -271,7 +279,7 @@ def build_run_spec(
             checks=checks,
             schedule=config.schedule,
             adapters=adapters,
-            replay=None if config.replay is None else ReplayPolicy(recipe=digest_of(recipe), **dict(config.replay)),
+            replay=None if config.replay is None else config.replay.policy(recipe=digest_of(recipe)),
             seed_chain=committed(
                 chain_of(secret_of(keys["coordinator"]), min(config.max_steps, limits.SEED_CHAIN_LENGTH_MAX)),
                 prompts=True,

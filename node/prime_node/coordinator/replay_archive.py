@@ -2,7 +2,7 @@
 
 The batch of each published policy is a document that stays. Its bundles and the validators' logprobs of them become public blobs
 when the policy is published; a training state comes as public blobs of the trainer. Both are deleted when they are as old as the
-RunSpec says, by the dates of their manifests.
+RunSpec says, by the dates of their manifests, or when all of them have more bytes than it says: then the oldest policies' go.
 
 Each manifest, batch and state's index is read once per start. While one of them is damaged, nothing is deleted: what it names
 would be unknown.
@@ -77,6 +77,8 @@ class ReplayArchive:
     _first_kept: dict[str, int] = field(default_factory=lambda: {"bundles": 1, "states": 0})
     _digests: dict[str, dict[int, bytes]] = field(default_factory=lambda: {"bundles": {}, "states": {}})
     """Digests of each kept policy's blobs, one after another, that of a state's index last. A million take 32 MB."""
+    _sizes: dict[str, dict[int, int]] = field(default_factory=lambda: {"bundles": {}, "states": {}})
+    """Bytes of these blobs, in a run that bounds them. A bundle counts for each policy whose batch has a group of it."""
     _due_ms: int = 0
     """Time before which nothing becomes too old."""
     _complaint: str = ""
@@ -113,6 +115,8 @@ class ReplayArchive:
         for part, envelope in enumerate(self._sealed(step)):
             await self.published.write(batch_name(step, part), envelope.to_bytes())
         await self._copy_bundles(step)
+        if self.policy.bytes_max:
+            self._due_ms = 0  # what is published now may be too much
 
     async def keep_ahead(self, manifest: Manifest) -> None:
         """Publish the bundles behind the next policy before its turn, so that `keep` need not copy them while others wait."""
@@ -149,15 +153,16 @@ class ReplayArchive:
         raise RemoteError(ErrorCode.NOT_FOUND, f"batch {part} of step {step} is not published")
 
     async def forget_old(self) -> None:
-        """Delete bundles and training states that are older than promised. What fails is logged, and tried again in an hour."""
+        """Delete bundles and training states that are older, or more, than promised. What fails is tried again in an hour."""
         now_ms, more, complaint = self.clock.now_ms(), False, ""
         if self.policy is None or now_ms < self._due_ms:
             return
         try:
             await self._read_digests()  # most of them before the turn, for which publications wait
             async with self.manifests.turn:
+                fitting = self._first_fitting()
                 for kind, days in (("bundles", self.policy.bundle_days), ("states", self.policy.state_days)):
-                    more |= await self._forget(kind, before_ms=now_ms - round(days * _DAY_MS))
+                    more |= await self._forget(kind, before_ms=now_ms - round(days * _DAY_MS), before=fitting)
         except (RemoteError, OSError) as error:
             complaint = error.detail if isinstance(error, RemoteError) else str(error)
             if complaint != self._complaint:
@@ -183,8 +188,24 @@ class ReplayArchive:
         ]
         return await asyncio.to_thread(_split, kept)
 
-    async def _forget(self, kind: str, *, before_ms: int) -> bool:
-        """Delete the oldest material of a kind. Return whether there may be more.
+    def _first_fitting(self) -> int:
+        """Return the first policy whose material may stay, so that all from it on has no more bytes than promised.
+
+        The newest training state stays, and the bundles of the steps after it.
+        """
+        assert self.policy is not None
+        states, bundles = self._sizes["states"], self._sizes["bundles"]
+        newest = max((version for version, size in states.items() if size), default=0)
+        left, version = self.policy.bytes_max, self.decisions.state.head + 1
+        while self.policy.bytes_max and version > 0:
+            version -= 1
+            left -= states.get(version, 0) + bundles.get(version, 0)
+            if left < 0 and version < newest:
+                return version + 1
+        return 0
+
+    async def _forget(self, kind: str, *, before_ms: int, before: int) -> bool:
+        """Delete the oldest material of a kind: dated before a time, or of policies before one. Return whether there may be more.
 
         The document follows, and a state's index goes last, so that after a crash between the deletion is repeated.
         """
@@ -192,7 +213,7 @@ class ReplayArchive:
         await self._read_digests()
         known, first = self._digests[kind], self._first_kept[kind]
         version, end = first, min(first + _FORGOTTEN_MAX, self.decisions.state.head + 1)
-        while version < end and (await self._manifest(version)).created_at_ms < before_ms:
+        while version < end and (version < before or (await self._manifest(version)).created_at_ms < before_ms):
             version += 1
         if version == first:
             return False
@@ -213,14 +234,18 @@ class ReplayArchive:
         self._first_kept = first_kept
         for each in range(first, version):
             del known[each]
-        log.info("deleted the %s of policies %d to %d, which are older than promised", kind, first, version - 1)
+            self._sizes[kind].pop(each, None)
+        log.info("deleted the %s of policies %d to %d, which are older or more than promised", kind, first, version - 1)
         return version == first + _FORGOTTEN_MAX
 
     async def _read_digests(self) -> None:
         """Read which blobs each kept policy has, if this is not known yet. Raise RemoteError or OSError."""
 
         async def read(kind: str, version: int) -> None:
-            self._digests[kind][version] = await self._blobs_of(kind, version)
+            found = await self._blobs_of(kind, version)
+            if self.policy is not None and self.policy.bytes_max:
+                self._sizes[kind][version] = sum([await self._size(digest) for digest in _split([found])])
+            self._digests[kind][version] = found
 
         unknown = [
             partial(read, kind, version)
@@ -229,6 +254,12 @@ class ReplayArchive:
             if version not in self._digests[kind]
         ]
         await at_once(unknown, most=_TRANSFERS_MAX)
+
+    async def _size(self, digest: str) -> int:
+        try:
+            return await self.public.size(digest)
+        except KeyError:  # a lost bundle
+            return 0
 
     async def _blobs_of(self, kind: str, version: int) -> bytes:
         if kind == "states":
