@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket as sockets
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from prime_node.cli import wire
 from prime_node.cli.operator import Operator
 from prime_node.cli.run_status import named_keys, status_at
-from prime_node.pages.assets import PAGE_HEADERS, file_answer, index_answer
-from prime_node.pages.loopback import BODY_BYTES_MAX, LoopbackGate, is_loopback_host
-from prime_node.ports.web import CallerBounds, Handler, Request, Response, Route
+from prime_node.pages.loopback import LoopbackGate, is_loopback_host
+from prime_node.pages.loopback_routes import json_answer, order_route, page_routes, parsed_form
+from prime_node.ports.web import CallerBounds, Request, Response, Route
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.requests import AdminRequest
@@ -38,16 +36,6 @@ HIDDEN = ("workers", "usable", "evaluations", "steps", "validators")
 """Parts of the status that the page does not show as they are."""
 SHOWN = ("worker", "name", "state", "active", "accepted", "refused", "strikes", "newcomer", "banned")
 """Fields of a worker that the page shows."""
-
-Body = TypeVar("Body", bound=BaseModel)
-
-
-class SessionAsked(BaseModel):
-    """Body of a request for a session."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    key: str = Field(max_length=200)
 
 
 class InviteOrder(BaseModel):
@@ -69,29 +57,13 @@ class OperatorPages:
     def routes(self) -> list[Route]:
         """Return the routes, each behind the gate."""
         gate = self.gate
-
-        def order(path: str, handler: Handler) -> Route:
-            return Route("POST", path, gate.changing(handler), BODY_BYTES_MAX, gate.admit_change)
-
         return [
-            Route("GET", "/", gate.public(self._index)),
-            Route("GET", "/page/{name}", gate.public(self._file)),
-            Route("POST", "/v1/session", self._session, BODY_BYTES_MAX, gate.admit_key),
+            *page_routes(gate, FILES_IN),
             Route("GET", "/v1/view", gate.private(self._view)),
             Route("GET", "/v1/keys/{ending}", gate.private(self._find)),
-            order("/v1/order", self._order),
-            order("/v1/invite", self._invite),
+            order_route(gate, "/v1/order", self._order),
+            order_route(gate, "/v1/invite", self._invite),
         ]
-
-    async def _index(self, request: Request) -> Response:
-        return index_answer(request, FILES_IN)
-
-    async def _file(self, request: Request) -> Response:
-        return file_answer(request, FILES_IN)
-
-    async def _session(self, request: Request) -> Response:
-        self.gate.admit_key(request, len(request.body))  # also of a request without a body
-        return _json({"session": self.gate.begin(_parsed(request.body, SessionAsked).key)})
 
     async def _view(self, request: Request) -> Response:
         """Return what the page shows: the public status, and what the run's folder knows."""
@@ -99,7 +71,7 @@ class OperatorPages:
         with _coordinator_asked():
             status = await status_at(url)
         workers = status.get("workers")
-        return _json(
+        return json_answer(
             {
                 **{name: value for name, value in status.items() if name not in HIDDEN},
                 "title": run.spec.title or run.spec.name,
@@ -113,17 +85,17 @@ class OperatorPages:
     async def _find(self, request: Request) -> Response:
         """Return the keys with an ending, also of workers that the status does not list."""
         with _coordinator_asked():
-            return _json({"keys": await named_keys(self.operator.link.url, request.params["ending"])})
+            return json_answer({"keys": await named_keys(self.operator.link.url, request.params["ending"])})
 
     async def _order(self, request: Request) -> Response:
-        order = _parsed(request.body, AdminRequest)
+        order = parsed_form(request.body, AdminRequest)
         with _coordinator_asked():
             await self.operator.order(order)
-        return _json({})
+        return json_answer({})
 
     async def _invite(self, request: Request) -> Response:
-        order = _parsed(request.body, InviteOrder)
-        return _json({"link": str(self.operator.invite(keys=order.keys, days=order.days))})
+        order = parsed_form(request.body, InviteOrder)
+        return json_answer({"link": str(self.operator.invite(keys=order.keys, days=order.days))})
 
 
 async def serve_page(
@@ -190,19 +162,3 @@ def _coordinator_asked() -> Iterator[None]:
         yield
     except LocalError as error:
         raise RemoteError(ErrorCode.UNAVAILABLE, str(error)) from None
-
-
-def _parsed(body: bytes, model: type[Body]) -> Body:
-    """Parse a body. Raises RemoteError(MALFORMED) with the first fault, for the person who filled the form."""
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(map(str, fault["loc"]))
-        said = fault["msg"].removeprefix("Value error, ")
-        raise RemoteError(ErrorCode.MALFORMED, f"{place}: {said}" if place else said) from None
-
-
-def _json(value: Any) -> Response:
-    body = json.dumps(value, separators=(",", ":")).encode()
-    return Response(body, headers={"Cache-Control": "no-store", **PAGE_HEADERS})
