@@ -61,30 +61,17 @@ def build_policy(
     Adapted layers compute with the weights of which `published_dtype` is the type; those of a pinned base keep the base's own.
     Raises LocalError. The ranks of one machine share its memory, so each may take its share of what is available.
     """
-    config = read_model_config(folder)
     where = torch.device("cpu") if placement.offload else device
-    here = ranks.count if where.type == "cpu" else 1
     needed = BYTES_PER_PARAMETER if lora is None else _FROZEN_BYTES_PER_PARAMETER
-    require_memory(folder, config, bytes_per_parameter=needed * here // ranks.count, device=where)
-    if weights is None and any(folder.glob("*.safetensors")):
-        weights = folder_weights(folder)
-    torch.manual_seed(seed)
-    with config_at_fault(folder), _nothing_drawn() if weights is not None else contextlib.nullcontext():
-        auto: Any = AutoModelForCausalLM
-        model = auto.from_config(
-            config, dtype=torch.float32, attn_implementation=packed_attention.NAME, trust_remote_code=False
-        )
+    with _architecture(folder, weights, seed, needed, where, ranks) as (model, weights):
         model.tie_weights()
     if lora is not None:
         add_adapters(model, lora)
         pinned = weights if lora.alone and weights is not None else {}
         compute_merged(model, lambda name: TORCH_DTYPES[pinned[name].dtype if name in pinned else published_dtype])
     policy = PolicyModule(model.train(), temperature=temperature)
-    if weights is None:
-        policy.to(where)
-    arrange(policy, placement, ranks)
+    _place(policy, where, ranks, placement, is_empty=weights is not None)
     if weights is not None:
-        _materialise(policy, where)
         copy_rows(policy.model, weights)
     if lora is not None:
         draw_adapters(policy.model, seed=seed)
@@ -95,32 +82,50 @@ def build_critic(
     folder: Path, weights: Weights | None, *, seed: int, device: torch.device, ranks: Ranks, placement: Placement
 ) -> ValueModule:
     """Build a critic: the decoder of config.json with these weights, as for a policy, and a head of zeros. Raises LocalError."""
-    config = read_model_config(folder)
     where = torch.device("cpu") if placement.offload else device
-    here = ranks.count if where.type == "cpu" else 1
-    require_memory(folder, config, bytes_per_parameter=CRITIC_BYTES_PER_PARAMETER * here // ranks.count, device=where)
-    if weights is None and any(folder.glob("*.safetensors")):
-        weights = folder_weights(folder)
-    torch.manual_seed(seed)
-    with config_at_fault(folder), _nothing_drawn() if weights is not None else contextlib.nullcontext():
-        auto: Any = AutoModelForCausalLM
-        whole = auto.from_config(
-            config, dtype=torch.float32, attn_implementation=packed_attention.NAME, trust_remote_code=False
-        )
-        module = ValueModule(whole.base_model, hidden_size=config.hidden_size)
-    prefix = f"{whole.base_model_prefix}."
-    module.train()
-    if weights is None:
-        module.to(where)
-    arrange(module, placement, ranks)
+    with _architecture(folder, weights, seed, CRITIC_BYTES_PER_PARAMETER, where, ranks) as (whole, weights):
+        module = ValueModule(whole.base_model, hidden_size=whole.config.hidden_size)
+    _place(module.train(), where, ranks, placement, is_empty=weights is not None)
     if weights is not None:
-        _materialise(module, where)
-        targets = {prefix + name: each for name, each in module.model.named_parameters()}
-        _copy_into(targets, config.model_type, weights, others=weights)
+        targets = {f"{whole.base_model_prefix}.{name}": each for name, each in module.model.named_parameters()}
+        _copy_into(targets, whole.config.model_type, weights, others=weights)
     with torch.no_grad():
         for parameter in module.value_head.parameters():
             parameter.zero_()
     return module
+
+
+@contextlib.contextmanager
+def _architecture(
+    folder: Path, weights: Weights | None, seed: int, bytes_per_parameter: int, where: torch.device, ranks: Ranks
+) -> Iterator[tuple[Any, Weights | None]]:
+    """Yield the config's model, and the weights to copy into it: these, else the folder's. None: the seed has drawn them.
+
+    Inside, parameters are created without memory if there are weights to copy. Raises LocalError, also for too little memory.
+    """
+    config = read_model_config(folder)
+    here = ranks.count if where.type == "cpu" else 1
+    require_memory(folder, config, bytes_per_parameter=bytes_per_parameter * here // ranks.count, device=where)
+    if weights is None and any(folder.glob("*.safetensors")):
+        weights = folder_weights(folder)
+    torch.manual_seed(seed)
+    auto: Any = AutoModelForCausalLM
+    with config_at_fault(folder), _nothing_drawn() if weights is not None else contextlib.nullcontext():
+        model = auto.from_config(
+            config, dtype=torch.float32, attn_implementation=packed_attention.NAME, trust_remote_code=False
+        )
+        yield model, weights
+
+
+def _place(
+    module: PolicyModule | ValueModule, where: torch.device, ranks: Ranks, placement: Placement, *, is_empty: bool
+) -> None:
+    """Move a module to its device and shard it. `is_empty`: its parameters have no memory yet, and get no values here."""
+    if not is_empty:
+        module.to(where)
+    arrange(module, placement, ranks)
+    if is_empty:
+        _materialise(module, where)
 
 
 def copy_rows(model: Any, weights: Weights) -> None:
