@@ -12,7 +12,7 @@ BLOCK = 2**14
 
 
 @triton.jit
-def _hashes(out, seeds, positions, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _hashes(out, seeds, positions, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     words = hash_in_triton(tl.load(seeds + row), tl.load(positions + row), tokens.to(tl.uint32))
@@ -20,7 +20,7 @@ def _hashes(out, seeds, positions, vocab_size, BLOCK: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _gumbels(out, words, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _gumbels(out, words, count, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < count
     state = tl.load(words + places, mask=inside).to(tl.uint32, bitcast=True)

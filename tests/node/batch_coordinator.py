@@ -104,7 +104,7 @@ class Fuse:
 
 
 class BatchCoordinator:
-    """Fake coordinator that implements ports.transport.TrainerPort."""
+    """Fake coordinator that implements ports.transport.PublishPort and BatchPort."""
 
     def __init__(self, run: PinnedRun) -> None:
         self.run = run

@@ -66,11 +66,11 @@ def calibrate(
             "default: transformers'.",
             show_default=False,
         ),
-    ] = [],  # noqa: B006
+    ] = [],  # noqa: B006 - typer reads it, nothing changes it
     judge: Annotated[
         list[str],
         typer.Option(help="An engine that judges; the same names; default: transformers'.", show_default=False),
-    ] = [],  # noqa: B006
+    ] = [],  # noqa: B006 - typer reads it, nothing changes it
     tokens: Annotated[
         int | None,
         typer.Option(min=2_000, help=f"Honest tokens per pair, by default {TOKENS:,}; fewer tokens give wider limits."),

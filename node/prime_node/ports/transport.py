@@ -198,7 +198,3 @@ class BatchPort(Protocol):
     async def bundle(self, request: BundleRequest) -> bytes:
         """Return an accepted bundle's bytes, unverified."""
         ...
-
-
-class TrainerPort(PublishPort, BatchPort, Protocol):
-    """The trainer's requests to a coordinator."""

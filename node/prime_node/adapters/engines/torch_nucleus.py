@@ -6,6 +6,7 @@ Letters: N positions, V vocabulary, K the largest logits.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -15,6 +16,16 @@ from prime_protocol.nucleus import OUTSIDE_MIN
 LARGEST = 256
 """Number of largest logits examined first; if they do not reach far enough, the number grows eightfold."""
 HAIR = 1e-6
+TokenFilters = tuple[float, int, float]
+"""Values of top-p, top-k and min-p."""
+
+
+def mask_excluded(logits_NV: Tensor, filters_of: Mapping[int, TokenFilters]) -> None:
+    """Set the logits of excluded tokens to minus infinity, in place, in the rows that have filters."""
+    for filters in set(filters_of.values()):
+        alike = torch.tensor([row for row, its in filters_of.items() if its == filters], device=logits_NV.device)
+        scores = logits_NV[alike]
+        logits_NV[alike] = scores.masked_fill_(torch_slack_of(scores, *filters) < 0, float("-inf"))
 
 
 def torch_slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:

@@ -24,7 +24,7 @@ UNSEEDED = -1
 
 
 @triton.jit
-def _absorb(state, word):  # type: ignore[no-untyped-def]
+def _absorb(state, word):
     word = word * 0xCC9E2D51
     word = (word << 15) | (word >> 17)
     state = state ^ (word * 0x1B873593)
@@ -33,7 +33,7 @@ def _absorb(state, word):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def hash_in_triton(seed, position, tokens):  # type: ignore[no-untyped-def]
+def hash_in_triton(seed, position, tokens):
     """Return the protocol's 32-bit hash of a seed and position (int64 scalars) and of tokens (uint32)."""
     state = _absorb((seed * 0).to(tl.uint32), (seed & 0xFFFFFFFF).to(tl.uint32))
     state = _absorb(state, (seed >> 32).to(tl.uint32))
@@ -45,7 +45,7 @@ def hash_in_triton(seed, position, tokens):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _midpoint(state):  # type: ignore[no-untyped-def]
+def _midpoint(state):
     """Return (state + 0.5) / 2**32, rounded once: both halves of the word are exact in float32, and so are their products."""
     upper = (state >> 16).to(tl.int32).to(tl.float32)
     lower = (state & 0xFFFF).to(tl.int32).to(tl.float32)
@@ -53,7 +53,7 @@ def _midpoint(state):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _log_of_sum(fraction, exponent):  # type: ignore[no-untyped-def]
+def _log_of_sum(fraction, exponent):
     """Return log((1 + fraction) * 2**exponent) for a fraction from 2**-0.5 - 1 to 2**0.5 - 1.
 
     With s = f / (2 + f), log(1 + f) is 2 s + 2 s^3 / 3 + ...; the coefficients are those of fdlibm's logf.
@@ -68,7 +68,7 @@ def _log_of_sum(fraction, exponent):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _split(value):  # type: ignore[no-untyped-def]
+def _split(value):
     """Return (fraction, exponent) of a positive normal float32, for _log_of_sum."""
     bits = value.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
     exponent = (bits >> 23) - 127
@@ -77,7 +77,7 @@ def _split(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def gumbel_in_triton(state):  # type: ignore[no-untyped-def]
+def gumbel_in_triton(state):
     """Return -log(-log(1 - u)) in float32, where u = (hash + 0.5) / 2**32."""
     u = _midpoint(state)
     fraction, exponent = _split(_midpoint(0xFFFFFFFF - state))  # of 1 - u
@@ -88,7 +88,7 @@ def gumbel_in_triton(state):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_noise(logits, stride, slot_of_row, position_of_row, seeds, firsts, vocab_size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_noise(logits, stride, slot_of_row, position_of_row, seeds, firsts, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of_row + row).to(tl.int64)
     seed = tl.load(seeds + slot)

@@ -18,13 +18,12 @@ from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from prime_node.adapters.engines.torch_noise import add_gumbel_noise
-from prime_node.adapters.engines.torch_nucleus import torch_slack_of
+from prime_node.adapters.engines.torch_nucleus import TokenFilters, mask_excluded
 from prime_node.adapters.engines.vllm_worker_extension import (
     FILTERS_ARGUMENT,
     OFFSET_ARGUMENT,
-    OWNER_SETTING,
     SEED_ARGUMENT,
-    die_with,
+    die_with_owner,
     require_greedy,
 )
 
@@ -34,20 +33,18 @@ class _Seeded:
     """One request of the batch."""
 
     seed: int
-    filters: tuple[float, int, float] | None
+    filters: TokenFilters | None
     offset: int
     output_token_ids: list[int]
     """vLLM's own growing list of the tokens sampled so far."""
 
 
-class SeededSampler(LogitsProcessor):  # type: ignore[misc]
+class SeededSampler(LogitsProcessor):
     """Logits processor for vLLM's V1 runner. Its state maps rows of the batch to seeds."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rows: dict[int, _Seeded] = {}
-        owner = (vllm_config.additional_config or {}).get(OWNER_SETTING)
-        if owner is not None:
-            die_with(owner)
+        die_with_owner(vllm_config)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -85,11 +82,6 @@ class SeededSampler(LogitsProcessor):  # type: ignore[misc]
         rows = sorted(self._rows)
         seeds = [self._rows[row].seed for row in rows]
         positions = [self._rows[row].offset + len(self._rows[row].output_token_ids) for row in rows]
-        for filters in {self._rows[row].filters for row in rows}:
-            if filters is None:
-                continue
-            alike = torch.tensor([row for row in rows if self._rows[row].filters == filters], device=logits.device)
-            scores = logits[alike]
-            logits[alike] = scores.masked_fill_(torch_slack_of(scores, *filters) < 0, float("-inf"))
+        mask_excluded(logits, {row: its.filters for row, its in self._rows.items() if its.filters is not None})
         add_gumbel_noise(logits, rows, seeds, positions)
         return logits

@@ -16,21 +16,20 @@ from vllm import SamplingParams
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from prime_node.adapters.engines.torch_nucleus import torch_slack_of
+from prime_node.adapters.engines.torch_nucleus import TokenFilters, mask_excluded
 from prime_node.adapters.engines.triton_noise import UNSEEDED, add_noise_of_slots
 from prime_node.adapters.engines.vllm_worker_extension import (
     FILTERS_ARGUMENT,
     OFFSET_ARGUMENT,
-    OWNER_SETTING,
     PROOFS_ARGUMENT,
     SEED_ARGUMENT,
     TEMPERATURE_ARGUMENT,
-    die_with,
+    die_with_owner,
     require_greedy,
 )
 
 
-class SlotSampler(LogitsProcessor):  # type: ignore[misc]
+class SlotSampler(LogitsProcessor):
     """Logits processor for vLLM's V2 runner. Its state maps slots to seeds."""
 
     def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
@@ -40,12 +39,10 @@ class SlotSampler(LogitsProcessor):  # type: ignore[misc]
         self._firsts = StagedWriteTensor(slots, dtype=torch.int64, device=device)
         self._seeds.gpu.fill_(UNSEEDED)
         self._seeded: set[int] = set()
-        self._filters: dict[int, tuple[float, int, float]] = {}
+        self._filters: dict[int, TokenFilters] = {}
         self.asked: dict[int, tuple[str | None, int, float]] = {}
         """Slot -> (name of its completion if that commits to its hidden states, completion tokens in its prompt, temperature)."""
-        owner = (vllm_config.additional_config or {}).get(OWNER_SETTING)
-        if owner is not None:
-            die_with(owner)
+        die_with_owner(vllm_config)
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -79,11 +76,8 @@ class SlotSampler(LogitsProcessor):  # type: ignore[misc]
         slots = ctx.idx_mapping_np.tolist()
         if self._seeded.isdisjoint(slots):
             return logits
-        for filters in {self._filters[slot] for slot in slots if slot in self._filters}:
-            assert len(logits) == len(slots), "one row for each request: no speculative decoding"
-            rows = [row for row, slot in enumerate(slots) if self._filters.get(slot) == filters]
-            alike = torch.tensor(rows, device=logits.device)
-            scores = logits[alike]
-            logits[alike] = scores.masked_fill_(torch_slack_of(scores, *filters) < 0, float("-inf"))
+        filtered = {row: self._filters[slot] for row, slot in enumerate(slots) if slot in self._filters}
+        assert not filtered or len(logits) == len(slots), "one row for each request: no speculative decoding"
+        mask_excluded(logits, filtered)
         add_noise_of_slots(logits, ctx.expanded_idx_mapping, ctx.pos, self._seeds.gpu, self._firsts.gpu)
         return logits

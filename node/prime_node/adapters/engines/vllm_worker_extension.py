@@ -191,6 +191,13 @@ def _tensors(memory: mmap.mmap, places: list[TensorPlace]) -> Iterator[tuple[str
         yield name, flat.reshape(shape)
 
 
+def die_with_owner(vllm_config: Any) -> None:
+    """Call die_with for the process that started the engine, if the engine was given one."""
+    owner = (vllm_config.additional_config or {}).get(OWNER_SETTING)
+    if owner is not None:
+        die_with(owner)
+
+
 def die_with(owner: int) -> None:
     """Make this process end as soon as process `owner` has ended for any reason.
 

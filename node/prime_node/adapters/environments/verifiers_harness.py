@@ -21,11 +21,11 @@ DEPTH_MAX = 64
 """Nesting of a tool call's arguments."""
 
 
-class InProcessConfig(vf.HarnessConfig):  # type: ignore[misc]  # verifiers has no types for us
+class InProcessConfig(vf.HarnessConfig):
     """Configuration without further fields."""
 
 
-class InProcess(vf.Harness[InProcessConfig]):  # type: ignore[misc]
+class InProcess(vf.Harness[InProcessConfig]):
     """An assistant that may call the task's tools until it answers without a call."""
 
     APPENDS_SYSTEM_PROMPT = True

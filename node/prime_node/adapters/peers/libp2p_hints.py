@@ -41,7 +41,7 @@ STREAM_S_MAX = 10.0
 """Seconds after which such a stream is reset: an idle one holds a place. The library opens one for each question."""
 
 
-class _Table(KadDHT):  # type: ignore[misc]
+class _Table(KadDHT):
     """A table that bounds the streams of one network and their duration. The library bounds only their number."""
 
     def __init__(self, host: IHost, mode: DHTMode, hosts_of: HostsOf) -> None:

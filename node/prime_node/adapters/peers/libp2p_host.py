@@ -133,7 +133,7 @@ def _count_handlers(swarm: INetworkService) -> None:
     swarm.set_stream_handler(counted)
 
 
-class _OwnKept(PeerStore):  # type: ignore[misc]
+class _OwnKept(PeerStore):
     """A peer store that keeps the host's own keys and evicts the oldest peers, those without addresses first.
 
     The library's own sorts all peers for each stranger that is too many, and then evicts the host's own entry.
@@ -157,7 +157,7 @@ class _OwnKept(PeerStore):  # type: ignore[misc]
                 peers[peer] = entry
 
 
-class _DialsNobody(AutoConnector):  # type: ignore[misc]
+class _DialsNobody(AutoConnector):
     """A connector that never dials. The library's own dials any known peer until half of all allowed links are up."""
 
     async def maybe_connect(self) -> None:

@@ -176,7 +176,7 @@ class _Seen:
     is_known: trio.Event = field(default_factory=trio.Event)
 
 
-class _Punching(DCUtRProtocol):  # type: ignore[misc]
+class _Punching(DCUtRProtocol):
     """A hole puncher that dials only addresses at which a relay sees the peer, by TCP alone.
 
     The library's own dials whatever the other peer names, by TCP and by a stream of UDP packets. This one also sends the peer

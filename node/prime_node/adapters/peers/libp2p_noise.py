@@ -23,7 +23,7 @@ WRITE_S_MAX = limits.PEER_STALL_S_MAX
 """Seconds to pass one write to the system, which a reading peer takes within moments."""
 
 
-class Noise(Transport):  # type: ignore[misc]
+class Noise(Transport):
     """The library's transport and handshake, with sessions of ours."""
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
@@ -35,7 +35,7 @@ class Noise(Transport):  # type: ignore[misc]
         return _Session(await super().secure_outbound(conn, peer_id))
 
 
-class _Session(SecureSession):  # type: ignore[misc]
+class _Session(SecureSession):
     """A session after the handshake. One task reads, one writes."""
 
     def __init__(self, made: SecureSession) -> None:

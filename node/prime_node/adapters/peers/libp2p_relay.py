@@ -41,7 +41,7 @@ def network_at(hosts: Collection[str]) -> str:
     return network_of(next(iter(hosts), ""))
 
 
-class Relay(CircuitV2Protocol):  # type: ignore[misc]
+class Relay(CircuitV2Protocol):
     """One host's circuits, as a relay if `serves`, and as a peer that is called."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Relay(CircuitV2Protocol):  # type: ignore[misc]
             await reset(stream)
 
 
-class Reservations(RelayResourceManager):  # type: ignore[misc]
+class Reservations(RelayResourceManager):
     """Reservations by peer. Those of peers without a link make room for others."""
 
     def __init__(self, host: IHost, bounds: RelayLimits, hosts_of: HostsOf) -> None:

@@ -49,7 +49,7 @@ CLOSE_S_MAX = 1.0
 _HEADER = struct.Struct(library.YAMUX_HEADER_FORMAT)
 
 
-class Muxers(MuxerMultistream):  # type: ignore[misc]
+class Muxers(MuxerMultistream):
     """The negotiation of yamux, with our implementation."""
 
     def __init__(self, negotiate_s: int) -> None:
@@ -61,11 +61,11 @@ class Muxers(MuxerMultistream):  # type: ignore[misc]
         return self._annotate_connection(Yamux(conn, peer_id, is_initiator=conn.is_initiator), conn, protocol)
 
 
-class ProtocolError(IOException):  # type: ignore[misc]
+class ProtocolError(IOException):
     """A violation of yamux by the other side: the link ends."""
 
 
-class Stream(library.YamuxStream):  # type: ignore[misc]
+class Stream(library.YamuxStream):
     """One stream of a link."""
 
     conn: Yamux
@@ -141,7 +141,7 @@ class Stream(library.YamuxStream):  # type: ignore[misc]
             raise MuxedStreamError(f"the other side granted no window for {STALL_S:g} s")
 
 
-class Yamux(library.Yamux):  # type: ignore[misc]
+class Yamux(library.Yamux):
     """One link, over a session of libp2p_noise.py."""
 
     streams: dict[int, Stream]

@@ -23,7 +23,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from prime_node.ports.train_backend import OptimizerSettings
 
 
-class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+class EightBitAdamW(AdamW8bit):
     """AdamW whose state is compact, and whose checkpoints are not."""
 
     def __init__(self, parameters: Sequence[Tensor], settings: OptimizerSettings) -> None:

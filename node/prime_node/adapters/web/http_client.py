@@ -48,7 +48,7 @@ from prime_protocol.requests import (
 
 
 class HttpClient(HttpExchange):
-    """Implementation of WorkerPort, ValidatorPort, TrainerPort, ReplaySource and LedgerSource."""
+    """Implementation of WorkerPort, ValidatorPort, PublishPort, BatchPort, ReplaySource and LedgerSource."""
 
     # Public: the source of checkpoints
 
