@@ -28,10 +28,8 @@ from tests.conformance.engine_world import (
     distances,
     judged,
     logprobs_of,
-    peaked_weights,
     requests,
     to_score,
-    write_model,
 )
 from tests.node.memory_coordinator import WorkerWorld
 from tests.node.worker_world import make_run
@@ -52,16 +50,6 @@ pytestmark = [
     # They occur when vLLM is imported and when its engine starts; we can fix neither.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def policies(folder: Path) -> list[Weights]:
-    return [peaked_weights(folder, seed) for seed in (1, 2)]
 
 
 @pytest_asyncio.fixture(

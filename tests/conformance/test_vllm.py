@@ -27,7 +27,6 @@ from tests.conformance.engine_world import (
     peaked_weights,
     requests,
     to_score,
-    write_model,
 )
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -37,11 +36,6 @@ pytestmark = [
     # They occur when vLLM is imported and when its engine starts; we can fix neither.
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.vllm

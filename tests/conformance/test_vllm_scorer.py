@@ -22,10 +22,8 @@ from tests.conformance.engine_world import (
     descendants,
     distances,
     logprobs_of,
-    peaked_weights,
     requests,
     to_score,
-    write_model,
 )
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -53,16 +51,6 @@ pytestmark = [
 ]
 SAME = 1e-3
 """Tolerance of all numbers of a prefill."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def policies(folder: Path) -> list[Weights]:
-    return [peaked_weights(folder, seed) for seed in (1, 2)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

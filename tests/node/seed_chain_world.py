@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from tests.node.coordinator_world import ANNA, COORDINATOR, World, make_parcel, make_run, running
-from tests.node.ledger_world import Shown, payloads, rewritten
+from tests.node.ledger_world import Shown, payloads, receipts_of, rewritten
 
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import Assigner, chain_of, secret_of
 from prime_node.coordinator.state.records import LeaseRecord
-from prime_protocol.assignment import Problem
+from prime_node.worker.receipts import ReceiptBook
+from prime_protocol.assignment import Lease, Problem
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.ledger import LedgerHead
+from prime_protocol.replies import ReceiptList
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret, committed
 from prime_protocol.verdict import Receipt
@@ -37,6 +40,30 @@ async def two_steps_over(parts: Parts) -> AsyncIterator[World]:
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
         await world.judge()
         yield world
+
+
+async def leased_and_judged(world: World) -> tuple[Lease, Envelope]:
+    """Have one bundle of Anna's accepted; return its lease and its receipt."""
+    await world.join(ANNA)
+    await world.publish()
+    lease = await world.lease(ANNA, rollouts_max=2)
+    await world.client(ANNA).upload(make_parcel(lease, ANNA))
+    await world.judge()
+    return lease, (await receipts_of(world))[-1]
+
+
+def check_kept(
+    is_kept: bool, folder: Path, run: PinnedRun, lease: Lease, receipt: Envelope, *, now_ms: int, bundle: str = ""
+) -> None:
+    """Check whether Anna's worker keeps a receipt with its lease, as a contradiction."""
+    book = ReceiptBook(folder, run=run, worker=ANNA.key_id)
+    signed = seal(lease, PayloadType.LEASE, COORDINATOR)
+    book.note_lease(lease, signed)
+    if bundle:
+        book.note_bundle(bundle, lease.lease_id)
+    book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=now_ms)
+    kept = [file.read_bytes().splitlines() for file in folder.glob("contradiction-*.jsonl")]
+    assert kept == ([[run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
 
 
 async def shown_by(world: World) -> Shown:

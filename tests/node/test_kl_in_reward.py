@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.node.batch_coordinator import BatchCoordinator, Fuse, KilledError, make_run, write_model
-from tests.node.trainer_world import CONFIG, make_trainer, rows
+from tests.node.batch_coordinator import write_model
+from tests.node.trainer_world import CONFIG, check_kill_in_a_step, rows
 
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.kl_control import KlControl, KlControlKind
@@ -19,7 +18,6 @@ from prime_node.ports.train_backend import KeptPolicy
 from prime_node.ports.train_samples import Group, TrainSample
 from prime_node.trainer.batch import MiniBatch, Prepared, prepare, samples_of
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.other_policies import credited
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
@@ -197,13 +195,7 @@ def test_settings_choose_it_and_the_default_has_none() -> None:
 async def test_a_run_with_an_adaptive_coefficient_continues_bit_exactly_after_a_kill(tmp_path: Path) -> None:
     changes = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.5, "horizon": 100.0}}
     config = TrainerConfig.model_validate(CONFIG.model_dump() | changes)
-    whole, cut = (BatchCoordinator(make_run(max_steps=4, async_level=2)) for _ in range(2))
-    assert await run_trainer(make_trainer(tmp_path / "whole", whole, config=config), asyncio.Event())
-    fuse = Fuse("after train_step", CONFIG.sft.steps_max + 3)
-    with pytest.raises(KilledError):
-        await run_trainer(make_trainer(tmp_path / "cut", cut, config=config, fuse=fuse), asyncio.Event())
-    assert await run_trainer(make_trainer(tmp_path / "cut", cut, config=config), asyncio.Event())
-    assert cut.roots == whole.roots
+    await check_kill_in_a_step(tmp_path, config)
     penalties = [float(str(row["reward_kl_penalty"])) for row in rows(tmp_path / "whole", "reward_kl_penalty")]
     coefficients = [float(str(row["reward_kl_penalty_coeff"])) for row in rows(tmp_path / "whole", "reward_kl_penalty")]
     assert penalties[0] == 0.0

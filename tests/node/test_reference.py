@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.node.batch_coordinator import BatchCoordinator, Fuse, KilledError, make_run, write_model
-from tests.node.trainer_world import CONFIG, make_trainer, rows
+from tests.node.batch_coordinator import write_model
+from tests.node.trainer_world import CONFIG, check_kill_in_a_step, rows
 
 from prime_node.adapters.models.lora import LoraSettings
 from prime_node.adapters.training.chosen_logprobs import in_blocks, of_logits
@@ -19,7 +18,6 @@ from prime_node.algo.losses import LossInputs, LossOutputs, Penalty, find_loss, 
 from prime_node.algo.losses.penalty import kl_estimate
 from prime_node.ports.train_backend import AggregationKind, KeptPolicy, LossNeed
 from prime_node.ports.train_samples import TrainSample
-from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
 
@@ -211,12 +209,6 @@ async def test_a_run_with_a_reference_continues_bit_exactly_after_a_kill(tmp_pat
         "ref_update_interval": interval,
     }
     config = CONFIG.model_copy(update=changes)
-    whole, cut = (BatchCoordinator(make_run(max_steps=4, async_level=2)) for _ in range(2))
-    assert await run_trainer(make_trainer(tmp_path / "whole", whole, config=config), asyncio.Event())
-    fuse = Fuse("after train_step", CONFIG.sft.steps_max + 3)
-    with pytest.raises(KilledError):
-        await run_trainer(make_trainer(tmp_path / "cut", cut, config=config, fuse=fuse), asyncio.Event())
-    assert await run_trainer(make_trainer(tmp_path / "cut", cut, config=config), asyncio.Event())
-    assert cut.roots == whole.roots
+    await check_kill_in_a_step(tmp_path, config)
     divergences = [row["reference_kl"] for row in rows(tmp_path / "whole", "reference_kl")]
     assert [float(str(value)) == 0.0 for value in divergences] == [True, False, interval == 2, False]

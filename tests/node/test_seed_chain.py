@@ -19,21 +19,28 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.dossiers_world import case_in, check, judged
-from tests.node.ledger_world import command, receipts_of
+from tests.node.ledger_world import command
 from tests.node.operator_world import write_key
-from tests.node.seed_chain_world import Favours, audited, chained, said_in, shown_by, two_steps_over
+from tests.node.seed_chain_world import (
+    Favours,
+    audited,
+    chained,
+    check_kept,
+    leased_and_judged,
+    said_in,
+    shown_by,
+    two_steps_over,
+)
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
 from prime_node.cli.run_dir import RunDir
 from prime_node.coordinator.assignments import chain_of, secret_of
-from prime_node.worker.receipts import ReceiptBook
 from prime_protocol import limits
 from prime_protocol.assigned import SeedRule, digest_of_groups
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import LedgerHead
-from prime_protocol.replies import ReceiptList
 from prime_protocol.seed_chain import OpenSecret, committed, opened_secrets
 from prime_protocol.verdict import Receipt, RejectReason
 
@@ -83,21 +90,11 @@ async def test_a_coordinator_that_swaps_one_seed_is_caught_by_its_own_ledger(mon
 
 async def test_a_worker_keeps_a_receipt_that_hides_a_swapped_seed_with_its_lease(tmp_path: Path) -> None:
     async with running(memory_parts(chained())) as world:
-        await world.join(ANNA)
-        await world.publish()
-        lease = await world.lease(ANNA, rollouts_max=2)
-        await world.client(ANNA).upload(make_parcel(lease, ANNA))
-        await world.judge()
-        receipt = (await receipts_of(world))[-1]
-        group = lease.groups[0]
-        swapped = lease.model_copy(update={"groups": (group.model_copy(update={"seeds": (7, *group.seeds[1:])}),)})
-        for leased, is_kept in ((lease, False), (swapped, True)):
-            book = ReceiptBook(tmp_path / str(is_kept), run=world.run, worker=ANNA.key_id)
-            signed = seal(leased, PayloadType.LEASE, COORDINATOR)
-            book.note_lease(leased, signed)
-            book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=world.parts.clock.now_ms())
-            kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
-            assert kept == ([[world.run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+        lease, receipt = await leased_and_judged(world)
+    group, now_ms = lease.groups[0], world.parts.clock.now_ms()
+    swapped = lease.model_copy(update={"groups": (group.model_copy(update={"seeds": (7, *group.seeds[1:])}),)})
+    for leased, is_kept in ((lease, False), (swapped, True)):
+        check_kept(is_kept, tmp_path / str(is_kept), world.run, leased, receipt, now_ms=now_ms)
 
 
 async def test_changed_seeds_in_a_receipt_or_a_head_are_detected() -> None:
@@ -179,21 +176,12 @@ async def test_a_coordinator_that_draws_until_it_likes_the_seeds_is_caught() -> 
 
 async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(tmp_path: Path) -> None:
     async with running(memory_parts(chained())) as world:
-        await world.join(ANNA)
-        await world.publish()
-        lease = await world.lease(ANNA, rollouts_max=2)
-        await world.client(ANNA).upload(make_parcel(lease, ANNA))
-        await world.judge()
-        honest = parse_json((await receipts_of(world))[-1].payload, Receipt)
+        lease, receipt = await leased_and_judged(world)
+    honest = parse_json(receipt.payload, Receipt)
     assert honest.assigned is not None
     more = honest.assigned.model_copy(update={"slots": ((0, 3),), "draws": (1, 1, 1)})
     lie = seal(honest.model_copy(update={"assigned": more}), PayloadType.RECEIPT, COORDINATOR)
-    book = ReceiptBook(tmp_path / "kept", run=world.run, worker=ANNA.key_id)
-    signed = seal(lease, PayloadType.LEASE, COORDINATOR)
-    book.note_lease(lease, signed)
-    book.add(ReceiptList(receipts=(lie.to_bytes().decode(),), next=1), now_ms=honest.at_ms)
-    kept = [file.read_bytes().splitlines() for file in (tmp_path / "kept").glob("contradiction-*.jsonl")]
-    assert kept == [[world.run.envelope.to_bytes(), signed.to_bytes(), lie.to_bytes()]]
+    check_kept(True, tmp_path / "kept", world.run, lease, lie, now_ms=honest.at_ms)
 
 
 def chain(length: int) -> list[bytes]:

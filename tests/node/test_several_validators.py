@@ -6,9 +6,6 @@ import asyncio
 
 from tests.node.coordinator_world import (
     ANNA,
-    COORDINATOR,
-    ROOT,
-    TRAINER,
     VALIDATOR,
     World,
     make_parcel,
@@ -16,24 +13,14 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
-from tests.node.validators_world import Scorer, validator_of
+from tests.node.validators_world import SECOND, Scorer, keys_with, validator_of
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.validator.loop import run_validator as run_validator
-from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import RoleKeys
 from prime_protocol.requests import CheckResultRequest
 from prime_protocol.verdict import Verdict
 
-SECOND = SigningKey(bytes([99]) * 32)
-RUN = make_run(
-    keys=RoleKeys(
-        root=(ROOT.key_id,),
-        coordinator=(COORDINATOR.key_id,),
-        trainer=(TRAINER.key_id,),
-        validator=(VALIDATOR.key_id, SECOND.key_id),
-    )
-)
+RUN = make_run(keys=keys_with(SECOND))
 
 
 async def upload(world: World, count: int) -> None:

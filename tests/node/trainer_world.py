@@ -1,10 +1,12 @@
 """A trainer with a real small model on a `BatchCoordinator`. All state is in a folder, so that another trainer can continue."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.node.batch_coordinator import TRAINER, BatchCoordinator, Fuse, write_model
+import pytest
+from tests.node.batch_coordinator import TRAINER, BatchCoordinator, Fuse, KilledError, make_run, write_model
 from tests.time_world import VirtualClock
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -32,6 +34,7 @@ from prime_node.trainer.config import SftConfig, TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.kept_rewards import KeptRewards
 from prime_node.trainer.lessons import Lessons
+from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.trainer import Trainer, record_published
 from prime_node.training_data.feed import Feed
 from prime_node.training_data.kept_bundles import KeptBundles
@@ -225,6 +228,17 @@ def make_trainer(
         clock=clock,
         committer=None if run.spec.replay is None else Committer(run.spec.replay, folder / "states"),
     )
+
+
+async def check_kill_in_a_step(folder: Path, config: TrainerConfig) -> None:
+    """Check that a run whose trainer is killed after an optimizer step ends with the policies of one that is not killed."""
+    whole, cut = (BatchCoordinator(make_run(max_steps=4, async_level=2)) for _ in range(2))
+    assert await run_trainer(make_trainer(folder / "whole", whole, config=config), asyncio.Event())
+    fuse = Fuse("after train_step", CONFIG.sft.steps_max + 3)
+    with pytest.raises(KilledError):
+        await run_trainer(make_trainer(folder / "cut", cut, config=config, fuse=fuse), asyncio.Event())
+    assert await run_trainer(make_trainer(folder / "cut", cut, config=config), asyncio.Event())
+    assert cut.roots == whole.roots
 
 
 def rows(folder: Path, field: str) -> list[dict[str, object]]:

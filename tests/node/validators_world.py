@@ -7,7 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from tests.node.coordinator_world import (
+    COORDINATOR,
     ENGINE,
+    ROOT,
+    TRAINER,
+    VALIDATOR,
     Bytes,
     Letters,
     World,
@@ -21,8 +25,22 @@ from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.validator.validator import Validator
 from prime_protocol.assignment import Sampling
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import RoleKeys
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
+
+SECOND, THIRD = (SigningKey(bytes([number]) * 32) for number in (98, 99))
+"""Further validators."""
+
+
+def keys_with(*validators: SigningKey) -> RoleKeys:
+    """Return the keys of a run that has these validators, too."""
+    return RoleKeys(
+        root=(ROOT.key_id,),
+        coordinator=(COORDINATOR.key_id,),
+        trainer=(TRAINER.key_id,),
+        validator=tuple(key.key_id for key in (VALIDATOR, *validators)),
+    )
 
 
 class Scorer:

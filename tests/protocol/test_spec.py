@@ -3,43 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import itertools
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
 
 from tests.cases_world import check_each
 
-from prime_protocol import (
-    amendment,
-    assigned,
-    assignment,
-    body_claim,
-    calibration,
-    check_policy,
-    delegation,
-    dossier,
-    evidence,
-    invite,
-    judged_logprobs,
-    key_ring,
-    ledger,
-    limits,
-    manifest,
-    parcel,
-    peers,
-    replay,
-    replies,
-    requests,
-    rollout,
-    run_spec,
-    seed_chain,
-    telemetry,
-    timestamp,
-    training_state,
-    verdict,
-)
+import prime_protocol
+from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, WireModel
 from prime_protocol.errors import HTTP_STATUS, ErrorCode
 from prime_protocol.limits import Limits
@@ -48,33 +23,10 @@ from prime_protocol.run_spec import PROTOCOL_VERSION
 from prime_protocol.verdict import RejectReason
 
 SPEC = (Path(__file__).parents[2] / "protocol" / "SPEC.md").read_text(encoding="utf-8")
-MODULES = (
-    amendment,
-    assigned,
-    assignment,
-    body_claim,
-    calibration,
-    check_policy,
-    delegation,
-    dossier,
-    evidence,
-    invite,
-    judged_logprobs,
-    key_ring,
-    ledger,
-    manifest,
-    replay,
-    replies,
-    requests,
-    parcel,
-    peers,
-    rollout,
-    run_spec,
-    seed_chain,
-    telemetry,
-    timestamp,
-    training_state,
-    verdict,
+MODULES = tuple(
+    importlib.import_module(module.name)
+    for module in pkgutil.iter_modules(prime_protocol.__path__, "prime_protocol.")
+    if not module.ispkg
 )
 MESSAGES = re.findall(r"^\*\*(\w+)\*\*[^\n]*\n\n\| field \|", SPEC, re.MULTILINE)
 

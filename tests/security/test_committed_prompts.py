@@ -6,17 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, COORDINATOR, Bytes, Letters, World, make_parcel, memory_parts, running
-from tests.node.ledger_world import receipts_of
-from tests.node.seed_chain_world import audited, chained, said_in, shown_by, two_steps_over
+from tests.node.coordinator_world import ANNA, Bytes, Letters, make_parcel, memory_parts, running
+from tests.node.seed_chain_world import (
+    audited,
+    chained,
+    check_kept,
+    leased_and_judged,
+    said_in,
+    shown_by,
+    two_steps_over,
+)
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
-from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.assigned import digest_of_prompts
 from prime_protocol.assignment import Lease, Problem
-from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.envelope import parse_json
 from prime_protocol.ledger import LedgerHead
-from prime_protocol.replies import ReceiptList
 
 
 class PraisingLetters(Letters):
@@ -24,16 +29,6 @@ class PraisingLetters(Letters):
 
     def prompt(self, index: int) -> str:
         return f"praise the operator, then {super().prompt(index)}"
-
-
-async def leased_and_judged(world: World) -> tuple[Lease, Envelope]:
-    """Have one bundle of Anna's accepted; return its lease and its receipt."""
-    await world.join(ANNA)
-    await world.publish()
-    lease = await world.lease(ANNA, rollouts_max=2)
-    await world.client(ANNA).upload(make_parcel(lease, ANNA))
-    await world.judge()
-    return lease, (await receipts_of(world))[-1]
 
 
 def with_prompt(lease: Lease, prompt: tuple[int, ...]) -> Lease:
@@ -46,12 +41,8 @@ async def test_a_worker_keeps_a_receipt_that_hides_a_false_prompt_with_its_lease
         lease, receipt = await leased_and_judged(world)
     false = with_prompt(lease, (1, 2, 3))
     for leased, is_kept in ((lease, False), (false, True)):
-        book = ReceiptBook(tmp_path / str(is_kept), run=world.run, worker=ANNA.key_id)
-        signed = seal(leased, PayloadType.LEASE, COORDINATOR)
-        book.note_lease(leased, signed)
-        book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=world.parts.clock.now_ms())
-        kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
-        assert kept == ([[world.run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+        now_ms = world.parts.clock.now_ms()
+        check_kept(is_kept, tmp_path / str(is_kept), world.run, leased, receipt, now_ms=now_ms)
 
 
 async def test_a_receipt_states_the_prompts_of_its_lease_even_if_the_environment_has_changed(

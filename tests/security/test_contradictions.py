@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, make_parcel, memory_parts, running
-from tests.node.ledger_world import receipts_of
-from tests.node.seed_chain_world import chained
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, memory_parts, running
+from tests.node.seed_chain_world import chained, leased_and_judged
 from typer.testing import CliRunner
 
 from prime_node.cli.main import app
@@ -28,12 +27,8 @@ Statements = tuple[PinnedRun, Lease, Receipt]
 async def statements() -> Statements:
     """A run, a lease of Anna's, and the receipt that accepts its bundle."""
     async with running(memory_parts(chained())) as world:
-        await world.join(ANNA)
-        await world.publish()
-        lease = await world.lease(ANNA, rollouts_max=2)
-        await world.client(ANNA).upload(make_parcel(lease, ANNA))
-        await world.judge()
-        return world.run, lease, parse_json((await receipts_of(world))[-1].payload, Receipt)
+        lease, receipt = await leased_and_judged(world)
+        return world.run, lease, parse_json(receipt.payload, Receipt)
 
 
 def checked(file: Path, *options: str) -> tuple[int, str]:

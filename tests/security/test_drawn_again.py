@@ -7,8 +7,6 @@ from tests.node.coordinator_world import (
     ANNA,
     BEN,
     COORDINATOR,
-    ROOT,
-    TRAINER,
     VALIDATOR,
     Bytes,
     Letters,
@@ -17,33 +15,21 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+from tests.node.validators_world import SECOND, keys_with
 
 from prime_node.coordinator.assignments import Assigner, secret_of
 from prime_node.coordinator.state.records import LeaseRecord
 from prime_node.validator.judge import OpenedBundle, open_bundle
-from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import RoleKeys
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest
-from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import Verdict
 
-SECOND = SigningKey(bytes([98]) * 32)
-
-
-def run_of_two_validators() -> PinnedRun:
-    keys = RoleKeys(
-        root=(ROOT.key_id,),
-        coordinator=(COORDINATOR.key_id,),
-        trainer=(TRAINER.key_id,),
-        validator=(VALIDATOR.key_id, SECOND.key_id),
-    )
-    return make_run(keys=keys)
+RUN = make_run(keys=keys_with(SECOND))
 
 
 async def test_a_second_validator_gets_the_lease_that_the_first_one_got() -> None:
     """Before, it got the slot's newer problem, found an honest bundle wrong, and both validators were named."""
-    run = run_of_two_validators()
+    run = RUN
     parts = memory_parts(run, second_look_share=1.0, curriculum={"online_difficulty_filtering": True})
     async with running(parts) as world:
         await world.publish()

@@ -18,7 +18,16 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.ledger_world import receipts_of
-from tests.node.seed_chain_world import Favours, audited, chained, said_in, shown_by, two_steps_over
+from tests.node.seed_chain_world import (
+    Favours,
+    audited,
+    chained,
+    check_kept,
+    leased_and_judged,
+    said_in,
+    shown_by,
+    two_steps_over,
+)
 
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.worker.receipts import ReceiptBook
@@ -146,21 +155,12 @@ async def test_a_worker_keeps_a_receipt_that_differs_from_the_lease_of_its_bundl
     changes: dict[str, object], tmp_path: Path
 ) -> None:
     async with running(memory_parts(chained())) as world:
-        await world.join(ANNA)
-        await world.publish()
-        lease = await world.lease(ANNA, rollouts_max=2)
-        await world.client(ANNA).upload(make_parcel(lease, ANNA))
-        await world.judge()
-        honest = (await receipts_of(world))[-1]
-    receipt, signed = parse_json(honest.payload, Receipt), seal(lease, PayloadType.LEASE, COORDINATOR)
+        lease, honest = await leased_and_judged(world)
+    receipt = parse_json(honest.payload, Receipt)
     lie = seal(receipt.model_copy(update=changes), PayloadType.RECEIPT, COORDINATOR)
     for shown, is_kept in ((honest, False), (lie, True)):
-        book = ReceiptBook(tmp_path / str(is_kept), run=world.run, worker=ANNA.key_id)
-        book.note_lease(lease, signed)
-        book.note_bundle(receipt.bundle, lease.lease_id)
-        book.add(ReceiptList(receipts=(shown.to_bytes().decode(),), next=1), now_ms=receipt.at_ms)
-        kept = [file.read_bytes().splitlines() for file in (tmp_path / str(is_kept)).glob("contradiction-*.jsonl")]
-        assert kept == ([[world.run.envelope.to_bytes(), signed.to_bytes(), lie.to_bytes()]] if is_kept else [])
+        folder, now_ms = tmp_path / str(is_kept), receipt.at_ms
+        check_kept(is_kept, folder, world.run, lease, shown, now_ms=now_ms, bundle=receipt.bundle)
 
 
 async def test_a_second_receipt_without_seeds_hides_no_swapped_ones(swapped: Said) -> None:

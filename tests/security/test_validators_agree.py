@@ -9,10 +9,7 @@ import pytest
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
-    COORDINATOR,
     HEARTBEAT,
-    ROOT,
-    TRAINER,
     VALIDATOR,
     World,
     make_parcel,
@@ -20,6 +17,7 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+from tests.node.validators_world import SECOND, THIRD, keys_with
 
 from prime_node.cli.run_status import RunStatus
 from prime_node.coordinator.agreement import RETRY_CHECKS, UNANSWERED_MAX, Agreement, Opinion
@@ -28,21 +26,11 @@ from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence, Sums
 from prime_protocol.identity import SigningKey
-from prime_protocol.key_ring import RoleKeys
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest, ReceiptsRequest
 from prime_protocol.verdict import Receipt, RejectReason, Verdict
 
-SECOND, THIRD = (SigningKey(bytes([number]) * 32) for number in (98, 99))
-RUN = make_run(
-    checks=CheckPolicy(strikes_max=1),
-    keys=RoleKeys(
-        root=(ROOT.key_id,),
-        coordinator=(COORDINATOR.key_id,),
-        trainer=(TRAINER.key_id,),
-        validator=(VALIDATOR.key_id, SECOND.key_id, THIRD.key_id),
-    ),
-)
+RUN = make_run(checks=CheckPolicy(strikes_max=1), keys=keys_with(SECOND, THIRD))
 FORGED = RejectReason.LOGPROB_MISMATCH
 
 

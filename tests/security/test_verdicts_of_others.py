@@ -9,9 +9,6 @@ import pytest
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
-    COORDINATOR,
-    ROOT,
-    TRAINER,
     VALIDATOR,
     World,
     make_parcel,
@@ -20,6 +17,7 @@ from tests.node.coordinator_world import (
     refused,
     running,
 )
+from tests.node.validators_world import SECOND, keys_with
 
 from prime_node.coordinator.agreement import Agreement, Opinion
 from prime_node.coordinator.state.records import LeaseRecord, PendingBundle
@@ -28,21 +26,11 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
 from prime_protocol.judged_logprobs import pack_logprobs
-from prime_protocol.key_ring import RoleKeys
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict
 
-SECOND = SigningKey(bytes([98]) * 32)
-RUN = make_run(
-    checks=CheckPolicy(logprobs_judged=True),
-    keys=RoleKeys(
-        root=(ROOT.key_id,),
-        coordinator=(COORDINATOR.key_id,),
-        trainer=(TRAINER.key_id,),
-        validator=(VALIDATOR.key_id, SECOND.key_id),
-    ),
-)
+RUN = make_run(checks=CheckPolicy(logprobs_judged=True), keys=keys_with(SECOND))
 KNOWN = ("transformers/fp32/cpu", "vllm/bf16/cuda")
 VALUES = np.full(2, -0.5, np.float32)
 
