@@ -359,3 +359,12 @@ async def running(parts: Parts) -> AsyncIterator[World]:
                 await client.close()
             stop.set()
             await daemon
+
+
+@contextlib.asynccontextmanager
+async def running_with_anna() -> AsyncIterator[World]:
+    """Start a daemon with policy 0 and one worker."""
+    async with running(memory_parts(make_run())) as world:
+        await world.publish()
+        await world.join(ANNA)
+        yield world

@@ -6,9 +6,16 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
+from tests.node.worker_world import WORKER, make_run
 
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.body_claim import REQUEST_HEADER
+from prime_protocol.requests import HeartbeatRequest, LeaseRequest, WorkerState
 
+RUN = make_run()
+HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
+LEASE = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -45,3 +52,10 @@ async def served() -> AsyncIterator[Server]:
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield server
     await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def client_of(server: Server) -> AsyncIterator[HttpClient]:
+    """Make a worker's client that gives up a stalled answer soon."""
+    async with HttpClient(server.url, run=RUN.digest, clock=SystemClock(), key=WORKER, stall_s=0.5) as made:
+        yield made

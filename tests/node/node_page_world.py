@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import json
+import webbrowser
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.node.memory_coordinator import WorkerWorld
 from tests.security.raw_http import Answer, ask
 
 from prime_node.cli.wire_node import PAGE_FILE, node_page
 from prime_node.ports.engine import Engine
 from prime_node.worker.worker import Worker
+
+
+def opened_addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace this machine's browser; return the list of the addresses that it is given from now on."""
+    opened: list[str] = []
+
+    class Browser(webbrowser.BaseBrowser):
+        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
+            opened.append(url)
+            return True
+
+    monkeypatch.setattr(webbrowser, "get", Browser)
+    return opened
 
 
 @dataclass

@@ -18,6 +18,7 @@ from tests.node.coordinator_world import (
     memory_parts,
     refused,
     running,
+    running_with_anna,
 )
 
 from prime_node.broadcast.routes import UpdateRoute
@@ -38,10 +39,7 @@ from prime_protocol.verdict import RejectReason, Verdict
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """A daemon with policy 0 and one worker."""
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running_with_anna() as world:
         yield world
 
 

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from aiohttp import ClientOSError, web
-from tests.node.http_server import Server, served
+from tests.node.http_server import HEARTBEAT, LEASE, RUN, Server, client_of, served
 from tests.node.table_engine import table_weights
-from tests.node.worker_world import WORKER, MemorySource, make_run
+from tests.node.worker_world import WORKER, MemorySource
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_answers import reason_of
@@ -26,16 +26,9 @@ from prime_protocol.requests import (
     BatchRequest,
     BlobHeader,
     BundleRequest,
-    HeartbeatRequest,
-    LeaseRequest,
     LeaveRequest,
     Stamped,
-    WorkerState,
 )
-
-RUN = make_run()
-HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
-LEASE = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
 
 
 @pytest_asyncio.fixture
@@ -46,7 +39,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(server: Server) -> AsyncIterator[HttpClient]:
-    async with HttpClient(server.url, run=RUN.digest, clock=SystemClock(), key=WORKER, stall_s=0.5) as made:
+    async with client_of(server) as made:
         yield made
 
 

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from tests.node.http_server import Server, served
-from tests.node.worker_world import WORKER, make_run
+from tests.node.http_server import HEARTBEAT, LEASE, RUN, Server, client_of, served
 from tests.time_world import be_slow
 
 from prime_node.adapters.system_clock import SystemClock
@@ -23,11 +22,7 @@ from prime_protocol.errors import LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.peers import PeerUpdate
 from prime_protocol.replies import NotYet
-from prime_protocol.requests import HeartbeatRequest, LeaseRequest, ReceiptsRequest, WorkerState
-
-RUN = make_run()
-HEARTBEAT = HeartbeatRequest(state=WorkerState.IDLE, policy_version=0, bundles_spooled=0)
-LEASE = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
+from prime_protocol.requests import ReceiptsRequest
 
 
 @pytest_asyncio.fixture
@@ -38,7 +33,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(server: Server) -> AsyncIterator[HttpClient]:
-    async with HttpClient(server.url, run=RUN.digest, clock=SystemClock(), key=WORKER, stall_s=0.5) as made:
+    async with client_of(server) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.node.memory_coordinator import WorkerWorld
-from tests.node.node_page_world import shown_worker
+from tests.node.node_page_world import opened_addresses, shown_worker
 from tests.node.swarm_world import ANNA, LOCAL, swarm
 from tests.node.table_engine import TableEngine
 from tests.node.together_world import Together
@@ -275,14 +275,7 @@ async def test_open_prints_an_address_that_opens_the_page_once(
 
 
 async def test_open_uses_a_browser_with_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-
-    class Browser(webbrowser.BaseBrowser):
-        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
-            opened.append(url)
-            return True
-
-    monkeypatch.setattr(webbrowser, "get", Browser)
+    opened = opened_addresses(monkeypatch)
     async with shown_worker(WorkerWorld(tmp_path)) as (_, client):
         (tmp_path / "status.json").write_text("{}")
         command.open_worker(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tarfile
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from tests.builder import build_spec, pinned, role_keys
 from tests.cases_world import check_each
 from tests.node.coordinator_world import COORDINATOR, ROOT, TRAINER, VALIDATOR, memory_parts, running
 from tests.node.operator_world import make_run_folder
+from tests.security.planted_world import PLANTED, plant
 from typer.testing import CliRunner
 
 from prime_node import memory
@@ -59,18 +59,11 @@ def test_no_file_of_a_folder_of_others_hangs_a_command_or_fills_the_memory(tmp_p
         run = RunDir(make_run_folder(tmp_path / f"{name.replace('/', '-')}-{kind}"))
         file = run.path / name
         file.parent.mkdir(exist_ok=True)
-        if kind == "pipe":
-            os.mkfifo(file)
-        elif kind == "device":
-            file.symlink_to("/dev/zero")
-        else:
-            with file.open("wb") as made:
-                made.truncate(2**33)
-            file.chmod(0o600)
+        plant(file, kind)
         with pytest.raises(LocalError):
             READ[name](run)
 
-    cases = [(name, kind) for name in READ for kind in ("pipe", "device", "large")]
+    cases = [(name, kind) for name in READ for kind in PLANTED]
     check_each([(" ".join(case), case) for case in cases], check)
 
 

@@ -29,8 +29,7 @@ RUN = make_run(keys=keys_with(SECOND))
 
 async def test_a_second_validator_gets_the_lease_that_the_first_one_got() -> None:
     """Before, it got the slot's newer problem, found an honest bundle wrong, and both validators were named."""
-    run = RUN
-    parts = memory_parts(run, second_look_share=1.0, curriculum={"online_difficulty_filtering": True})
+    parts = memory_parts(RUN, second_look_share=1.0, curriculum={"online_difficulty_filtering": True})
     async with running(parts) as world:
         await world.publish()
         await world.join(ANNA, BEN)
@@ -47,7 +46,7 @@ async def test_a_second_validator_gets_the_lease_that_the_first_one_got() -> Non
         assert newer.groups[0].problem != lease.groups[0].problem
         look = await world.take_task(SECOND)
         assert (look.bundle, look.lease) == (task.bundle, task.lease)
-        assert isinstance(open_bundle(parcel, look.lease, run), OpenedBundle)
+        assert isinstance(open_bundle(parcel, look.lease, RUN), OpenedBundle)
 
 
 @pytest.mark.parametrize("recorded", [(), (0, 3)])

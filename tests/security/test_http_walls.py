@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, World, make_run, memory_parts, running
+from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, World, make_run, memory_parts, running, running_with_anna
 from tests.node.swarm_world import swarm
 from tests.security.raw_http import Raw, ask, barrier, get, post
 from tests.time_world import be_slow
@@ -30,9 +30,7 @@ MEMBER = Sender(ANNA.key_id, is_role=False)
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running_with_anna() as world:
         yield world
 
 

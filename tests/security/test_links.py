@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.security.planted_world import PLANTED, plant
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs, FolderDocuments
 from prime_node.adapters.storage.folder_source import FolderSource
@@ -187,18 +188,12 @@ def test_what_is_no_file_is_neither_followed_nor_waited_for(state: Path, secret:
         read_regular(state / "nothing")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device", "huge file"])
+@pytest.mark.parametrize("kind", PLANTED)
 def test_a_run_folder_of_others_neither_hangs_a_command_nor_fills_the_memory(state: Path, kind: str) -> None:
     """Before, `status`, `ledger verify` and `coordinator` waited for a pipe without end, and read all of /dev/zero."""
     folder = RunDir(state)
     for file in (folder.run_spec, folder.join_link_file):
-        if kind == "pipe":
-            os.mkfifo(file)
-        elif kind == "device":
-            file.symlink_to("/dev/zero")
-        else:
-            with file.open("wb") as made:
-                made.truncate(2**33)
+        plant(file, kind)
     for read in (folder.load_run, folder.join_link):
         with pytest.raises(LocalError, match=r"cannot be read|more than"):
             read()

@@ -7,13 +7,12 @@ import json
 import socket
 import stat
 import sys
-import webbrowser
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from tests.node.memory_coordinator import WorkerWorld
-from tests.node.node_page_world import PageClient, shown_worker
+from tests.node.node_page_world import PageClient, opened_addresses, shown_worker
 from tests.security.raw_http import ask
 
 from prime_node.cli import control as command
@@ -198,6 +197,7 @@ async def test_an_order_that_is_none_changes_nothing(page: PageClient, body: byt
     await page.begin()
     answer = await page.call("POST", "/v1/control", body)
     assert (answer.status, answer.code) == (400, "malformed")
+    assert json.loads(answer.body)["detail"][0] != ":", "a fault of the whole body has no place"
     assert unchanged(page)
 
 
@@ -257,14 +257,7 @@ async def test_no_browser_gets_another_address_from_a_worker_that_was_taken_over
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: object
 ) -> None:
     """Before, `prime-node open` gave a browser, outside of the sandbox, what the worker's folder said: options too."""
-    opened: list[str] = []
-
-    class Browser(webbrowser.BaseBrowser):
-        def open(self, url: str, new: int = 0, autoraise: bool = True) -> bool:
-            opened.append(url)
-            return True
-
-    monkeypatch.setattr(webbrowser, "get", Browser)
+    opened = opened_addresses(monkeypatch)
     async with shown_worker(WorkerWorld(tmp_path)) as (_, client):
         key = client.address()["key"]
         (tmp_path / "status.json").write_text("{}")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.node.tiny_engine_world import tiny_engine
 
 from prime_node import memory
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.adapters.storage.batch_cache import BatchCache
 from prime_node.memory import MachineMemory
 from prime_node.ports.engine import GenerateRequest
@@ -25,12 +25,8 @@ RESIDENT = 1
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[TransformersEngine]:
-    for name, data in tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64).items():
-        (tmp_path / name).write_bytes(data)
-    made = TransformersEngine(tmp_path)
-    await made.load(initial_weights(tmp_path, 0), policy_version=0)
-    yield made
-    await made.close()
+    async with tiny_engine(tmp_path) as made:
+        yield made
 
 
 def sampled(tokens: int) -> Sampling:
