@@ -1,6 +1,7 @@
 """An asyncio loop on virtual time: when all tasks wait, its clock jumps to the next timer. Calls of `to_thread` run at once.
 
-So the same coroutines give the same run, and hours pass in milliseconds. Sockets are not served.
+So the same coroutines give the same run, and hours pass in milliseconds. Sockets are not served;
+connections within the loop are, with `tcp`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+from prime_lab.virtual_tcp import VirtualTcp
 
 _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
@@ -23,8 +26,8 @@ class DeadlockError(RuntimeError):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """The loop. Its time begins at 0."""
 
-    def __init__(self) -> None:
-        self._now_s = 0.0
+    def __init__(self, tcp: VirtualTcp | None = None) -> None:
+        self._now_s, self._tcp = 0.0, tcp
         super().__init__(_Jumping(self))
         self.set_default_executor(_AtOnce())
 
@@ -37,6 +40,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Future[_T]:
         """Call at once, whatever the executor: a thread would run in real time."""
         return asyncio.wrap_future(_AtOnce().submit(func, *args), loop=self)
+
+    async def create_connection(self, protocol_factory: Any, host: Any = None, port: Any = None, **_: Any) -> Any:
+        """Open a connection within the loop. Raises ConnectionRefusedError."""
+        assert self._tcp is not None, "this loop has no connections"
+        return await self._tcp.connect(protocol_factory, host, port)
 
     def jump(self, seconds: float) -> None:
         """Move the time on."""
@@ -73,9 +81,9 @@ class _AtOnce(ThreadPoolExecutor):
         return future
 
 
-def run_virtually(main: Coroutine[Any, Any, _T]) -> _T:
+def run_virtually(main: Coroutine[Any, Any, _T], tcp: VirtualTcp | None = None) -> _T:
     """Run a coroutine to its end on a loop of its own, without collecting garbage meanwhile."""
-    loop = VirtualLoop()
+    loop = VirtualLoop(tcp)
     was_collecting = gc.isenabled()
     gc.disable()
     try:

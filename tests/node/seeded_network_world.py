@@ -5,27 +5,34 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tests.node.seeded_parts_world import SimulatedProcess, SimulatedServer, SkewedClock
 
 from prime_node.ports.transport import Unreachable
-from prime_node.ports.web import Request
+from prime_node.ports.web import Request, Response, Route
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.manifest import Manifest
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.timestamp import Timestamp, check_follows, check_fresh
 
 RETRIED = {ErrorCode.EXPIRED, ErrorCode.WRONG_EPOCH, ErrorCode.REPLAYED, ErrorCode.TOO_MANY_REQUESTS}
 """Errors after which a client signs again and repeats."""
 LOST_SHARE, REPEATED_SHARE = 0.03, 0.05
+ANSWER_S_MAX = 120.0
+"""Time in which a running process answers a request or breaks its connection, whatever fails behind it."""
 
 
 class Place(Protocol):
-    """One coordinator as its peers see it."""
+    """One coordinator or gateway as its peers see it."""
 
     web: SimulatedServer
     process: SimulatedProcess
@@ -40,6 +47,8 @@ class BadNetwork:
         self.places: Sequence[Place] = ()
         self.asked: dict[str, int] = {}
         """Number of the coordinator that a peer asks at present."""
+        self.has_gateways = False
+        """Whether some of its places are gateways: a request that is repeated then arrives anywhere."""
         self.is_noisy = True
         self.pace = 1.0
         """Share of the usual delays."""
@@ -57,8 +66,9 @@ class BadNetwork:
             raise Unreachable("the request was lost")
         body, place = make(), self.asked.get(name, 0)
         if self._is_drawn(REPEATED_SHARE):
+            places = (place, self.drawn.randrange(len(self.places)) if self.has_gateways else place)
             answers = await asyncio.gather(
-                *(self.deliver(path, body, method, template, place) for _ in range(2)), return_exceptions=True
+                *(self.deliver(path, body, method, template, at) for at in places), return_exceptions=True
             )
             found = self.drawn.choice(answers)
             if isinstance(found, BaseException):
@@ -84,13 +94,14 @@ class BadNetwork:
         if route is None:
             raise Unreachable("nothing listens")
         params = dict(zip(_names(template), path.split("/")[3:], strict=False)) if template else {}
-        answering = asyncio.ensure_future(route.handler(Request(params, body, {}, "127.0.0.1")))
+        answering = asyncio.ensure_future(_answer(route, Request(params, body, {}, "127.0.0.1")))
         web.answering[answering] = None
         try:
-            await asyncio.wait({answering})
+            await asyncio.wait({answering}, timeout=ANSWER_S_MAX)
             if answering.cancelled():
                 raise Unreachable("the connection broke")
-            response = answering.result()
+            assert answering.done(), f"{path} has not been answered in {ANSWER_S_MAX:.0f} s"
+            response, whole = answering.result()
         finally:
             answering.cancel()
             web.answering.pop(answering, None)
@@ -98,10 +109,9 @@ class BadNetwork:
             await at.process.may_act.wait()
         if web.may_send is not None and not web.may_send():
             raise Unreachable("the connection was cut: its coordinator may not lead")
-        assert isinstance(response.body, bytes)
         if response.after is not None:
             response.after()
-        return response.status, response.body
+        return response.status, whole
 
     def signed(self, key: SigningKey, message: Any) -> bytes:
         """Return a signed request, by the clock of its sender."""
@@ -148,6 +158,51 @@ class BadNetwork:
 
     async def message(self, key: SigningKey, name: str, message: Any) -> tuple[int, bytes]:
         return await self.ask(key, name, lambda: self.signed(key, message))
+
+
+def take_timestamp(stamps: dict[SigningKey, Timestamp], clock: SkewedClock, peer: SigningKey, stamp: Timestamp) -> None:
+    """Take a timestamp as Trust does, by the peer's clock. Raises RemoteError if the coordinator contradicts itself."""
+    now_ms, known = clock.now_ms(), stamps.get(peer)
+    try:
+        if known is None:
+            check_fresh(stamp, now_ms)
+        if known is None or check_follows(stamp, known, now_ms):
+            stamps[peer] = stamp
+    except RemoteError as error:
+        if error.code is not ErrorCode.EXPIRED:
+            raise
+
+
+async def look_at_gateway(net: BadNetwork, place: int, head: Manifest) -> None:
+    """Read a blob of a policy in pieces through a gateway, and its live changes for a while. Raises AssertionError."""
+    digest = net.drawn.choice([part.digest for encoding in head.encodings for part in encoding.parts])
+    _, found = await net.deliver(f"/v1/blobs/{digest}", b"", "GET", "/v1/blobs/{digest}", place)
+    assert digest_of(found) == digest, "a gateway has changed a blob"
+    web = net.places[place].web
+    live = await web.routes["GET", "/v1/live"].handler(Request({}, b"", {}, "127.0.0.1"))
+    assert live.after is not None
+    assert not isinstance(live.body, bytes)
+    versions: list[int] = []
+    try:
+        async with asyncio.timeout(net.drawn.uniform(0.0, 5.0)):
+            async for frames in live.body:
+                versions += [int(number) for number in re.findall(rb"id: ([0-9]+)\n", frames)]
+    except TimeoutError:
+        pass
+    finally:
+        live.after()
+    assert versions == sorted(set(versions)), "a viewer got a change twice, or an old one after a new one"
+
+
+async def _answer(route: Route, request: Request) -> tuple[Response, bytes]:
+    """Return the answer of a handler, and its whole body."""
+    if route.admit is not None and request.body:
+        admission = route.admit(replace(request, body=b""), len(request.body))
+        await admission if isinstance(admission, Awaitable) else None
+    response = await route.handler(request)
+    if isinstance(response.body, bytes):
+        return response, response.body
+    return response, b"".join([piece async for piece in response.body])
 
 
 def name_of(key: SigningKey) -> str:

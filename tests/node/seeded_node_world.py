@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.node.coordinator_world import make_run, memory_parts
+from tests.node.gateway_world import SECRET
+from tests.node.seeded_gateway_world import SimulatedListener
 from tests.node.seeded_leader_world import LeaderRow, SimulatedTerm
 from tests.node.seeded_parts_world import (
     Disk,
@@ -21,6 +23,7 @@ from tests.node.seeded_parts_world import (
     hashes_as_signatures,
 )
 
+from prime_lab.virtual_tcp import VirtualTcp
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.daemon import serve_coordinator
 from prime_protocol.errors import TransientFault
@@ -54,8 +57,18 @@ ENDS = (OSError, TransientFault)
 class SimulatedNode:
     """One coordinator, which a service starts again whenever it ends."""
 
-    def __init__(self, setting: Setting, disk: Disk, drawn: random.Random, row: LeaderRow | None) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        disk: Disk,
+        drawn: random.Random,
+        row: LeaderRow | None,
+        tcp: VirtualTcp | None = None,
+        port: int = 0,
+    ) -> None:
+        """With `tcp`, it hears gateways at `port`."""
         self._parts = setting.parts
+        self._tcp, self.port = tcp, port
         self._disk, self._drawn, self._row = disk, drawn, row
         self.clock = SkewedClock()
         self.down_until_s = 0.0
@@ -89,8 +102,11 @@ class SimulatedNode:
             "web": self.web,
             "leadership": self.term,
         }
-        if self.term is not None:
-            made["config"] = self._parts.config.model_copy(update={"standby": True})
+        changed: dict[str, object] = {} if self.term is None else {"standby": True}
+        if self._tcp is not None:
+            made["gateways"], made["gateway_secret"] = SimulatedListener(self._tcp, process), SECRET
+            changed["gateways_listen"] = f"127.0.0.1:{self.port}"
+        made["config"] = self._parts.config.model_copy(update=changed)
         parts = replace(self._parts, **made)
         self._daemon = daemon = asyncio.create_task(serve_coordinator(parts, asyncio.Event()))
         try:
@@ -102,14 +118,18 @@ class SimulatedNode:
             daemon.cancel()
             await asyncio.gather(daemon, return_exceptions=True)
             self.web.end()
+            if self._tcp is not None:
+                self._tcp.end(process, is_silent=False)
             if self.term is not None:
                 await self.term.end()
 
-    def crash(self, down_s: float) -> None:
-        """End the daemon at once: nothing that it does from here on reaches the disk."""
+    def crash(self, down_s: float, *, is_silent: bool = False) -> None:
+        """End the daemon at once: nothing that it does from here on reaches the disk. Gateways learn of it if not `is_silent`."""
         self.down_until_s = max(self.down_until_s, asyncio.get_running_loop().time() + down_s)
         self.process.end()
         self.web.end()
+        if self._tcp is not None:
+            self._tcp.end(self.process, is_silent=is_silent)
         if self._daemon is not None:
             self._daemon.cancel()
 

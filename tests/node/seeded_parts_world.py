@@ -86,7 +86,7 @@ class SimulatedProcess:
         self.disk, self.drawn, self.clock = disk, drawn, clock
         self.slow = 1.0
         self.has_crashed = False
-        self.may_act = asyncio.Event()
+        self.may_act: asyncio.Event = asyncio.Event()
         """Cleared while the process is stopped: nothing leaves it."""
         self.may_act.set()
         self.epoch: int | None = None
@@ -149,10 +149,13 @@ class ProcessBlobs(_Seen):
     """Blobs (ports.blobs.Blobs). They may rot, and are dated by the machine's clock."""
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
-        stored: str = await self.process.write(lambda: self.shared.put(data, digest=digest))
-        self.process.disk.stored_ms[stored] = self.process.clock.now_ms()
-        self.process.disk.rotten.discard(stored)
-        return stored
+        async def store() -> str:
+            stored: str = await self.shared.put(data, digest=digest)
+            self.process.disk.stored_ms[stored] = self.process.clock.now_ms()
+            self.process.disk.rotten.discard(stored)
+            return stored
+
+        return await self.process.write(store)
 
     async def delete(self, digest: str) -> None:
         await self.shared.delete(digest)

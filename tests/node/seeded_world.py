@@ -3,7 +3,8 @@
 Real: the daemon with its timers, signatures, state machine, journal, snapshots, ledger. Simulated: the network between the peers
 and it, its disk, each clock, and what the peers compute. The network delays, reorders, repeats and loses requests and answers. A
 crash ends the daemon at any moment; a write in progress is then on the disk or not. Each third seed has two coordinators, of
-which one leads by the real rules of terms and the other is a standby; one may be stopped, or lose the database.
+which one leads by the real rules of terms and the other is a standby; one may be stopped, or lose the database. Each fourth
+one has two gateways in front of them, which crash too, and whose links break, are late or garble what they carry.
 
     python -m tests.node.seeded_world 179                  one run, with its faults
     python -m tests.node.seeded_world 179 --only 0,4       the same with some of its faults
@@ -40,18 +41,23 @@ from tests.node.seeded_faults_world import (
     draw_faults,
     run_seeds,
 )
+from tests.node.seeded_gateway_world import BEHIND_GATEWAYS, FIRST_PORT, NUM_GATEWAYS, SimulatedGateway
 from tests.node.seeded_leader_world import LeaderRow
-from tests.node.seeded_network_world import BadNetwork, name_of
+from tests.node.seeded_network_world import BadNetwork, look_at_gateway, name_of, take_timestamp
 from tests.node.seeded_node_world import SHORT, Setting, SimulatedNode
 from tests.node.seeded_parts_world import (
     Disk,
     checked_after_each_event,
     hashes_as_signatures,
+    replaced,
 )
 
 from prime_lab.virtual_loop import run_virtually
+from prime_lab.virtual_tcp import VirtualTcp
+from prime_node.adapters.link import link_client
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.journal_replay import JournalReplay
+from prime_node.patience import Backoff
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
@@ -70,7 +76,7 @@ from prime_protocol.requests import (
     JoinRequest,
     LeaseRequest,
 )
-from prime_protocol.timestamp import Timestamp, check_follows, check_fresh
+from prime_protocol.timestamp import Timestamp
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 
 PEERS = (ANNA, BEN, TRAINER, VALIDATOR)
@@ -112,6 +118,7 @@ class Cluster:
     def __post_init__(self) -> None:
         self.drawn = random.Random(self.seed)
         is_paired, drawn = self.seed % 3 == 0, faults_of(self.seed)
+        self.tcp = VirtualTcp(self.seed) if has_gateways(self.seed) else None
         numbers = range(len(drawn)) if self.only is None else self.only
         self.faults = [drawn[number] for number in numbers]
         self.disk = Disk()
@@ -119,8 +126,14 @@ class Cluster:
         self.net.pace = self.setting.pace
         self.net.is_noisy = NOISE in self.faults
         row = LeaderRow() if is_paired else None
-        self.nodes = [SimulatedNode(self.setting, self.disk, self.drawn, row) for _ in range(2 if is_paired else 1)]
-        self.net.places = self.nodes
+        ports = [FIRST_PORT + number for number in range(2 if is_paired else 1)]
+        self.nodes = [SimulatedNode(self.setting, self.disk, self.drawn, row, self.tcp, port) for port in ports]
+        self.gateways = [
+            SimulatedGateway(f"gateway {number}", self.setting.run, ports, self.tcp, self.disk, self.drawn)
+            for number in range(NUM_GATEWAYS)
+            if self.tcp is not None
+        ]
+        self.net.places, self.net.has_gateways = [*self.gateways, *self.nodes], bool(self.gateways)
 
     # The peers
 
@@ -239,26 +252,21 @@ class Cluster:
             await asyncio.sleep(self.drawn.uniform(0.5, 5.0))
             stamps: list[Timestamp] = []
             with contextlib.suppress(Unreachable, RemoteError):
-                _, body = await self.net.deliver("/v1/ledger", b"", place=self.drawn.randrange(2))
+                _, body = await self.net.deliver(
+                    "/v1/ledger", b"", place=self.drawn.randrange(max(2, len(self.net.places)))
+                )
                 self.heads.append(parse_json(open_envelope(body).payload, LedgerHead))
             with contextlib.suppress(Unreachable, RemoteError):
-                _, body = await self.net.deliver("/v1/timestamp", b"", place=self.drawn.randrange(2))
+                _, body = await self.net.deliver(
+                    "/v1/timestamp", b"", place=self.drawn.randrange(max(2, len(self.net.places)))
+                )
                 stamps.append(parse_json(open_envelope(body).payload, Timestamp))
             for stamp in stamps:
                 for peer in PEERS:
-                    self.take_timestamp(peer, stamp)
-
-    def take_timestamp(self, peer: SigningKey, stamp: Timestamp) -> None:
-        """Take a timestamp as Trust does, by the peer's clock. Raises RemoteError if the coordinator contradicts itself."""
-        now_ms, known = self.net.clock_of(peer).now_ms(), self.stamps.get(peer)
-        try:
-            if known is None:
-                check_fresh(stamp, now_ms)
-            if known is None or check_follows(stamp, known, now_ms):
-                self.stamps[peer] = stamp
-        except RemoteError as error:
-            if error.code is not ErrorCode.EXPIRED:
-                raise
+                    take_timestamp(self.stamps, self.net.clock_of(peer), peer, stamp)
+            if self.gateways and self.head is not None:
+                with contextlib.suppress(Unreachable, RemoteError):
+                    await look_at_gateway(self.net, self.drawn.randrange(len(self.gateways)), self.head)
 
     # The faults
 
@@ -268,10 +276,13 @@ class Cluster:
         self.say(str(fault))
         peer = PEERS[fault.who % len(PEERS)]
         node = self.nodes[fault.who % len(self.nodes)]
+        if fault.kind in BEHIND_GATEWAYS:
+            await self.gateways[fault.who // 2].disturb(fault, node.port)
+            return
         process = node.process
         match fault.kind:
             case "crash":
-                node.crash(fault.seconds)
+                node.crash(fault.seconds, is_silent=fault.amount > 0)
             case "cut off":
                 self.net.cut_off[name_of(peer)] += 1
                 await asyncio.sleep(fault.seconds)
@@ -308,6 +319,7 @@ class Cluster:
     async def run(self, calm_s: float = CALM_S) -> None:
         """Run to the last step and check what was promised. Raises AssertionError."""
         keepers = [asyncio.create_task(node.keep()) for node in self.nodes]
+        keepers += [asyncio.create_task(gateway.keep()) for gateway in self.gateways]
         peers = [
             asyncio.create_task(work)
             for work in (self.work(ANNA), self.work(BEN), self.judge(), self.train(), self.look())
@@ -361,19 +373,21 @@ class Cluster:
 
 def simulate(seed: int, only: Collection[int] | None = None, say: Callable[[str], None] = lambda text: None) -> Cluster:
     """Run one seed, with some of its faults if `only` names them. Raises what fails."""
-
-    async def main() -> Cluster:
+    pauses = replaced(link_client, Backoff=lambda: Backoff(random.Random(seed)))
+    with hashes_as_signatures(), checked_after_each_event(), pauses:
         cluster = Cluster(seed, only, say)
-        await cluster.run()
+        run_virtually(cluster.run(), cluster.tcp)
         return cluster
-
-    with hashes_as_signatures(), checked_after_each_event():
-        return run_virtually(main())
 
 
 def faults_of(seed: int) -> list[Fault]:
     """Return the faults of a seed. Each third one has a standby."""
-    return draw_faults(seed, PAIRED if seed % 3 == 0 else ALONE)
+    kinds = PAIRED if seed % 3 == 0 else ALONE
+    return draw_faults(seed, (*kinds, *BEHIND_GATEWAYS) if has_gateways(seed) else kinds)
+
+
+def has_gateways(seed: int) -> bool:
+    return seed % 4 == 3
 
 
 RUNS = Simulation("tests.node.seeded_world", faults_of, simulate)

@@ -6,13 +6,15 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from tests.node.coordinator_world import ANNA, HEARTBEAT, World, make_parcel, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, SECRET, gateway_parts, hearing, serving, two_gateways
 
 from prime_lab.memory_blobs import MemoryBlobs
+from prime_lab.virtual_loop import run_virtually
+from prime_lab.virtual_tcp import VirtualTcp
 from prime_node.adapters.link import link_server
 from prime_node.adapters.link.link_client import LinkClient
 from prime_node.adapters.link.link_server import LinkServer
@@ -206,6 +208,38 @@ async def test_a_parcel_that_cannot_be_given_is_not_waited_for(error: Exception)
         with pytest.raises(RemoteError) as failed:
             await link.ask(ForwardedCall("/v1/rollouts", parcel=HeldParcel("b" * 64, 1, bytes(64), fetch)))
     assert failed.value.code is ErrorCode.UNAVAILABLE
+
+
+@dataclass(frozen=True)
+class SteadyHost:
+    """A machine that is never stopped."""
+
+    may_act: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_gateway_that_is_to_end_when_its_link_has_just_broken_ends(turns: int) -> None:
+    """Before, a cancellation was forgotten while the tasks of a broken link ended, and the gateway linked itself again."""
+
+    tcp = VirtualTcp(turns)
+
+    async def main() -> None:
+        gateway, writer, server = SteadyHost(), SteadyHost(), LinkServer()
+        gateway.may_act.set()
+        writer.may_act.set()
+        tcp.place("gateway", gateway)
+        tcp.listen(1, writer, server.link_factory(no_answer, SECRET, RUN, None))
+        link = LinkClient((("gateway", 1),), secret=SECRET, run=RUN)
+        keeping = asyncio.create_task(link.keep())
+        await link.linked.wait()
+        tcp.end(gateway, is_silent=False)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        keeping.cancel()
+        done, _ = await asyncio.wait({keeping}, timeout=60.0)
+        assert done
+
+    run_virtually(main(), tcp)
 
 
 def test_a_newer_coordinator_ends_no_gateway_by_a_word_that_it_does_not_know() -> None:

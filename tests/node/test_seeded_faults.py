@@ -1,4 +1,4 @@
-"""Many seeds of a simulated run with crashes, partitions, slow disks, wrong clocks, rot and a change of leader."""
+"""Many seeds of a simulated run with crashes, partitions, slow disks, wrong clocks, rot, a change of leader, and gateways."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ HEAD_BEFORE_ITS_LINES = 37
 """A seed that crashes the coordinator often."""
 PAIR = 54
 """A seed in which a standby takes over after a snapshot that it had not read."""
+CHANGED_LENGTH = 79
+"""A seed with gateways in which the length of a frame was changed, and waited for without end."""
 
 
 @pytest.mark.slow
@@ -20,7 +22,7 @@ def test_no_fault_breaks_a_promise(first: int) -> None:
         RUNS.run_or_shrink(seed)
 
 
-@pytest.mark.parametrize("seed", [HEAD_BEFORE_ITS_LINES, PAIR])
+@pytest.mark.parametrize("seed", [HEAD_BEFORE_ITS_LINES, PAIR, CHANGED_LENGTH])
 def test_a_seed_gives_the_same_run_each_time(seed: int) -> None:
     first, second = simulate(seed), simulate(seed)
     assert first.faults == second.faults

@@ -27,7 +27,7 @@ from prime_node.adapters.link.sealed_frames import (
     is_proof,
     proof,
 )
-from prime_node.patience import SAY_AGAIN_S, Backoff
+from prime_node.patience import SAY_AGAIN_S, Backoff, first_of
 from prime_node.ports.web import Response, Sender
 from prime_node.ports.writer_link import Addresses, ForwardedAnswer, ForwardedCall, HeldParcel
 from prime_protocol.errors import ErrorCode, PrimeError, RemoteError
@@ -115,14 +115,8 @@ class LinkClient:
             self._was_linked = True
             self.linked.set()
             log.info("linked to the writer at %s:%d", host, port)
-            async with asyncio.TaskGroup() as tasks:
-                alive = tasks.create_task(self._say_alive())
-                try:
-                    await self._read(reader, opener)
-                finally:
-                    alive.cancel()
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            # No TaskGroup: up to Python 3.12 it forgets a cancellation that arrives while it ends with an error.
+            await first_of(self._read(reader, opener), self._say_alive())
         finally:
             self.linked.clear()
             self._writer = self._sealer = None

@@ -76,13 +76,19 @@ class LinkServer:
         host, port = address
         loop = asyncio.get_running_loop()
         try:
-            self._server = await loop.create_server(lambda: _Link(self, answer, secret, run, may_send), host, port)
+            self._server = await loop.create_server(self.link_factory(answer, secret, run, may_send), host, port)
         except OSError as error:
             raise LocalError(
                 f"cannot listen for gateways on {host}:{port}: {error.strerror}; change coordinator.gateways_listen"
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
         return self.port
+
+    def link_factory(
+        self, answer: AnswerCall, secret: bytes, run: str, may_send: Callable[[], bool] | None
+    ) -> Callable[[], asyncio.Protocol]:
+        """Return a function that makes the protocol of one more connection."""
+        return lambda: _Link(self, answer, secret, run, may_send)
 
     async def stop(self) -> None:
         """End all links."""

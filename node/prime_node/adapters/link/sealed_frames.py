@@ -3,12 +3,13 @@
     writer -> gateway   MAGIC | nonce of 32 bytes
     gateway -> writer   nonce of 32 bytes | proof of 32 bytes
     writer -> gateway   proof of 32 bytes
-    both                packets: u32 length of what follows | code of 16 bytes | frames
+    both                packets: u32 length of the second code and the frames | code of 8 bytes over the length
+                        | code of 16 bytes over the frames | frames
                         a frame: u8 kind | u64 call | u32 length of head | u32 length of body | head | body
 
 A proof is the keyed BLAKE3 of a label, both nonces and the run under the secret; each direction's key is another one. A code
-covers the number of its packet too, so none can be repeated, left out or put in another order. Heads are JSON. Nothing is
-encrypted: the link belongs into a network of the operator's own.
+covers the number of its packet too, so none can be repeated, left out or put in another order. The length has a code of its own:
+a changed one would be waited for, while signs of life arrive. Heads are JSON. Nothing is encrypted: the link belongs into a network of the operator's own.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from blake3 import blake3
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
 MAGIC = b"prime gateway 2\n"
-NONCE_BYTES, PROOF_BYTES, CODE_BYTES = 32, 32, 16
+NONCE_BYTES, PROOF_BYTES, CODE_BYTES, LENGTH_CODE_BYTES = 32, 32, 16, 8
 PACKET_BYTES_MAX = 2**31 + 2**24
 """A body that a gateway forwards whole is the longest. Gateways bound their bodies by the run's limits."""
 LARGE_BYTES = 2**16
 """Length from which a body is sent by itself."""
 _FRAME = struct.Struct(">BQII")
+_BEFORE = 4 + LENGTH_CODE_BYTES
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 _decoded = json.JSONDecoder().decode
 
@@ -99,9 +101,10 @@ class FrameSealer:
         inner = b"".join(parts)
         if len(inner) > PACKET_BYTES_MAX:
             raise LocalError(f"{len(inner)} bytes are too long for the link of a gateway")
-        code = _code(self._key, self._number, inner)
+        length = (CODE_BYTES + len(inner)).to_bytes(4, "big")
+        codes = (_length_code(self._key, self._number, length), _code(self._key, self._number, inner))
         self._number += 1
-        return b"".join(((CODE_BYTES + len(inner)).to_bytes(4, "big"), code, inner))
+        return b"".join((length, *codes, inner))
 
 
 class FrameOpener:
@@ -109,20 +112,29 @@ class FrameOpener:
 
     def __init__(self, key: bytes) -> None:
         self._key, self._number, self._held = key, 0, bytearray()
+        self._length = 0
+        """Length of the packet that is arriving, once it is known."""
 
     def feed(self, data: bytes) -> Iterator[LinkFrame]:
         """Yield the frames whose packets are complete. Raises BrokenLink."""
         self._held += data
         start = 0
-        while len(self._held) - start >= 4:
-            length = int.from_bytes(self._held[start : start + 4], "big")
-            if not CODE_BYTES + _FRAME.size <= length <= CODE_BYTES + PACKET_BYTES_MAX:
-                raise BrokenLink("a packet of an impossible length")
-            if len(self._held) - start < 4 + length:
+        while len(self._held) - start >= _BEFORE:
+            begin = start + _BEFORE
+            self._length = self._length or self._open_length(bytes(self._held[start:begin]))
+            if len(self._held) - begin < self._length:
                 break
-            yield from self._open(bytes(memoryview(self._held)[start + 4 : start + 4 + length]))
-            start += 4 + length
+            start, self._length = begin + self._length, 0
+            yield from self._open(bytes(memoryview(self._held)[begin:start]))
         del self._held[:start]
+
+    def _open_length(self, data: bytes) -> int:
+        if not hmac.compare_digest(data[4:], _length_code(self._key, self._number, data[:4])):
+            raise BrokenLink("a packet whose length has a wrong code")
+        length = int.from_bytes(data[:4], "big")
+        if not CODE_BYTES + _FRAME.size <= length <= CODE_BYTES + PACKET_BYTES_MAX:
+            raise BrokenLink("a packet of an impossible length")
+        return length
 
     def _open(self, packet: bytes) -> Iterator[LinkFrame]:
         inner = memoryview(packet)[CODE_BYTES:]
@@ -144,6 +156,10 @@ class FrameOpener:
 
 def _code(key: bytes, number: int, inner: bytes | memoryview) -> bytes:
     return bytes(blake3(number.to_bytes(8, "big"), key=key).update(inner).digest(CODE_BYTES))
+
+
+def _length_code(key: bytes, number: int, length: bytes) -> bytes:
+    return _code(key, number, length)[:LENGTH_CODE_BYTES]
 
 
 def fault_head(error: RemoteError) -> dict[str, object]:
