@@ -70,6 +70,60 @@ def test_a_line_that_a_crash_cut_short_costs_no_receipt_that_comes_after_it(book
     assert last.tally() == again.tally() == Tally(accepted=4, tokens=5, pending=4, refused={"copied": 4})
 
 
+def reopened(folder: Path) -> ReceiptBook:
+    return ReceiptBook(folder, run=RUN, worker=WORKER.key_id)
+
+
+def test_a_flipped_bit_of_any_receipt_is_named_and_the_receipt_is_fetched_again(
+    book: ReceiptBook, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, a changed number of tokens counted, and a line that was no JSON any more was left out at each start."""
+    for number in range(3):
+        note(book, number, BundleStatus.ACCEPTED, num_tokens=10)
+    file, whole, cursor = tmp_path / "receipts.jsonl", tmp_path / "whole", tmp_path / "receipts.cursor"
+    whole.write_bytes(data := file.read_bytes())
+    kept = cursor.read_bytes()
+    begin, end = data.index(b"\n") + 1, data.rindex(b"\n", 0, -1)
+    for place in range(begin, end, 13):  # of the second line
+        caplog.clear()
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        cursor.write_bytes(kept)
+        healed = reopened(tmp_path)
+        assert healed.tally().tokens == 20, f"byte {place}: {data[place - 10 : place + 10]!r}"
+        assert healed.cursor == 0
+        assert f"{file} is damaged (line 2" in caplog.text
+        assert (tmp_path / "receipts.damaged.jsonl").read_bytes() != data
+    lines = data.decode().splitlines()
+    healed.add(ReceiptList(receipts=tuple(lines), next=3), now_ms=0)
+    assert (healed.tally().tokens, healed.cursor) == (30, 3)
+    assert sorted(file.read_text().splitlines()) == sorted(lines), "those that were there are not kept twice"
+    caplog.clear()
+    assert reopened(tmp_path).tally() == book.tally()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("lines_left", [0, 1, None])
+def test_receipts_that_are_missing_at_the_end_of_the_file_are_fetched_again(
+    book: ReceiptBook, tmp_path: Path, lines_left: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        note(book, number, BundleStatus.ACCEPTED)
+    file = tmp_path / "receipts.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.unlink() if lines_left is None else file.write_bytes(b"".join(lines[:lines_left]))
+    assert reopened(tmp_path).cursor == 0
+    assert f"{file} is damaged (its end is missing" in caplog.text
+    assert reopened(tmp_path).cursor == 0
+
+
+@pytest.mark.parametrize("cursor", ["2", f"2 {digest_of(b'2')[:16]}"])
+def test_the_cursor_of_an_earlier_release_is_read(book: ReceiptBook, tmp_path: Path, cursor: str) -> None:
+    for number in range(2):
+        note(book, number, BundleStatus.ACCEPTED)
+    (tmp_path / "receipts.cursor").write_text(cursor)
+    assert (reopened(tmp_path).cursor, reopened(tmp_path).tally()) == (2, book.tally())
+
+
 def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path: Path) -> None:
     book.add(ReceiptList(receipts=(), next=0), now_ms=0)
     assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,8 @@
 
 receipts.jsonl holds the envelopes as received, one a line, so that contributors can prove their work; the tally is
 computed from them. The cursor is written after the receipts that it covers, so a crash fetches some twice and loses
-none; the last receipt of a bundle counts.
+none; the last receipt of a bundle counts. At the start each line's signature is checked, and that the file is as long as the
+cursor says. A damaged file is put aside, its good lines are kept, and the coordinator is asked for all receipts again.
 
 If a receipt contradicts the lease of its bundle, both are kept in contradiction-LEASE.jsonl, with the RunSpec and the key
 rings: the coordinator signed both, so one of them is false (SPEC.md, sections 9 and 21).
@@ -70,28 +71,45 @@ class _Kept(NamedTuple):
     """Whether it was accepted twice: the second receipt credits all tokens in escrow (SPEC.md, section 11)."""
 
 
-def _cursor_line(number: int) -> bytes:
-    """Return the content of the cursor's file: with a digest, since a flipped bit would hide receipts."""
-    return f"{number} {digest_of(b'%d' % number)[:16]}".encode()
+def _cursor_line(*numbers: int) -> bytes:
+    """Return the content of the cursor's file, the cursor and the bytes of receipts: with a digest, since it may rot too."""
+    text = b" ".join(b"%d" % number for number in numbers)
+    return text + b" " + digest_of(text)[:16].encode()
 
 
-def _cursor_in(line: bytes) -> int | None:
-    """Return the cursor; None if its file is damaged. That of an earlier release has no digest."""
-    number = line.strip().partition(b" ")[0]
-    if not number.isdigit() or line.strip() not in (number, _cursor_line(int(number))):
+def _cursor_in(line: bytes) -> tuple[int, int] | None:
+    """Return the cursor and the bytes that it covers; None if its file is damaged.
+
+    Earlier releases wrote no bytes, or no digest.
+    """
+    words = line.split()
+    numbers = [int(word) for word in words[: max(1, len(words) - 1)] if word.isdigit()]
+    if not numbers or line.strip() not in (b"%d" % numbers[0], _cursor_line(*numbers)):
         return None
-    return int(number)
+    return numbers[0], sum(numbers[1:2])
+
+
+def _intact(line: bytes) -> Envelope | None:
+    """Return the receipt in a line; None if it is not what was written. Who may sign was checked then."""
+    try:
+        envelope = open_envelope(line)
+        envelope.verify(PayloadType.RECEIPT, trusted=(envelope.sole_signer(),))
+    except RemoteError:
+        return None
+    return envelope
 
 
 class ReceiptBook:
     """Receipts on disk and their tally. Methods block; each call writes a few kilobytes."""
 
     def __init__(self, folder: Path, *, run: PinnedRun, worker: KeyId) -> None:
-        """Open the folder. Raises LocalError if it is unusable. Broken lines, as a crash leaves them, are skipped."""
+        """Open the folder, and heal its file if it is damaged. Raises LocalError if the folder is unusable."""
         self._run = run
         self._worker = worker
         self._file = folder / "receipts.jsonl"
         self._cursor_file = folder / "receipts.cursor"
+        self._aside = folder / "receipts.damaged.jsonl"
+        self.cursor = 0
         self._latest: dict[str, _Kept] = {}
         """Receipts by bundle, the most recently changed one last."""
         self._totals: Counter[str] = Counter()
@@ -102,18 +120,11 @@ class ReceiptBook:
         """Leases for which a bundle was signed."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            data = read_regular(self._file) if self._file.exists() else b""
-            if data and not data.endswith(b"\n"):
-                self._append([b""])  # a crash left half a line: end it before the next one
-            cursor = _cursor_in(self._cursor_file.read_bytes()) if self._cursor_file.exists() else 0
+            envelopes = self._read()
         except OSError as error:
             raise disk_fault(error, f"receipts {self._file}") from None
-        if cursor is None:
-            log.warning("%s is damaged: all receipts are asked for again", self._cursor_file)
-        self.cursor = cursor or 0
-        for line in data.splitlines():
+        for envelope in envelopes:
             try:
-                envelope = open_envelope(line)  # its signature was verified on receipt
                 self._note(self._parsed(envelope.payload), envelope.digest)
             except RemoteError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
@@ -161,8 +172,9 @@ class ReceiptBook:
                 )
             for receipt, envelope in zip(receipts, envelopes, strict=True):
                 self._compare(receipt, envelope)
-            self._append(envelope.to_bytes() for envelope in envelopes)
-            write_durably(self._cursor_file, _cursor_line(answer.next))
+            known = {kept.digest for kept in (self._latest.get(receipt.bundle) for receipt in receipts) if kept}
+            self._append(envelope.to_bytes() for envelope in envelopes if envelope.digest not in known)
+            write_durably(self._cursor_file, _cursor_line(answer.next, self._file.stat().st_size))
         except OSError as error:
             raise disk_fault(error, f"receipts {self._file}") from None
         self.cursor = answer.next
@@ -229,6 +241,34 @@ class ReceiptBook:
             self._totals[_TOKENS] += sign * kept.num_tokens
         outcome = _ACCEPTED if kept.status is BundleStatus.ACCEPTED else kept.reason or _PENDING
         self._totals[outcome] += sign * kept.num_rollouts
+
+    def _read(self) -> list[Envelope]:
+        """Return the receipts on the disk, and set the cursor. Raises OSError."""
+        cursor = _cursor_in(self._cursor_file.read_bytes()) if self._cursor_file.exists() else (0, 0)
+        if cursor is None:
+            log.warning("%s is damaged: all receipts are asked for again", self._cursor_file)
+        self.cursor, num_bytes = cursor or (0, 0)
+        data = read_regular(self._file) if self._file.exists() else b""
+        whole, _, torn = data.rpartition(b"\n")
+        lines = whole.split(b"\n") if whole else []
+        if torn:  # a crash left half a line, which no cursor covers
+            with os.fdopen(open_regular(self._file, os.O_WRONLY), "wb") as file:
+                file.truncate(len(data) - len(torn))
+        found = [_intact(line) for line in lines]
+        good = [envelope for envelope in found if envelope is not None]
+        if len(good) == len(lines) and len(data) - len(torn) >= num_bytes:
+            return good
+        bad = [str(number) for number, envelope in enumerate(found, 1) if envelope is None]
+        what = f"line {', '.join(bad[:5])}{' and others' * (len(bad) > 5)}" if bad else "its end is missing"
+        log.warning(
+            "%s is damaged (%s): all receipts are asked for again; it is kept as %s", self._file, what, self._aside
+        )
+        self.cursor = 0
+        write_durably(self._cursor_file, _cursor_line(0, 0))
+        if data:
+            write_durably(self._aside, data)
+        write_durably(self._file, b"".join(envelope.to_bytes() + b"\n" for envelope in good))
+        return good
 
     def _append(self, lines: Iterable[bytes]) -> None:
         descriptor = open_regular(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
