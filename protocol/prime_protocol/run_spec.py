@@ -283,9 +283,11 @@ def open_run_spec(envelope: Envelope, *, pinned: str) -> PinnedRun:
     fields = load_json(envelope.payload)
     version = fields.get("protocol_version") if isinstance(fields, dict) else None
     if version != PROTOCOL_VERSION:  # (3)
+        is_newer = isinstance(version, int) and version > PROTOCOL_VERSION
+        advice = "upgrade this software" if is_newer else "install the release that the run's operator names"
         raise RemoteError(
             ErrorCode.VERSION_UNSUPPORTED,
-            f"the run speaks protocol {version!r:.20}, this software {PROTOCOL_VERSION}; install the matching release",
+            f"the run speaks protocol {version!r:.20}, this software {PROTOCOL_VERSION}: {advice}, and start again",
         )
     spec = parse_json(envelope.payload, RunSpec)  # (4)
     roots = spec.keys.root

@@ -7,8 +7,9 @@ import dataclasses
 import random
 from pathlib import Path
 
+from tests.node.aged_process import Digits
 from tests.node.coordinator_world import Letters, World, memory_parts
-from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, equipped, prefill, table_weights
+from tests.node.table_engine import VOCAB_SIZE, TableEngine, equipped, prefill, table_weights
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, TRAINER, WORKER, MemorySource, make_run
 from tests.time_world import until
 
@@ -29,22 +30,6 @@ from prime_protocol.rollout import RolloutHeader, parse_body
 from prime_protocol.verify import check_assignment, judge, measure_logprobs
 
 RUN = make_run(lease_seconds=60.0, heartbeat_seconds=0.2, max_steps=2)
-
-
-class Digits:
-    """Implements ports.environment.Tokenizer: one token a decimal digit."""
-
-    vocab_size = VOCAB_SIZE
-    stop_token_id = STOP_TOKEN
-
-    def encode_prompt(self, text: str) -> list[int]:
-        return [int(digit) for digit in text if digit.isdigit()]
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_prompt(text)
-
-    def decode(self, token_ids: list[int]) -> str:
-        return "".join(str(token) for token in token_ids if token < 10)
 
 
 async def validate(client: HttpClient) -> None:

@@ -123,7 +123,7 @@ async def test_a_request_from_another_time_is_refused(world: World, age_s: float
 
 async def test_a_request_without_an_epoch_is_an_older_clients_and_is_told_to_upgrade(world: World) -> None:
     body = world.signed(HEARTBEAT, ANNA, epoch="")
-    assert "install the release that it runs" in await refused(
+    assert "run `prime-node upgrade`, or install the release" in await refused(
         world, ErrorCode.VERSION_UNSUPPORTED, "/v1/heartbeat", body
     )
 

@@ -183,7 +183,7 @@ async def test_an_unseeded_engine_takes_part_only_where_the_run_says_so_and_the_
 async def test_old_software_must_upgrade_and_other_software_is_not_compared() -> None:
     async with running(memory_parts(make_run(), software_min="0.10")) as world:
         refusal = await turned_away(world, ANNA, ErrorCode.VERSION_UNSUPPORTED, software="prime-node 0.9.3")
-        assert "ask its operator where to get it" in refusal.detail
+        assert "run `prime-node upgrade`, or install the release" in refusal.detail
         await world.client(ANNA).join(request(software="prime-node 0.10"))
         await world.client(ANNA).join(request(software="prime-node 0.10.0.dev1"))
         await world.client(BEN).join(request(software="another client 0.1"))

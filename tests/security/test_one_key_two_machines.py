@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from tests.node.aged_process import Digits
 from tests.node.coordinator_process import crash_run, start
 from tests.node.coordinator_world import (
     ANNA,
@@ -24,7 +25,7 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.coordinator_world import make_run as make_plain_run
-from tests.node.served_world import Digits, publish, validate
+from tests.node.served_world import publish, validate
 from tests.node.swarm_world import LOCAL
 from tests.node.table_engine import TableEngine, equipped
 from tests.node.worker_world import COORDINATOR, MODEL_FILES, WORKER, MemorySource, make_run

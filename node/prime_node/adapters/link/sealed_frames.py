@@ -8,8 +8,9 @@
                         a frame: u8 kind | u64 call | u32 length of head | u32 length of body | head | body
 
 A proof is the keyed BLAKE3 of a label, both nonces and the run under the secret; each direction's key is another one. A code
-covers the number of its packet too, so none can be repeated, left out or put in another order. The length has a code of its own:
-a changed one would be waited for, while signs of life arrive. Heads are JSON. Nothing is encrypted: the link belongs into a network of the operator's own.
+covers the number of its packet too, so none can be repeated, left out or put in another order. The length has a code of its
+own: a changed one would be waited for, while signs of life arrive. Heads are JSON. Nothing is encrypted: the link belongs into
+a network of the operator's own.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def _check_software(software: str, least: str) -> None:
     if ours is not None and wanted is not None and ours < wanted:
         raise RemoteError(
             ErrorCode.VERSION_UNSUPPORTED,
-            f"this run needs prime-node {least} or newer, and you have {software}: ask its operator where to get it",
+            f"this run needs prime-node {least} or newer, and you have {software}: run `prime-node upgrade`, or install "
+            "the release that the run's operator names, and start again",
         )
 
 

@@ -73,10 +73,8 @@ class Epochs:
         if not epoch:
             raise RemoteError(
                 ErrorCode.VERSION_UNSUPPORTED,
-                (
-                    "this coordinator requires requests that name its epoch (protocol/SPEC.md, section 14): install the "
-                    "release that it runs"
-                ),
+                "this coordinator requires requests that name its epoch (protocol/SPEC.md, section 14), and your software is "
+                "too old for that: run `prime-node upgrade`, or install the release that the run's operator names",
             )
         if epoch != present:
             raise RemoteError(
