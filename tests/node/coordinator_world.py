@@ -342,15 +342,15 @@ async def refused(world: World, code: ErrorCode, path: str, body: bytes, **heade
 
 
 @contextlib.asynccontextmanager
-async def running(parts: Parts) -> AsyncIterator[World]:
-    """Start a daemon, stop it at the end, and fail if it failed."""
+async def running(parts: Parts, *, at: str = "127.0.0.1") -> AsyncIterator[World]:
+    """Start a daemon, stop it at the end, and fail if it failed. Its clients ask it by the name or IP address `at`."""
     stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve_coordinator(parts, stop, ready=port.set_result))
     await asyncio.wait({daemon, port}, return_when=asyncio.FIRST_COMPLETED)
     if daemon.done():
         daemon.result()
     async with aiohttp.ClientSession() as session:
-        world = World(parts.run, parts, f"http://127.0.0.1:{port.result()}", session)
+        world = World(parts.run, parts, f"http://{at}:{port.result()}", session)
         try:
             await world.learn_epoch()
             yield world

@@ -136,7 +136,9 @@ def test_a_dead_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     shown = CliRunner().invoke(app, ["doctor", f"http://192.0.2.1:8400/#{'0' * 64}"]).stdout
-    assert "the proxy http://127.0.0.1:9 (http_proxy); is it running?" in shown
+    assert (
+        "http://192.0.2.1:8400 through the proxy http://127.0.0.1:9: Connection refused: is that proxy running" in shown
+    )
 
 
 @pytest.fixture

@@ -14,14 +14,13 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import expected_run
-from prime_node.ports.transport import Unreachable
+from prime_node.ports.transport import THROUGH, Unreachable
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.limits import COUNT_MAX
 from prime_protocol.run_spec import PinnedRun
@@ -256,9 +255,8 @@ def _advice(url: str, error: str) -> str:
     address = urlsplit(url)
     if "WRONG_VERSION_NUMBER" in error:
         return "that port answers in http, not https; is the link complete?"
-    proxy = getproxies().get(address.scheme)
-    if proxy and not proxy_bypass(address.hostname or ""):
-        return f"requests go through the proxy {printable(proxy, 100)} ({address.scheme}_proxy); is it running?"
+    if THROUGH in error:
+        return f"is that proxy running, and does it allow this address? {address.scheme}_proxy names it, no_proxy the exceptions"
     return "is the coordinator running, and are the address and this machine's clock right?"
 
 

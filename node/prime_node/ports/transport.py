@@ -36,6 +36,9 @@ from prime_protocol.requests import (
     ReturnLeaseRequest,
 )
 
+THROUGH = "through the proxy"
+"""Words before the name of a proxy in the text of an Unreachable."""
+
 
 class Unreachable(Exception):
     """No answer: refused, cut or timed out.

@@ -31,9 +31,10 @@ from prime_node.adapters.web.http_answers import (
     sensible_envelope,
 )
 from prime_node.adapters.web.noted_resolver import NotedResolver
+from prime_node.adapters.web.proxies import proxy_for, shown_proxy
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
-from prime_node.ports.transport import Unreachable
+from prime_node.ports.transport import THROUGH, Unreachable
 from prime_node.traces import sent_context
 from prime_protocol import limits
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
@@ -80,7 +81,9 @@ class HttpExchange:
         bounds: Limits | None = None,
         stall_s: float = STALL_S,
         connections_max: int = CONNECTIONS_MAX,
+        uses_proxy: bool = True,
     ) -> None:
+        """With `uses_proxy`, requests go through the proxy of this machine's settings, if it has one."""
         self.url = url.rstrip("/")
         """Address that is asked now."""
         self._others: tuple[str, ...] = ()
@@ -90,6 +93,7 @@ class HttpExchange:
         self._key = key
         self._stall_s = stall_s
         self._connections_max = connections_max
+        self._uses_proxy = uses_proxy
         self._session: aiohttp.ClientSession | None = None
         self._resolver = NotedResolver(urlsplit(self.url).hostname or "")
         self._head: tuple[str, Envelope] | None = None
@@ -253,7 +257,9 @@ class HttpExchange:
         wait_s: float,
         bytes_max: int,
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        session = self._connected()
+        session, proxy = self._connected(), proxy_for(url) if self._uses_proxy else None
+        self._resolver.let_pass(proxy)
+        where = url if proxy is None else f"{url} {THROUGH} {shown_proxy(proxy)}"
         try:
             stall_s = min(self._stall_s, ELSEWHERE_STALL_S) if self._others else self._stall_s
             async with Patience(stall_s, wait_s=wait_s) as patience:
@@ -266,6 +272,7 @@ class HttpExchange:
                     data=pieces_of_body(body, patience) if body else body,
                     headers=sent,
                     allow_redirects=False,
+                    proxy=proxy,
                 ) as answer:
                     patience.answered()
                     if "Content-Encoding" in answer.headers:
@@ -278,9 +285,11 @@ class HttpExchange:
                         raise RemoteError(ErrorCode.MALFORMED, f"{url} redirects; give the address it redirects to")
                     return answer.status, await read_bounded(answer, patience, bytes_max=bytes_max), answer.headers
         except TimeoutError:
-            raise Unreachable(f"{url}: no answer, or an answer without progress") from None
+            raise Unreachable(f"{where}: no answer, or an answer without progress") from None
+        except aiohttp.ClientHttpProxyError as error:
+            raise Unreachable(f"{where}: it refuses: {error.status} {error.message[:100]}") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise Unreachable(f"{url}: {reason_of(error)}") from None
+            raise Unreachable(f"{where}: {reason_of(error)}") from None
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, or invalid headers
             raise RemoteError(ErrorCode.MALFORMED, f"{url} does not speak HTTP: {str(error)[:200]}") from None
         except RuntimeError:  # aiohttp's error for a closed session: a peer was dropped with requests in progress

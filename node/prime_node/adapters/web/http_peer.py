@@ -36,7 +36,14 @@ class HttpPeer(HttpClient):
 
         `authorization` returns the header that shows our ticket to this peer; None before we have one.
         """
-        super().__init__(url, run=run, clock=clock, bounds=bounds, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
+        super().__init__(
+            url,
+            run=run,
+            clock=clock,
+            bounds=bounds,
+            connections_max=limits.PEER_HTTP_CONNECTIONS_MAX,
+            uses_proxy=False,
+        )
         self._authorization = authorization
         self._ranges = RangeClient(url, stall_s=self._stall_s, connections_max=limits.PEER_HTTP_CONNECTIONS_MAX)
 

@@ -8,6 +8,7 @@ network around it.
 from __future__ import annotations
 
 import socket
+from urllib.parse import urlsplit
 
 from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
@@ -24,8 +25,13 @@ class NotedResolver(ThreadedResolver):
     def __init__(self, server: str) -> None:
         super().__init__()
         self._server, address = server, parse_ip(server)
+        self._proxy = ""
         self.hosts = frozenset[str]() if address is None else frozenset([str(address)])
         """IP address of the server, or the addresses that its name has resolved to so far."""
+
+    def let_pass(self, proxy: str | None) -> None:
+        """Resolve the name of a proxy for the next requests: where it leads is the choice of this machine's owner."""
+        self._proxy = urlsplit(proxy or "").hostname or ""
 
     def may_ask(self, host: str) -> bool:
         """Return whether a request may go to this name or IP address. Where a name leads is checked when it is resolved."""
@@ -36,6 +42,8 @@ class NotedResolver(ThreadedResolver):
     ) -> list[ResolveResult]:
         """Resolve a name and record its addresses."""
         found = await super().resolve(host, port, family)
+        if host == self._proxy:
+            return found
         if host != self._server:
             known = [one for one in found if may_be_named(one["host"], between=self.hosts)]
             if not known:

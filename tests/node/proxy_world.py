@@ -1,0 +1,54 @@
+"""A forward proxy on loopback, as those of companies: it takes whole URLs and CONNECT, and leads every name to one port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from urllib.parse import urlsplit
+
+
+class ForwardProxy:
+    """A proxy. Every connection through it leads to `port` of this machine."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.asked: list[str] = []
+        """First lines of the requests."""
+        self.refusal = b""
+        """Answer to all further requests; empty: they are passed on."""
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        line, _, rest = head.partition(b"\r\n")
+        self.asked.append(line.decode())
+        method, url, version = line.split(b" ")
+        if self.refusal:
+            writer.write(self.refusal)
+            writer.close()
+            await writer.wait_closed()
+            return
+        there, to = await asyncio.open_connection("127.0.0.1", self.port)
+        if method == b"CONNECT":
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+        else:
+            to.write(b" ".join((method, urlsplit(url).path or b"/", version)) + b"\r\n" + rest)
+        await asyncio.gather(_pass(reader, to), _pass(there, writer))
+
+
+async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def forward_proxy(port: int) -> AsyncIterator[ForwardProxy]:
+    """Run a proxy."""
+    proxy = ForwardProxy(port)
+    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0) as server:
+        proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield proxy
