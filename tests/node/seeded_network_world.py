@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -17,7 +18,7 @@ from tests.node.seeded_parts_world import SimulatedProcess, SimulatedServer, Ske
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import Manifest
@@ -173,11 +174,28 @@ def take_timestamp(stamps: dict[SigningKey, Timestamp], clock: SkewedClock, peer
             raise
 
 
+async def head_at(net: BadNetwork, place: int) -> int:
+    """Return the number of the newest policy at a place. Raises Unreachable or RemoteError."""
+    _, body = await net.deliver("/v1/head", b"", place=place)
+    return parse_json(open_envelope(body).payload, Manifest).policy_version
+
+
+async def require_head(net: BadNetwork, num_gateways: int, version: int) -> None:
+    """Wait until each gateway has a link; its newest policy must be this one."""
+    for place in range(num_gateways):
+        while True:
+            with contextlib.suppress(Unreachable, RemoteError):
+                assert await head_at(net, place) == version, "a gateway shows an old policy"
+                break
+            await asyncio.sleep(0.5)
+
+
 async def look_at_gateway(net: BadNetwork, place: int, head: Manifest) -> None:
     """Read a blob of a policy in pieces through a gateway, and its live changes for a while. Raises AssertionError."""
     digest = net.drawn.choice([part.digest for encoding in head.encodings for part in encoding.parts])
     _, found = await net.deliver(f"/v1/blobs/{digest}", b"", "GET", "/v1/blobs/{digest}", place)
     assert digest_of(found) == digest, "a gateway has changed a blob"
+    await head_at(net, place)
     web = net.places[place].web
     live = await web.routes["GET", "/v1/live"].handler(Request({}, b"", {}, "127.0.0.1"))
     assert live.after is not None

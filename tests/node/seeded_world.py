@@ -43,7 +43,7 @@ from tests.node.seeded_faults_world import (
 )
 from tests.node.seeded_gateway_world import BEHIND_GATEWAYS, FIRST_PORT, NUM_GATEWAYS, SimulatedGateway
 from tests.node.seeded_leader_world import LeaderRow
-from tests.node.seeded_network_world import BadNetwork, look_at_gateway, name_of, take_timestamp
+from tests.node.seeded_network_world import BadNetwork, look_at_gateway, name_of, require_head, take_timestamp
 from tests.node.seeded_node_world import SHORT, Setting, SimulatedNode
 from tests.node.seeded_parts_world import (
     Disk,
@@ -333,6 +333,9 @@ class Cluster:
                     done, _ = await asyncio.wait(watched, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
                     for task in (*done, *(task for task in tasks if task.done())):
                         task.result()
+                if self.gateways:
+                    await asyncio.gather(*disturbing)
+                    await require_head(self.net, len(self.gateways), self.setting.steps)
         except TimeoutError:
             raise AssertionError(f"the run stands still at policy {self.head and self.head.policy_version}") from None
         finally:
