@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.processor_limit import TooCostly
 from prime_node.adapters.models.template_renderer import TemplateRenderer
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.algo.trajectories import interleave
@@ -85,6 +86,37 @@ def test_no_answer_ends_its_episode_by_a_call_that_is_none(qwen3: Path, call: st
     assert parsed.content.startswith("four")
     assert parsed.tool_calls == ()
     assert renderer.render_ids([{"role": "user", "content": "?"}, parsed.message, {"role": "user", "content": "!"}])
+
+
+DEEPSEEK = (
+    *("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁calls▁begin", "tool▁calls▁end"),
+    *("tool▁call▁begin", "tool▁call▁end", "tool▁sep", "tool▁outputs▁begin", "tool▁outputs▁end", "tool▁output▁begin"),
+    "tool▁output▁end",
+)
+
+
+@pytest.mark.slow
+def test_an_answer_that_would_be_parsed_for_hours_ends_its_episode_after_seconds(qwen3: Path, tmp_path: Path) -> None:
+    """The package's search for the arguments takes time that grows with the third power of the blanks in them."""
+    from prime_node.adapters.models.package_renderer import PackageRenderer
+
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((qwen3 / name).read_bytes())
+    tokenizer = Tokenizer.from_file(str(qwen3 / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"<｜{name}｜>" for name in DEEPSEEK])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    renderer = PackageRenderer(tmp_path, name="deepseek-v3")
+
+    def answer(arguments: str) -> Completion:
+        call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{arguments}<｜tool▁call▁end｜>"
+        return sampled(tmp_path, f"four<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
+
+    parsed = renderer.parse_response(answer('{"a": 2}\n```').token_ids)
+    assert parsed.tool_calls[0]["function"]["name"] == "add"
+    hostile = answer("\n" * 20_000 + "x")
+    with pytest.raises(TooCostly, match="more than 2 s"):
+        renderer.parse_response(hostile.token_ids)
+    assert renderer.parse_response(answer('{"a": 2}\n```').token_ids) == parsed
 
 
 def test_an_unknown_family_says_that_a_renderer_must_be_named(tiny: Path, tmp_path: Path) -> None:

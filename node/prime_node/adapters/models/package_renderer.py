@@ -11,12 +11,16 @@ import renderers
 from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
 
 from prime_node.adapters.models.model_folder import require_plain
+from prime_node.adapters.models.processor_limit import processor_limit
 from prime_node.ports.renderer import Message, Parsed
 
 AUTO = "auto"
 _UNMETERED = "default"
 _FAMILIES = {"qwen3": "qwen3", "qwen3_moe": "qwen3", "llama": "llama-3", "gpt_oss": "gpt-oss"}
 """model_type of config.json -> renderer, for folders whose name does not identify the model."""
+
+PARSE_S_MAX = 2.0
+"""Processor time of parsing one answer, many times what the longest honest one takes."""
 
 
 class PackageRenderer:
@@ -45,10 +49,12 @@ class PackageRenderer:
         """Parse an answer into text, reasoning and tool calls.
 
         An answer whose calls the package cannot parse (nested or long numbers, for example) is text alone, as one without a name
-        is no call: the model chooses its words, and none may end its episode.
+        is no call: the model chooses its words, and none may end its episode. Raises TooCostly: for a few families, searches by the
+        package take time that grows with the third power of a call's length.
         """
         try:
-            found = self._renderer.parse_response(list(token_ids), tools=_list(tools) or None)
+            with processor_limit(PARSE_S_MAX):
+                found = self._renderer.parse_response(list(token_ids), tools=_list(tools) or None)
         except (ValueError, TypeError, RecursionError):
             return Parsed(self._tokenizer.decode(list(token_ids), skip_special_tokens=True), "", ())
         calls = tuple(_tool_call(call) for call in found.tool_calls or () if isinstance(call.name, str))
