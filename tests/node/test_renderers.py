@@ -88,10 +88,16 @@ def test_no_answer_ends_its_episode_by_a_call_that_is_none(qwen3: Path, call: st
     assert renderer.render_ids([{"role": "user", "content": "?"}, parsed.message, {"role": "user", "content": "!"}])
 
 
+def deepseek(name: str) -> str:
+    """Return a special token of DeepSeek. Example: deepseek("User")."""
+    bar = "\N{FULLWIDTH VERTICAL LINE}"
+    return f"<{bar}{name.replace(' ', chr(0x2581))}{bar}>"
+
+
 DEEPSEEK = (
-    *("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant", "tool▁calls▁begin", "tool▁calls▁end"),
-    *("tool▁call▁begin", "tool▁call▁end", "tool▁sep", "tool▁outputs▁begin", "tool▁outputs▁end", "tool▁output▁begin"),
-    "tool▁output▁end",
+    *("begin of sentence", "end of sentence", "User", "Assistant", "tool calls begin", "tool calls end"),
+    *("tool call begin", "tool call end", "tool sep", "tool outputs begin", "tool outputs end", "tool output begin"),
+    "tool output end",
 )
 
 
@@ -103,13 +109,15 @@ def test_an_answer_that_would_be_parsed_for_hours_ends_its_episode_after_seconds
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((qwen3 / name).read_bytes())
     tokenizer = Tokenizer.from_file(str(qwen3 / "tokenizer.json"))
-    tokenizer.add_special_tokens([f"<｜{name}｜>" for name in DEEPSEEK])
+    tokenizer.add_special_tokens([*map(deepseek, DEEPSEEK)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     renderer = PackageRenderer(tmp_path, name="deepseek-v3")
 
     def answer(arguments: str) -> Completion:
-        call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{arguments}<｜tool▁call▁end｜>"
-        return sampled(tmp_path, f"four<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜><｜end▁of▁sentence｜>")
+        begin, separator, end = map(deepseek, ("tool call begin", "tool sep", "tool call end"))
+        call = f"{begin}function{separator}add\n```json\n{arguments}{end}"
+        before, after, stop = map(deepseek, ("tool calls begin", "tool calls end", "end of sentence"))
+        return sampled(tmp_path, f"four{before}{call}{after}{stop}")
 
     parsed = renderer.parse_response(answer('{"a": 2}\n```').token_ids)
     assert parsed.tool_calls[0]["function"]["name"] == "add"

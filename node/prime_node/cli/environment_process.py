@@ -38,11 +38,11 @@ def run_environment_process() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        folder, missing = confined(sys.argv[-1])
+        folder, missing, granted = confined(sys.argv[-1])
         hello = json.loads(first_line())
         from prime_node.cli.environment_service import serve_environments
 
-        asyncio.Runner().run(serve_environments(out, hello, folder=folder, missing=missing))
+        asyncio.Runner().run(serve_environments(out, hello, folder=folder, missing=missing, granted=granted))
     except BrokenPipeError:
         os._exit(1)  # the host was killed during the answer: nothing is left to report to
     except BaseException:  # noqa: BLE001 (the process's edge; environments' code may call sys.exit)

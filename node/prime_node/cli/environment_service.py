@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from prime_node.cli.wire_environments import build_environments
+from prime_node.envs.grants import is_granted
 from prime_node.inside import write_inside
 from prime_node.ports.environment import (
     GRADED_TOGETHER,
@@ -31,7 +32,7 @@ from prime_node.ports.environment import (
     TurnEnvironment,
     TurnProblem,
 )
-from prime_protocol.errors import PrimeError
+from prime_protocol.errors import LocalError, PrimeError
 from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
 
@@ -192,10 +193,13 @@ def kept_model(files: Mapping[str, str], folder: Path) -> Path:
     return folder
 
 
-async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder: Path, missing: Sequence[str]) -> None:
+async def serve_environments(
+    out: BinaryIO, hello: Mapping[str, Any], *, folder: Path, missing: Sequence[str], granted: Sequence[str] | None
+) -> None:
     """Serve until the host closes the pipe.
 
-    `missing` lists the parts of this process's sandbox that the system does not enforce.
+    `missing` lists the parts of this process's sandbox that the system does not enforce, `granted` the environments that the
+    machine's settings let use the network: no others are built in a process that has it, whatever a compromised host asks for.
     """
     host = Host(out)
     loop, threads = asyncio.get_running_loop(), Threads()
@@ -204,6 +208,9 @@ async def serve_environments(out: BinaryIO, hello: Mapping[str, Any], *, folder:
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
     try:
         specs = [EnvironmentSpec.model_validate(spec) for spec in hello["environments"]]
+        for spec in specs:
+            if granted is not None and not is_granted(spec, granted, "unsafe_network"):
+                raise LocalError(f"environment {spec.name} may not use the network")
         async with contextlib.AsyncExitStack() as stack:
             environments = build_environments(
                 specs,

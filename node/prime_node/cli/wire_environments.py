@@ -237,6 +237,7 @@ def _restrictions(
         file_bytes_max=settings.file_bytes_max,
         open_files_max=settings.open_files_max,
         tmp_bytes_max=settings.tmp_bytes_max,
+        network_grants=settings.unsafe_network if network else (),
     )
 
 

@@ -1,7 +1,7 @@
 """Grants to environments. The name of an environment is the run's to choose, so a grant is bound to what that name means there.
 
-A grant is NAME@DIGEST, of the implementation and its options. The digests of datasets and of own code are left out: these files
-are this machine's own, and the RunSpec pins them.
+A grant is NAME@DIGEST, of the implementation and its options. Datasets and the digest of own code are left out: these files are
+this machine's own, and the RunSpec pins them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from prime_protocol.run_spec import EnvironmentSpec
 
 GRANT_DIGITS = 24
 _PINS = {
-    "jsonl": {"digest", "code_digest"},
-    "parquet": {"digest", "code_digest"},
+    "jsonl": {"path", "digest", "code_digest"},
+    "parquet": {"path", "digest", "code_digest"},
     "reasoning_gym": {"code_digest"},
     "python": {"code_digest"},
 }
-"""Options that hold such digests, by implementation. Elsewhere a name among them is an option like others."""
+"""Options that name such files and digests, by implementation. Elsewhere one of that name is an option like others."""
 
 
 def grant_of(spec: EnvironmentSpec) -> str:

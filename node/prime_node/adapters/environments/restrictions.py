@@ -50,11 +50,13 @@ class ProcessRestrictions:
     """Whether it runs in namespaces of its own."""
     user: int | None = None
     """User id that it switches to."""
+    network_grants: tuple[str, ...] = ()
+    """Environments that it may build if it has the host's network (envs/grants.py)."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
         """Read the output of dataclasses.asdict."""
-        return cls(**{**fields, "read": tuple(fields["read"]), "hidden": tuple(fields["hidden"])})
+        return cls(**{**fields, **{name: tuple(fields[name]) for name in ("read", "hidden", "network_grants")}})
 
 
 def around_command(

@@ -49,8 +49,8 @@ class PackageRenderer:
         """Parse an answer into text, reasoning and tool calls.
 
         An answer whose calls the package cannot parse (nested or long numbers, for example) is text alone, as one without a name
-        is no call: the model chooses its words, and none may end its episode. Raises TooCostly: for a few families, searches by the
-        package take time that grows with the third power of a call's length.
+        is no call: the model chooses its words, and none may end its episode. Raises TooCostly: for a few families, the package's
+        searches take time that grows with the third power of a call's length.
         """
         try:
             with processor_limit(PARSE_S_MAX):
