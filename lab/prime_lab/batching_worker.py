@@ -66,7 +66,7 @@ class BatchingWorker:
         self._jobs: list[_Job] = []
         self._queue: deque[tuple[_Job, float]] = deque()
         self._num_running = 0
-        self._stalled_s = 0.0
+        self.stalled_s = 0.0
         """Total duration of all swaps in flight."""
         self._worked: list[tuple[float, float]] = []
         """Start and end of each completion that ended in its place."""
@@ -97,7 +97,7 @@ class BatchingWorker:
         while scenario.schedule.swap.spans_policies:
             while worker.latest <= worker.held or not self._jobs:
                 yield worker.policy_came if worker.latest <= worker.held else worker.leases_came
-            self._stalled_s += scenario.costs.swap
+            self.stalled_s += scenario.costs.swap
             yield scenario.costs.swap
             worker.held = worker.latest
             for job in self._jobs:
@@ -141,9 +141,9 @@ class BatchingWorker:
     def _complete(self, job: _Job, seconds: float) -> Process:
         begun_s = self._run.time.now_s
         while seconds > 0 and not job.is_cancelled:
-            stalled_s = self._stalled_s
+            stalled_s = self.stalled_s
             yield job.stopped.within(seconds)
-            seconds = self._stalled_s - stalled_s
+            seconds = self.stalled_s - stalled_s
         self._worked.append((begun_s, self._run.time.now_s))
         self._num_running -= 1
         job.left -= 1

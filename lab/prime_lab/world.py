@@ -230,9 +230,11 @@ class SimulatedRun:
         return True
 
     def upload(self, lease: LeaseRecord, versions: list[int]) -> Process:
-        """Upload a bundle, and judge it as soon as a validator is free."""
+        """Upload a bundle, and judge it as soon as a validator is free; not if another lease has filled its groups."""
         costs = self.scenario.costs
         yield costs.upload
+        if not self.state.is_redeemable(lease):
+            return
         bundle = "b" + lease.lease_id
         num_rollouts = len(lease.slots) * self.state.rules.rollouts_per_group
         self.decide(ev.BundleArrived(bundle, lease.lease_id, lease.worker, num_rollouts, 1))

@@ -1,6 +1,7 @@
 """Closeness of a run to a scheduler without cost, in each mode, on one trace of generation times.
 
     python scripts/bench/overlap.py [--quick] [--json]
+    python scripts/bench/overlap.py --levers           what each lever gives, alone and left out (overlap_levers.py), and no more
 
 The coordinator's own state machine and scheduler on a virtual clock (lab/prime_lab/world.py), with simulated workers:
 512 groups a step as in verl's experiment with 128 GPUs (documents of its fully asynchronous policy: 64 generate, 64
@@ -24,8 +25,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,18 +32,16 @@ from statistics import geometric_mean
 from typing import Any
 
 from checks import Check, Output, at_least, at_most
+from overlap_levers import lever_checks
+from overlap_traces import GROUPS, MEAN_S, TRAIN_S, WARM, WORKERS, make_trace
 
 from prime_lab.scenario import Costs, Scenario
 from prime_lab.world import SimulatedRun
 from prime_protocol.schedule import Schedule
 
-GROUPS, WORKERS, MEAN_S = 512, 64, 130.0 * 64 / 512
-TRAIN_S = 113.16
 SYNC_WORKERS, SYNC_TRAIN_S = 128, 356.30 - 177.85
 SEED_SPEEDUP = 2.35
 AHEAD_MEANS_S = (0.5, 2.0, MEAN_S)
-WARM = 2
-"""Steps that fill the pipeline; the time of a step is measured over the steps after them."""
 MODES = {
     "a verl_on_policy": {"preset": "verl_on_policy"},
     "b verl_stream": {"preset": "verl_stream"},
@@ -53,15 +50,6 @@ MODES = {
     "in flight, KV kept": {"preset": "verl_partial", "swap": "keep_kv"},
     "in flight, recomputed": {"preset": "verl_partial", "swap": "keep_and_recompute"},
 }
-
-
-def make_trace(num_groups: int, mean_s: float, seed: int) -> list[float]:
-    """Seconds of each group: lognormal with a capped tail, scaled to the mean."""
-    rng = random.Random(seed)
-    cap = 8 * math.exp(1.1**2 / 2)
-    raw = [min(rng.lognormvariate(0.0, 1.1), cap) for _ in range(num_groups)]
-    scale = mean_s * num_groups / sum(raw)
-    return [scale * value for value in raw]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +253,16 @@ def ahead_checks(num_steps: int, seeds: Sequence[int]) -> list[Check]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer steps: below a minute")
+    parser.add_argument("--levers", action="store_true", help="measure the levers alone: minutes")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args()
     output, num_steps = Output(as_json=options.json), 9 if options.quick else 16
+    if options.levers:
+        trace = make_trace(GROUPS * num_steps, MEAN_S, options.seed)
+        sync = run("sync", make_scenario({}, trace, num_steps, train_s=SYNC_TRAIN_S, workers=SYNC_WORKERS))
+        seeds = range(options.seed, options.seed + (1 if options.quick else 3))
+        return output.finish(lever_checks(9 if options.quick else 24, seeds, sync.step_s, is_quick=options.quick))
     rows = rows_of(num_steps, options.seed)
     seeds = range(options.seed, options.seed + (1 if options.quick else 7))
     traces = [rows[: 1 + len(MODES)], *(mode_rows(num_steps, seed) for seed in seeds[1:])]
@@ -286,7 +280,8 @@ def main() -> int:
         print(f"trace {seed:2}: mode d over sync {speedup(found):.3f}x, least closeness of the modes {least:.3f}")
     ahead = ahead_checks(num_steps, seeds if len(seeds) > 1 else (7, 8))
     bound = bound_checks(40, seeds, sync_s)
-    return output.finish([*checks_of(rows), *seed_checks(traces), *bound, *ahead])
+    levers = lever_checks(num_steps, seeds[:1] if options.quick else seeds[:3], sync_s, is_quick=options.quick)
+    return output.finish([*checks_of(rows), *seed_checks(traces), *bound, *ahead, *levers])
 
 
 if __name__ == "__main__":
