@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from prime_lab.free_ports import free_ports
 
 USER = "operator"
 """User of the server with all rights."""
@@ -48,15 +50,24 @@ class PostgresServer:
         """Start the server. Returns when it accepts connections."""
         options = ("-c", f"port={self.port}", "-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories=")
         given = " ".join((*options, *self.options))
-        self._run("pg_ctl", "-w", "-t", str(SECONDS_MAX), "-l", str(self.folder / "log"), "-o", given, "start")
+        self.run_program("pg_ctl", "-w", "-t", str(SECONDS_MAX), "-l", str(self.folder / "log"), "-o", given, "start")
 
     def stop(self, how: Literal["fast", "immediate"] = "fast") -> None:
         """End the server: `fast` in order, `immediate` as in a crash. Returns when it has ended."""
-        self._run("pg_ctl", "-w", "-m", how, "stop")
+        self.run_program("pg_ctl", "-w", "-m", how, "stop")
+
+    def end(self) -> None:
+        """End the server at once. Idempotent."""
+        if (self.folder / "data" / "postmaster.pid").exists():
+            self.stop("immediate")
+
+    def promote(self) -> None:
+        """Let a standby take writes. Returns when it does."""
+        self.run_program("pg_ctl", "-w", "-t", str(SECONDS_MAX), "promote")
 
     def execute(self, statement: str, *, database: str = "postgres") -> str:
         """Return what psql prints for a statement."""
-        return self._run("psql", "-X", "-q", "-A", "-t", "-d", self.url(database), "-c", statement)
+        return self.run_program("psql", "-X", "-q", "-A", "-t", "-d", self.url(database), "-c", statement)
 
     def make_database(self) -> str:
         """Make an empty database and return its URL."""
@@ -68,9 +79,10 @@ class PostgresServer:
         """Make the server's data folder."""
         (self.folder / "password").write_text(PASSWORD)
         made = ("-U", USER, "--pwfile", str(self.folder / "password"), "-A", "scram-sha-256", "-E", "UTF8", "--no-sync")
-        self._run("initdb", *made, "--locale=C")
+        self.run_program("initdb", *made, "--locale=C")
 
-    def _run(self, program: str, *arguments: str) -> str:
+    def run_program(self, program: str, *arguments: str) -> str:
+        """Run one of the server's programs, as the server's user, and return what it prints."""
         user = NOBODY if os.geteuid() == 0 else None
         done = subprocess.run(
             [str(self.programs / program), *arguments],
@@ -97,17 +109,44 @@ class PostgresServer:
 @contextmanager
 def postgres_server(*options: str) -> Iterator[PostgresServer]:
     """Run a server with these options of `postgres` in a folder of its own, and remove both at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="postgres-"))
-    try:
-        if os.geteuid() == 0:
-            os.chown(folder, NOBODY, NOBODY)
-        server = PostgresServer(folder, _programs(folder), _free_port(), options)
+    with _folder() as folder:
+        server = PostgresServer(folder, _programs(folder), free_ports(1)[0], options)
         server.make_data()
         server.start()
         try:
             yield server
         finally:
-            server.stop("immediate")
+            server.end()
+
+
+@contextmanager
+def synchronous_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
+    """Run a second server that has each commit of `primary` before that acknowledges it, and remove it at the end."""
+    with _folder() as folder:
+        standby = PostgresServer(folder, primary.programs, free_ports(1)[0], primary.options)
+        copied = ("-D", str(folder / "data"), "--write-recovery-conf", "--checkpoint=fast", "--no-sync")
+        standby.run_program("pg_basebackup", *copied, "-d", primary.url())
+        standby.start()
+        try:
+            primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            primary.execute("SELECT pg_reload_conf()")
+            end_s = time.monotonic() + SECONDS_MAX
+            while "sync" not in primary.execute("SELECT sync_state FROM pg_stat_replication").split():
+                if time.monotonic() > end_s:
+                    raise RuntimeError(f"no synchronous standby: {(folder / 'log').read_text()}")
+                time.sleep(0.05)
+            yield standby
+        finally:
+            standby.end()
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="postgres-"))
+    try:
+        if os.geteuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -134,10 +173,3 @@ def _can_execute(program: Path) -> bool:
         ).returncode
     except PermissionError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

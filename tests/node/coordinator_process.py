@@ -104,7 +104,13 @@ async def main(
     given = {"snapshot_events": 20, "requests_per_second": 10_000, **settings}
     parts = await folder_parts(make_run(**crash_run()), folder, port=port, **given)
     parts = replace(parts, clock=WrongClock(clock_ahead_s))
-    await serve_coordinator(parts, asyncio.Event(), ready=ready)
+    if parts.config.gateways_address is not None:
+        from tests.node.gateway_world import hearing
+
+        parts, _ = hearing(parts)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)  # SIGTERM, from a test that ends, kills
+    await serve_coordinator(parts, stop, ready=ready)
 
 
 def _print(port: int) -> None:

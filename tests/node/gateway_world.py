@@ -44,13 +44,14 @@ def gateway_parts(
     secret: bytes = SECRET,
     bundles: Blobs | None = None,
     public: Blobs | None = None,
+    port: int = 0,
     **shared: object,
 ) -> GatewayParts:
-    """Return the parts of a gateway on any free port."""
+    """Return the parts of a gateway, on any free port unless one is named."""
     addresses = tuple(("127.0.0.1", port) for port in writer_ports)
     return GatewayParts(
         run=run,
-        config=GatewayConfig.load({"gateway": {"port": 0}}),
+        config=GatewayConfig.load({"gateway": {"port": port}}),
         shared=CoordinatorConfig.load({"coordinator": {"grace_seconds": 0.5, "lag_ms_max": 0.0, **shared}}),
         clock=SystemClock(),
         web=AiohttpServer(),

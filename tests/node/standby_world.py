@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -23,13 +23,20 @@ LEADER_S_MAX = 60.0
 class Pair:
     """Two coordinators of one run, and the settings with which each is started again."""
 
-    def __init__(self, folder: Path, settings: dict[str, str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, folder: Path, settings: dict[str, str], environment: dict[str, str], *, link_ports: Sequence[int] = ()
+    ) -> None:
+        """`link_ports`: where each hears gateways, if it does."""
         self.folder, self.settings, self.environment = folder, settings, environment
+        self.link_ports = link_ports
         self.daemons: list[Daemon] = []
         self.ports: list[int] = []
 
     async def start(self, place: int, port: int = 0) -> None:
-        daemon, port = await start(self.folder / str(place), port, settings=self.settings, environment=self.environment)
+        settings = dict(self.settings)
+        if self.link_ports:
+            settings["gateways_listen"] = f"127.0.0.1:{self.link_ports[place]}"
+        daemon, port = await start(self.folder / str(place), port, settings=settings, environment=self.environment)
         self.daemons[place:], self.ports[place:] = (
             [daemon, *self.daemons[place + 1 :]],
             [port, *self.ports[place + 1 :]],
@@ -44,11 +51,11 @@ class Pair:
 
         On a busy machine one may have lost its term and ended: it is started again, as a service does.
         """
-        for place, daemon in enumerate(self.daemons):
-            if not daemon.is_alive:
-                await self.start(place, self.ports[place])
         async with asyncio.timeout(LEADER_S_MAX):
             while True:
+                for place, daemon in enumerate(self.daemons):
+                    if not daemon.is_alive:
+                        await self.start(place, self.ports[place])
                 for place, url in enumerate(self.urls):
                     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                         async with session.get(f"{url}/readyz", timeout=aiohttp.ClientTimeout(1.0)) as answer:
