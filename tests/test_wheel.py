@@ -27,9 +27,6 @@ FOR_OTHER_PROGRAMS = {
     "choice_of": "the reference of the engines' filters, in numpy",
     "cooler_of": "the reference of the engines' compared choices, in numpy",
     "looser_of": "the reference of the engines' compared choices, in numpy",
-    "lag_of": "the staleness of other frameworks in our terms",
-    "measure_logprobs": "one rollout's check in one call",
-    "judge_bundle": "all checks of a bundle in one call",
     "shipped_calibration": "the default of `prime-node new`, for programs that make a run",
 }
 """Public functions that no module of the wheel calls, and what they are for."""

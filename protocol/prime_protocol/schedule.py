@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from fractions import Fraction
-from math import ceil, floor
+from math import floor
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -183,11 +183,6 @@ def slots_ahead(staleness: float, groups_per_step: int) -> int:
     Example, verl's rollout_num: slots_ahead(0.5, 4 * 32) is 192, minus the samples left over from earlier policies.
     """
     return floor(groups_per_step * (1 + Fraction(str(staleness))))
-
-
-def lag_of(staleness: float) -> int:
-    """Return how many policies a group may be behind its step with batches in order: the matching async_level."""
-    return ceil(Fraction(str(staleness)))
 
 
 # Names in other frameworks

@@ -223,13 +223,8 @@ def normed(errors_T: npt.NDArray[np.float32], spread_T: npt.NDArray[np.float32])
     return found_T
 
 
-def measure_logprobs(rollouts: Rollouts, prefill: Prefill) -> Measured:
-    """Compute the values that the run's thresholds apply to."""
-    return summary(statistics(rollouts, prefill))
-
-
 def summary(found: Statistics) -> Measured:
-    """Compute the same values from given statistics."""
+    """Compute the values that the run's thresholds apply to."""
     proof, stop = (found.get(name, np.zeros(1, np.float32)) for name in ("proof", "stop"))
     return Measured(
         logprob_error_mean=float(found["logprob"].mean(dtype=np.float64)),

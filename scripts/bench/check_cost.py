@@ -214,7 +214,7 @@ async def engines(shape: Shape, rounds: int, folder: Path, engine: Engine) -> di
         ]
 
         async def judge() -> None:
-            found = verify.measure_logprobs(rollouts, await scorer.prefill(to_score, how))
+            found = verify.summary(verify.statistics(rollouts, await scorer.prefill(to_score, how)))
             assert found.seed_flips_share < 0.01, "these are honest rollouts"
 
         return judge

@@ -38,7 +38,7 @@ from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.coordinator.new_run import ROLES, RunConfig, build_run_spec
 from prime_node.ports.engine import Engine
 from prime_node.ports.train_samples import Group
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle, reward_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, reward_bundle
 from prime_node.worker.generating import bundle_for, requests_for
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
@@ -158,7 +158,10 @@ class AttackedBench(Bench):
         worlds = {TASK: self._environment}
         if self._condition is not Condition.CHECKED:
             return await reward_bundle(opened, run=self._run, environments=worlds, tokenizer=self._tokenizer)
-        return await judge_bundle(opened, self._engine, run=self._run, environments=worlds, tokenizer=self._tokenizer)
+        proven = await prove_bundle(opened, self._engine, run=self._run)
+        if not proven.verdict.accepted:
+            return proven
+        return await reward_bundle(opened, run=self._run, environments=worlds, tokenizer=self._tokenizer, proven=proven)
 
     def _lease(self, slots: Sequence[int], step: int, policy: int, key: SigningKey) -> Lease:
         groups = tuple(

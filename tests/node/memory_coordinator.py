@@ -46,7 +46,7 @@ from prime_protocol.rollout import EngineInfo, RolloutHeader, parse_body
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Speed
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
-from prime_protocol.verify import check_assignment, judge, measure_logprobs
+from prime_protocol.verify import check_assignment, judge, statistics, summary
 from prime_protocol.weights import Weights
 
 
@@ -179,7 +179,7 @@ class MemoryCoordinator(MemorySource):
         verdict = check_assignment(header, rollouts, lease, vocab_size=VOCAB_SIZE)
         if not verdict.accepted:
             return verdict
-        measured = measure_logprobs(rollouts, prefill(self.policies[lease.policy_version], lease, rollouts))
+        measured = summary(statistics(rollouts, prefill(self.policies[lease.policy_version], lease, rollouts)))
         return judge(measured, self.run.spec.checks)
 
     def _write_receipt(self, bundle: str, header: RolloutHeader, verdict: Verdict) -> None:

@@ -27,7 +27,7 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.replies import CheckTask, TrainBatch
 from prime_protocol.requests import BatchRequest, BundleRequest, CheckRequest, CheckResultRequest
 from prime_protocol.rollout import RolloutHeader, parse_body
-from prime_protocol.verify import check_assignment, judge, measure_logprobs
+from prime_protocol.verify import check_assignment, judge, statistics, summary
 
 RUN = make_run(lease_seconds=60.0, heartbeat_seconds=0.2, max_steps=2)
 
@@ -44,7 +44,7 @@ async def validate(client: HttpClient) -> None:
         verdict = check_assignment(header, rollouts, task.lease, vocab_size=VOCAB_SIZE)
         if verdict.accepted:
             truth = prefill(table_weights(header.policy_version), task.lease, rollouts)
-            verdict = judge(measure_logprobs(rollouts, truth), RUN.spec.checks)
+            verdict = judge(summary(statistics(rollouts, truth)), RUN.spec.checks)
         rewards = tuple(float(index % 2) for index in range(len(rollouts))) if verdict.accepted else ()
         await client.check_result(
             CheckResultRequest(bundle=task.bundle, verdict=verdict, rewards=rewards, num_tokens=rollouts.num_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -19,7 +20,7 @@ from prime_node.coordinator.state.effects import Effect, Settled
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.scheduler import Grant, choose_slots
 from prime_node.coordinator.state.tick import tick
-from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, lag_of, slots_ahead
+from prime_protocol.schedule import Selection, StalenessFrom, StalePolicy, slots_ahead
 from prime_protocol.verdict import BundleStatus, RejectReason
 
 
@@ -65,7 +66,7 @@ class AnyRun(RuleBasedStateMachine):
     ) -> None:
         size = mini_batch * num_batches
         eta = k if quarters is None else quarters / 4
-        k = lag_of(eta)
+        k = math.ceil(eta)
         ahead = None if quarters is None else slots_ahead(eta, size)
         if selection is Selection.IN_ORDER or inflight is None:
             run_ahead = None

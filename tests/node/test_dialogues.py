@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.builder import build_lease
 from tests.node.table_engine import TableEngine
+from tests.node.validator_world import judge_bundle
 from tests.node.worker_world import COORDINATOR, WORKER, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
@@ -120,7 +121,7 @@ async def judged(
     if not isinstance(opened, judge.OpenedBundle):
         return opened, parcel
     worlds = build_environments(run.spec.environments, model)
-    return await judge.judge_bundle(opened, engine, run=run, environments=worlds, tokenizer=HfTokenizer(model)), parcel
+    return await judge_bundle(opened, engine, run=run, environments=worlds, tokenizer=HfTokenizer(model)), parcel
 
 
 async def test_text_between_two_answers_is_sent_and_checked_and_not_trained(

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.builder import build_lease
+from tests.node.validator_world import judge_bundle
 from tests.node.worker_world import WORKER, make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import HeldOutProblem
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
 from prime_node.validator.spans import policies_of, prefill_spans
 from prime_node.validator.spans import spans_of as spans_in
 from prime_node.worker.generating import bundle_for, generate

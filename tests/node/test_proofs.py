@@ -13,14 +13,14 @@ import pytest
 import pytest_asyncio
 import torch
 from tests.node.proofs_world import LEASE, RUN
-from tests.node.validator_world import LeasedPrompts, LetterTokenizer, make_bundle
+from tests.node.validator_world import LeasedPrompts, LetterTokenizer, judge_bundle, make_bundle
 from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.hidden_rows import SLACK, HiddenRows, bf16_bits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
 from prime_node.ports.engine import GenerateRequest
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
 from prime_node.worker.generating import requests_for
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Rollouts, rollouts_for

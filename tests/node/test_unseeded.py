@@ -10,13 +10,13 @@ import pytest
 import pytest_asyncio
 from tests.conformance.engine_world import peaked_weights
 from tests.node.proofs_world import LEASE
-from tests.node.validator_world import LeasedPrompts, LetterTokenizer, make_bundle
+from tests.node.validator_world import LeasedPrompts, LetterTokenizer, judge_bundle, make_bundle
 from tests.node.worker_world import make_run
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.check_policy import CheckPolicy

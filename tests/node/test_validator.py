@@ -16,6 +16,7 @@ from tests.node.validator_world import (
     LetterTokenizer,
     TableScorer,
     generate,
+    judge_bundle,
     make_bundle,
     make_lease,
 )
@@ -27,7 +28,6 @@ from prime_node.validator.judge import (
     Judgement,
     OpenedBundle,
     evidence_in,
-    judge_bundle,
     open_bundle,
     reward_bundle,
 )

@@ -13,9 +13,10 @@ from tests.node.table_engine import STOP_TOKEN, VOCAB_SIZE, TableEngine, logits_
 from tests.node.worker_world import WORKER, MemorySource, make_run
 from tests.time_world import VirtualClock
 
-from prime_node.ports.engine import GenerateRequest, ScoreRequest, Spans
-from prime_node.ports.environment import Environment, HeldOutProblem
+from prime_node.ports.engine import GenerateRequest, Scorer, ScoreRequest, Spans
+from prime_node.ports.environment import Environment, HeldOutProblem, Tokenizer
 from prime_node.validator.config import ValidatorConfig
+from prime_node.validator.judge import Judgement, OpenedBundle, prove_bundle, reward_bundle
 from prime_node.validator.scoring_workers import ScoringWorkers
 from prime_node.validator.validator import Validator
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
@@ -27,6 +28,7 @@ from prime_protocol.parcel import pack_parcel
 from prime_protocol.replies import CheckTask, HoldingReply, NotYet
 from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.rollout import Rollouts, pack_body, rollouts_for
+from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
 
@@ -224,3 +226,22 @@ def make_validator(
         policy_versions=lambda: (),
         clock=VirtualClock(),
     )
+
+
+async def judge_bundle(
+    bundle: OpenedBundle,
+    scorer: Scorer,
+    *,
+    run: PinnedRun,
+    environments: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    policies: Mapping[int, Weights] | None = None,
+) -> Judgement:
+    """Run checks (4) to (7), as run_validator does in several tasks.
+
+    `scorer` holds the policy that sampled the bundle. `policies` holds the policies that did, if there are several.
+    """
+    proven = await prove_bundle(bundle, scorer, run=run, policies=policies)
+    if not proven.verdict.accepted:
+        return proven
+    return await reward_bundle(bundle, run=run, environments=environments, tokenizer=tokenizer, proven=proven)

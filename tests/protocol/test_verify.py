@@ -12,7 +12,7 @@ from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, FinishReason, rollouts_for
 from prime_protocol.verdict import RejectReason, Verdict
-from prime_protocol.verify import Measured, Prefill, check_assignment, judge, measure_logprobs, outer, statistics
+from prime_protocol.verify import Measured, Prefill, check_assignment, judge, outer, statistics, summary
 
 STOP = 257
 S, L = FinishReason.STOP, FinishReason.LENGTH
@@ -138,7 +138,7 @@ def prefill(sample: Any, *, error: float = 0.0, flips: int = 0) -> Prefill:
 
 
 def test_exact_claims_measure_as_zero(sample: Any) -> None:
-    measured = measure_logprobs(sample.rollouts, prefill(sample))
+    measured = summary(statistics(sample.rollouts, prefill(sample)))
     assert measured == Measured(0.0, 0.0, 0.0)
     assert judge(measured, CheckPolicy()).accepted
 
@@ -166,8 +166,8 @@ def test_errors_over_their_spread_are_squared_too_and_what_is_below_0_stays(samp
 
 
 def test_5_claims_that_are_off_on_average_are_refused(sample: Any) -> None:
-    assert judge(measure_logprobs(sample.rollouts, prefill(sample, error=0.009)), CheckPolicy()).accepted
-    verdict = judge(measure_logprobs(sample.rollouts, prefill(sample, error=-0.011)), CheckPolicy())
+    assert judge(summary(statistics(sample.rollouts, prefill(sample, error=0.009))), CheckPolicy()).accepted
+    verdict = judge(summary(statistics(sample.rollouts, prefill(sample, error=-0.011))), CheckPolicy())
     assert verdict.reason is RejectReason.LOGPROB_MISMATCH
 
 
@@ -175,28 +175,29 @@ def test_5_one_claim_that_is_far_off_is_refused(sample: Any) -> None:
     policy = CheckPolicy(logprob_error_mean_max=1.0)
     claims = prefill(sample)
     claims.logprobs_T[7] -= 0.6
-    assert judge(measure_logprobs(sample.rollouts, claims), policy).reason is RejectReason.LOGPROB_MISMATCH
+    assert judge(summary(statistics(sample.rollouts, claims)), policy).reason is RejectReason.LOGPROB_MISMATCH
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_5_what_is_not_a_number_counts_against_the_bundle(value: float, sample: Any) -> None:
     claims = prefill(sample)
     claims.logprobs_T[0] = value
-    assert judge(measure_logprobs(sample.rollouts, claims), CheckPolicy()).reason is RejectReason.LOGPROB_MISMATCH
+    assert judge(summary(statistics(sample.rollouts, claims)), CheckPolicy()).reason is RejectReason.LOGPROB_MISMATCH
 
 
 def test_6_tokens_that_the_seeds_do_not_choose_are_refused(sample: Any) -> None:
     policy = CheckPolicy(seed_flips_share_max=0.1)
-    assert judge(measure_logprobs(sample.rollouts, prefill(sample, flips=1)), policy).accepted
+    assert judge(summary(statistics(sample.rollouts, prefill(sample, flips=1))), policy).accepted
     assert (
-        judge(measure_logprobs(sample.rollouts, prefill(sample, flips=2)), policy).reason is RejectReason.SEED_MISMATCH
+        judge(summary(statistics(sample.rollouts, prefill(sample, flips=2))), policy).reason
+        is RejectReason.SEED_MISMATCH
     )
 
 
 def test_6_a_margin_that_is_not_a_number_is_a_flip(sample: Any) -> None:
     claims = prefill(sample)
     claims.margins_T[:] = np.nan
-    assert measure_logprobs(sample.rollouts, claims).seed_flips_share == 1.0
+    assert summary(statistics(sample.rollouts, claims)).seed_flips_share == 1.0
 
 
 @pytest.mark.parametrize(("mean", "largest"), [(6.1, 6.1), (1.0, 13.1), (np.inf, np.inf)])
@@ -208,7 +209,7 @@ def test_7_hidden_states_that_are_not_those_of_the_proofs_are_refused(mean: floa
 
 def test_a_forward_pass_of_other_tokens_is_our_bug(sample: Any) -> None:
     with pytest.raises(AssertionError):
-        measure_logprobs(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32)))
+        summary(statistics(sample.rollouts, Prefill(np.zeros(1, np.float32), np.zeros(1, np.float32))))
 
 
 def test_the_outer_bound_of_a_stop_token_is_that_of_any_token() -> None:
@@ -244,8 +245,10 @@ def test_a_number_at_its_threshold_passes_and_the_next_one_is_refused(
 
 def test_almost_certain_tokens_are_not_judged_by_the_little_chance_that_is_in_them(sample: Any) -> None:
     exact, small = prefill(sample), np.full(11, 0.01, np.float32)
-    found = measure_logprobs(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + small, variance_T=small))
+    found = summary(statistics(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + small, variance_T=small)))
     assert found.choice_deviation == pytest.approx(0.11)
     likely = np.full(11, 4.0, np.float32)
-    found = measure_logprobs(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + likely, variance_T=likely))
+    found = summary(
+        statistics(sample.rollouts, replace(exact, expected_T=exact.logprobs_T + likely, variance_T=likely))
+    )
     assert found.choice_deviation == pytest.approx(44 / 44**0.5)

@@ -15,13 +15,14 @@ from tests.node.validator_world import (
     LetterTokenizer,
     TableScorer,
     generate,
+    judge_bundle,
     make_bundle,
     make_lease,
 )
 from tests.node.validators_world import Scorer, validator_of
 
 from prime_node.ports.environment import Environment, EnvironmentGone, Tokenizer
-from prime_node.validator.judge import Judgement, OpenedBundle, judge_bundle, open_bundle
+from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
 from prime_node.validator.loop import run_validator
 from prime_protocol.assignment import Lease, Problem
 from prime_protocol.limits import Limits

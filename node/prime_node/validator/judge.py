@@ -133,25 +133,6 @@ def open_bundle(
     return OpenedBundle(header, rollouts, lease) if verdict.accepted else Judgement(verdict)
 
 
-async def judge_bundle(
-    bundle: OpenedBundle,
-    scorer: Scorer,
-    *,
-    run: PinnedRun,
-    environments: Mapping[str, Environment],
-    tokenizer: Tokenizer,
-    policies: Mapping[int, Weights] | None = None,
-) -> Judgement:
-    """Run checks (4) to (7).
-
-    `scorer` holds the policy that sampled the bundle. `policies` holds the policies that did, if there are several.
-    """
-    proven = await prove_bundle(bundle, scorer, run=run, policies=policies)
-    if not proven.verdict.accepted:
-        return proven
-    return await reward_bundle(bundle, run=run, environments=environments, tokenizer=tokenizer, proven=proven)
-
-
 async def prove_bundle(
     bundle: OpenedBundle, scorer: Scorer, *, run: PinnedRun, policies: Mapping[int, Weights] | None = None
 ) -> Judgement:

@@ -18,7 +18,7 @@ class BatchLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, columns: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # it has no types
         self._columns = columns
         self._length = 0
         self._buffers: list[torch.Tensor] = []

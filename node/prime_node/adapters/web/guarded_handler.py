@@ -116,7 +116,7 @@ class GuardedHandler(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the timer for the first header."""
         if self._may_send is not None:
-            transport = GatedTransport(transport, self._may_send)  # type: ignore[assignment]
+            transport = GatedTransport(transport, self._may_send)  # type: ignore[assignment]  # it forwards what it lacks
         super().connection_made(transport)
         self._counts.has_not_asked(self.entry, self.abort)
         self._wait_for_header(self._first_header_s)

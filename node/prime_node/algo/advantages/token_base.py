@@ -55,7 +55,7 @@ def token_needs(*names: str) -> Callable[[_Function], _Function]:
     """Return a decorator of a token advantage that uses these values, such as "score_norms"."""
 
     def mark(function: _Function) -> _Function:
-        function.token_needs = frozenset(map(TokenNeed, names))  # type: ignore[attr-defined]
+        function.token_needs = frozenset(map(TokenNeed, names))  # type: ignore[attr-defined]  # any function has it then
         return function
 
     return mark

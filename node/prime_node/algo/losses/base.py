@@ -75,7 +75,7 @@ def needs(*names: str) -> Callable[[_Function], _Function]:
     """Return a decorator of a loss that uses these optional inputs, such as "entropy": they are computed for it alone."""
 
     def mark(function: _Function) -> _Function:
-        function.needs = needs_of(function) | set(map(LossNeed, names))  # type: ignore[attr-defined]
+        function.needs = needs_of(function) | set(map(LossNeed, names))  # type: ignore[attr-defined]  # any function has it then
         return function
 
     return mark
