@@ -6,9 +6,10 @@
 
 The mirror is a copy of the published folder, without keys and without the trainer's folder. For each fault the mirror is changed
 as an operator could who has all keys: the changed batch or manifest is signed again. The ledger is read from the run's folder,
-in order and with two lines exchanged. Commitments: their seconds relative to all seconds of the trainer's steps, in the run, and
-for a model of 135 M parameters in this process, in processor seconds, relative to steps of 47 s (README: 48 steps in 38
-minutes on two cores). `--costs` measures costs alone.
+in order and with two lines exchanged. Commitments: their seconds relative to all seconds of the trainer's steps, in the run; and
+for SmolLM2-135M (`scripts/models.py smollm2`, built on first use) in this process, in processor seconds, relative to the
+trainer's own work on a batch of configs/smollm2.toml. `--costs` measures costs alone. On a busy machine rewards take most of
+the time: the environments are another process (`--rewards-of`).
 `--json` prints the checks alone.
 """
 
@@ -31,7 +32,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from checks import Check, Output, at_least, at_most
 
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.cli.ledger import open_ledger
 from prime_node.cli.replay_target import ReplayOptions, replay_target
 from prime_node.cli.run_dir import RunDir
@@ -45,8 +45,11 @@ from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 
 SMALL = ("run.max_steps=12", "run.groups_per_step=12", "run.replay.state_every=4", "trainer.sft.steps_max=120")
 BOTH = ("up.port=0", "up.replay_steps=0", "up.num_workers=2", "up.unsafe_cheaters={}", "trainer.evaluate_every=0")
-REAL_STEP_S, REAL_EVERY = 47.0, 10
+REAL_EVERY = 10
+REAL_GROUPS, REAL_ROLLOUTS, REAL_PROMPT, REAL_COMPLETION = 16, 8, 50, 12
+"""A batch of configs/smollm2.toml, with the most tokens."""
 COMMITMENT_SHARE_MAX = 0.01
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
@@ -55,14 +58,15 @@ def main() -> int:
     arguments.add_argument("--json", action="store_true")
     arguments.add_argument("--run", type=Path)
     arguments.add_argument("--costs", action="store_true")
+    arguments.add_argument("--rewards-of", type=int, metavar="N", help="compute only N drawn steps' rewards again")
     given = arguments.parse_args()
     output = Output(as_json=given.json)
     with tempfile.TemporaryDirectory(prefix="replay-") as folder:
         run = given.run or trained(Path(folder) / "run", quick=given.quick)
         if given.costs:
             shutil.copytree(RunDir(run).public, Path(folder) / "mirror")
-            return output.finish(costs(run, Path(folder), quick=given.quick))
-        return output.finish(asyncio.run(checks(run, Path(folder), quick=given.quick)))
+            return output.finish(costs(run, Path(folder)))
+        return output.finish(asyncio.run(checks(run, Path(folder), quick=given.quick, rewards_of=given.rewards_of)))
 
 
 def trained(folder: Path, *, quick: bool) -> Path:
@@ -74,16 +78,20 @@ def trained(folder: Path, *, quick: bool) -> Path:
     return folder
 
 
-async def checks(run: Path, folder: Path, *, quick: bool) -> list[Check]:
+async def checks(run: Path, folder: Path, *, quick: bool, rewards_of: int | None) -> list[Check]:
     mirror, digest = folder / "mirror", RunDir(run).join_link().run
     shutil.copytree(RunDir(run).public, mirror)
     head = json.loads(open_envelope((mirror / "head.json").read_bytes()).payload)["policy_version"]
     steps = tuple(range(min(head, 8) if quick else head))
     began_s = time.perf_counter()
-    report = await replayed(mirror, digest, steps=steps, genesis=True)
+    report = await replayed(mirror, digest, steps=steps, genesis=True, rewards=rewards_of is None)
     exact = sum(one.outcome == "exact" for one in report.steps)
     print(f"{exact} of {len(report.steps)} exact, {(time.perf_counter() - began_s) / len(report.steps):.2f} s each")
     found = [at_least("steps exact from a mirror, policy 0 included, share", exact / (len(steps) + 1), 1.0)]
+    if rewards_of is not None:
+        drawn = await replayed(mirror, digest, sample=rewards_of, batches_only=True)
+        share = sum(one.outcome == "exact" for one in drawn.steps) / rewards_of
+        found.append(at_least("drawn steps whose rewards follow, share", share, 1.0))
     cheats = Cheats(run, mirror, digest, step=next(step for step in steps if cheatable(mirror, step)))
     for name, change, expected in (
         ("changed reward", cheats.change_reward, 9),
@@ -96,18 +104,21 @@ async def checks(run: Path, folder: Path, *, quick: bool) -> list[Check]:
         print(f"{name}: exit code {code}, expected {expected}")
         found.append(at_least(f"{name}: found, with exit code {expected}", float(code == expected), 1.0))
     found.append(at_least("reordered ledger: found, and none in the true order", await reordered(run, digest), 1.0))
-    return [*found, *await asyncio.to_thread(costs, run, folder, quick=quick)]
+    return [*found, *await asyncio.to_thread(costs, run, folder)]
 
 
-def costs(run: Path, folder: Path, *, quick: bool) -> list[Check]:
+def costs(run: Path, folder: Path) -> list[Check]:
     mirror = folder / "mirror"
     rows = [row for row in read_json_lines(run / "trainer" / "metrics.jsonl") if "commit_seconds" in row]
     share = sum(row["commit_seconds"] for row in rows) / sum(row["step_seconds"] for row in rows)
-    real_s = commitment_s(folder / "state", quick=quick)
-    what = f"commitments, share of steps of 135 M parameters (every {REAL_EVERY} steps of {REAL_STEP_S:g} s)"
+    commit_s, step_s = real_seconds(folder / "state")
     return [
         at_most("commitments, share of the demo's steps", share, COMMITMENT_SHARE_MAX),
-        at_most(what, real_s / (REAL_EVERY * REAL_STEP_S), COMMITMENT_SHARE_MAX),
+        at_most(
+            f"commitments every {REAL_EVERY} steps, share of SmolLM2-135M's training alone",
+            commit_s / (REAL_EVERY * step_s + commit_s),
+            COMMITMENT_SHARE_MAX,
+        ),
         at_most("bytes of a training state, a parameter", state_bytes(mirror) / parameters(mirror), 12.01),
     ]
 
@@ -230,31 +241,44 @@ async def reordered(run: Path, digest: str) -> float:
     return float(bool(faults) and not none)
 
 
-def commitment_s(path: Path, *, quick: bool) -> float:
-    """Return the processor seconds of one commitment for 135 M parameters; with `quick`, scaled from a smaller model."""
-    import torch
-
+def real_seconds(path: Path) -> tuple[float, float]:
+    """Return the processor seconds of one commitment to SmolLM2-135M and of one training step, each the least of some."""
+    from prime_node.adapters.models.pretrained_model import pretrained_weights
     from prime_node.adapters.training.torch_backend import TorchBackend
+    from prime_node.algo.losses import find_loss
+    from prime_node.ports.train_samples import TrainSample
 
-    size = 384 if quick else 768
-    with tempfile.TemporaryDirectory(prefix="model-") as model:
-        for name, data in tiny_model_files(
-            hidden_size=size, num_layers=15, num_heads=8, intermediate_size=4 * size
-        ).items():
-            (Path(model) / name).write_bytes(data)
-        backend = TorchBackend(Path(model), threads=1)
-    for parameter in backend._masters.tensors.values():
-        parameter.grad = torch.ones_like(parameter)
-    backend._optimizer.step()  # the running means exist from the first step on
-    count = sum(parameter.numel() for parameter in backend._masters.tensors.values())
-    times = []
-    for _ in range(3):
-        began_s = time.process_time()
-        backend.commit(path)
-        times.append(time.process_time() - began_s)
-    print(f"a commitment to {count / 1e6:.0f} M parameters, {path.stat().st_size / 2**20:.0f} MiB: {min(times):.2f} s")
+    built = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "models.py", "smollm2"], stdout=subprocess.PIPE, text=True
+    )
+    model = Path(built.stdout.strip())
+    backend = TorchBackend(model, pretrained_weights(str(model)), threads=1, row_tokens=160, micro_batch_tokens=640)
+    samples = [
+        TrainSample(
+            tuple(range(100 + group, 100 + group + REAL_PROMPT)),
+            tuple(range(1_000 * (rollout + 1), 1_000 * (rollout + 1) + REAL_COMPLETION)),
+            (-5.0,) * REAL_COMPLETION,
+            1.0 if rollout % 2 else -1.0,
+        )
+        for group in range(REAL_GROUPS)
+        for rollout in range(REAL_ROLLOUTS)
+    ]
+
+    def least_s(times: int, call: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(times):
+            began_s = time.process_time()
+            call()
+            seconds.append(time.process_time() - began_s)
+        return min(seconds)
+
+    step_s = least_s(2, lambda: backend.train_step(samples, find_loss("aipo"), lr=1e-6))
+    commit_s = least_s(3, lambda: backend.commit(path))
+    print(
+        f"SmolLM2: a step takes {step_s:.1f} s, a commitment of {path.stat().st_size / 2**20:.0f} MiB {commit_s:.2f} s"
+    )
     path.unlink()
-    return min(times) * 135e6 / count
+    return commit_s, step_s
 
 
 def state_bytes(mirror: Path) -> int:

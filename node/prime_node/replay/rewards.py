@@ -10,7 +10,7 @@ from prime_node.envs.episodes import WrongContext, bounds_of, scored
 from prime_node.envs.prompts import prompt_of
 from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
 from prime_node.ports.train_samples import Group
-from prime_protocol.rollout import FinishReason
+from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.run_spec import EnvironmentSpec, RunSpec
 
 
@@ -35,8 +35,8 @@ async def reward_faults(
         if fault := await asyncio.to_thread(_prompt_fault, group, group.problem_index, environment, tokenizer):
             faults.append(f"slot {group.slot}: {fault}")
             continue
-        for number, stated in enumerate(group.rewards):
-            found = await _reward_of(group, number, environment, tokenizer, known[group.environment], spec)
+        rewards = await _rewards_of(group, group.problem_index, environment, tokenizer, known[group.environment], spec)
+        for number, (found, stated) in enumerate(zip(rewards, group.rewards, strict=True)):
             checked += 1
             if found != stated:
                 said = found if isinstance(found, str) else f"{found:g} here"
@@ -53,20 +53,38 @@ def _prompt_fault(group: Group, index: int, environment: Environment, tokenizer:
     return "" if due == group.prompt_token_ids else f"its prompt is not that of problem {index}"
 
 
-async def _reward_of(
-    group: Group, number: int, environment: Environment, tokenizer: Tokenizer, its: EnvironmentSpec, spec: RunSpec
-) -> float | str:
-    """Return a reward, or why there is none."""
-    assert group.problem_index is not None
-    index, completion = group.problem_index, group.completions[number]
-    try:
-        if its.turns_max > 1 and isinstance(environment, TurnEnvironment):
-            play = partial(environment.play, index, group.prompt_token_ids)
-            (score,) = await scored(play, group.turns[number], bounds_of(spec)[its.name], exact=True, scorings=1)
-            return score
-        text, finished = tokenizer.decode(list(completion.token_ids)), completion.finish is FinishReason.STOP
-        return float(await asyncio.to_thread(environment.score, index, text, finished=finished))
-    except WrongContext as error:
-        return f"and here its turns are not the environment's: {error}"
-    except Exception as error:  # noqa: BLE001 - third-party code
-        return f"and the environment fails here: {type(error).__name__}: {error}"
+async def _rewards_of(
+    group: Group, index: int, environment: Environment, tokenizer: Tokenizer, its: EnvironmentSpec, spec: RunSpec
+) -> list[float | str]:
+    """Return each completion's reward, or why there is none."""
+    if its.turns_max == 1 or not isinstance(environment, TurnEnvironment):
+        return await asyncio.to_thread(_scores_of, group.completions, index, environment, tokenizer)
+    found: list[float | str] = []
+    play = partial(environment.play, index, group.prompt_token_ids)
+    for number in range(len(group.completions)):
+        try:
+            found += await scored(play, group.turns[number], bounds_of(spec)[its.name], exact=True, scorings=1)
+        except WrongContext as error:
+            found.append(f"and here its turns are not the environment's: {error}")
+        except Exception as error:  # noqa: BLE001 - third-party code
+            found.append(_failure(error))
+    return found
+
+
+def _scores_of(
+    completions: Sequence[Completion], index: int, environment: Environment, tokenizer: Tokenizer
+) -> list[float | str]:
+    """Return the rewards of completions of one turn. Equal ones are scored once: the environment is another process."""
+    scores: dict[tuple[tuple[int, ...], bool], float | str] = {}
+    keys = [(one.token_ids, one.finish is FinishReason.STOP) for one in completions]
+    for token_ids, finished in dict.fromkeys(keys):
+        try:
+            text = tokenizer.decode(list(token_ids))
+            scores[token_ids, finished] = float(environment.score(index, text, finished=finished))
+        except Exception as error:  # noqa: BLE001 - third-party code
+            scores[token_ids, finished] = _failure(error)
+    return [scores[key] for key in keys]
+
+
+def _failure(error: Exception) -> str:
+    return f"and the environment fails here: {type(error).__name__}: {error}"
