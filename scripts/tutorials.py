@@ -29,6 +29,7 @@ ROLE_OF = {
     "status": "operator",
     "verify": "verifier",
     "ledger": "verifier",
+    "replay": "trainer",
 }
 """The role whose packages a command gets."""
 ON_ONE_MACHINE = {"up": "trainer", "status": "trainer", "verify": "trainer"}

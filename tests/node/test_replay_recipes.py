@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from tests.node.batch_coordinator import write_model
 from tests.node.replay_world import STEPS, changed, mirrored, replayable_run, replayed, trained
+from typer.testing import CliRunner
 
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
+from prime_node.cli.main import app
 from prime_node.cli.replay_target import ReplayOptions, replay_target
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.replay.finding import ReplayOutcome
+from prime_node.replay.recording import FINDING
 from prime_protocol.adapters import AdapterSpec, unit_for
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REPLAY_DAYS_MAX
@@ -63,3 +68,22 @@ async def test_steps_that_the_promised_bytes_do_not_hold_are_not_in_the_draw(tmp
     gone = await replay_target(str(mirror), ReplayOptions(steps=(0,), rewards=False), EnvironmentSettings())
     assert gone.outcome is ReplayOutcome.WITHHELD
     assert "the RunSpec promises states and bundles of 36500 days, or the newest" in gone.notes[-1]
+
+
+async def test_a_third_party_gives_evidence_the_settings_of_environments_or_leaves_their_rewards_out(
+    tmp_path: Path,
+) -> None:
+    """Before, evidence of a run on a data set could not be verified: there was nowhere to name its folder."""
+    published = await trained(tmp_path, replayable_run(max_steps=1))
+    mirror, folder = await mirrored(published, tmp_path / "mirror"), tmp_path / "evidence"
+    options = ReplayOptions(steps=(0,), rewards=False, evidence=folder)
+    assert (await replay_target(str(mirror), options, EnvironmentSettings())).exit_code == 0
+    finding = json.loads((folder / FINDING).read_text())
+    finding["options"]["rewards"] = True
+    (folder / FINDING).write_text(json.dumps(finding))
+    command = ["evidence", "verify", str(folder), "--run", published.run.digest]
+    refused = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert "echo" in str(refused.exception)
+    for more in (["--no-rewards"], ["--no-rewards", "--set", "environments.data_folder=/data"]):
+        shown = await asyncio.to_thread(CliRunner().invoke, app, [*command, *more])
+        assert (shown.exit_code, "1 steps: exact" in shown.stdout) == (0, True), shown.output

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from prime_node.cli.deciding_bundle import about_the_bundle
 from prime_node.cli.dossier_file import DossierFile, read_dossier
-from prime_node.cli.options import Options
+from prime_node.cli.options import ConfigFile, Options, Set
 from prime_node.cli.replay import exit_with_report
 from prime_node.cli.replay_target import ReplayOptions
 from prime_node.cli.say import say
@@ -22,6 +22,9 @@ from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.ledger import open_ledger_head
 from prime_protocol.seed_chain import opened_secrets as chain_opened
 from prime_protocol.verdict import BanKind
+
+if TYPE_CHECKING:
+    from prime_node.envs.settings import EnvironmentSettings
 
 DOES_NOT_HOLD = 1
 RESTS_ON = {
@@ -48,7 +51,15 @@ FINDING_BYTES_MAX = 2**24
 """Size limit of a finding of `prime-node replay`."""
 
 
-def repeat_finding(folder: Path, run: str | None, *, as_json: bool, code: frozenset[str] = frozenset()) -> NoReturn:
+def repeat_finding(
+    folder: Path,
+    run: str | None,
+    grants: EnvironmentSettings | None = None,
+    *,
+    as_json: bool,
+    rewards: bool = True,
+    code: frozenset[str] = frozenset(),
+) -> NoReturn:
     """Repeat the checks of a folder of evidence, and exit with the code of what follows. Raises LocalError."""
     from prime_node.cli.replay_target import REPEATED
     from prime_node.envs.settings import EnvironmentSettings
@@ -64,14 +75,14 @@ def repeat_finding(folder: Path, run: str | None, *, as_json: bool, code: frozen
         raise LocalError(f"{folder} has no readable {FINDING}: it is no evidence of `prime-node replay`") from None
     named = tuple(step for step in steps if step >= 0)
     asked["genesis"] = min(steps, default=0) < 0
-    options = ReplayOptions(run=run, steps=named, ledger=False, code=code, **asked)
     if not as_json:
         unusual = [name for name, value in asked.items() if value is (name != "rewards") and name != "genesis"]
         for name in unusual:
             option = "no-rewards" if name == "rewards" else name.replace("_", "-")
             say(f"note the finding was made with --{option}, and is repeated so")
-    settings = Options(None, []).load(EnvironmentSettings)
-    exit_with_report(str(folder), options, settings, as_json=as_json)
+    asked["rewards"] = asked.get("rewards", True) and rewards
+    options = ReplayOptions(run=run, steps=named, ledger=False, code=code, **asked)
+    exit_with_report(str(folder), options, grants or EnvironmentSettings(), as_json=as_json)
 
 
 @evidence.command("verify")
@@ -115,9 +126,14 @@ def evidence_verify(
             help="For a folder of `replay`: run this code of the recipe's creator, which you have read; repeatable.",
         ),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    no_rewards: Annotated[
+        bool, typer.Option("--no-rewards", help="For a folder of `replay`: do not compute rewards again.")
+    ] = False,
+    config: ConfigFile = None,
+    assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
 ) -> None:
-    """Check the evidence for a ban, or of a re-execution.
+    """Check the evidence for a ban, or of a re-execution. Settings are those of the environments, such as their data folder.
 
     It checks signatures, receipts, sums, and the deciding bundle if it is in the same folder.
     Evidence is in nats: an honest worker reaches n nats with a probability of at most e^-n.
@@ -130,7 +146,10 @@ def evidence_verify(
     seeds: the result of --ledger; prompts: the result of --prompts; notes: statements by former keys.
     """
     if dossier.is_dir():
-        repeat_finding(dossier, run, as_json=as_json, code=frozenset(code))
+        from prime_node.envs.settings import EnvironmentSettings
+
+        grants = Options(config, assignments, reads=("environments",)).load(EnvironmentSettings)
+        repeat_finding(dossier, run, grants, as_json=as_json, rewards=not no_rewards, code=frozenset(code))
     opened, bundle_finding, seeds, rendered, fault = None, "", "", "", ""
     try:
         opened = read_dossier(dossier, pinned=run)
