@@ -77,6 +77,8 @@ def test_the_advice_names_the_checkout_or_the_wheel_and_no_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert f"{ROOT}" in how_to_install("train")
+    monkeypatch.setattr(prime_node, "__file__", str(tmp_path / "clone" / "node" / "prime_node" / "__init__.py"))
+    assert how_to_install("envs") == f"pip install -e '{tmp_path}/clone[envs]'", "in the sandbox of environments"
     monkeypatch.setattr(prime_node, "__file__", str(tmp_path / "prime_node" / "__init__.py"))
     wheel = f"file:///downloads/prime_node-{prime_node.__version__}-py3-none-any.whl"
     recorded: list[str | None] = [json.dumps({"url": wheel, "archive_info": {}}), None, "not JSON"]

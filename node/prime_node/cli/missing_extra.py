@@ -89,9 +89,9 @@ def require_extras(command: str) -> None:
 
 def how_to_install(*extras: str) -> str:
     """Return the advice for this installation: a checkout, a release folder, or a wheel."""
-    checkout = Path(prime_node.__file__).parents[2]
+    source, checkout = Path(prime_node.__file__).parents[1:3]
     names = ",".join(extras)
-    if (checkout / "scripts" / "setup.py").is_file():
+    if source.name == "node":  # of a checkout, of which the sandbox of environments shows nothing else
         if Path(sys.prefix) == checkout / ".venv":
             return f"python3 {shlex.quote(str(checkout / 'scripts/setup.py'))} --parts {names}"
         return f"pip install -e {shlex.quote(f'{checkout}[{names}]')}"
