@@ -12,9 +12,10 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
-from prime_node.patience import SAY_AGAIN_S, ask_until_answered
+from prime_node.patience import SAY_AGAIN_S, ask_until_answered, at_once
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_samples import Group
 from prime_node.ports.transport import BatchPort
@@ -177,14 +178,8 @@ class Feed:
     async def _bundles(self, groups: Iterable[BatchGroup], step: int) -> dict[str, Bundle]:
         """Fetch each bundle once, several concurrently. If one fails, all are cancelled."""
         entries = {group.bundle: group for group in groups}
-        try:
-            async with asyncio.TaskGroup() as fetching:
-                tasks = {
-                    digest: fetching.create_task(self._bundle(digest, entry, step)) for digest, entry in entries.items()
-                }
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return {digest: task.result() for digest, task in tasks.items()}
+        work = [partial(self._bundle, digest, entry, step) for digest, entry in entries.items()]
+        return dict(zip(entries, await at_once(work, most=len(work)), strict=True))
 
     async def _bundle(self, digest: str, entry: BatchGroup, step: int) -> Bundle:
         """Fetch a bundle, with the validator's logprobs if it was audited."""
