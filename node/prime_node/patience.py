@@ -151,10 +151,16 @@ async def at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, most:
         async with asyncio.TaskGroup() as running:
             tasks = [running.create_task(run(one)) for one in work]
     except ExceptionGroup as failed:
-        if (task := asyncio.current_task()) is not None and task.cancelling():
-            raise asyncio.CancelledError from None  # up to Python 3.12 a TaskGroup forgets it while it ends with an error
+        heed_cancellation()
         raise causes_of(failed)[0] from None
     return [task.result() for task in tasks]
+
+
+def heed_cancellation() -> None:
+    """Raise CancelledError if this task is to end: up to Python 3.12 a TaskGroup forgets that while it ends with an error."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:

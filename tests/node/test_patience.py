@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.patience import at_once
 
 TURNS_TO_END = 5
@@ -15,16 +19,6 @@ TURNS_TO_END = 5
 async def test_a_cancellation_is_not_lost_while_failed_work_ends(turns: int) -> None:
     """Before, the caller got the error alone: a loop that tries again after an error was never ended."""
 
-    async def fail() -> None:
-        raise OSError("the first error")
-
-    async def end_slowly() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            for _ in range(TURNS_TO_END):
-                await asyncio.sleep(0)
-
     async def keep() -> None:
         while True:
             try:
@@ -32,11 +26,37 @@ async def test_a_cancellation_is_not_lost_while_failed_work_ends(turns: int) -> 
             except OSError:
                 await asyncio.Event().wait()
 
-    keeping = asyncio.create_task(keep())
+    assert await ends(keep(), turns)
+
+
+@pytest.mark.parametrize("turns", range(1, TURNS_TO_END + 8))
+async def test_a_part_of_the_swarm_that_fails_while_it_is_to_end_ends(turns: int) -> None:
+    async def work() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(end_slowly())
+            tasks.create_task(fail())
+
+    assert await ends(SwarmTasks(SystemClock()).keep("a part", work), turns)
+
+
+async def fail() -> None:
+    raise OSError("the first error")
+
+
+async def end_slowly() -> None:
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for _ in range(TURNS_TO_END):
+            await asyncio.sleep(0)
+
+
+async def ends(keep: Coroutine[Any, Any, None], turns: int) -> bool:
+    """Return whether a task ends that is cancelled after so many turns of the loop."""
+    keeping = asyncio.create_task(keep)
     for _ in range(turns):
         await asyncio.sleep(0)
     keeping.cancel()
     done, _ = await asyncio.wait({keeping}, timeout=5.0)
-    if not done:
-        keeping.cancel()
-    assert done
+    keeping.cancel()
+    return bool(done)

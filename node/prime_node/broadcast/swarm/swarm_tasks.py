@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from prime_node.patience import Backoff, causes_of
+from prime_node.patience import Backoff, causes_of, heed_cancellation
 from prime_node.ports.clock import Clock
 from prime_protocol.visible import printable
 
@@ -46,6 +46,7 @@ class SwarmTasks:
                 await work()
                 raise RuntimeError("the task returned, but must never end")
             except Exception as error:  # noqa: BLE001 - the edge of the task: any error is reported, and the part restarts
+                heed_cancellation()
                 self.note(part, error)
                 if self.clock.monotonic_s() - began_s >= STEADY_S:
                     backoff = Backoff()
