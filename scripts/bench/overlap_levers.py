@@ -136,7 +136,7 @@ def lever_checks(num_steps: int, seeds: Sequence[int], sync_s: float, *, is_quic
         at_most(
             "levers: time of a step with the defaults over that with all", _over(rows, "the product's defaults"), 1.03
         ),
-        at_most("levers: share discarded with the defaults", defaults.discarded, 0.0),
+        at_most("levers: share discarded with the defaults", defaults.discarded, 0.001),
         at_least("levers: time of a step with all but k over that with all", _over(rows, "all but k"), 2.0),
     ]
     for name in ("spans", "longest first", "cancelling"):

@@ -183,8 +183,8 @@ def test_slimes_cispo() -> None:
     assert gradient == pytest.approx([-1.0, 3.0, -0.25])
 
 
-def test_areals_trls_and_slimes_sapo() -> None:
-    """AReaL as above; huggingface/trl, tests/test_grpo_trainer.py (`test_get_sapo_token_loss`); the finite values are slime's."""
+def test_areals_and_trls_sapo() -> None:
+    """AReaL as above; huggingface/trl, tests/test_grpo_trainer.py (`test_get_sapo_token_loss`, in the copy that was read)."""
     for tau in (1.0, 2.0):
         value, gradient = result(given((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), "sapo", tau_pos=tau, tau_neg=tau)
         assert value == pytest.approx(-2.0 / tau)
@@ -201,7 +201,11 @@ def test_areals_trls_and_slimes_sapo() -> None:
 
 
 def test_trls_and_slimes_binary_trust_region() -> None:
-    """huggingface/trl, tests/experimental/test_dppo_trainer.py at 0423cdb9, and the four tokens of slime's like test."""
+    """huggingface/trl, tests/experimental/test_dppo_trainer.py at 0423cdb9.
+
+    Two copies of slime: L-hongbin/slime-kernel-agent, tests/test_dppo_binary_policy_loss.py at 07e4559d, and
+    MaxwellJryao/slime, tests/test_dppo_loss.py at 231790fa.
+    """
 
     def dropped(
         now: Values, sampled: Values, advantages: Values, low: float, high: float, loss: str = "dppo_binary_tv"
@@ -214,6 +218,8 @@ def test_trls_and_slimes_binary_trust_region() -> None:
     assert dropped((0.1,), (0.5,), (-1.0,), 0.01, 0.01) == [True]
     now, sampled, advantages = (0.35, 0.10, 0.90, 0.20), (0.10, 0.40, 0.50, 0.70), (1.0, -1.0, 1.0, -1.0)
     assert dropped(now, sampled, advantages, 0.2, 0.28) == [False, True, True, True]
+    now, sampled = (0.4, 0.4, 0.1, 0.1), (0.2, 0.2, 0.4, 0.4)
+    assert dropped(now, sampled, advantages, 0.1, 0.1) == [True, False, False, True]
     assert dropped((0.9, 0.1), (0.5, 0.5), (-1.0, 1.0), 0.05, 0.05, "dppo_binary_kl") == [False, False]
 
 
