@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from blake3 import blake3
+from tests.cases_world import check_each
 from tests.node.coordinator_world import ANNA, HEARTBEAT, World, make_parcel, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, SECRET, gateway_parts, hearing, serving, two_gateways
 
@@ -240,6 +242,46 @@ def test_a_gateway_that_is_to_end_when_its_link_has_just_broken_ends(turns: int)
         assert done
 
     run_virtually(main(), tcp)
+
+
+def frame_bytes(head: bytes, body: bytes, *, kind: int = FrameKind.CALL, cut: int = 0) -> bytes:
+    """Return a frame that claims `cut` more bytes than it has."""
+    lengths = len(head).to_bytes(4, "big") + (len(body) + cut).to_bytes(4, "big")
+    return bytes((kind,)) + (7).to_bytes(8, "big") + lengths + head + body
+
+
+def opened(frames: bytes) -> list[LinkFrame]:
+    """Return the frames of a first packet whose codes are right."""
+    length = (16 + len(frames)).to_bytes(4, "big")
+    codes = blake3(bytes(8) + length, key=SECRET).digest(8) + blake3(bytes(8) + frames, key=SECRET).digest(16)
+    return [*FrameOpener(SECRET).feed(length + codes + frames)]
+
+
+def test_frames_of_one_packet_are_read_one_by_one_and_none_of_them_may_be_malformed() -> None:
+    good, empty = frame_bytes(b'{"path":"/x"}', b"ab"), frame_bytes(b"", b"", kind=FrameKind.ALIVE)
+    frames = opened(good + empty + good)
+    assert frames[0] == frames[2] == LinkFrame(FrameKind.CALL, 7, {"path": "/x"}, b"ab")
+    assert frames[1] == LinkFrame(FrameKind.ALIVE, 7)
+    sealed = FrameSealer(SECRET).seal(*frames)
+    assert [*FrameOpener(SECRET).feed(sealed)] == frames
+    assert sealed[28:] == good + empty + good
+    deep = b"[" * 100_000
+    bad = {
+        "a body that is cut off": frame_bytes(b"{}", b"ab", cut=1),
+        "a head that is cut off": frame_bytes(b"{}", b"", cut=2**32 - 1),
+        "a frame that is cut off": good[:16],
+        "an unknown kind": frame_bytes(b"", b"", kind=99),
+        "no JSON": frame_bytes(b"{]", b""),
+        "no UTF-8": frame_bytes(b"\xff", b""),
+        "no object": frame_bytes(b"[]", b""),
+        "a head that is nested too deeply": frame_bytes(deep, b""),
+    }
+
+    def ends_the_link(frame: bytes) -> None:
+        with pytest.raises(BrokenLink):
+            opened(good + frame)
+
+    check_each(bad.items(), ends_the_link)
 
 
 def test_a_newer_coordinator_ends_no_gateway_by_a_word_that_it_does_not_know() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from prime_node.adapters.models.regex_cost import regex_fault
 from prime_node.adapters.web.request_head import read_request_head
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, DataCap, Uplink
 from prime_protocol import limits
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import RemoteError
 
 
@@ -53,6 +56,26 @@ async def test_a_recorded_announcement_uses_up_nothing_of_its_signers_rate() -> 
         for _ in range(30):
             assert (await ask(world.url, head)).code == "replayed"
         await world.client(ANNA).heartbeat(HEARTBEAT)
+
+
+async def test_the_leases_that_a_heartbeat_names_are_not_remembered() -> None:
+    """Replies that most workers get are cached. One with 1,024 unknown leases takes 200 kB, and no other heartbeat gets it."""
+    async with running(memory_parts(make_run())) as world:
+        await world.join(ANNA)
+        client = world.client(ANNA)
+        tracemalloc.start()
+        try:
+            held = []
+            for number in range(12):
+                named = tuple(digest_of(f"{number} {place}".encode()) for place in range(1_024))
+                reply = await client.heartbeat(HEARTBEAT.model_copy(update={"holding": named}))
+                assert reply.cancelled == named
+                del named, reply
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+    assert held[-1] - held[1] < 2**20, held
 
 
 async def test_an_answer_that_is_not_read_counts_only_its_first_piece_against_the_cap(tmp_path: Path) -> None:

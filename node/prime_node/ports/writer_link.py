@@ -1,6 +1,7 @@
 """The link between gateways and the writer: the coordinator that decides. Both belong to the operator.
 
-A gateway has verified what it forwards; the writer takes its word for signatures, and for nothing else.
+A gateway has verified what it forwards. The writer takes its word for signatures and for strict JSON; it checks schemas, and all
+that its state decides, itself.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ class _Link(asyncio.Protocol):
 
 
 def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> ForwardedCall:
-    """Return the call in a frame. `want` fetches the parcel of a call. Raises KeyError or TypeError."""
+    """Return the call in a frame. `want` fetches the parcel of a call. Raises KeyError, TypeError or ValueError."""
     head, parcel = frame.head, None
     if "parcel" in head:
         digest, num_bytes, signature = head["parcel"]

@@ -148,11 +148,20 @@ class FrameOpener:
                 raise BrokenLink("a frame that is cut off")
             kind, call, head_bytes, body_bytes = _FRAME.unpack_from(packet, at)
             body_at = at + _FRAME.size + head_bytes
-            head = _decoded(packet[body_at - head_bytes : body_at].decode()) if head_bytes else {}
             at = body_at + body_bytes
             if (known := _KINDS.get(kind)) is None or len(packet) < at:
                 raise BrokenLink(f"a frame of a kind, {kind}, that this release does not know, or that is cut off")
-            yield LinkFrame(known, call, head, packet[body_at:at])
+            yield LinkFrame(known, call, _head(packet[body_at - head_bytes : body_at]), packet[body_at:at])
+
+
+def _head(data: bytes) -> dict[str, Any]:
+    try:
+        head = _decoded(data.decode()) if data else {}
+    except (ValueError, RecursionError):
+        head = None
+    if not isinstance(head, dict):
+        raise BrokenLink("a frame whose head is no JSON object")
+    return head
 
 
 def _code(key: bytes, number: int, inner: bytes | memoryview) -> bytes:

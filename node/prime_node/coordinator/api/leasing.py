@@ -67,13 +67,9 @@ class Leasing:
             self.observer.usable(
                 signer, request.policy_version, request.usable_after_ms / 1_000, self.clock.now_ms(), swap_s=swap_s
             )
-        return _heartbeat_reply(
-            state.current_step,
-            state.head,
-            state.draining or state.is_complete,
-            self.presence.hint(signer),
-            cancelled_leases(state, signer, request.holding) if request.holding else (),
-        )
+        fields = state.current_step, state.head, state.draining or state.is_complete, self.presence.hint(signer)
+        cancelled = cancelled_leases(state, signer, request.holding) if request.holding else ()
+        return _heartbeat_reply(*fields, cancelled) if cancelled else _common_heartbeat_reply(*fields)
 
     async def lease(self, signer: str, request: LeaseRequest) -> Envelope | NotYet:
         """Return a lease on the lowest open slots that the policy may serve, or after at most `wait_s` why there are none."""
@@ -216,8 +212,12 @@ class Leasing:
 
 
 @lru_cache(1_024)
+def _common_heartbeat_reply(step: int, head: int, draining: bool, notice: str) -> Response:
+    """Return the reply to a heartbeat that most of the workers get."""
+    return _heartbeat_reply(step, head, draining, notice, ())
+
+
 def _heartbeat_reply(step: int, head: int, draining: bool, notice: str, cancelled: tuple[str, ...]) -> Response:
-    """Return the reply to a heartbeat. Most of the workers get the same one."""
     reply = HeartbeatReply(step=step, head=head, draining=draining, notice=notice, cancelled=cancelled)
     return Response(reply.model_dump_json().encode())
 
