@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,8 @@ def started(target: Callable[..., None], *arguments: object) -> Iterator[tuple[A
 
 
 def processor_s(pid: int) -> float:
-    """Return the processor time of a process in seconds."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Return the processor time of a process in seconds. /proc counts it in steps of 10 ms."""
+    return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3), which Python lacks
 
 
 def resident_bytes(pid: int | str) -> int:
