@@ -134,6 +134,10 @@ def test_a_gateway_writes_nothing_and_ends_within_the_time_of_its_settings(
 
 
 def test_an_install_that_could_not_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", (Path("/tmp"), tmp_path))
+    keep_secret(tmp_path / "secret", bytes(32))
+    (tmp_path / "own.toml").touch()
+    own, key = ("--config", tmp_path / "own.toml"), ("--set", f"gateway.key={tmp_path}/secret")
     cases = {
         "the user root": (("--as", "root", "worker", LINK), "does not run as root"),
         "no such user": (("--as", "no-such-user", "worker", LINK), "no such user"),
@@ -142,9 +146,15 @@ def test_an_install_that_could_not_work_is_refused(tmp_path: Path, monkeypatch: 
         "a bad setting": (("--user", "worker", LINK, "--set", "worker.thread=2"), "did you mean threads"),
         "a setting of another role": (("--user", "worker", LINK, "--set", "trainer.seed=1"), "would be ignored"),
         "no run": (("--user", "coordinator", tmp_path), "holds no run"),
-        "a folder in /tmp": (("--user", "worker", LINK, "--folder", "/tmp/x"), "its folder must be elsewhere"),
+        "a folder in /tmp": (("--user", "worker", LINK, "--folder", "/tmp/x"), "/tmp/x: .* must be elsewhere"),
         "a link without a key": (("--user", "trainer", LINK), "needs --key FILE and --folder DIR"),
         "a gateway without the secret": (("--user", "gateway", LINK), "needs --set gateway.key=FILE"),
+        "settings in /tmp": (("--user", "worker", LINK, *own), "own.toml: .* must be elsewhere"),
+        "a key in /tmp": (
+            ("--user", "trainer", LINK, "--key", "/tmp/k", "--folder", "/srv/t"),
+            "/tmp/k: .* must be elsewhere",
+        ),
+        "a secret in /tmp": (("--user", "gateway", LINK, *key), "secret: .* must be elsewhere"),
         "a secret that is not there": (("--user", "gateway", LINK, "--set", "gateway.key=no"), "key no: no such file"),
     }
 

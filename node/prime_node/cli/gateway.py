@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import Run, is_url, parse_link
+from prime_node.cli.place import GatewayRun, is_url, parse_link
 from prime_node.cli.run_dir import RunDir
 from prime_node.keyfile import read_secret
 from prime_protocol.errors import LocalError
@@ -22,7 +22,7 @@ GRACE_S = 5.0
 
 
 def gateway(
-    run: Run,
+    run: GatewayRun,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",

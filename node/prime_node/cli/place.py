@@ -21,6 +21,7 @@ HOME = Path.home() / ".prime-node"
 """Folder of a contributor's key, and of its roles' data if no folder is named."""
 
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
+GatewayRun = Annotated[str, typer.Argument(help="Run directory, or join link (then --set gateway.key=FILE is needed).")]
 Key = Annotated[
     Path | None,
     typer.Option("--key", help="Private key of the role; the run directory's own if left out.", show_default=False),

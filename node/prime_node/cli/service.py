@@ -263,7 +263,9 @@ def _settings(role: str, params: dict[str, Any], variables: Path | None) -> Sett
     options = Options.of_run(str(params.get("run", "")), params["config"], list(params["assignments"]), reads=reads)
     options.load(EnvironmentSettings)
     if role == "gateway":
-        secret_of_gateways(options.load(GatewayConfig), None if is_url(str(params["run"])) else RunDir(params["run"]))
+        gateway = options.load(GatewayConfig)
+        secret_of_gateways(gateway, None if is_url(str(params["run"])) else RunDir(params["run"]))
+        _require_seen(Path(gateway.key).absolute())
     return options.load(classes.get(role, WorkerConfig))
 
 
@@ -278,16 +280,21 @@ def _state_folders(role: str, params: dict[str, Any], home: Path) -> tuple[Path,
     elif role in ("worker", "seed"):
         folders = (home / ".prime-node",)
     elif role == "gateway" and is_url(str(params["run"])):
-        return ()
+        folders = ()
     elif is_url(str(params["run"])):
         raise LocalError(f"with a join link, {role} needs --key FILE and --folder DIR")
     else:
         RunDir(params["run"]).load_run()
         folders = (params["run"],)
-    for folder in folders:
-        if _is_in_tmp(folder):
-            raise LocalError(f"{folder}: a service has a /tmp of its own, so its folder must be elsewhere")
+    for path in (*folders, *(value for value in params.values() if isinstance(value, Path))):
+        _require_seen(path)
     return () if role == "gateway" else folders
+
+
+def _require_seen(path: Path) -> None:
+    """Raise LocalError for a path that a service does not see."""
+    if _is_in_tmp(path):
+        raise LocalError(f"{path}: a service has a /tmp of its own, so this must be elsewhere")
 
 
 def _is_in_tmp(path: Path) -> bool:
