@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -81,6 +82,37 @@ async def test_a_proxy_that_cannot_reach_the_server_is_waited_for(page: bytes, m
         with pytest.raises(RemoteError) as error:
             await read(client)
         assert error.value.is_transient
+
+
+async def test_a_run_directs_no_client_into_the_network_around_its_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the proxy was asked for any name that a run on the internet signed."""
+    known = {"intranet.example": "10.0.0.9", "run.example": "8.8.8.8", "other.example": "1.1.1.1"}
+
+    async def resolve(self: object, host: str, port: int = 0, family: object = None) -> list[dict[str, object]]:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [{"host": known[host]}]
+
+    monkeypatch.setattr("aiohttp.resolver.ThreadedResolver.resolve", resolve)
+    async with forward_proxy(9) as proxy:
+        proxy.refusal = b"H"  # and the end
+        monkeypatch.setenv("http_proxy", proxy.url)
+        for link in ("run.example", "run.invalid"):  # only the proxy knows the second one
+            names = ("intranet.example", "other.example", "other.invalid")
+            proxy.asked.clear()
+            async with client_of(f"http://{link}") as client:
+                client.also_at([f"http://{name}" for name in names])
+                with pytest.raises(Unreachable):
+                    await read(client)
+            asked = {urlsplit(line.split(" ")[1]).hostname for line in proxy.asked}
+            assert asked == {link, "other.example", "other.invalid"}
+        known["run.example"] = "10.0.0.8"  # a run of that network
+        proxy.asked.clear()
+        async with client_of("http://run.example") as client:
+            client.also_at(["http://intranet.example"])
+            with pytest.raises(Unreachable):
+                await read(client)
+        assert proxy.asked[-1].startswith("GET http://intranet.example/")
 
 
 async def test_a_dead_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:

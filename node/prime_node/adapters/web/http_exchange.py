@@ -258,9 +258,11 @@ class HttpExchange:
         bytes_max: int,
     ) -> tuple[int, bytes, Mapping[str, str]]:
         session, proxy = self._connected(), proxy_for(url) if self._uses_proxy else None
-        self._resolver.let_pass(proxy)
         where = url if proxy is None else f"{url} {THROUGH} {shown_proxy(proxy)}"
         try:
+            if proxy is not None:
+                await self._resolver.require_near(urlsplit(url).hostname or "")
+            self._resolver.let_pass(proxy)
             stall_s = min(self._stall_s, ELSEWHERE_STALL_S) if self._others else self._stall_s
             async with Patience(stall_s, wait_s=wait_s) as patience:
                 sent = {**self._standing_headers(), **(headers or {})}

@@ -7,6 +7,7 @@ network around it.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from urllib.parse import urlsplit
 
@@ -36,6 +37,16 @@ class NotedResolver(ThreadedResolver):
     def may_ask(self, host: str) -> bool:
         """Return whether a request may go to this name or IP address. Where a name leads is checked when it is resolved."""
         return host == self._server or parse_ip(host) is None or may_be_named(host, between=self.hosts)
+
+    async def require_near(self, host: str) -> None:
+        """Raise OSError if a further name leads into another network, before a proxy resolves it.
+
+        A name that this machine cannot resolve is none of the network around it.
+        """
+        self._proxy = ""
+        for name in () if host == self._server else (host,) if self.hosts else (self._server, host):
+            with contextlib.suppress(socket.gaierror):
+                await self.resolve(name)
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
