@@ -101,6 +101,49 @@ async def test_the_operator_pauses_bans_and_invites_and_nothing_of_it_stays_in_t
         assert [url for url in tab.requested if not url.startswith((own, "data:"))] == []
 
 
+HOSTILE = """(async own => {
+  const order = JSON.stringify({action: "drain"}), seen = [];
+  const attempts = [
+    ["POST", {}], ["POST", {headers: {"Content-Type": "text/plain"}}],
+    ["POST", {headers: {Authorization: "Bearer SESSION"}}], ["GET", {headers: {Authorization: "Bearer SESSION"}}],
+    ["POST", {mode: "no-cors", credentials: "include"}], ["GET", {mode: "no-cors"}],
+  ];
+  for (const [method, more] of attempts) for (const path of ["/v1/order", "/v1/invite", "/v1/session", "/v1/view", "/"]) {
+    const body = method === "POST" ? order : undefined;
+    try { seen.push(await (await fetch(own + path, {method, body, ...more})).text()); } catch { }
+  }
+  for (const type of ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]) {
+    const form = document.createElement("form");
+    Object.assign(form, {method: "POST", action: own + "/v1/order", enctype: type, target: "inside"});
+    form.append(Object.assign(document.createElement("input"), {name: '{"action": "drain", "reason": "', value: '"}'}));
+    const frame = Object.assign(document.createElement("iframe"), {name: "inside"});
+    document.body.append(frame, form);
+    const shown = new Promise(done => frame.onload = done);
+    form.submit();
+    await shown;
+    try { seen.push(frame.contentDocument.body.textContent); } catch { }
+    frame.remove();
+  }
+  return seen.join("");
+})"""
+
+
+async def test_another_page_in_the_operator_s_browser_reads_and_orders_nothing(desk: Desk) -> None:
+    """It has another port of this machine, so a browser takes it for the same site, and even knows the session."""
+    address = await desk.address()
+    async with desk.browser.tab() as tab, desk.browser.tab(bypass_policy=True) as hostile:
+        await tab.go(address)
+        session = await tab.until("sessionStorage.getItem('session')")
+        await hostile.go(desk.world.url)
+        script = HOSTILE.replace("SESSION", session)
+        assert await hostile.evaluate(f"{script}({address.partition('/#')[0]!r})") == ""
+        assert not (await desk.world.status())["draining"]
+        await press(tab, "Drain")
+        await tab.until("document.querySelector('dialog[open]')")
+        await tab.press("Enter")
+        await tab.until("document.querySelector('.pill').textContent === 'draining'")
+
+
 async def test_the_page_is_accessible_and_fits_a_small_screen(desk: Desk) -> None:
     axe = await asyncio.to_thread(axe_source)
     for dark in (False, True):
