@@ -33,6 +33,8 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.seed_chain import OpenSecret, chain_from, committed
 
+DIGESTS_REMEMBERED = 65_536
+"""Leases whose digests are kept, some 10 MB; that of an older one is computed again."""
 DRAWS_MAX = 16
 """Maximum draws of a problem whose prompt is too long. An environment in which none fits is the operator's fault."""
 
@@ -98,6 +100,8 @@ class Assigner:
         self._tokenizer = tokenizer
         self._names = [environment.name for environment in run.spec.environments]
         self._slots_end = run.spec.max_steps * run.spec.groups_per_step
+        self._digests: dict[str, str] = {}
+        """Digests of the newest leases, by lease."""
         # A slot is rendered for its lease, its check and its batch; the window is a few steps.
         self._rendered = lru_cache(maxsize=4 * run.spec.groups_per_step + 1_024)(self._render)
 
@@ -161,9 +165,17 @@ class Assigner:
             expires_at_ms=record.expires_at_ms,
         )
 
+    def lease_payload(self, record: LeaseRecord) -> bytes:
+        """Return the payload of the lease, the same each time, and remember its digest for the bundle."""
+        payload = self.lease(record).model_dump_json().encode()
+        self._digests[record.lease_id] = digest_of(payload)
+        if len(self._digests) > DIGESTS_REMEMBERED:
+            del self._digests[next(iter(self._digests))]
+        return payload
+
     def lease_digest(self, record: LeaseRecord) -> str:
         """Return the digest of the lease's payload, which the header of its bundle names."""
-        return digest_of(self.lease(record).model_dump_json().encode())
+        return self._digests.get(record.lease_id) or digest_of(self.lease_payload(record))
 
     def prompts(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...]]]:
         """Return the problem and the prompt of each group of a lease. Seeds, which take longer, are not computed."""

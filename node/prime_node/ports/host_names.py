@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Collection
+from functools import lru_cache
 
 PRIVATE_DOMAINS = ("localhost", "local", "internal")
 """Domains without an owner in the public DNS, like names without a dot (RFC 6761, RFC 6762, ICANN's reservation)."""
@@ -22,6 +23,7 @@ def is_own_host(address: str, host: str, names: Collection[str] = ()) -> bool:
     return _is_public(address) or _is_safe_host(host, names)
 
 
+@lru_cache(4_096)
 def parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return the parsed address, IPv4 for IPv4 inside IPv6; None for an invalid one."""
     try:

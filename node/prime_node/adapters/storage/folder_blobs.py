@@ -80,7 +80,7 @@ class FolderBlobs:
         """Return a blob's path. Raises KeyError if it is no digest: it may come from a peer and must not name another file."""
         if not _DIGEST.fullmatch(digest):
             raise KeyError(digest)
-        return self._folder / digest[:2] / digest
+        return self._folder.joinpath(digest[:2], digest)
 
     def _put(self, data: bytes, digest: str | None) -> str:
         digest = digest or digest_of(data)

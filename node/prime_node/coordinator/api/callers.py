@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.host_names import is_own_host, parsed
@@ -73,6 +74,7 @@ class Callers:
         return is_in(address, self._proxies)
 
 
+@lru_cache(4_096)
 def prefix_of(address: str) -> str:
     """Return the network of an address at its usual prefix length. All invalid addresses are one network."""
     found = parsed(address)

@@ -182,7 +182,7 @@ class Leasing:
         )
         with spanned("lease", of_lease(lease_id), is_root=True, step=grant.step, worker=signer[-8:]):
             self.decisions.decide(granted)
-            return seal(self.assigner.lease(state.leases[lease_id]), PayloadType.LEASE, self.key)
+            return seal(self.assigner.lease_payload(state.leases[lease_id]), PayloadType.LEASE, self.key)
 
     def _policy_fault(self, request: LeaseRequest) -> NothingToLease | None:
         """Check that the worker holds a policy that is published here, with the same digest."""
