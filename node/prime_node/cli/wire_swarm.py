@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.wire import clock, trust
@@ -19,6 +19,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
+    from prime_node.adapters.tcp_links import TcpLinks
     from prime_node.adapters.web.http_client import HttpClient
     from prime_node.broadcast.follow.follower import DownloadProgress, Follower
     from prime_node.broadcast.follow.trust import Trust
@@ -102,6 +103,8 @@ class PeerLinks:
     uplink: Uplink
     directory: Directory
     swarm_tasks: SwarmTasks
+    tcp: TcpLinks
+    """Connections over which others fetch."""
     neighbours: Neighbours | None = None
     """Links that fetch; None for a machine that only serves."""
 
@@ -120,6 +123,7 @@ def peer_links(
 
     Without a `pool` to put neighbours into, there are no links to fetch over.
     """
+    from prime_node.adapters.tcp_links import TcpLinks
     from prime_node.adapters.web.http_peer import HttpPeer
     from prime_node.broadcast.swarm.choker import ChokerRules
     from prime_node.broadcast.swarm.directory import Directory
@@ -150,7 +154,8 @@ def peer_links(
             return NetworkPeer(network, record, bounds=bounds, authorization=shown)
         return None
 
-    network = peer_network(run, key, config, client.hosts)
+    tcp = TcpLinks()
+    network = peer_network(run, key, config, client.hosts, tcp.add)
     folder.mkdir(parents=True, exist_ok=True)
     cap_bytes = round(config.upload_gib_max * 2**30)
     uplink = Uplink(
@@ -159,16 +164,17 @@ def peer_links(
         rate=RateLimit(config.upload_bytes_per_s, clock()),
         cap=DataCap(cap_bytes, days=config.cap_days, file=folder / "uploaded.json", clock=clock()),
         may_serve=may_serve,
+        links=tcp if config.yields and tcp.are_measured() else None,
     )
     directory = Directory(run, key, client, clock=clock(), rng=random.Random())
     swarm_tasks = SwarmTasks(clock(), on_fault)
     if pool is None:
-        return PeerLinks(network, uplink, directory, swarm_tasks)
+        return PeerLinks(network, uplink, directory, swarm_tasks, tcp)
     rules = TopologyRules(neighbours_max=config.neighbours_max)
     neighbours = Neighbours(
         directory, pool, connect, uplink, swarm_tasks, clock=clock(), rng=random.Random(), rules=rules
     )  # fmt: skip
-    return PeerLinks(network, uplink, directory, swarm_tasks, neighbours)
+    return PeerLinks(network, uplink, directory, swarm_tasks, tcp, neighbours)
 
 
 def make_peer(
@@ -204,15 +210,18 @@ def make_peer(
         if not config.private:
             serve_over(network, service)
         mesh = Mesh(run, network, directory, clock=clock(), rng=random.Random())
+    web = AiohttpServer(on_socket=links.tcp.add)
     return Peer(
-        config, service, AiohttpServer(), directory, links.swarm_tasks, links.neighbours, network, mesh, accepted
+        config, service, web, directory, links.swarm_tasks, links.neighbours, network, mesh, accepted
     )  # fmt: skip
 
 
 def peer_network(
-    run: PinnedRun, key: SigningKey, config: SwarmConfig, coordinator_hosts: frozenset[str]
+    run: PinnedRun, key: SigningKey, config: SwarmConfig, near: frozenset[str], on_socket: Callable[[Any], None]
 ) -> PeerNetwork | None:
     """Return a libp2p network with the role's key; None if it is off or not installed. It imports libp2p when it starts.
+
+    `near` are the coordinator's IP addresses. `on_socket` gets the socket of each link, in a thread of the network.
 
     Raises LocalError if it is on and not installed, and for an address in the settings that other peers cannot use.
     """
@@ -245,7 +254,8 @@ def peer_network(
             bootstrap=bootstrap,
             private=config.private,
             lan=config.p2p_lan,
-            near=tuple(coordinator_hosts),
+            near=tuple(near),
+            on_socket=on_socket,
         )
         network = Libp2pNetwork(key, run=run.digest, settings=settings)
         network.learn(bootstrap)  # peers that a newcomer asks while no coordinator names any

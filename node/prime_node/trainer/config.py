@@ -193,7 +193,7 @@ class TrainerConfig(Settings):
     """Files of further trainer keys that sign each manifest, if the run's keys require more than one signature."""
     publish: PublishConfig = PublishConfig()
     """Encoding of published policies."""
-    swarm: SwarmConfig = SwarmConfig(upload_slots=64)
+    swarm: SwarmConfig = SwarmConfig(upload_slots=64, yields=False)
     """Swarm settings: the trainer is the first seeder of what it publishes."""
     evaluate_every: int = Field(default=50, ge=0)
     """Steps between evaluations on held-out problems; 0 disables them. Otherwise the first and the last policy are

@@ -43,6 +43,8 @@ class Link:
     """One way, to the core of the internet: a round trip between two hosts takes twice the sum of both."""
     loss: float = 0.0
     """Share of the packets that are lost, in each direction."""
+    queue_ms: float = QUEUE_MS
+    """Time for which packets may wait on its uplink: routers of homes hold them for up to seconds."""
 
     @property
     def is_nat(self) -> bool:
@@ -68,6 +70,7 @@ class Process:
 
     def __init__(self, host: Host, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         own_tmp = ["sh", "-c", 'mount --bind "$0" /tmp && exec "$@"', str(folder / "tmp")]
         with (folder / "log").open("ab") as log:
             self._child = subprocess.Popen(
@@ -95,6 +98,14 @@ class Process:
         except OSError:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def peak_mb(self) -> float:
+        """Largest resident memory until now; at its end, that of its whole life."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return self.rss_mb
+        return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line[:6] == "VmHWM:"), self.rss_mb)
 
     def tcp_segments_sent_and_resent(self) -> tuple[int, int]:
         """Counts of its host so far; zeros once it has ended."""
@@ -213,7 +224,7 @@ class Network:
             run_command(f"ip -n {host.edge} link add eth0 type veth peer name {port} netns {self._bridge}")
             run_command(f"ip -n {self._bridge} link set {port} master br0 up")
             self._plug_in(host)
-            _shape(host.edge, "eth0", host.link.up_mbit)
+            _shape(host.edge, "eth0", host.link.up_mbit, host.link.queue_ms)
             _shape(self._bridge, port, host.link.down_mbit)
 
     def _carried(self) -> None:
@@ -257,7 +268,7 @@ def start_carrier(rows: Sequence[Sequence[str | float]]) -> subprocess.Popen[byt
     return carrier
 
 
-def _shape(namespace: str, device: str, mbit: float) -> None:
+def _shape(namespace: str, device: str, mbit: float, queue_ms: float = QUEUE_MS) -> None:
     burst_kb = max(32, int(mbit * BYTES_PER_MBIT * BURST_MS / 1e3 / 1024))
-    limits = f"rate {mbit}mbit burst {burst_kb}kb latency {QUEUE_MS}ms"
+    limits = f"rate {mbit}mbit burst {burst_kb}kb latency {queue_ms}ms"
     run_command(f"ip netns exec {namespace} tc qdisc add dev {device} root tbf {limits}")

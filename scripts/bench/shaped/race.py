@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -102,6 +104,7 @@ class Outcome:
     cpu_receiver_s: float = 0.0
     """The same of a receiver: the mean of those that were present from the start to the end."""
     rss_receiver_mb: float = 0.0
+    """Largest resident memory of a receiver until the last one was done, before the product copies the file for comparison."""
     resent_share: float = 0.0
     """TCP segments that were sent again, of all that all hosts sent."""
     excess: dict[str, float] = field(default_factory=dict)
@@ -139,7 +142,7 @@ def make_payload(folder: Path, size_mb: float) -> tuple[Path, str]:
     """The parts of a policy in one file, and its SHA-256: within a percent of the size, and the same bytes each time."""
     policy = folder / f"policy-{size_mb:g}"
     path = policy / "payload.bin"
-    if not path.exists():
+    if not (policy / "run").exists():
         command = [sys.executable, str(NODES / "make_policy.py"), str(size_mb), str(policy)]
         subprocess.run(command, check=True, env={**os.environ, **PRODUCT})
     return path, sha256_of(path)
@@ -150,15 +153,25 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def run(system: System, row: Row, folder: Path, *, keep: bool = False) -> Outcome:
-    """Run it once. Failures are in the outcome; an exception is the harness's own."""
+def run(
+    system: System,
+    row: Row,
+    folder: Path,
+    *,
+    keep: bool = False,
+    beside: Callable[[Network], AbstractContextManager[object]] = lambda network: contextlib.nullcontext(),
+) -> Outcome:
+    """Run it once. Failures are in the outcome; an exception is the harness's own.
+
+    `beside` is open from the moment when all hosts are ready until all are done, and may delay both.
+    """
     payload, digest = make_payload(folder, row.size_mb)
     work = folder / "race"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     with Network(row.links) as network:
         race = _Race(system, row, network, work, payload, digest)
-        outcome = race.run()
+        outcome = race.run(beside)
     race.check_what_they_hold()
     if not keep and not outcome.failed:
         shutil.rmtree(work)
@@ -173,7 +186,7 @@ class _Race:
         self._outcome = Outcome(system.name, row)
         (work / "shared").mkdir()
 
-    def run(self) -> Outcome:
+    def run(self, beside: Callable[[Network], AbstractContextManager[object]]) -> Outcome:
         origin, *receivers = self._network.hosts
         faults = self._row.faults
         self._start(origin)
@@ -182,12 +195,14 @@ class _Race:
         for host in on_time:
             self._start(host)
         self._wait_until_ready(on_time)
-        before = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
-        cpu_before = {index: process.cpu_so_far_s() for index, process in self._processes.items()}
-        (self._work / "go").touch()
-        self._watch(time.monotonic(), before[0][0])
-        cpu_s = {index: self._processes[index].cpu_so_far_s() - began_s for index, began_s in cpu_before.items()}
-        after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+        with beside(self._network):
+            before = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+            cpu_before = {index: process.cpu_so_far_s() for index, process in self._processes.items()}
+            (self._work / "go").touch()
+            self._watch(time.monotonic(), before[0][0])
+            cpu_s = {index: self._processes[index].cpu_so_far_s() - began_s for index, began_s in cpu_before.items()}
+            after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
+            peaks_mb = [self._processes[host.index].peak_mb() for host in receivers]
         segments = [process.tcp_segments_sent_and_resent() for process in self._processes.values()]
         (self._work / "over").touch()
         self._wait_until_written()
@@ -202,8 +217,7 @@ class _Race:
         stayed = [used_s for index, used_s in cpu_s.items() if index and used_s > 0]
         out.cpu_origin_s = max(0.0, cpu_s[0])
         out.cpu_receiver_s = sum(stayed) / max(1, len(stayed))
-        others = [process for index, process in self._processes.items() if index]
-        out.rss_receiver_mb = max(process.rss_mb for process in others)
+        out.rss_receiver_mb = max(peaks_mb)
         return out
 
     def check_what_they_hold(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from libp2p import new_host
 from libp2p.abc import IHost, INetStream, INetworkService
@@ -61,6 +62,8 @@ class PeerSettings:
     near: tuple[str, ...] = ()
     """IP addresses of the coordinator as the owner configured them: peers in their networks may be dialled."""
     connections_max: int = limits.PEER_CONNECTIONS_MAX
+    on_socket: Callable[[Any], None] = field(default=lambda made: None, kw_only=True)
+    """Function that gets the socket of each direct link, in the network's thread."""
     heartbeat_s: float = field(default=4.0, kw_only=True)
     """Seconds between two heartbeats; a peer that misses three is dropped."""
 
@@ -78,7 +81,7 @@ def make_host(
     host = new_host(
         key_pair=pair,
         peerstore_opt=_OwnKept(ID.from_pubkey(pair.public_key)),
-        sec_opt={NOISE: Noise(pair, noise_privkey=create_noise_key_pair().private_key)},
+        sec_opt={NOISE: Noise(pair, create_noise_key_pair().private_key, settings.on_socket)},
         muxer_preference="YAMUX",
         listen_addrs=[Multiaddr(address) for address in settings.listen] or None,
         negotiate_timeout=int(HANDSHAKE_S_MAX),

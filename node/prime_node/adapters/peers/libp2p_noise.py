@@ -7,9 +7,14 @@ decrypted. Records that are written together leave in one call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import trio
 from libp2p.abc import IRawConnection, ISecureConn
+from libp2p.crypto.keys import KeyPair, PrivateKey
 from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
 from libp2p.peer.id import ID
 from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH, SIZE_NOISE_MESSAGE_LEN
 from libp2p.security.noise.transport import Transport
@@ -26,13 +31,29 @@ WRITE_S_MAX = limits.PEER_STALL_S_MAX
 class Noise(Transport):
     """The library's transport and handshake, with sessions of ours."""
 
+    def __init__(
+        self,
+        pair: KeyPair,
+        noise_privkey: PrivateKey,
+        on_socket: Callable[[Any], None] = lambda made: None,
+    ) -> None:
+        """Create it. `on_socket` gets the socket of each direct link whose handshake succeeded."""
+        super().__init__(pair, noise_privkey=noise_privkey)
+        self._on_socket = on_socket
+
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
         """Make the handshake of an inbound link."""
-        return _Session(await super().secure_inbound(conn))
+        return self._made(conn, await super().secure_inbound(conn))
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
         """Make the handshake of an outbound link."""
-        return _Session(await super().secure_outbound(conn, peer_id))
+        return self._made(conn, await super().secure_outbound(conn, peer_id))
+
+    def _made(self, conn: IRawConnection, secured: SecureSession) -> ISecureConn:
+        stream = getattr(conn, "stream", None)  # a relay's circuit is a stream of another link
+        if isinstance(stream, TrioTCPStream) and isinstance(stream.stream, trio.SocketStream):
+            self._on_socket(stream.stream.socket)
+        return _Session(secured)
 
 
 class _Session(SecureSession):

@@ -68,8 +68,11 @@ class AiohttpServer:
         body_grace_s: float = BODY_GRACE_S,
         body_stall_s_max: float = BODY_STALL_S_MAX,
         body_s_max: float = BODY_S_MAX,
+        on_socket: Callable[[socket.socket], None] = lambda made: None,
     ) -> None:
+        """Create it. `on_socket` gets the socket of each connection."""
         self._header_s_max = header_s_max
+        self._on_socket = on_socket
         self._body_grace_s = body_grace_s
         self._body_stall_s_max, self._body_s_max = body_stall_s_max, body_s_max
         self._bodies, self.answers = Shares(), Shares()
@@ -123,7 +126,7 @@ class AiohttpServer:
                 is_host=self._counts.bounds.is_host,
                 hand_over=self._guarded,
             )
-        self._listener = Listener(self._counts, self._connection)
+        self._listener = Listener(self._counts, self._connection, self._on_socket)
         try:
             if bound is not None:
                 self._listener.open_on(bound)

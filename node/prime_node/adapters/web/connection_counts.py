@@ -270,8 +270,14 @@ class ConnectionCounts:
 class Listener:
     """Listener on one host and port. `connect` makes the protocol of an accepted connection."""
 
-    def __init__(self, connection_counts: ConnectionCounts, connect: Callable[[Entry], asyncio.Protocol]) -> None:
-        self._counts, self._connect = connection_counts, connect
+    def __init__(
+        self,
+        connection_counts: ConnectionCounts,
+        connect: Callable[[Entry], asyncio.Protocol],
+        on_socket: Callable[[socket.socket], None],
+    ) -> None:
+        """Create it. `on_socket` gets the socket of each connection."""
+        self._counts, self._connect, self._on_socket = connection_counts, connect, on_socket
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -337,6 +343,7 @@ class Listener:
     async def _take(self, entry: Entry, accepted: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: self._connect(entry), accepted)
+            self._on_socket(accepted)
         except OSError:  # the client has disconnected already
             entry.leave()
             accepted.close()

@@ -126,6 +126,8 @@ class Peer:
             else:
                 asking = functools.partial(self.directory.run, offer_of=self.offer)
                 tasks.create_task(self.swarm_tasks.keep("peers' directory", asking))
+            if (uplink := self.service.uplink).links is not None:
+                tasks.create_task(self.swarm_tasks.keep("room on the uplink", uplink.leave_room))
             if self.mesh is not None:
                 tasks.create_task(
                     self.swarm_tasks.keep("the peer network", functools.partial(self._keep_links, self.mesh))

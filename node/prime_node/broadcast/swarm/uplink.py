@@ -1,5 +1,7 @@
 """This machine's uplink: when a peer is served, how fast, how much in total, and whether at all.
 
+Connections are slowed while packets queue on the line (yielding.py); `leave_room` looks every LOOK_S while something is served.
+
 Waiting: an answer waits for a slot (choker.py decides the order; PEER_TURN_S_MAX at most), then for the rate limit. The slot
 is returned when the answer is written to the connection, so `slots` counts what is really in progress.
 """
@@ -11,13 +13,17 @@ import contextlib
 import functools
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from prime_node.broadcast.swarm.choker import Choker, ChokerRules, UploadTurn
+from prime_node.broadcast.swarm.yielding import Yielding
 from prime_node.files import replace
 from prime_node.patience import RateLimit
 from prime_node.ports.clock import Clock
+from prime_node.ports.upload_links import UploadLinks
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 
@@ -28,6 +34,10 @@ RETRY_CLOSED_S = 30.0
 """Retry time in seconds while the owner's machine is busy, or the data cap is reached."""
 PACE_BYTES = 2**20
 """Bytes of one answer sent together under a rate limit."""
+LOOK_S, LOOK_IDLE_S = 0.1, 0.5
+"""Seconds between two looks at the connections while something is served, and otherwise at whether anything is."""
+BUSY_S = 5.0
+"""Seconds for which an answer counts as being served: the system takes all of it at once, and sends it later."""
 
 
 class DataCap:
@@ -100,8 +110,12 @@ class Uplink:
         rate: RateLimit | None = None,
         cap: DataCap | None = None,
         may_serve: Callable[[], bool] = lambda: True,
+        links: UploadLinks | None = None,
     ) -> None:
-        """Create the gate. `may_serve` is called for every answer: with it, a machine serves only when it is idle."""
+        """Create the gate. `may_serve` is called for every answer: with it, a machine serves only when it is idle.
+
+        `links` are the connections to slow down while others' packets queue behind what they send.
+        """
         self.served_bytes = 0
         self._clock = clock
         self.choker = Choker(rules)
@@ -109,6 +123,7 @@ class Uplink:
         """Rate of all uploads; its owner may change it."""
         self._cap = cap
         self._may_serve = may_serve
+        self.links = links
         self._requests = 0
         self._turns: dict[int, tuple[str, asyncio.Future[None]]] = {}
 
@@ -152,6 +167,19 @@ class Uplink:
         if self._cap is not None and not self._cap.take(num_bytes):
             raise _does_not_serve()
         await self._wait_for_rate(num_bytes)
+
+    async def leave_room(self) -> NoReturn:
+        """Keep the line's queue short, until cancelled. Call it only with `links`."""
+        assert self.links is not None
+        yielding, served_bytes, until_s = Yielding(), 0, -math.inf
+        while True:
+            now_s = self._clock.monotonic_s()
+            if self.choker.serving or self.served_bytes != served_bytes:
+                served_bytes, until_s = self.served_bytes, now_s + BUSY_S
+            await self._clock.sleep(LOOK_S if now_s < until_s else LOOK_IDLE_S)
+            if now_s < until_s:
+                for link, bytes_per_s in yielding.look(self.links.readings(), self._clock.monotonic_s()).items():
+                    self.links.limit(link, bytes_per_s)
 
     async def _wait_for_rate(self, num_bytes: int) -> None:
         await self.rate.take(num_bytes)

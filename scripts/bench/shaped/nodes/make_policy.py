@@ -2,8 +2,8 @@
 
     python make_policy.py SIZE_MB FOLDER
 
-`FOLDER/payload.bin` holds the parts one after another: all systems broadcast exactly these bytes. The policy is that of
-product_node.py's run.
+`FOLDER/payload.bin` holds the parts one after another: all systems broadcast exactly these bytes. `FOLDER/run` is its run
+and `FOLDER/config.json` the run's model file, for product_node.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from tests.builder import build_manifest
-from tests.node.coordinator_world import TRAINER, make_run
+from tests.node.coordinator_world import CONFIG_JSON, TRAINER, make_run
 
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
@@ -31,11 +31,14 @@ def make_policy(size_mb: float, folder: Path) -> None:
         for number in range(TENSORS)
     }
     encoded = encode_checkpoint(weights)
-    manifest = build_manifest(make_run(), None, weights, encoded)
+    run = make_run()
+    manifest = build_manifest(run, None, weights, encoded)
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     for blob in encoded.blobs:
         (folder / "blobs" / digest_of(blob)).write_bytes(blob)
     (folder / "manifest").write_bytes(sign_manifest(manifest, TRAINER).envelope.to_bytes())
+    (folder / "config.json").write_bytes(CONFIG_JSON)
+    (folder / "run").write_bytes(run.envelope.to_bytes())
     (folder / "payload.bin").write_bytes(b"".join(encoded.parts))
 
 

@@ -16,34 +16,46 @@ from types import SimpleNamespace
 
 import uvloop
 from marks import description, mark, until_go, wait_until_over
-from tests.node.coordinator_world import CONFIG_JSON, COORDINATOR, TRAINER, folder_parts, make_run
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.adapters.web.http_peer import HttpDialBack
 from prime_node.broadcast.follow.follower import DownloadProgress
 from prime_node.broadcast.swarm import directory, topology
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.peer import Peer
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.cli import wire_swarm
-from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.ports.peer_network import PeerNetwork
-from prime_node.trainer.config import TrainerConfig
 from prime_node.worker.config import WorkerConfig
-from prime_protocol.codec import warm_up
+from prime_protocol.codec.compiling import ready_decoder
 from prime_protocol.envelope import open_envelope
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import open_manifest
+from prime_protocol.run_spec import open_run_spec
 
 LINK_S_MAX = 30.0
 """Seconds after which a receiver begins even if it has not linked to all others."""
-RUN = make_run()
+NODE = description()
+POLICY = Path(NODE.file).parent
+RUN_ENVELOPE = open_envelope((POLICY / "run").read_bytes())
+RUN = open_run_spec(RUN_ENVELOPE, pinned=RUN_ENVELOPE.digest)
+CONFIG_JSON = (POLICY / "config.json").read_bytes()
 
 
 async def publish(node: SimpleNamespace) -> None:
+    from tests.node.coordinator_world import TRAINER, folder_parts
+
+    from prime_node.adapters.web.http_peer import HttpDialBack
+    from prime_node.coordinator.daemon import serve_coordinator
+
     parts = await folder_parts(
-        RUN, Path("coordinator"), host="0.0.0.0", port=node.port, requests_per_second=1e9, faults_per_second=1e9
+        RUN,
+        Path("coordinator"),
+        host="0.0.0.0",
+        port=node.port,
+        requests_per_second=1e9,
+        faults_per_second=1e9,
+        **node.options.get("coordinator", {}),
     )
     network = meeting_place(node)
     parts = dataclasses.replace(parts, dial_back=HttpDialBack(RUN.digest), network=network)
@@ -55,14 +67,13 @@ async def publish(node: SimpleNamespace) -> None:
     up = asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve_coordinator(parts, asyncio.Event(), ready=up.set_result))
     await asyncio.wait({daemon, up}, return_when=asyncio.FIRST_COMPLETED)
-    policy = Path(node.file).parent
-    envelope = open_envelope((policy / "manifest").read_bytes())
+    envelope = open_envelope((POLICY / "manifest").read_bytes())
     url = f"http://{node.address}:{node.port}"
     async with HttpClient(url, run=RUN.digest, clock=SystemClock(), key=TRAINER, bounds=RUN.spec.limits) as client:
         seeding, peer = wire_swarm.trainer_seeding(RUN, TRAINER, client, swarm_config(node, is_seeder=True), Path())
         async with peer.running():
             for blob in open_manifest(envelope, RUN).manifest.blobs:
-                await seeding.put_blob((policy / "blobs" / blob.digest).read_bytes())
+                await seeding.put_blob((POLICY / "blobs" / blob.digest).read_bytes())
             mark("ready")
             await until_go(node)
             await seeding.publish(envelope)
@@ -73,6 +84,8 @@ def meeting_place(node: SimpleNamespace) -> PeerNetwork | None:
     """If a host is behind a NAT, the coordinator has a libp2p host: a relay over which holes are punched."""
     if not node.has_nat:
         return None
+    from tests.node.coordinator_world import COORDINATOR
+
     from prime_node.adapters.peers.libp2p_host import PeerSettings
     from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
 
@@ -81,7 +94,7 @@ def meeting_place(node: SimpleNamespace) -> PeerNetwork | None:
 
 
 async def receive(node: SimpleNamespace) -> None:
-    warm_up()  # a worker at its second policy has imported numba
+    ready_decoder()  # a worker at its second policy has imported numba
     all_here = asyncio.Event()
 
     def on_progress(progress: DownloadProgress) -> None:
@@ -151,7 +164,11 @@ def spread_by(node: SimpleNamespace) -> None:
 
 def swarm_config(node: SimpleNamespace, *, is_seeder: bool) -> SwarmConfig:
     """The defaults of a trainer and of a worker, but for what the row asks."""
-    default = TrainerConfig().swarm if is_seeder else WorkerConfig().swarm
+    default = WorkerConfig().swarm
+    if is_seeder:
+        from prime_node.trainer.config import TrainerConfig
+
+        default = TrainerConfig().swarm
     p2p = {"p2p": "on", "p2p_listen": (f"/ip4/0.0.0.0/tcp/{node.port + 3}",)} if node.has_nat else {"p2p": "off"}
     asked = p2p | node.options.get("seeder" if is_seeder else "worker", {})
     return default.model_copy(update={"host": "0.0.0.0", "port": node.port + 1, **asked})
@@ -191,7 +208,7 @@ async def linked(peer: Peer, count: int) -> None:
 def write_out(node: SimpleNamespace, parts: PartStore) -> None:
     """Write the bytes on the disk to a file, for the comparison after the race."""
     wait_until_over(node)
-    policy = open_manifest(open_envelope((Path(node.file).parent / "manifest").read_bytes()), RUN)
+    policy = open_manifest(open_envelope((POLICY / "manifest").read_bytes()), RUN)
     with Path(node.out).open("wb") as out:
         for part in policy.manifest.encodings[0].parts:
             data = parts.read(part)
@@ -201,9 +218,8 @@ def write_out(node: SimpleNamespace, parts: PartStore) -> None:
 
 
 if __name__ == "__main__":
-    described = description()
-    spread_by(described)
+    spread_by(NODE)
     directory.ASK_S_MAX = 1.0  # so that a race need not wait until all peers know each other
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        receiver = seed if described.options.get("is_seeder") else receive
-        runner.run(publish(described) if described.role == "origin" else receiver(described))
+        receiver = seed if NODE.options.get("is_seeder") else receive
+        runner.run(publish(NODE) if NODE.role == "origin" else receiver(NODE))
