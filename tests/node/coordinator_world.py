@@ -288,7 +288,7 @@ class World:
         await self.until(is_new, seconds=2 * OLD_S_MAX)
         return found
 
-    async def until(self, condition: Callable[[], Awaitable[bool]], *, seconds: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], Awaitable[bool]], *, seconds: float = 30.0) -> None:
         """Poll until a condition holds that only time can cause."""
         for _ in range(round(100 * seconds)):
             if await condition():

@@ -55,7 +55,7 @@ async def served() -> AsyncIterator[Server]:
 
 
 @contextlib.asynccontextmanager
-async def client_of(server: Server) -> AsyncIterator[HttpClient]:
-    """Make a worker's client that gives up a stalled answer soon."""
-    async with HttpClient(server.url, run=RUN.digest, clock=SystemClock(), key=WORKER, stall_s=0.5) as made:
+async def client_of(server: Server, *, stall_s: float = 30.0) -> AsyncIterator[HttpClient]:
+    """Make a worker's client, which gives up an answer that stalls for so long."""
+    async with HttpClient(server.url, run=RUN.digest, clock=SystemClock(), key=WORKER, stall_s=stall_s) as made:
         yield made

@@ -33,7 +33,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def client(server: Server) -> AsyncIterator[HttpClient]:
-    async with client_of(server) as made:
+    async with client_of(server, stall_s=0.5) as made:
         yield made
 
 
