@@ -147,20 +147,16 @@ async def at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, most:
         async with room:
             return await one()
 
+    # No TaskGroup: up to Python 3.12, one that ends with an error forgets a cancellation, and leaves one of its own.
+    tasks = [asyncio.ensure_future(run(one)) for one in work]
     try:
-        async with asyncio.TaskGroup() as running:
-            tasks = [running.create_task(run(one)) for one in work]
-    except ExceptionGroup as failed:
-        heed_cancellation()
-        raise causes_of(failed)[0] from None
-    return [task.result() for task in tasks]
-
-
-def heed_cancellation() -> None:
-    """Raise CancelledError if this task is to end: up to Python 3.12 a TaskGroup forgets that while it ends with an error."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION) if tasks else ((), ())
+        failed = (task.exception() for task in tasks if task in done and not task.cancelled())
+        if error := next(filter(None, failed), None):
+            raise causes_of(error)[0] from None
+        return [task.result() for task in tasks]
+    finally:
+        await _cancelled(tasks)
 
 
 async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:

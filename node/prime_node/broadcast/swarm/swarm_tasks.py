@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-from prime_node.patience import Backoff, causes_of, heed_cancellation
+from prime_node.patience import Backoff, causes_of, first_of
 from prime_node.ports.clock import Clock
 from prime_protocol.visible import printable
 
@@ -43,10 +43,9 @@ class SwarmTasks:
         while True:
             began_s = self.clock.monotonic_s()
             try:
-                await work()
+                await first_of(work())  # a task of its own: a TaskGroup in it forgets a cancellation
                 raise RuntimeError("the task returned, but must never end")
             except Exception as error:  # noqa: BLE001 - the edge of the task: any error is reported, and the part restarts
-                heed_cancellation()
                 self.note(part, error)
                 if self.clock.monotonic_s() - began_s >= STEADY_S:
                     backoff = Backoff()
