@@ -157,6 +157,7 @@ class ReplayArchive:
         now_ms, more, complaint = self.clock.now_ms(), False, ""
         if self.policy is None or now_ms < self._due_ms:
             return
+        self._due_ms = now_ms + _HOUR_MS  # a publication meanwhile makes it due again
         try:
             await self._read_digests()  # most of them before the turn, for which publications wait
             async with self.manifests.turn:
@@ -168,8 +169,8 @@ class ReplayArchive:
             if complaint != self._complaint:
                 log.error("old bundles and training states stay, next try in an hour: %s", complaint)
         self._complaint = complaint
-        if not more or complaint:
-            self._due_ms = now_ms + _HOUR_MS
+        if more and not complaint:
+            self._due_ms = 0
 
     async def needed(self) -> set[str]:
         """Return the digests of the public blobs that must stay. Raise RemoteError or OSError if a document cannot be read."""
