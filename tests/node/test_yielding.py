@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from tests.time_world import VirtualClock
@@ -201,6 +202,28 @@ def test_a_connections_figures_and_limit_are_the_systems() -> None:
         assert unlimited % 2**32 == 2**32 - 1
     assert links.readings() == []
     links.limit(found.link, 250_000.0)  # nothing happens
+
+
+class ClosedMeanwhile(socket.socket):
+    """Socket that another thread closes between the look at it and its use."""
+
+    def setsockopt(self, *arguments: Any) -> None:
+        self.close()
+        super().setsockopt(*arguments)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these figures")
+def test_a_connection_that_closes_while_it_is_limited_is_left_out() -> None:
+    links = TcpLinks()
+    with connection() as (sender, receiver), ClosedMeanwhile(fileno=sender.detach()) as closing:
+        links.add(closing)
+        closing.sendall(b"x")
+        assert receiver.recv(1) == b"x"
+        receiver.sendall(b"y")
+        assert closing.recv(1) == b"y"
+        (found,) = links.readings()
+        links.limit(found.link, 250_000.0)
+        assert links.readings() == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these figures")

@@ -85,10 +85,15 @@ class TcpLinks:
         if abs(bytes_per_s - before) <= CHANGE_MIN * before:
             return
         made = self._socket(link)
-        if made is not None:
-            self._limits[link] = bytes_per_s
-            rate = min(UNLIMITED, int(bytes_per_s)) if bytes_per_s else UNLIMITED
+        if made is None:
+            return
+        rate = min(UNLIMITED, int(bytes_per_s)) if bytes_per_s else UNLIMITED
+        try:
             made.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", rate))
+        except OSError:  # another thread has closed it since
+            self._forget(link)
+        else:
+            self._limits[link] = bytes_per_s
 
     def _values(self, link: int) -> _Values | None:
         made = self._socket(link)
