@@ -19,6 +19,7 @@ from tests.node.seeded_world import Cluster
 
 from prime_lab.virtual_loop import run_virtually
 from prime_node.coordinator import daemon
+from prime_node.coordinator.assignments import DIGESTS_REMEMBERED
 
 PACE = 0.02
 SAMPLES = 8
@@ -35,9 +36,16 @@ BOUNDS = {
     ".history._steps": 2_000,
     ".history._steps[]": 2_000 * 20,
     ".gate.nonces._slices[].seen": 100_000,
+    "_assigner._digests": DIGESTS_REMEMBERED,
     "events on the disk": 3 * SNAPSHOT_EVENTS,
 }
-"""Sizes up to which something may grow: rows of the page's history, nonces of eight minutes, events since the last snapshots."""
+"""Sizes up to which something may grow, by the end of its path: rows of the page's history, nonces of eight minutes, digests of
+the newest leases, events since the last snapshots."""
+
+
+def bound_of(path: str) -> int:
+    """Return the stated bound of a container; 0 if it may not grow."""
+    return next((bound for end, bound in BOUNDS.items() if path.endswith(end)), 0)
 
 
 def sizes_of(root: object) -> Counter[str]:
@@ -82,12 +90,12 @@ class LongRun:
         first, last = self.memory[SAMPLES // 4 : SAMPLES // 2], self.memory[3 * SAMPLES // 4 :]
         for path in sorted(set().union(*last)):
             before, after = (max(sample[path] for sample in part) for part in (first, last))
-            if after > max(GROWTH_MAX * before + SMALL, BOUNDS.get(path, 0)):
+            if after > max(GROWTH_MAX * before + SMALL, bound_of(path)):
                 found.append(f"{path}: {before} -> {after} elements")
         steps = self.steps * (SAMPLES - 1 - SAMPLES // 2) / SAMPLES
         for name in self.disk[-1]:
             added = self.disk[-1][name] - self.disk[SAMPLES // 2][name]
-            bound = max(ADDED_PER_STEP.get(name, 0.0) * steps + SMALL, BOUNDS.get(f"{name} on the disk", 0))
+            bound = max(ADDED_PER_STEP.get(name, 0.0) * steps + SMALL, bound_of(f"{name} on the disk"))
             if added > bound:
                 found.append(f"{name} on the disk: {added} more in {steps:.0f} steps")
         return found

@@ -189,7 +189,7 @@ def test_the_driver_of_the_http_interface_knows_every_route() -> None:
 def _driver() -> Any:
     sys.path[:0] = [str(FUZZ), str(ROOT)]
     try:
-        return importlib.import_module("http_api")
+        return importlib.import_module("http_callers")
     finally:
         del sys.path[:2]
 
