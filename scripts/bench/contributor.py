@@ -153,10 +153,10 @@ def idle_cost(folder: Path, size_mb: float, seconds: float) -> list[dict[str, An
     return [floor, serving, {"what": f"worker, idle, with weights of {size_mb:g} MB", **idle.found}]
 
 
-def upload(folder: Path, size_mb: float, *, yields: bool, with_call: bool) -> dict[str, Any]:
+def upload(folder: Path, size_mb: float, home: Link, *, yields: bool, with_call: bool) -> dict[str, Any]:
     """Upload from the home, which is the origin here: its seeder is the same code as a worker's, and has the settings of one."""
     options = {"seeder": {"yields": yields, "upload_slots": 16}, "coordinator": {"serve_chunks": False}}
-    row = Row(f"home, {size_mb:g} MB", size_mb, (HOME, *[Link(100, 100)] * NUM_RECEIVERS), timeout_s=120.0)
+    row = Row(f"home, {size_mb:g} MB", size_mb, (home, *[Link(100, 100)] * NUM_RECEIVERS), timeout_s=120.0)
     call = Call()
     system = replace(ours(), options=options)
     outcome = run(system, row, folder, beside=call.beside) if with_call else run(system, row, folder)
@@ -166,13 +166,13 @@ def upload(folder: Path, size_mb: float, *, yields: bool, with_call: bool) -> di
     return found | (call.summary() if with_call else {})
 
 
-def uploads(folder: Path, size_mb: float, rounds: int) -> list[dict[str, Any]]:
+def uploads(folder: Path, size_mb: float, home: Link, rounds: int) -> list[dict[str, Any]]:
     """Each way `rounds` times, by turns; the middle of them by the time."""
     table: dict[tuple[bool, bool], list[dict[str, Any]]] = {}
     for _ in range(rounds):
         for with_call in (True, False):
             for yields in (False, True):
-                found = upload(folder, size_mb, yields=yields, with_call=with_call)
+                found = upload(folder, size_mb, home, yields=yields, with_call=with_call)
                 print(found, file=sys.stderr, flush=True)
                 table.setdefault((with_call, yields), []).append(found)
     return [sorted(found, key=lambda one: one["seconds"])[len(found) // 2] for found in table.values()]
@@ -200,13 +200,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="16 MB once, and ten idle seconds: two minutes")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--uplink-mbit", type=float, default=HOME.up_mbit, help="the home's uplink")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/prime-node-bench"), help="for files; not in /tmp")
     options = parser.parse_args()
     output = Output(as_json=options.json)
     options.folder.mkdir(parents=True, exist_ok=True)
     size_mb, seconds = (16.0, 10.0) if options.quick else (48.0, 60.0)
     costs = idle_cost(options.folder, size_mb, seconds)
-    table = uploads(options.folder, size_mb, 1 if options.quick else options.rounds)
+    home = replace(HOME, up_mbit=options.uplink_mbit)
+    table = uploads(options.folder, size_mb, home, 1 if options.quick else options.rounds)
     for line in [*costs, *table]:
         print("  ".join(f"{name} {value}" for name, value in line.items()))
     return output.finish(checks_of(costs, table, size_mb))

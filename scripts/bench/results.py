@@ -25,8 +25,6 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 RESULTS, PAGE = FOLDER / "results", FOLDER / "RESULTS.md"
 NEVER_RECORDED: dict[str, str] = {
-    "contributor": "quick runs on a busy machine (2026-11-27): an idle worker takes 0.6 % of a core and 97 MB beyond "
-    "its weights; a call beside an upload came 140 ms later for 95 % of its packets (148 ms without yielding), none lost",
     "adapters": "a quick run on 2026-11-23: a delta of integers has 0.16 times the bytes of one of bf16 factors",
     "overload": "a busy machine, 10 s at twice the capacity of 2,547 heartbeats/s (2026-11-27): work's p99 2.1 times that at "
     "half, all uploads done, none lost; heartbeats' p99 4.1 times (bar 3, missed), before they waited for seconds",

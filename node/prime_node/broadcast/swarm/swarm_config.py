@@ -38,7 +38,7 @@ class SwarmConfig(BaseModel):
     upload_mbit_per_s: float = Field(default=0.0, ge=0.0)
     """Upload limit for serving, in megabits per second; 0 is no limit."""
     yields: bool = True
-    """Upload slower while packets queue on the uplink, so that calls over the same line are not delayed. An otherwise unused
+    """Upload slower while packets queue on the uplink, so that calls over the same line are delayed less. An otherwise unused
     uplink is still used fully. On Linux; elsewhere set `upload_mbit_per_s`. The trainer's default is false."""
     download_mbit_per_s: float = Field(default=0.0, ge=0.0)
     """Download limit for fetching, in megabits per second; 0 is no limit."""
