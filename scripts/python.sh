@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it. Finds a Python that can run scripts/setup.py, as $python,
+# Sourced by the other scripts of this folder. Finds a Python that can run scripts/setup.py, as $python,
 # and names the parts of the set-up that need all, as $all_parts.
 
 cd "$(dirname "$0")/.." || exit 1

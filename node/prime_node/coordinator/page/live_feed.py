@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,7 +31,7 @@ EVENTS_PER_FRAME_MAX = 20
 RETRY_MS = 3_000
 
 
-class LiveFrames:
+class LiveFrames(ABC):
     """The newest frames and their viewers. `follow` brings frames while there are viewers."""
 
     def __init__(self, version: int) -> None:
@@ -46,9 +47,9 @@ class LiveFrames:
         """Number of viewers of the live changes."""
         return sum(self._viewers.values())
 
+    @abstractmethod
     async def follow(self) -> None:
         """Bring frames until it is cancelled."""
-        raise NotImplementedError
 
     def has_room(self, network: str) -> bool:
         """Return whether one more viewer of this network may look on."""
