@@ -62,6 +62,15 @@ def is_repetitive(marks: Fingerprints) -> bool:
     return any(owner.setdefault(mark, index) != index for index, mark in marks)
 
 
+def share_text(mine: Rollouts, theirs: Rollouts, sampling: Sampling) -> bool:
+    """Return whether two bundles share a fingerprint for different slots."""
+    slots: dict[str, set[int]] = {}
+    for index, mark in fingerprints(theirs, sampling):
+        slots.setdefault(mark, set()).add(int(theirs.slots_N[index]))
+    marks = fingerprints(mine, sampling)
+    return any(slots.get(mark, set()) - {int(mine.slots_N[index])} for index, mark in marks)
+
+
 def _of_one(token_ids_T: npt.NDArray[np.int32], logprobs_T: npt.NDArray[np.float32]) -> list[str]:
     if len(token_ids_T) < WINDOWS[0] + ANCHOR_TOKENS:
         return []

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 from tests.node.coordinator_world import (
     ANNA,
     VALIDATOR,
     World,
     make_parcel,
+    make_run,
 )
 from typer.testing import CliRunner
 
 from prime_node.cli.main import app
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.evidence import BundleEvidence, Moments, Sums
+from prime_protocol.identity import SigningKey
 from prime_protocol.replies import CheckTask
 from prime_protocol.requests import CheckRequest, CheckResultRequest
+from prime_protocol.rollout import Completion, FinishReason, Rollouts, pack_body, rollouts_for
 from prime_protocol.verdict import RejectReason, Verdict
 
 CLASS = "toy/fp32/cpu"
@@ -62,3 +66,26 @@ def check(file: Path, *options: str) -> tuple[int, dict[str, object]]:
     result = CliRunner().invoke(app, ["evidence", "verify", str(file), "--json", *options])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, json.loads(result.stdout)
+
+
+TEXTS_RUN = make_run(sampling=Sampling(completion_tokens_max=128, stop_token_ids=(0,)))
+BY_ROLLOUT = ("a", "b")
+"""Names of the texts of a bundle's two rollouts."""
+
+
+def text(name: str) -> Completion:
+    """Return a completion that does not occur twice by chance; the same name gives the same one."""
+    tokens = np.random.default_rng(list(name.encode())).integers(1, 256, 128)
+    return Completion(tuple(tokens.tolist()), (-1.5,) * len(tokens), FinishReason.LENGTH)
+
+
+def rollouts_of(lease: Lease, names: tuple[str, ...]) -> Rollouts:
+    return rollouts_for(lease, [text(name) for name in names])
+
+
+async def upload_texts(world: World, key: SigningKey, names: tuple[str, ...]) -> bytes:
+    lease = await world.lease(key, rollouts_max=2)
+    body, size = pack_body(rollouts_of(lease, names))
+    parcel = make_parcel(lease, key, body=body, decompressed_bytes=size)
+    await world.client(key).upload(parcel)
+    return parcel

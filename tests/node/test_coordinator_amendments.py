@@ -26,6 +26,7 @@ from tests.node.worker_world import next_ring
 from prime_node.coordinator.api.amendments import amendment_name
 from prime_node.coordinator.daemon import serve_coordinator
 from prime_protocol.amendment import CalibrationAmendment
+from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments
 from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
@@ -45,7 +46,8 @@ def pair(worker: str) -> PairMoments:
 
 
 def calibrated_run() -> PinnedRun:
-    return make_run(checks=CheckPolicy(calibration=Calibration(pairs=(pair(OLD),))))
+    sampling = Sampling(completion_tokens_max=32, stop_token_ids=(0,))
+    return make_run(sampling=sampling, checks=CheckPolicy(calibration=Calibration(pairs=(pair(OLD),))))
 
 
 def amendment(run: PinnedRun, worker: str = NEW, key: SigningKey = ROOT) -> Envelope:

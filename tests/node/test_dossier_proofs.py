@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.node.coordinator_world import (
     ANNA,
@@ -18,40 +17,15 @@ from tests.node.coordinator_world import (
     make_run,
     running,
 )
-from tests.node.dossiers_world import case_in, check
+from tests.node.dossiers_world import BY_ROLLOUT, TEXTS_RUN, case_in, check, rollouts_of, upload_texts
 
-from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.copies import fingerprints
 from prime_protocol.digest import digest_of
 from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
-from prime_protocol.identity import SigningKey
 from prime_protocol.replies import CheckTask
 from prime_protocol.requests import CheckResultRequest
-from prime_protocol.rollout import Completion, FinishReason, Rollouts, pack_body, rollouts_for
 from prime_protocol.verdict import RejectReason, Verdict
-
-RUN = make_run(sampling=Sampling(completion_tokens_max=128, stop_token_ids=(0,)))
-BY_ROLLOUT = ("a", "b")
-"""Names of the texts of a bundle's two rollouts."""
-
-
-def text(name: str) -> Completion:
-    """Return a completion that does not occur twice by chance; the same name gives the same one."""
-    tokens = np.random.default_rng(list(name.encode())).integers(1, 256, 128)
-    return Completion(tuple(tokens.tolist()), (-1.5,) * len(tokens), FinishReason.LENGTH)
-
-
-def rollouts_of(lease: Lease, names: tuple[str, ...]) -> Rollouts:
-    return rollouts_for(lease, [text(name) for name in names])
-
-
-async def upload(world: World, key: SigningKey, names: tuple[str, ...]) -> bytes:
-    lease = await world.lease(key, rollouts_max=2)
-    body, size = pack_body(rollouts_of(lease, names))
-    parcel = make_parcel(lease, key, body=body, decompressed_bytes=size)
-    await world.client(key).upload(parcel)
-    return parcel
 
 
 async def say(world: World, task: CheckTask, names: tuple[str, ...], reason: RejectReason | None = None) -> None:
@@ -88,14 +62,14 @@ async def test_a_ban_for_copies_within_a_bundle_holds_where_it_repeats_a_text(
     tmp_path: Path, names: tuple[str, ...], holds: bool
 ) -> None:
     """Any validator may say `copied`; the bundle's own bytes tell whether it is so."""
-    async with running(await folder_parts(RUN, tmp_path)) as world:
+    async with running(await folder_parts(TEXTS_RUN, tmp_path)) as world:
         await world.join(ANNA)
         await world.publish()
         for _ in range(2):
-            await upload(world, ANNA, names)
+            await upload_texts(world, ANNA, names)
             await say(world, await world.take_task(VALIDATOR), names, RejectReason.COPIED)
         file = await case_in(world, tmp_path)
-    code, report = check(file, "--run", RUN.digest)
+    code, report = check(file, "--run", TEXTS_RUN.digest)
     fault = "the bundle was rejected as copied, but it repeats no text of its own, and the ban names no other bundle"
     assert (code, report["fault"], report["bundle"]) == (
         (0, "", "copied by its own bytes") if holds else (1, fault, "")
@@ -108,17 +82,17 @@ async def test_a_ban_for_copies_within_a_bundle_holds_where_it_repeats_a_text(
 
 @pytest.mark.parametrize("copies_first", [False, True], ids=["judged after the original", "judged before it"])
 async def test_a_ban_for_a_copy_of_another_bundle_needs_that_bundle(tmp_path: Path, copies_first: bool) -> None:
-    async with running(await folder_parts(RUN, tmp_path)) as world:
+    async with running(await folder_parts(TEXTS_RUN, tmp_path)) as world:
         await world.join(ANNA, BEN)
         await world.publish()
-        original = await upload(world, BEN, BY_ROLLOUT)
+        original = await upload_texts(world, BEN, BY_ROLLOUT)
         for _ in range(2):
-            await upload(world, ANNA, BY_ROLLOUT)
+            await upload_texts(world, ANNA, BY_ROLLOUT)
         tasks = [await world.take_task(VALIDATOR) for _ in range(3)]
         for task in tasks[1:] + tasks[:1] if copies_first else tasks:
             await say(world, task, BY_ROLLOUT)
         file = await case_in(world, tmp_path)
-    code, report = check(file, "--run", RUN.digest)
+    code, report = check(file, "--run", TEXTS_RUN.digest)
     name = digest_of(original)
     said = f"copied: text of it is in bundle {name[:12]}, which came first as the coordinator says"
     assert (code, report["fault"], report["bundle"]) == (0, "", said)

@@ -11,7 +11,7 @@ from prime_node.inside import place
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.contradiction import contradiction
-from prime_protocol.copies import fingerprints, is_repetitive
+from prime_protocol.copies import fingerprints, is_repetitive, share_text
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -183,9 +183,7 @@ def _about_the_copy(bundle: OpenedBundle, dossier: DossierFile, folder: Path) ->
     if (header.run, header.worker) != (dossier.run.digest, signer):
         raise _unshown("the bundle that it copies is of another run or worker than its signature")
     rollouts = parse_body(header, opened.check_body(header), bounds)
-    theirs = {(mark, int(rollouts.slots_N[index])) for index, mark in fingerprints(rollouts, bundle.lease.sampling)}
-    mine = {(mark, int(bundle.rollouts.slots_N[index])) for index, mark in marks}
-    if not any(mark == other and slot != of_other for mark, slot in mine for other, of_other in theirs):
+    if not share_text(bundle.rollouts, rollouts, bundle.lease.sampling):
         raise _unshown(f"bundle {original[:12]} has no text of it for another slot")
     return f"{RejectReason.COPIED}: text of it is in bundle {original[:12]}, which came first as the coordinator says"
 

@@ -8,8 +8,11 @@ which is no strike, and the operator is notified. So no worker is banned by one 
 A held bundle that no other validator judges in time, or that all others call unverifiable, is rejected as unverifiable too. That
 is no strike: one validator's verdict neither helps nor harms its worker. Each validator that was asked and did not answer is
 counted. After UNANSWERED_MAX times in a row, strikes do not wait for that validator any more, except for one try every
-RETRY_CHECKS check times. This ends when it answers on a held bundle or on a second look. So a validator that is broken, or
-sides with cheats, shields few of them. If only one validator of a class is active, its verdict is enough.
+RETRY_CHECKS check times, until it answers on a held bundle or on a second look. So a validator that is broken, or sides with
+cheats, shields few of them. If only one validator of a class is active, its verdict is enough.
+
+A verdict that raises its worker's evidence to SUSPICIOUS_NATS or more is held, too: otherwise one validator could raise it so far
+that the next honest verdict bans. Then the lesser evidence counts, or none if no other validator answers.
 
 A second validator also judges a share of the accepted bundles, after the verdict, which it does not change. This finds a
 validator that accepts what another rejects. It is one of the same class, or of any class if no other one of that class works.
@@ -27,7 +30,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +65,8 @@ class Opinion:
     result: CheckResultRequest
     convicts: bool
     """Whether it would be a strike or a ban."""
+    suspects: bool = False
+    """Whether its evidence raises the worker's to SUSPICIOUS_NATS or more."""
 
     @property
     def says(self) -> str:
@@ -192,26 +197,33 @@ class Agreement:
     def opinion(self, state: State, worker: str, validator: str, result: CheckResultRequest) -> Opinion:
         """Return a validator's result as an opinion: whether it convicts the worker."""
         reason, pending = result.verdict.reason, state.bundles.get(result.bundle)
-        known = state.workers.get(worker)
-        convicts = known is not None and suspicion.would_ban(state.rules, known, result.evidence)
+        before, after = (suspicion.log_after(state, worker, one) for one in (None, result.evidence))
+        convicts = after > before and after >= math.log(state.rules.evidence_max)
         if reason is not None:
             convicts |= reason.is_dishonest
         elif pending is not None and result.fingerprints:  # it names a copy, of this bundle or of another one
             earlier = copies.found_earlier(state, pending, result.fingerprints)
             convicts |= earlier is not None or bool(copies.found_later(state, pending, result.fingerprints))
-        return Opinion(validator, result, convicts)
+        return Opinion(validator, result, convicts, after > before and after >= SUSPICIOUS_NATS)
 
     def conclude(
-        self, mine: Opinion, worker: str, now_s: float, now_ms: int, *, tokens_s: float = 0.0
+        self,
+        mine: Opinion,
+        worker: str,
+        now_s: float,
+        now_ms: int,
+        *,
+        tokens_s: float = 0.0,
+        nats: Callable[[Opinion], float] = lambda opinion: 0.0,
     ) -> Opinion | None:
         """Return the opinion that decides a pending bundle; None if another validator has to be asked first.
 
-        `tokens_s` is the time that the bundle's tokens add to `check_s`.
+        `tokens_s` is the time that its tokens add to `check_s`, `nats` the worker's evidence after an opinion; the least decides.
         """
         bundle = mine.result.bundle
         until_s = now_s + 2 * (self.check_s + tokens_s)
         if (held := self._held.get(bundle)) is None:
-            waited_for = self._to_confirm(mine.validator, now_s) if mine.convicts else []
+            waited_for = self._to_confirm(mine.validator, now_s) if mine.convicts or mine.suspects else []
             if not waited_for:
                 return mine
             self._held[bundle] = HeldVerdict(until_s, waited_for, [mine])
@@ -226,19 +238,21 @@ class Agreement:
             held.opinions.append(mine)
             convicting = [one for one in held.opinions if one.convicts]
             denying = [one for one in held.opinions if not one.convicts]
-            if denying:
+            if convicting and denying:
                 self._note(bundle, worker, held.opinions, now_ms)
             if max(len(convicting), len(denying)) > 1:
                 del self._held[bundle]
-                return max(convicting, denying, key=len)[0]
+                return min(convicting if len(convicting) > 1 else denying, key=nats)
         held.until_s = until_s
         return None if held.waited_for else self.settle(bundle, now_s)
 
     def settle(self, bundle: str, now_s: float) -> Opinion:
-        """Return the verdict on a held bundle that no other validator judged: unverifiable, which is no strike."""
+        """Return the verdict on a held bundle that no other validator judged: unverifiable, or the first without its evidence."""
         held = self._held.pop(bundle)
         for validator in [one for one in held.waited_for if one in held.handed] or held.waited_for:
             self._left(validator, now_s)
+        if not any(one.convicts for one in held.opinions):
+            return Opinion("", held.opinions[0].result.model_copy(update={"evidence": None}), False)
         detail = UNCONFIRMED if len(held.opinions) == 1 else CONTRADICTED
         unverifiable = Verdict.refuse(RejectReason.UNVERIFIABLE, detail)
         return Opinion("", CheckResultRequest(bundle=bundle, verdict=unverifiable, rewards=()), False)

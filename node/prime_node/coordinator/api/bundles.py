@@ -15,12 +15,16 @@ from prime_node.coordinator.state.records import PendingBundle
 from prime_node.patience import at_once
 from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.clock import Clock
+from prime_protocol.copies import share_text
 from prime_protocol.digest import digest_of
+from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import open_logprobs
+from prime_protocol.limits import Limits
 from prime_protocol.parcel import open_parcel
 from prime_protocol.requests import BundleRequest, CheckResultRequest
-from prime_protocol.run_spec import PinnedRun
+from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
+from prime_protocol.run_spec import PinnedRun, RunSpec
 
 READS_MAX = 16
 """Stored bundles that one check reads at once. Each may take rollout_bytes_max bytes of memory."""
@@ -59,6 +63,15 @@ class BundleStorage:
         except (KeyError, DamagedBlob):
             return False
         return await asyncio.to_thread(digest_of, data) == digest
+
+    async def share_text(self, bundle: str, other: str) -> bool | None:
+        """Return whether one of two bundles has text of the other for another slot. None if the other's bytes are deleted."""
+        try:
+            theirs = await self.bundles.get(other)
+        except KeyError:
+            return None
+        mine = await self.bundles.get(bundle)
+        return await asyncio.to_thread(_share_text, mine, theirs, self.run.spec)
 
     async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
         """Store a validator's own logprobs of a bundle that it is about to accept. Idempotent; return its digest."""
@@ -112,6 +125,21 @@ class BundleStorage:
             raise RemoteError(
                 ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} were uploaded by another validator"
             )
+
+
+def _share_text(mine: bytes, theirs: bytes, spec: RunSpec) -> bool:
+    try:
+        first, second = (_rollouts_in(parcel, spec.limits) for parcel in (mine, theirs))
+    except RemoteError:  # a validator has called it well-formed
+        return False
+    return share_text(first, second, spec.sampling)
+
+
+def _rollouts_in(parcel: bytes, bounds: Limits) -> Rollouts:
+    """Return the rollouts of a stored bundle, whose signature was verified when it arrived. Raise RemoteError."""
+    opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
+    header = parse_json(opened.envelope.payload, RolloutHeader)
+    return parse_body(header, opened.body, bounds)
 
 
 def require_holder(checks: CheckQueue, signer: str, bundle: str) -> None:

@@ -16,7 +16,7 @@ from prime_node.coordinator.calibrated_pairs import CalibratedPairs, is_uncalibr
 from prime_node.coordinator.checks import CheckQueue, lease_tokens_max
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
-from prime_node.coordinator.state import copies
+from prime_node.coordinator.state import copies, suspicion
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.records import PendingBundle
@@ -30,7 +30,7 @@ from prime_protocol.limits import REWARD_MAX
 from prime_protocol.replies import CheckTask, HoldingReply, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.verdict import RejectReason
+from prime_protocol.verdict import RejectReason, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -203,6 +203,10 @@ class Judging:
             )
         if not all(abs(reward) <= REWARD_MAX for reward in request.rewards):
             raise RemoteError(ErrorCode.WRONG_TYPE, f"a reward is above {REWARD_MAX:g} in magnitude")
+        sizes = [one.num_tokens for one in (() if request.evidence is None else request.evidence.sums.values())]
+        most = pending.num_rollouts * self.run.spec.turns_max * self.run.spec.sampling.completion_tokens_max
+        if max(request.num_tokens, *sizes, 0) > most:
+            raise RemoteError(ErrorCode.WRONG_TYPE, f"a bundle of this lease has at most {most} completion tokens")
         if request.versions and len(request.versions) != len(pending.lease.slots):
             raise RemoteError(
                 ErrorCode.WRONG_TYPE, f"a bundle of {len(pending.lease.slots)} groups needs as many versions"
@@ -248,12 +252,17 @@ class Judging:
             log.warning("%s; compare their versions, arithmetic and hardware", differ)
         num_before = agreement.num_contradictions
         tokens_s = self.tasks.checks.tokens_s(request.bundle)
-        opinion = agreement.conclude(mine, worker, now_s, self.clock.now_ms(), tokens_s=tokens_s)
+        opinion = agreement.conclude(
+            mine, worker, now_s, self.clock.now_ms(), tokens_s=tokens_s, nats=partial(self._nats, worker)
+        )
         if agreement.num_contradictions > num_before:
             _tell(agreement.contradictions[-1])
         if opinion is None and agreement.is_held(request.bundle):
             self.tasks.again(pending)
         return opinion
+
+    def _nats(self, worker: str, opinion: Opinion) -> float:
+        return suspicion.log_after(self.decisions.state, worker, opinion.result.evidence)
 
     def _second_look(self, signer: str, request: CheckResultRequest) -> None:
         """Compare a second validator's opinion on an accepted bundle with the first."""
@@ -266,9 +275,9 @@ class Judging:
             _tell(found)
 
     async def _decide(self, opinion: Opinion) -> None:
-        request, verdict = opinion.result, opinion.result.verdict
-        tokens_s = self.tasks.checks.tokens_s(request.bundle)  # after the decision the queue has forgotten it
-        known = await self._copies_replaced(request)
+        tokens_s = self.tasks.checks.tokens_s(opinion.result.bundle)  # after the decision the queue has forgotten it
+        request, known = await self._copies(opinion.result)
+        verdict = request.verdict
         if (pending := self.decisions.state.bundles.get(request.bundle)) is None:  # another validator was faster
             return
         reason = verdict.reason
@@ -303,15 +312,36 @@ class Judging:
         for name, value in request.measured.items():
             self.metrics.observe("prime_check_measured", coarse(value), number=name)
 
-    async def _copies_replaced(self, request: CheckResultRequest) -> tuple[ev.Replaced, ...]:
-        """Return the receipts of bundles that this one shows to be copies, and that were judged and accepted before it."""
+    async def _copies(self, request: CheckResultRequest) -> tuple[CheckResultRequest, tuple[ev.Replaced, ...]]:
+        """Return the verdict, and the receipts of accepted bundles that it shows to be copies of this one.
+
+        A fingerprint is one validator's claim, so the bytes of both bundles decide. The verdict loses its fingerprints if
+        they show no copy, and rejects the bundle without a strike if those of the original are deleted.
+        """
         known: dict[str, ev.Replaced] = {}
+        seen: set[str] = set()
         while (pending := self.decisions.state.bundles.get(request.bundle)) is not None:
+            earlier = copies.found_earlier(self.decisions.state, pending, request.fingerprints)
             later = copies.found_later(self.decisions.state, pending, request.fingerprints)
-            if (unknown := next((one.bundle for one in later if one.bundle not in known), None)) is None:
+            others = [one.bundle for one in ([] if earlier is None else [earlier]) + later if one.bundle not in seen]
+            if not others:
                 break
-            known[unknown] = await self.receipts.replaced(unknown)
-        return tuple(known.values())
+            other = others[0]
+            seen.add(other)
+            shown = await self.storage.share_text(request.bundle, other)
+            if shown is None and earlier is not None and other == earlier.bundle:
+                gone = Verdict.refuse(RejectReason.UNVERIFIABLE, "the bundle that it seems to copy is deleted")
+                return CheckResultRequest(bundle=request.bundle, verdict=gone, rewards=()), ()
+            if not shown:
+                log.error(
+                    "the bytes of bundles %s and %s show no copy: a validator forged a fingerprint, and no worker is to blame",
+                    request.bundle[:12],
+                    other[:12],
+                )
+                return request.model_copy(update={"fingerprints": ()}), ()
+            if earlier is None or other != earlier.bundle:
+                known[other] = await self.receipts.replaced(other)
+        return request, tuple(known.values())
 
     async def settle_held(self) -> None:
         """Reject the bundles that a second validator should have judged in time but did not."""

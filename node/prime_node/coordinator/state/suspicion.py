@@ -44,12 +44,13 @@ def note_accepted(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvid
         worker.calibrated = True
 
 
-def would_ban(rules: SchedulerRules, worker: WorkerRecord, found: BundleEvidence | None) -> bool:
-    """Return whether a bundle's evidence, added to the worker's, reaches the run's limit. Changes nothing."""
-    if found is None or not found.sums or not rules.statistics:
-        return False
-    after = folded(worker.evidence, found.sums, statistics=rules.statistics)
-    return log_evidence(after) >= math.log(rules.evidence_max)
+def log_after(state: State, worker: str, found: BundleEvidence | None) -> float:
+    """Return a worker's evidence with a bundle's added, in nats. Changes nothing."""
+    rules, known = state.rules, state.workers.get(worker)
+    evidence = {} if known is None else known.evidence
+    if found is not None and found.sums and rules.statistics:
+        evidence = folded(evidence, found.sums, statistics=rules.statistics)
+    return log_evidence(evidence)
 
 
 def is_proven(rules: SchedulerRules, weighed: Weighed | None) -> bool:
