@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.builder import build_manifest
 from tests.node.batch_coordinator import TRAINER, make_run
 from tests.node.coordinator_world import make_policy
-from tests.node.replay_world import PublishedRun
+from tests.node.replay_world import PublishedRun, mirrored, replayable_run, trained, with_state
 
 from prime_node.adapters.models.lora import LoraSettings, add_adapters
 from prime_node.adapters.storage.folder_blobs import BLOBS
@@ -25,10 +26,11 @@ from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import LocalError
-from prime_protocol.limits import STEP_MAX
+from prime_protocol.limits import REPLAY_DAYS_MAX, STEP_MAX
 from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.replay import ReplayPolicy
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.training_state import TrainingState
 
 
 def hostile_run(recipe: bytes) -> PinnedRun:
@@ -96,3 +98,25 @@ def test_a_recipe_s_seed_is_one_that_torch_takes() -> None:
     document = json.dumps({"code": {}, "trainer": {"seed": 2**70}}).encode()
     with pytest.raises(LocalError, match="cannot read the recipe"):
         config_of(document, ReplayPolicy(recipe=digest_of(document)))
+
+
+@pytest.mark.slow
+async def test_a_large_newest_state_takes_no_step_out_of_the_draw(tmp_path: Path) -> None:
+    """Before, the size of the newest state alone told how many steps the bound on bytes leaves: here step 3."""
+    probe = await trained(tmp_path / "probe", replayable_run(max_steps=2))
+    index = TrainingState.model_validate_json(probe.blobs[str(probe.manifests[2].manifest.produced_by.training_state)])
+    size = sum(part.size for part in index.parts)
+    promise = {"bytes_max": 10 * size, "state_days": REPLAY_DAYS_MAX, "bundle_days": REPLAY_DAYS_MAX}
+    honest = await trained(tmp_path / "run", replayable_run(promise=promise))  # dated 1970
+
+    def inflate(fields: dict[str, Any], data: bytearray) -> None:
+        fields["tensors"].append({"name": "ballast", "dtype": "fp32", "shape": [3 * size // 4]})
+        data += bytes(3 * size)
+
+    for name, published in {"honest": honest, "large": with_state(honest, 4, inflate)}.items():
+        mirror = await mirrored(published, tmp_path / name)
+        options = ReplayOptions(sample=9, bound_only=True)
+        drawn = await replay_target(str(mirror), options, EnvironmentSettings())
+        assert [one.step for one in drawn.steps] == [0, 1, 2, 3], name
+        noted = any(f"training state 4 has {4 * size:,} bytes" in note for note in drawn.notes)
+        assert noted is (name == "large")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,6 +36,8 @@ STATES_SHARE = 0.9
 """Share of the bytes of a promise that training states take; bundles take the rest."""
 DATES_READ = 64
 """Manifests, of those that their dates exclude from a draw, whose dates are compared."""
+STATES_READ = 64
+"""Training states, of those in a draw, whose sizes are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,14 +288,39 @@ class _TargetReplay:
         return f"{days}, or the newest {policy.bytes_max / 2**30:.3g} GiB," if policy.bytes_max else days
 
     async def _first_fitting(self, head: int) -> int:
-        """Return the first policy that the bound on bytes leaves, as the size of the newest training state tells: an estimate."""
+        """Return the first policy that the bound on bytes leaves, as the sizes of training states tell: an estimate.
+
+        The smallest of some of those that the newest one's size leaves decides. So a trainer that publishes large states, to
+        leave steps out, has to do so where drawn steps begin, and their re-execution compares these states.
+        """
+        from prime_node.replay.finding import Withheld
+
         policy = self.material.policy
         if not policy.bytes_max:
             return 0
-        newest = await self.material.state_before(head)
-        size = sum(part.size for part in (await self.material.state_index(newest)).parts)
-        kept = max(1, int(STATES_SHARE * policy.bytes_max) // size)
-        return max(0, newest - (kept - 1) * policy.state_every)
+        newest, every = await self.material.state_before(head), policy.state_every
+        largest = await self._state_bytes(newest)
+        first, sizes = self._fitting(newest, largest), []
+        others = range(max(1, -(-first // every)) * every, newest, every)  # policy 0 has no moments
+        for version in {*others[:1], *SystemRandom().sample(others, min(STATES_READ, len(others)))}:
+            with contextlib.suppress(Withheld):  # drawn steps show that
+                sizes.append(await self._state_bytes(version))
+        if (size := min(sizes, default=largest)) < largest:
+            first = self._fitting(newest, size)
+            self.report.notes.append(
+                f"training state {newest} has {largest:,} bytes, and an older one {size:,}: the draw is from all steps that the "
+                "smaller size leaves. The source lacks some of them if it counts the larger size"
+            )
+        return first
+
+    def _fitting(self, newest: int, size: int) -> int:
+        """Return the first policy that the bound on bytes leaves, if each training state has `size` bytes."""
+        kept = max(1, int(STATES_SHARE * self.material.policy.bytes_max) // size)
+        return max(0, newest - (kept - 1) * self.material.policy.state_every)
+
+    async def _state_bytes(self, version: int) -> int:
+        index = await self.material.state_index(await self.material.state_before(version))
+        return sum(part.size for part in index.parts)
 
     def _require_bundles(self, steps: Sequence[int]) -> None:
         from prime_protocol.replay import BundleAccess
