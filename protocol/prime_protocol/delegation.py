@@ -31,7 +31,7 @@ class Delegation(WireModel):
     run: Digest | None = Field(default=None, exclude_if=lambda run: run is None)
     """Only run in which it holds; None: every run."""
     issued_at_ms: Count
-    """Unix time by the person's clock. A revocation ends the delegations that were issued before it."""
+    """Unix time by the person's clock. A revocation ends all delegations of a machine, whatever their dates."""
     expires_at_ms: Count
     """Its end."""
 

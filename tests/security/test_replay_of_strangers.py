@@ -102,7 +102,7 @@ def test_a_recipe_s_seed_is_one_that_torch_takes() -> None:
 
 @pytest.mark.slow
 async def test_a_large_newest_state_takes_no_step_out_of_the_draw(tmp_path: Path) -> None:
-    """Before, the size of the newest state alone told how many steps the bound on bytes leaves: here step 3."""
+    """Before, the size of the newest state alone decided how many steps the bound on bytes leaves: here step 3."""
     probe = await trained(tmp_path / "probe", replayable_run(max_steps=2))
     index = TrainingState.model_validate_json(probe.blobs[str(probe.manifests[2].manifest.produced_by.training_state)])
     size = sum(part.size for part in index.parts)

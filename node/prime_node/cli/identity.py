@@ -119,7 +119,7 @@ def revoke_machine(
 ) -> None:
     """End the work of a machine in runs.
 
-    For example of one that was stolen. Its delegations until now are void there. No run keeps it from the others.
+    For example of one that was stolen. No delegation brings its key back there. No run keeps that from the others.
 
     \b
     Exit codes: 4 a run refused it; 6 a run does not answer.

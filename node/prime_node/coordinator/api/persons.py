@@ -5,7 +5,7 @@ The checks of a join, in their order:
     (1) a key is a person or a machine, never both                                    WRONG_ROLE
     (2) a known machine stays with its person                                         WRONG_ROLE
     (3) the delegation is by the person's key, for this machine, this run and now     open_delegation
-    (4) the person has not revoked the machine since, by a date that may be ahead     REVOKED
+    (4) the person has not revoked the machine's key, for which no date matters       REVOKED
     (5) the person is not banned                                                      BANNED
     (6) of a new machine: no other one of the person is banned                        NOT_INVITED
     (7) of a new machine: the person has fewer than the limit                         NOT_INVITED
@@ -13,7 +13,6 @@ The checks of a join, in their order:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from prime_node.coordinator.config import CoordinatorConfig
@@ -22,15 +21,11 @@ from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.person_events import MachineRevoked
 from prime_node.coordinator.state.persons import machines_of
 from prime_node.ports.clock import Clock
-from prime_protocol import limits
 from prime_protocol.delegation import Delegation, open_delegation
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import RevokeRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.visible import number_of
-
-DATED_AHEAD_MS_MAX = round(1_000 * limits.REQUEST_AGE_S_MAX)
-"""Time by which a delegation may be dated ahead. One that was made before a revocation may bear a date after it."""
 
 
 @dataclass(slots=True)
@@ -67,11 +62,10 @@ class PersonRules:
             raise RemoteError(
                 ErrorCode.WRONG_ROLE, f"this key takes part as a machine of {person}, not of another person"
             )
-        void_until_ms = 0 if worker is None or not worker.revoked_at_ms else worker.revoked_at_ms + DATED_AHEAD_MS_MAX
-        if delegation.issued_at_ms <= void_until_ms:  # (4)
-            wait_s = math.ceil((void_until_ms - self.clock.now_ms()) / 1_000)
-            when = f", in {wait_s} s or later" if wait_s > 0 else ""
-            raise RemoteError(ErrorCode.REVOKED, f"its person has revoked this machine: authorise it again{when}")
+        if worker is not None and worker.revoked_at_ms:  # (4)
+            raise RemoteError(
+                ErrorCode.REVOKED, "its person has revoked this key: move identity.key away, and authorise the new key"
+            )
         if (ban := state.banned_persons.get(delegation.person)) is not None:  # (5)
             raise RemoteError(ErrorCode.BANNED, f"the person of this machine is banned: {ban.reason}")
         if not person:

@@ -26,7 +26,7 @@ class PersonUnbanned:
 
 @carrier(frozen=True, slots=True)
 class MachineRevoked:
-    """Event: a person revokes one of its machines. Its open leases lapse, and it needs a newer delegation to join again."""
+    """Event: a person revokes one of its machines. Its open leases lapse, and its key joins no more."""
 
     worker: str
     type: Literal["machine_revoked"] = "machine_revoked"

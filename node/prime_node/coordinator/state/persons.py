@@ -20,10 +20,7 @@ def machines_of(state: State, person: str) -> Iterator[WorkerRecord]:
 
 
 def enter_person(state: State, worker: WorkerRecord, person: str, until_ms: int) -> None:
-    """Record that a worker joined as a machine of a person, until a time. An empty `person` is none.
-
-    Its `revoked_at_ms` stays: a delegation from before the revocation is void even after a join with a newer one.
-    """
+    """Record that a worker joined as a machine of a person, until a time. An empty `person` is none."""
     worker.delegated_until_ms = until_ms
     if person:
         worker.person = person

@@ -184,7 +184,7 @@ class WorkerRecord:
     delegated_until_ms: int = 0
     """End of the delegation that it joined with; 0: it needs none."""
     revoked_at_ms: int = 0
-    """Time when its person revoked it; 0: it did not. Delegations that were issued before are void."""
+    """Time when its person revoked it; 0: it did not. All its delegations are void."""
     accepted: int = 0
     """Accepted rollouts."""
     refused: dict[RejectReason, int] = field(default_factory=dict)
