@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 
 class ForwardProxy:
-    """A proxy. Every connection through it leads to `port` of this machine."""
+    """A proxy. Every connection through it leads to `port` of this machine, or where its own resolver says."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -18,6 +18,8 @@ class ForwardProxy:
         self.refusal = b""
         """Answer to all further requests; empty: they are passed on."""
         self.url = ""
+        self.ports: dict[str, int] = {}
+        """Port of this machine for each host that the proxy's own resolver leads elsewhere."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection."""
@@ -30,7 +32,8 @@ class ForwardProxy:
             writer.close()
             await writer.wait_closed()
             return
-        there, to = await asyncio.open_connection("127.0.0.1", self.port)
+        host = urlsplit(f"//{url.decode()}" if method == b"CONNECT" else url.decode()).hostname or ""
+        there, to = await asyncio.open_connection("127.0.0.1", self.ports.get(host, self.port))
         if method == b"CONNECT":
             writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         else:

@@ -31,7 +31,7 @@ from prime_node.adapters.web.http_answers import (
     sensible_envelope,
 )
 from prime_node.adapters.web.noted_resolver import NotedResolver
-from prime_node.adapters.web.proxies import proxy_for, shown_proxy
+from prime_node.adapters.web.proxies import proxy_for, shown_proxy, with_host
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import THROUGH, Unreachable
@@ -259,22 +259,24 @@ class HttpExchange:
     ) -> tuple[int, bytes, Mapping[str, str]]:
         session, proxy = self._connected(), proxy_for(url) if self._uses_proxy else None
         where = url if proxy is None else f"{url} {THROUGH} {shown_proxy(proxy)}"
+        host, at, named = urlsplit(url).hostname or "", url, {}
         try:
-            if proxy is not None:
-                await self._resolver.require_near(urlsplit(url).hostname or "")
+            if proxy is not None and (there := await self._resolver.asked_of_proxy(host)) != host:
+                at, named = with_host(url, there), {"Host": urlsplit(url).netloc.rpartition("@")[2]}
             self._resolver.let_pass(proxy)
             stall_s = min(self._stall_s, ELSEWHERE_STALL_S) if self._others else self._stall_s
             async with Patience(stall_s, wait_s=wait_s) as patience:
-                sent = {**self._standing_headers(), **(headers or {})}
+                sent = {**named, **self._standing_headers(), **(headers or {})}
                 if body is not None:
                     sent |= {"Content-Length": str(len(body)), "Content-Type": "application/octet-stream"}
                 async with session.request(
                     method,
-                    url + path,
+                    at + path,
                     data=pieces_of_body(body, patience) if body else body,
                     headers=sent,
                     allow_redirects=False,
                     proxy=proxy,
+                    server_hostname=host if named else None,
                 ) as answer:
                     patience.answered()
                     if "Content-Encoding" in answer.headers:

@@ -2,7 +2,7 @@
 
 It detects a run's name that leads to the internet first and into a private network later (DNS rebinding). A run may name further
 addresses. They must lead to the same machine for this one and for the server: a run on the internet directs no machine into the
-network around it.
+network around it, nor a proxy into its own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,20 @@ class NotedResolver(ThreadedResolver):
         """Return whether a request may go to this name or IP address. Where a name leads is checked when it is resolved."""
         return host == self._server or parse_ip(host) is None or may_be_named(host, between=self.hosts)
 
-    async def require_near(self, host: str) -> None:
-        """Raise OSError if a further name leads into another network, before a proxy resolves it.
+    async def asked_of_proxy(self, host: str) -> str:
+        """Return the host that a proxy is asked for: the server or an IP address itself, or a further name's address.
 
-        A name that this machine cannot resolve is none of the network around it.
+        A proxy resolves names again, by servers of its own, and a run may answer these otherwise. Raises OSError for a name that
+        leads into another network, or that this machine cannot resolve.
         """
         self._proxy = ""
-        for name in () if host == self._server else (host,) if self.hosts else (self._server, host):
+        if host == self._server or parse_ip(host) is not None:
+            return host
+        if not self.hosts:
             with contextlib.suppress(socket.gaierror):
-                await self.resolve(name)
+                await self.resolve(self._server, family=socket.AF_UNSPEC)
+        found = [one["host"] for one in await self.resolve(host, family=socket.AF_UNSPEC)]
+        return min(found, key=lambda address: ":" in address)  # more proxies reach IPv4
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET

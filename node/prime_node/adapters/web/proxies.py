@@ -25,3 +25,10 @@ def shown_proxy(proxy: str) -> str:
     """Return a proxy's address without its user's name and password."""
     address = urlsplit(proxy)
     return f"{address.scheme}://{address.netloc.rpartition('@')[2]}"
+
+
+def with_host(url: str, address: str) -> str:
+    """Return a URL with an IP address in place of its host's name."""
+    parts = urlsplit(url)
+    port = "" if parts.port is None else f":{parts.port}"
+    return parts._replace(netloc=(f"[{address}]" if ":" in address else address) + port).geturl()
