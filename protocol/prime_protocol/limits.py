@@ -304,7 +304,7 @@ MEMBERS_ANSWER_BYTES_EACH_MAX = 256 * 2**20
 MEMBERS_BODY_BYTES_MAX = 2**30
 """Bodies of members in transfer to one coordinator, together."""
 ROLES_BODY_BYTES_MAX = 2**30
-"""The same for the keys that the run trusts: trainer, validators, coordinator and root."""
+"""The same for the keys that the run trusts: trainer, validators, coordinator and root. One key has half of it."""
 BODIES_EACH_MAX = 64
 """Bodies of one key, or of one network of strangers, in transfer to one coordinator at a time."""
 PEER_HANDSHAKES_MAX = 64

@@ -21,6 +21,7 @@ from tests.node.trainer_world import CONFIG, make_trainer
 from prime_node.adapters.training.leading_backend import LeadingBackend, dismiss, follow
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.torch_backend import make_backend
+from prime_node.cli.launch import meeting_place
 from prime_node.files import write_durably
 from prime_node.trainer.loop import run_trainer
 from prime_protocol.envelope import Envelope, open_envelope
@@ -54,7 +55,7 @@ class FolderCoordinator(BatchCoordinator):
 def main() -> None:
     folder, max_steps = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
-    ranks = Ranks.join(device="cpu", timeout=timedelta(seconds=20))
+    ranks = Ranks.join(device="cpu", timeout=timedelta(seconds=20), meeting=meeting_place())
     (folder / f"rank-{ranks.rank}.pid").write_text(str(os.getpid()))
     if not ranks.is_first:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

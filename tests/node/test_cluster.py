@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from tests.node.cluster_process import FolderCoordinator
 from tests.time_world import wait_until
 
-from prime_node.cli.launch import torchrun_command
+from prime_node.cli.launch import rank_variables, torchrun_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 STEPS = 24
@@ -29,7 +30,7 @@ def start(folder: Path, *, ranks: int, restarts_max: int = 8) -> subprocess.Pope
         return subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            env=rank_variables(Path(tempfile.mkdtemp(dir=folder))) | {"PYTHONPATH": str(ROOT)},
             stdout=out,
             stderr=subprocess.STDOUT,
         )

@@ -14,6 +14,7 @@ from tests.node.coordinator_world import (
     BEN,
     HEARTBEAT,
     TRAINER,
+    VALIDATOR,
     World,
     make_parcel,
     make_run,
@@ -28,6 +29,7 @@ from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode
 from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
 from prime_protocol.rollout import body_bytes_max
 
 BODY = b"x" * 300_000
@@ -192,6 +194,21 @@ async def test_a_member_that_fills_its_share_takes_nothing_from_others(world: Wo
     await world.client(TRAINER).put_blob(BODY)
     for raw in fill:
         raw.close()
+
+
+async def test_a_validator_that_fills_its_share_leaves_room_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, one of the run's own keys could take the share of all of them, and no policy could be published."""
+    monkeypatch.setattr(limits, "ROLES_BODY_BYTES_MAX", 0)
+    blob = b"x" * 95_000
+    async with running(memory_parts(make_run(limits=Limits(blob_bytes_max=100_000)))) as world:
+        fill = [await Raw.to(world.url) for _ in range(3)]
+        for raw in fill:
+            line = await claim(world, VALIDATOR, blob, action="logprobs")
+            await raw.send(post("/v1/logprobs", len(blob), line) + blob[:-1])
+        assert (await fill[-1].answer()).code == ErrorCode.UNAVAILABLE
+        await world.client(TRAINER).put_blob(blob)
+        for raw in fill:
+            raw.close()
 
 
 async def test_what_a_body_held_is_given_back_however_it_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

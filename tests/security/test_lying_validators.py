@@ -174,3 +174,19 @@ async def test_a_copy_that_the_bytes_show_is_a_strike() -> None:
         with pytest.raises(RemoteError) as caught:
             await world.client(ANNA).heartbeat(HEARTBEAT)
     assert caught.value.code is ErrorCode.BANNED
+
+
+async def test_names_of_measured_values_do_not_fill_the_metrics() -> None:
+    async with running(memory_parts(make_run())) as world:
+        await at_work(world)
+        for number in range(2):
+            await uploaded(world)
+            result = CheckResultRequest(
+                bundle=(await world.take_task(VALIDATOR)).bundle,
+                verdict=Verdict.accept(),
+                rewards=(1.0, 0.0),
+                measured={f"name {number} {index}": 1.0 for index in range(64)},
+            )
+            await world.client(VALIDATOR).check_result(result)
+        metrics = (await world.get("/metrics"))[1].decode()
+    assert metrics.count("prime_check_measured_count{") == 64

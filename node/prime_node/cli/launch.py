@@ -5,6 +5,9 @@ their own session), which forwards it; rank 0 finishes its step, saves, publishe
 dies, the pipe on the ranks' standard input closes, and rank 0 stops in the same way. If a rank dies, torchrun restarts all of
 them. A restart would only repeat an intentional exit of rank 0, for example for an error in its settings. Rank 0 then writes
 its exit code to a file and exits with success.
+
+A TCP store of torch listens on all addresses, without authentication, and torchrun unpickles what it holds: a stranger could
+run code as this user. So torchrun and the ranks share files in a private folder instead.
 """
 
 from __future__ import annotations
@@ -28,11 +31,36 @@ def torchrun_command(nproc: int, *, restarts_max: int, command: str = "trainer")
     Example: torchrun_command(2, restarts_max=3).
     """
     return [
-        *(sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"),
+        *(sys.executable, "-P", "-m", "torch.distributed.run"),
         *("--nproc-per-node", str(nproc), "--max-restarts", str(restarts_max)),
         # After "--" no abbreviation is taken for an option of torchrun.
         *("--shutdown-timeout", str(SHUTDOWN_S), "-m", "--", "prime_node", command),
     ]
+
+
+def rank_variables(folder: Path) -> dict[str, str]:
+    """Return the environment of torchrun and its ranks, which share files in a new private folder."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        **os.environ,
+        "PYTHONSAFEPATH": "1",  # -P for the ranks
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ID": "ranks",
+        "PET_RDZV_CONF": "store_type=file",
+        "PET_RDZV_ENDPOINT": str(folder / "rendezvous"),
+        # With the store that torchrun shares with its ranks three of six restarts failed, without it none of six.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def meeting_place() -> str | None:
+    """Return the file in which this rank meets the others, as torch names it; None if a user started torchrun."""
+    path = os.environ.get("PET_RDZV_ENDPOINT")
+    if path is None or os.environ.get("PET_RDZV_CONF") != "store_type=file":
+        return None
+    rank, count, restart = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    return f"file://{path}-{restart}?rank={rank}&world_size={count}"
 
 
 async def launch(
@@ -55,14 +83,7 @@ async def launch(
             *arguments,
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
-            # With the store that torchrun shares with its ranks three of six restarts failed, without it none of six.
-            # PYTHONSAFEPATH is -P for the ranks.
-            env={
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                "PYTHONSAFEPATH": "1",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
+            env=rank_variables(Path(folder)),
         )
         ending, stopping = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
         try:

@@ -63,9 +63,11 @@ def require_device(settings: TrainerConfig) -> None:
 def trainer_ranks(settings: TrainerConfig) -> Ranks:
     """Return the processes that torchrun started, including this one. Raises LocalError."""
     from prime_node.adapters.training.ranks import Ranks
+    from prime_node.cli.launch import meeting_place
 
-    timeout = timedelta(seconds=settings.ranks.timeout_seconds)
-    return Ranks.join(device=settings.device, replicas=settings.ranks.replicas, timeout=timeout)
+    settled = settings.ranks
+    timeout = timedelta(seconds=settled.timeout_seconds)
+    return Ranks.join(device=settings.device, replicas=settled.replicas, timeout=timeout, meeting=meeting_place())
 
 
 def follow_first_rank(ranks: Ranks) -> None:

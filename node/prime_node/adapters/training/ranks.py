@@ -43,16 +43,24 @@ class Ranks:
     """Second pair of a host and a call group, for the thread that publishes."""
 
     @classmethod
-    def join(cls, *, device: str, replicas: int = 1, timeout: timedelta = COLLECTIVE_TIMEOUT) -> Ranks:
+    def join(
+        cls,
+        *,
+        device: str,
+        replicas: int = 1,
+        timeout: timedelta = COLLECTIVE_TIMEOUT,
+        meeting: str | None = None,
+    ) -> Ranks:
         """Join the ranks that torchrun started: NCCL between GPUs, gloo between CPUs.
 
         `replicas`: HSDP; the model is sharded over count / replicas ranks, and each shard has that many copies. Raises
-        LocalError.
+        LocalError. `meeting` is where they meet, for torch; None: the address that torchrun names.
         """
         kind = torch.device(device).type
         if kind == "cuda":
             torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout=timeout)
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=meeting, timeout=timeout)
         return cls.among(range(dist.get_world_size()), kind=kind, replicas=replicas, timeout=timeout)
 
     @classmethod

@@ -120,9 +120,9 @@ class BodyChecks:
         bounds = self.gate.run.spec.limits
         if signer not in self.decisions.state.workers:
             each_max = 2 * (bounds.blob_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
-            all_max = max(limits.ROLES_BODY_BYTES_MAX, each_max)
+            all_max = max(limits.ROLES_BODY_BYTES_MAX, 2 * each_max)
             return (
-                BodyShare(f"key {signer}", all_max, limits.BODIES_EACH_MAX),
+                BodyShare(f"key {signer}", all_max // 2, limits.BODIES_EACH_MAX),
                 BodyShare("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
             )
         each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)

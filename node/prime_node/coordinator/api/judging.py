@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from prime_node.coordinator.agreement import Agreement, Contradiction, Opinion
@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 """Pause before a validator that waited without result may ask again."""
+
+MEASURED_MAX = 64
+"""Names of measured values in the metrics; a validator may send any."""
 
 
 @dataclass(slots=True)
@@ -176,6 +179,8 @@ class Judging:
     curation: Curation
     receipts: ReceiptLists
     storage: BundleStorage
+    measured: set[str] = field(default_factory=set)
+    """Names of measured values that the metrics have."""
 
     async def check_result(self, signer: str, request: CheckResultRequest) -> None:
         """Record the verdict of the validator that has the bundle. Raise RemoteError.
@@ -310,7 +315,9 @@ class Judging:
         elif reason is RejectReason.UNVERIFIABLE and request.unscored:
             note_failed(self.decisions, pending.lease, is_judged=True)
         for name, value in request.measured.items():
-            self.metrics.observe("prime_check_measured", coarse(value), number=name)
+            if name in self.measured or len(self.measured) < MEASURED_MAX:
+                self.measured.add(name)
+                self.metrics.observe("prime_check_measured", coarse(value), number=name)
 
     async def _copies(self, request: CheckResultRequest) -> tuple[CheckResultRequest, tuple[ev.Replaced, ...]]:
         """Return the verdict, and the receipts of accepted bundles that it shows to be copies of this one.
