@@ -150,15 +150,18 @@ async def test_a_forged_fingerprint_of_an_earlier_bundle_makes_no_worker_a_copie
     assert "a validator forged a fingerprint" in caplog.text
 
 
-async def test_a_copy_of_bytes_that_are_deleted_is_refused_without_a_strike() -> None:
+@pytest.mark.parametrize("lost", [BEN, ANNA], ids=["the original", "the copy"])
+async def test_a_copy_of_bytes_that_are_deleted_is_refused_without_a_strike(lost: SigningKey) -> None:
     parts = memory_parts(STRICT)
     async with running(parts) as world:
         await at_work(world)
         for worker in (BEN, ANNA):
             await upload_texts(world, worker, BY_ROLLOUT)
             task = await world.take_task(VALIDATOR)
+            if worker is ANNA and lost is ANNA:
+                await parts.bundles.delete(task.bundle)
             await accept(world, VALIDATOR, task, BY_ROLLOUT)
-            if worker is BEN:
+            if worker is BEN and lost is BEN:
                 await parts.bundles.delete(task.bundle)
         assert (await last_receipt(world)).reason is RejectReason.UNVERIFIABLE
         await world.client(ANNA).heartbeat(HEARTBEAT)

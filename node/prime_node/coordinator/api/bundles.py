@@ -65,12 +65,11 @@ class BundleStorage:
         return await asyncio.to_thread(digest_of, data) == digest
 
     async def share_text(self, bundle: str, other: str) -> bool | None:
-        """Return whether one of two bundles has text of the other for another slot. None if the other's bytes are deleted."""
+        """Return whether one of two bundles has text of the other for another slot. None if either is lost."""
         try:
-            theirs = await self.bundles.get(other)
-        except KeyError:
+            mine, theirs = await self.bundles.get(bundle), await self.bundles.get(other)
+        except (KeyError, DamagedBlob):
             return None
-        mine = await self.bundles.get(bundle)
         return await asyncio.to_thread(_share_text, mine, theirs, self.run.spec)
 
     async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
