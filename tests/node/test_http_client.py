@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import json
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.identity import SigningKey
 from prime_protocol.parcel import open_parcel
 from prime_protocol.replies import HeartbeatReply, NotYet, UploadReply
 from prime_protocol.requests import (
@@ -251,3 +253,27 @@ async def test_a_client_asks_the_next_address_at_once_if_one_does_not_answer() -
         other.says(HeartbeatReply(step=3, head=2).model_dump_json())
         assert (await client.heartbeat(HEARTBEAT)).step == 3
     assert clock.taken_s == []
+
+
+async def test_clients_whose_server_fails_spread_over_all_others() -> None:
+    """Before, each client asked the addresses in the order of the RunSpec, so that all of them came to the same next one."""
+    async with contextlib.AsyncExitStack() as stack:
+        async with served() as gone:
+            pass
+        others = [await stack.enter_async_context(served()) for _ in range(3)]
+        urls = [other.url for other in others]
+        for other in others:
+            other.says(HeartbeatReply(step=3, head=2).model_dump_json())
+
+        async def answered_by(key: SigningKey, listed: list[str]) -> str:
+            async with HttpClient(gone.url, run=RUN.digest, clock=RecordedPauses(), key=key) as client:
+                client.also_at(listed)
+                await client.heartbeat(HEARTBEAT)
+                return client.url
+
+        keys = [SigningKey(bytes([number]) * 32) for number in range(1, 25)]
+        first = [await answered_by(key, urls) for key in keys]
+        assert set(first) == set(urls)
+        assert [await answered_by(key, urls[::-1]) for key in keys] == first, (
+            "a key's order does not depend on the list's"
+        )

@@ -38,6 +38,7 @@ from prime_node.ports.transport import THROUGH, Unreachable
 from prime_node.traces import sent_context
 from prime_protocol import limits
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
@@ -103,11 +104,13 @@ class HttpExchange:
     def also_at(self, urls: Sequence[str]) -> None:
         """Name the signed addresses at which the same server, or one that takes over from it, may answer.
 
-        A request is sent to the next one where an address does not answer, or its server cannot. An address that leads into
-        another network than the first URL is left out (noted_resolver.py).
+        A request is sent to the next one where an address does not answer, or its server cannot. Their order differs by key, so
+        that clients whose server fails spread over all others. An address that leads into another network than the first URL is
+        left out (noted_resolver.py).
         """
-        found = (each.rstrip("/") for each in urls if self._resolver.may_ask(urlsplit(each).hostname or ""))
-        self._others = tuple(url for url in dict.fromkeys(found) if url != self.url)
+        found = {each.rstrip("/") for each in urls if self._resolver.may_ask(urlsplit(each).hostname or "")}
+        drawn = self._key.key_id if self._key is not None else secrets.token_hex(16)
+        self._others = tuple(sorted(found - {self.url}, key=lambda url: digest_of(f"{drawn} {url}".encode())))
 
     @property
     def hosts(self) -> frozenset[str]:
