@@ -12,8 +12,8 @@ from tests.source_tree import modules, parsed
 
 pytestmark = pytest.mark.xdist_group("source tree")
 TESTS = Path(__file__).parent
-LIBRARIES = {"_get_observed_addrs", "_teardown_if_connected"}
-"""Private names of libp2p, which the product's subclasses override."""
+LIBRARIES = {"_get_observed_addrs", "_teardown_if_connected", "_replace"}
+"""Private names of libp2p, which the product's subclasses override, and the public method of named tuples."""
 SLEEPS = {
     "security/bombs.py": "misbehaves in another process: it hangs on purpose",
     "security/probes.py": "misbehaves in another process: it hangs on purpose",

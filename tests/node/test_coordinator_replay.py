@@ -160,13 +160,13 @@ def rot(place: RunDir) -> str:
 
 def changed_and_not_chained(place: RunDir) -> str:
     first = segments_of(place)[0]
-    change_event(place, 2, lambda logged: replace(logged, at_ms=logged.at_ms + 1), chained=False)
+    change_event(place, 2, lambda logged: logged._replace(at_ms=logged.at_ms + 1), chained=False)
     return f"segment of events {first.first} to {first.last}"
 
 
 def changed_and_chained(place: RunDir) -> str:
     number = number_of(place, ev.WorkerJoined)
-    change_event(place, number, lambda logged: replace(logged, payload=edited(logged.payload, software="2")))
+    change_event(place, number, lambda logged: logged._replace(payload=edited(logged.payload, software="2")))
     return next(
         f"segment of events {it.first} to {it.last}" for it in segments_of(place) if it.first <= number <= it.last
     )
@@ -194,18 +194,18 @@ def unreadable(place: RunDir) -> str:
 
 def other_batch(place: RunDir) -> str:
     number = number_of(place, ev.BatchFixed, 1)
-    change_event(place, number, lambda logged: replace(logged, payload=edited(logged.payload, step=0)))
+    change_event(place, number, lambda logged: logged._replace(payload=edited(logged.payload, step=0)))
     return f"event {number}"
 
 
 def unknown_event(place: RunDir) -> str:
-    change_event(place, 3, lambda logged: replace(logged, payload='{"type":"miracle"}'))
+    change_event(place, 3, lambda logged: logged._replace(payload='{"type":"miracle"}'))
     return "event 3"
 
 
 def impossible_event(place: RunDir) -> str:
     number = number_of(place, ev.ManifestPublished, 1)
-    change_event(place, number, lambda logged: replace(logged, payload=edited(logged.payload, policy_version=7)))
+    change_event(place, number, lambda logged: logged._replace(payload=edited(logged.payload, policy_version=7)))
     return f"event {number}"
 
 
@@ -275,7 +275,7 @@ def chosen_by(rules: int, slots: tuple[int, ...] | None = None) -> Callable[[Log
 
     def change(logged: LoggedEvent) -> LoggedEvent:
         fields = {"rules": rules} | ({} if slots is None else {"slots": slots})
-        return replace(logged, payload=edited(logged.payload, **fields))
+        return logged._replace(payload=edited(logged.payload, **fields))
 
     return change
 
@@ -296,7 +296,7 @@ def test_batches_by_the_rules_of_another_release_are_an_outcome_of_their_own(pla
 def test_an_event_that_only_another_release_knows_accuses_no_coordinator(place: RunDir) -> None:
     segment = segments_of(place)[-1]
     one = decode_segment(segment)
-    events = [replace(one.events[0], payload='{"type": "from_the_future"}'), *one.events[1:]]
+    events = [one.events[0]._replace(payload='{"type": "from_the_future"}'), *one.events[1:]]
     write_segment(
         place, replace(segment, payload=encode_segment(replace(one.header, software="99.0"), one.state, events))
     )

@@ -67,11 +67,12 @@ class StateFollower:
 
     async def _fold_after(self) -> int | None:
         """Fold the events after the last one. Return the number of a missing event."""
-        async for logged in self._store.events(after=self.number):
-            if logged.number != self.number + 1:
+        state = self.state
+        async for number, at_ms, payload in self._store.events(after=self.number):
+            if number != self.number + 1:
                 return self.number + 1
-            tick(self.state, ev.event_from_json(logged.payload), logged.at_ms)
-            self.number = logged.number
+            tick(state, ev.event_from_json(payload), at_ms)
+            self.number = number
         return None
 
 

@@ -30,13 +30,14 @@ def row_digest(*values: object) -> str:
     return blake3("\0".join(map(str, values)).encode("utf-8", "surrogatepass")).hexdigest(length=_BYTES)
 
 
+def event_digest(previous: str, number: object, at_ms: object, payload: object) -> str:
+    """Return `row_digest` of an event after the digest of the one before it, in less time: a restart reads a million."""
+    return blake3(f"{previous}\0{number}\0{at_ms}\0{payload}".encode("utf-8", "surrogatepass")).hexdigest(length=_BYTES)
+
+
 def chained(rows: Iterable[Sequence[Any]], previous: str) -> list[str]:
     """Return the digests of consecutive events. `previous` is that of the event before them, empty for the first."""
-    found = []
-    for row in rows:
-        previous = row_digest(previous, *row)
-        found.append(previous)
-    return found
+    return [previous := event_digest(previous, *row[:3]) for row in rows]
 
 
 def seals_of(table: str, rows: Sequence[Sequence[Any]]) -> list[tuple[str, Any]]:
@@ -45,10 +46,10 @@ def seals_of(table: str, rows: Sequence[Sequence[Any]]) -> list[tuple[str, Any]]
     return [(digest, row[0]) for digest, row in zip(digests, rows, strict=True)]
 
 
-def require_intact(place: str, table: str, row: Sequence[Any], *before: str) -> None:
+def require_intact(place: str, table: str, row: Sequence[Any]) -> None:
     """Raise LocalError if a row, whose last value is its digest, is not as it was written."""
     *values, digest = row
-    if digest != row_digest(*before, *values):
+    if digest != row_digest(*values):
         raise damaged(place, f"row {values[0]} of {table}")
 
 

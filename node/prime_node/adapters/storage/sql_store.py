@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prime_node.adapters.storage.row_digests import CHAINED, chained, damaged, require_intact, row_digest
+from prime_node.adapters.storage.row_digests import CHAINED, chained, damaged, event_digest, require_intact, row_digest
 from prime_node.adapters.storage.schema_versions import StoreInfo
 from prime_node.ports.store import PAGE_CHARS_MAX, Chapter, LoggedEvent, Segment, StoreConflict, StoredReceipt
 
@@ -148,7 +148,7 @@ class SqlStore:
         latest = list({receipt.bundle: receipt for receipt in receipts}.values())
         batch = Batch(
             events,
-            chained(((one.number, one.at_ms, one.payload) for one in events), self._last_digest),
+            chained(events, self._last_digest),
             self._last_change + 1,
             latest,
             [row_digest(*_receipt_row(change, one)) for change, one in enumerate(latest, self._last_change + 1)],
@@ -165,15 +165,14 @@ class SqlStore:
     async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
         """Yield the events after a number. Raises LocalError for a damaged one."""
         # The event `after` begins the chain of digests. After a gap there is nothing to compare with: the caller finds it.
-        before: tuple[int, str] = (0, "")
+        last, previous = 0, ""
         async for rows in self._pages("events", first=after):
-            for row in rows:
-                number, at_ms, payload, digest = row
+            for number, at_ms, payload, digest in rows:
                 if number > after:
-                    if number == before[0] + 1:
-                        require_intact(self._database.place, "events", row, before[1])
+                    if number == last + 1 and digest != event_digest(previous, number, at_ms, payload):
+                        raise damaged(self._database.place, f"row {number} of events")
                     yield LoggedEvent(number, at_ms, payload)
-                before = (number, digest)
+                last, previous = number, digest
 
     async def save_snapshot(
         self, number: int, payload: str, segment: Segment | None = None, *, kept_from: int = 0

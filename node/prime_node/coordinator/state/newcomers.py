@@ -78,7 +78,8 @@ def enter_network(state: State, worker: WorkerRecord, network: str) -> None:
     if worker.network != network:
         leave_network(state, worker)
     worker.network = network
-    state.networks.setdefault(network, Network())
+    if network not in state.networks:
+        state.networks[network] = Network()
     recount(state, worker)
 
 
