@@ -56,7 +56,7 @@ class DeafTransformers(TransformersEngine):
             super().copy_weights(weights)
 
 
-def deaf_vllm(folder: Path) -> VllmEngine:
+def deaf_vllm(folder: Path, context_tokens_max: int = CONTEXT) -> VllmEngine:
     from prime_node.adapters.engines.vllm_engine import VllmEngine
 
     class DeafVllm(VllmEngine):
@@ -71,7 +71,7 @@ def deaf_vllm(folder: Path) -> VllmEngine:
             found, *_ = await self._llm.collective_rpc("prime_lengths")
             return [*found.values()]
 
-    return DeafVllm(folder, context_tokens_max=CONTEXT)
+    return DeafVllm(folder, context_tokens_max=context_tokens_max)
 
 
 Engine = DeafTransformers  # type for the tests: the port, and the switch

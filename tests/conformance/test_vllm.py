@@ -28,8 +28,12 @@ from tests.conformance.engine_world import (
     requests,
     to_score,
 )
+from tests.node.windowed_world import model_of_run, plain_logprobs, save_pretrained
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
+from prime_node.adapters.models.pretrained_model import folder_weights
+from prime_node.ports.engine import GenerateRequest
+from prime_protocol.assignment import Sampling
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -55,6 +59,29 @@ async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path,
         prefill = await judged(scorer, weights, requests(), completions)
         assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
         assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
+    await engine.close()
+    await scorer.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_vllm_computes_a_model_with_sliding_windows_as_the_validator_does(tmp_path: Path) -> None:
+    # As in Gemma 3. vLLM's attention on a CPU has no heads of 16, and it probes with longer sequences than transformers.
+    window, prompt = 96, (5, 77, 130, 9)
+    pretrained = save_pretrained(tmp_path / "pretrained", sliding_window=window, head_dim=32, query_pre_attn_scalar=32)
+    made = model_of_run(pretrained, tmp_path / "model")
+    engine, scorer, weights = deaf_vllm(made, context_tokens_max=window), TransformersEngine(made), folder_weights(made)
+    await engine.load(weights, policy_version=0)
+    sampling = Sampling(completion_tokens_max=window - len(prompt), stop_token_ids=(263,))
+    asked = [GenerateRequest(prompt, seed=seed) for seed in range(8)]
+    completions = await engine.generate(asked, sampling)
+    prefill = await judged(scorer, weights, asked, completions, sampling)
+    assert max(len(one.token_ids) for one in completions) == window - len(prompt), "up to the end of the window"
+    assert (prefill.margins_T > 0).mean() <= FLIPS_SHARE_MAX
+    assert np.abs(prefill.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX
+    of_first = plain_logprobs(pretrained, (*prompt, *completions[0].token_ids), len(prompt))
+    assert list(completions[0].logprobs) == pytest.approx(of_first, abs=LOGPROB_ERROR_MAX)
     await engine.close()
     await scorer.close()
 

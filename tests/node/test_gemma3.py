@@ -27,7 +27,7 @@ from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
 from prime_node.cli.wire_new import make_model_files
 from prime_node.coordinator.new_run import PretrainedModel
-from prime_node.ports.engine import GenerateRequest
+from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.ports.train_samples import TrainSample
 from prime_protocol.assignment import Sampling
 
@@ -88,3 +88,26 @@ async def test_engine_and_trainer_compute_what_transformers_does(gemma3: Path, f
     del plain
     assert backend.train_step(samples, find_loss("aipo"), lr=1e-5).log_ratio_abs < 1e-4
     assert backend.snapshot().keys() == weights.keys()
+
+
+@pytest.mark.vllm
+async def test_vllm_samples_what_the_validator_recomputes(gemma3: Path, folder: Path) -> None:
+    from prime_node.adapters.engines.vllm_engine import VllmEngine
+
+    weights, tokenizer = pretrained_weights(str(gemma3)), HfTokenizer(folder)
+    asked = [GenerateRequest(tuple(tokenizer.encode_prompt(text)), seed=3) for text in TEXTS]
+    engine, scorer = VllmEngine(folder, context_tokens_max=512), TransformersEngine(folder, threads=1)
+    await engine.load(weights, policy_version=0)
+    completions = await engine.generate(asked, SAMPLING)
+    await engine.close()
+    await scorer.load(weights, policy_version=0)
+    to_score = [
+        ScoreRequest(request.prompt_token_ids, one.token_ids, seed=request.seed)
+        for request, one in zip(asked, completions, strict=True)
+    ]
+    prefill = await scorer.prefill(to_score, SAMPLING)
+    await scorer.close()
+    claimed = np.concatenate([one.logprobs for one in completions])
+    assert len(claimed) > len(TEXTS)
+    np.testing.assert_allclose(prefill.logprobs_T, claimed, atol=1e-3)
+    assert (prefill.margins_T > 0).sum() == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.node.batch_coordinator import tiny_files
+from tests.node.windowed_world import ENTRIES, WINDOW, model_of_run, plain_logprobs, save_pretrained
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.model_config import fit_window, read_model_config, require_supported
@@ -17,67 +17,20 @@ from prime_node.adapters.training.packed_attention import packed_attention
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.shares import Packing
-from prime_node.cli.wire_new import make_model_files
-from prime_node.coordinator.new_run import PretrainedModel
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.ports.train_samples import TrainSample
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
 
-WINDOW = 32
-"""Above the length of the sequences that an engine probes its weights with."""
-ENTRIES = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "query_pre_attn_scalar": 16,
-    "sliding_window": WINDOW,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.3,
-}
-
 
 @pytest.fixture
 def pretrained(tmp_path: Path) -> Path:
-    """Save a small model as Gemma 3 is published: its own rotary frequencies in the layers with windows, and a tied head."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path / "pretrained"
-    torch.manual_seed(0)
-    model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**ENTRIES))
-    with torch.no_grad():
-        for parameter in model.parameters():  # norms begin at 0
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.to(torch.bfloat16).save_pretrained(folder)
-    for name, data in tiny_files().items():
-        if name != "config.json":
-            (folder / name).write_bytes(data)
-    return folder
+    return save_pretrained(tmp_path / "pretrained")
 
 
 @pytest.fixture
 def folder(pretrained: Path, tmp_path: Path) -> Path:
-    """Return a new run's model, with the weights that the trainer begins with."""
-    made = tmp_path / "model"
-    new = make_model_files(PretrainedModel(kind="pretrained", name_or_path=str(pretrained)), made)
-    assert json.loads(new.files["config.json"])["max_position_embeddings"] == WINDOW
-    (made / "model.safetensors").write_bytes((pretrained / "model.safetensors").read_bytes())
-    return made
-
-
-def plain_logprobs(folder: Path, token_ids: tuple[int, ...], first: int) -> list[float]:
-    """Return transformers' own fp32 logprobs from a position on, with its masks of windows."""
-    transformers = pytest.importorskip("transformers")
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = model(torch.tensor([token_ids])).logits[0, :-1].log_softmax(-1)
-    found: list[float] = logprobs.gather(1, torch.tensor(token_ids[1:])[:, None])[first - 1 :, 0].tolist()
-    return found
+    return model_of_run(pretrained, tmp_path / "model")
 
 
 @pytest.mark.parametrize("packing", [Packing.TREE, Packing.SEQUENCES])
