@@ -1,4 +1,4 @@
-"""Record the folder of a run, as a kill leaves it: coordinator, worker and trainer in the middle of a step.
+"""Record the folder of a run, as a kill leaves it: coordinator and worker in the middle of a step.
 
 test_upgrade.py continues it with today's code. A recording is made by the code of an earlier commit:
 
@@ -20,7 +20,6 @@ from pathlib import Path
 from tests.node.coordinator_world import ANNA, BEN, folder_parts, make_parcel, make_run, running
 
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.publish.announced import Announced
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.spool import Spool
 from prime_protocol.requests import ReceiptsRequest
@@ -40,8 +39,6 @@ async def record(folder: Path) -> None:
         await world.judge(reason=RejectReason.UNVERIFIABLE)
         await world.publish()
         assert world.head is not None
-        (work / "trainer").mkdir()
-        Announced(work / "trainer").note(world.head)
         book = ReceiptBook(work / "worker", run=run, worker=ANNA.key_id)
         book.add(await world.client(ANNA).receipts(ReceiptsRequest()), now_ms=SystemClock().now_ms())
         lease = await world.lease(ANNA, rollouts_max=2)

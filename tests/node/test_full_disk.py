@@ -25,7 +25,7 @@ from prime_node.adapters.storage.folder_blobs import FolderDocuments
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.broadcast.publish.announced import Announced
+from prime_node.broadcast.publish.last_signed import LastSigned
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.cli.outcome import MAY_PASS, outcome_of
 from prime_node.files import replace, write_durably
@@ -142,7 +142,7 @@ def writers(folder: Path, run: Callable[[Coroutine[Any, Any, object]], object]) 
     book = ReceiptBook(folder / "worker", run=trust_source.run, worker=ANNA.key_id)
     trust = make_trust(folder / "validator" / "trust", VirtualClock(), trust_source)
     parts = PartStore(folder / "seed" / "parts", bytes_max=2**20)
-    documents, announced = FolderDocuments(folder / "coordinator"), Announced(folder / "trainer")
+    documents, last_signed = FolderDocuments(folder / "coordinator"), LastSigned(folder / "trainer")
     (folder / "trainer").mkdir(exist_ok=True)
     part = bytes(4_096)
     return {
@@ -150,7 +150,7 @@ def writers(folder: Path, run: Callable[[Coroutine[Any, Any, object]], object]) 
         "worker: receipts.cursor": lambda: book.add(ReceiptList(receipts=(), next=book.cursor + 1), now_ms=0),
         "validator: trust": lambda: run(trust.refresh()),
         "seed: parts": lambda: parts.write(digest_of(part), part),
-        "trainer: announced.json": lambda: announced.note(trust_source.signed(0)),
+        "trainer: signed.json": lambda: last_signed.note(trust_source.signed(0)),
         "coordinator: timestamp.json": lambda: run(documents.write("timestamp.json", part)),
     }
 

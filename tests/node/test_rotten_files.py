@@ -16,7 +16,7 @@ from tests.node.coordinator_world import ANNA, folder_parts, make_manifest, runn
 from tests.node.rotten_world import DAMAGES, RUN, copied, damage, kinds_of, run_a_while
 from tests.node.spool_world import Receiver, flush_all, make_spool
 
-from prime_node.broadcast.publish.announced import Announced
+from prime_node.broadcast.publish.last_signed import LastSigned
 from prime_node.keyfile import load_or_create
 from prime_node.training_data.kept_bundles import KeptBundles
 from prime_node.worker.control import read_control
@@ -88,16 +88,16 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
         "recent.json": lambda: RecentWork(folder),
         "control.json": lambda: read_control(folder),
         "worker.key": lambda: load_or_create(folder / "worker.key"),
-        "announced.json": lambda: Announced(folder).check(make_manifest(RUN, None)[0]),
+        "signed.json": lambda: LastSigned(folder).unanswered(make_manifest(RUN, None)[0], run=RUN.digest),
     }
 
 
-@pytest.mark.parametrize("name", ["receipts.cursor", "recent.json", "control.json", "worker.key", "announced.json"])
+@pytest.mark.parametrize("name", ["receipts.cursor", "recent.json", "control.json", "worker.key", "signed.json"])
 def test_each_flipped_bit_of_a_small_file_is_named_or_changes_nothing_that_was_promised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     signed, _ = make_manifest(RUN, None)
-    Announced(tmp_path).note(signed)
+    LastSigned(tmp_path).note(signed)
     ReceiptBook(tmp_path, run=RUN, worker=ANNA.key_id).add(ReceiptList(receipts=(), next=41), now_ms=0)
     (tmp_path / "recent.json").write_bytes(RecentWork(tmp_path).minutes.model_dump_json().encode())
     (tmp_path / "control.json").write_bytes(read_control(tmp_path).model_dump_json().encode())
@@ -124,16 +124,16 @@ def test_each_flipped_bit_of_a_small_file_is_named_or_changes_nothing_that_was_p
         assert named == 2 + len(flips), "one that is too high would hide receipts"
 
 
-def test_each_flipped_bit_of_what_was_announced_is_found(tmp_path: Path) -> None:
+def test_each_flipped_bit_of_what_was_signed_last_is_found(tmp_path: Path) -> None:
     """A trainer that believed it could sign a second policy under a used number."""
     signed, _ = make_manifest(RUN, None)
-    Announced(tmp_path).note(signed)
-    path = tmp_path / "announced.json"
+    LastSigned(tmp_path).note(signed)
+    path = tmp_path / "signed.json"
     whole = path.read_bytes()
     for at in random.Random(5).sample(range(8 * len(whole)), 200):
         path.write_bytes(whole[: at // 8] + bytes([whole[at // 8] ^ 1 << at % 8]) + whole[at // 8 + 1 :])
-        with pytest.raises(LocalError, match=r"announced\.json is damaged"):
-            Announced(tmp_path).check(signed)
+        with pytest.raises(LocalError, match=r"signed\.json is damaged"):
+            LastSigned(tmp_path).unanswered(signed, run=RUN.digest)
 
 
 @pytest.mark.parametrize("how", sorted(set(DAMAGES)))

@@ -19,7 +19,6 @@ from tests.node.spool_world import flush_all, make_spool
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.audit.audit import audit
-from prime_node.broadcast.publish.announced import Announced
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope
@@ -48,7 +47,6 @@ async def test_a_run_of_earlier_code_continues_and_keeps_all_that_was_promised(t
     head = open_manifest(open_envelope(await asyncio.to_thread(head_file.read_bytes)), run)
     book = ReceiptBook(tmp_path / "worker", run=run, worker=ANNA.key_id)
     assert (book.cursor, book.tally().accepted) == (recorded["receipts"], 8)
-    Announced(tmp_path / "trainer").check(head)
     assert isinstance(recorded["at_ms"], int)
     clock = RecordedClock(recorded["at_ms"])
     parts = replace(await folder_parts(run, tmp_path / "coordinator"), clock=clock)

@@ -33,7 +33,7 @@ from prime_protocol.errors import LocalError
 
 FILES = (
     *("config.toml", "overrides", "run.json", "summary.json", "logs/*.log", "logs/*.log.1", "worker.log"),
-    *("trainer/metrics.jsonl", "trainer/announced.json", "coordinator/metrics.jsonl", "status.json", "control.json"),
+    *("trainer/metrics.jsonl", "trainer/signed.json", "coordinator/metrics.jsonl", "status.json", "control.json"),
     *("timeline.jsonl", "*/status.json"),
 )
 """Files of a run's or a worker's folder that go into the bundle."""

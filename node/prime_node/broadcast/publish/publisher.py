@@ -8,9 +8,9 @@ batch that only the unpublished policy could bring) also waits for `failed`.
 
 encoder.py decides what is encoded, and which older weights are held for it.
 
-Invariant: one policy version has one state root, forever. After a crash the trainer recomputes the steps after its
-checkpoint. A version that is published already is compared and not published twice; another state root is an error that names
-both.
+Invariant: one policy version has one manifest, forever. A manifest is on disk before it is sent (last_signed.py), and one that
+the coordinator had not answered for is sent again. After a crash the trainer recomputes the steps after its checkpoint. A
+version that is published already is compared and not published twice; another state root is an error that names both.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
-from prime_node.broadcast.publish.announced import Announced
 from prime_node.broadcast.publish.disk_room import DiskRoom
 from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder, WholeCopy
+from prime_node.broadcast.publish.last_signed import LastSigned
 from prime_node.broadcast.publish.part_spool import PartSpool
+from prime_node.broadcast.publish.publication import Attachment, Published
 from prime_node.broadcast.publish.spans import SpanRules
 from prime_node.broadcast.routes import UpdateRoute, routes_of
 from prime_node.patience import ask_until_answered
@@ -39,6 +40,7 @@ from prime_node.traces import of_step, spanned
 from prime_protocol.chain import check_manifest
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
 from prime_protocol.chunk_index import open_index
+from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import (
@@ -57,44 +59,6 @@ log = logging.getLogger(__name__)
 
 UPLOADS_MAX = 3
 """Attempts to publish one policy while the coordinator reports a missing blob of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """One policy that was announced."""
-
-    policy_version: int
-    state_root: str
-    raw_bytes: int
-    """Bytes of all tensors."""
-    encodings: Mapping[str, int]
-    """Bytes of each encoding: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
-    seconds: float
-    """Duration from the start of its turn."""
-    encode_seconds: float
-    """Part of `seconds` until everything was encoded."""
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that a worker that keeps up downloads for it."""
-        return self.encodings.get("delta_1", self.encodings.get("anchor", min(self.encodings.values())))
-
-    @property
-    def ratio(self) -> float:
-        """Ratio of raw to sent bytes."""
-        return self.raw_bytes / max(1, self.sent_bytes)
-
-
-class Attachment(Protocol):
-    """Further public blobs of a policy, which its provenance names."""
-
-    def blobs(self) -> Iterator[Callable[[], bytes]]:
-        """Yield a function for each blob, which reads it."""
-        ...
-
-    def drop(self) -> None:
-        """Release what holds them. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +89,8 @@ class Publisher:
         """Publish to `coordinator`.
 
         `cosigners` sign each manifest in addition to `key`. `on_published` is called for each announced policy, from the
-        event loop. `folder` holds policies in progress and what was announced last (None: a temporary folder, and nothing is
-        remembered). `copy_of` is the train backend's, for policy 0 after a restart.
+        event loop. `folder` holds policies in progress and the manifest that was signed last (None: a temporary folder, and
+        nothing is remembered). `copy_of` is the train backend's, for policy 0 after a restart.
         """
         self._coordinator = coordinator
         self._run = run
@@ -136,10 +100,12 @@ class Publisher:
         self._encoder = SpanEncoder(rules or SpanRules())
         self._on_published = on_published
         self._spool_folder = folder
-        self._announced = None if folder is None else Announced(folder)
+        self._last_signed = None if folder is None else LastSigned(folder)
         self._copy_of = copy_of
         self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
         self._head: SignedManifest | None = None
+        self._unanswered: SignedManifest | None = None
+        """A manifest that an earlier process signed, and that could not be sent again as it is."""
         self._pending: deque[_Submission] = deque()
         self._changed = asyncio.Condition()
         self._worker: asyncio.Task[None] | None = None
@@ -159,12 +125,14 @@ class Publisher:
         if envelope is not None:
             self._head = open_manifest(envelope, self._run)
             check_manifest(self._head.manifest, self._run)
-        if self._announced is not None:
-            await asyncio.to_thread(self._announced.check, self._head)
-        if self._head is not None:
-            await self._note(self._head)
-            if self._encoder.rules.root_every:
-                await self._take_up_first()
+        if self._last_signed is not None:
+            last = await asyncio.to_thread(self._last_signed.unanswered, self._head, run=self._run.digest)
+            if last is not None:
+                await self._send_again(last)
+            elif self._head is not None:
+                await self._note(self._head)
+        if self._head is not None and self._encoder.rules.root_every:
+            await self._take_up_first()
         self._worker = asyncio.create_task(self._work())
 
     async def submit(
@@ -241,11 +209,13 @@ class Publisher:
         with PartSpool(self._spool_folder) as spool:
             encoded = await asyncio.to_thread(self._encoder.encode, version, submission.copy, spool.keep)
             encoded_s = self._clock.monotonic_s()
-            signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
+            signed = self._signed_before(version, tensors)
+            if signed is None:
+                signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
+                await self._note(signed)
             await self._upload(signed, encoded, spool, submission.attached)
         _drop_attached(submission)
-        self._head = signed
-        await self._note(signed)
+        self._head, self._unanswered = signed, None
         self._encoder.published(signed.manifest, submission.copy, head=version)
         self._on_published(
             Published(
@@ -258,16 +228,57 @@ class Publisher:
             )
         )
 
-    async def _note(self, announced: SignedManifest) -> None:
-        if self._announced is not None:
-            await asyncio.to_thread(self._announced.note, announced)
+    async def _note(self, signed: SignedManifest) -> None:
+        if self._last_signed is not None:
+            await asyncio.to_thread(self._last_signed.note, signed)
+
+    async def _send_again(self, envelope: Envelope) -> None:
+        """Send a manifest for which an earlier process got no answer: peers may have it.
+
+        If the coordinator lacks blobs of it, wait for the policy to be computed again. Raises LocalError if it is refused.
+        """
+        try:
+            signed = open_manifest(envelope, self._run)
+        except RemoteError as error:  # its key was replaced since, so followers accept another one
+            log.warning("the manifest that this trainer signed last is void: %s", error)
+            return
+        version = signed.manifest.policy_version
+        log.info("policy %d was signed before this start, and is sent again", version)
+        try:
+            await self._announce(signed)
+        except RemoteError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise LocalError(
+                    f"policy {version}, which this trainer has signed and peers may have, is refused: {error}. Was the "
+                    "coordinator restored from an older copy? docs/operating.md says what to do"
+                ) from error
+            self._unanswered = signed
+        else:
+            self._head = signed
+
+    def _signed_before(self, version: int, tensors: tuple[TensorEntry, ...]) -> SignedManifest | None:
+        """Return the manifest of this policy that an earlier process signed. Raises LocalError if it has other weights."""
+        signed = self._unanswered
+        if signed is not None:
+            _require_same(version, ours=root_of_table(tensors), theirs=signed.manifest)
+        return signed
+
+    async def _announce(self, signed: SignedManifest) -> None:
+        version = signed.manifest.policy_version
+        await ask_until_answered(
+            lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
+        )
 
     async def _upload(
         self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool, attached: Attachment | None
     ) -> None:
         """Upload every blob from the spool, one after the other, then the manifest."""
         version = signed.manifest.policy_version
+        in_spool = {blob.digest for one in encoded for blob in one.encoding.blobs}
         for attempt in range(UPLOADS_MAX):
+            for entry in signed.manifest.blobs:  # of a manifest signed before, whose encodings may be others
+                if entry.digest not in in_spool:
+                    await self._put(await self._blob(entry), version)
             for one in encoded:
                 await self._put(one.index, version)
             for part in {part.digest: part for one in encoded for part in one.encoding.parts}.values():
@@ -275,9 +286,7 @@ class Publisher:
             for read in () if attached is None else attached.blobs():
                 await self.put_aside(await asyncio.to_thread(read), what=f"the training state of policy {version}")
             try:
-                await ask_until_answered(
-                    lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
-                )
+                await self._announce(signed)
                 return
             except RemoteError as error:
                 # An older policy held the same bytes, and was deleted with them between our upload and our manifest.
@@ -327,7 +336,9 @@ class Publisher:
 
     async def _blob(self, entry: PartEntry) -> bytes:
         return await ask_until_answered(
-            lambda: self._coordinator.blob(entry.digest, start=0, end=entry.size), what="policy 0", clock=self._clock
+            lambda: self._coordinator.blob(entry.digest, start=0, end=entry.size),
+            what=f"blob {entry.digest[:12]}",
+            clock=self._clock,
         )
 
     async def _published_manifest(self, version: int) -> SignedManifest:
@@ -345,12 +356,7 @@ class Publisher:
         if published is None or published.manifest.policy_version != version:
             published = await self._published_manifest(version)
         ours = root_of_table(await asyncio.to_thread(submission.copy.tensors))
-        theirs = published.manifest.state_root
-        if published.manifest.policy_version != version or ours != theirs:
-            raise LocalError(
-                f"policy {version} is published with state root {theirs}, but this trainer computed {ours}. A step is repeated"
-                " exactly only on the same kind of machine, with the same settings, number of threads and software"
-            )
+        _require_same(version, ours=ours, theirs=published.manifest)
         log.info("policy %d was computed again and equals the published one", version)
         self._encoder.published(published.manifest, submission.copy, head=self.head)
 
@@ -368,6 +374,14 @@ class Publisher:
             produced_by=submission.provenance,
             # Auditors take a date before the predecessor's for a false one: here the clock was only put right.
             created_at_ms=max(self._clock.now_ms(), 0 if self._head is None else self._head.manifest.created_at_ms),
+        )
+
+
+def _require_same(version: int, *, ours: str, theirs: Manifest) -> None:
+    if theirs.policy_version != version or ours != theirs.state_root:
+        raise LocalError(
+            f"policy {version} is published with state root {theirs.state_root}, but this trainer computed {ours}. A step is "
+            "repeated exactly only on the same kind of machine, with the same settings, number of threads and software"
         )
 
 
