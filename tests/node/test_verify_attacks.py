@@ -20,6 +20,7 @@ from prime_protocol.codec import encode_tensor
 from prime_protocol.codec.layout import HEAD_BYTES
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, RoleKeys
 from prime_protocol.run_spec import PinnedRun
@@ -113,6 +114,30 @@ async def test_slow_retrieval(seconds: float, *, holds: bool) -> None:
         assert report.failure is not None
         assert "slow retrieval" in report.failure.detail
         assert source.clock.monotonic_s() < 1_000_000 + 200
+
+
+class Busy(MemorySource):
+    """Source that refuses each request for load as often as it is set to."""
+
+    refusals: int
+
+    async def manifest(self, policy_version: int) -> Envelope:
+        if self.refusals:
+            self.refusals -= 1
+            raise RemoteError(ErrorCode.UNAVAILABLE, "more requests than this server can answer", retry_after_s=2.0)
+        return await super().manifest(policy_version)
+
+
+@pytest.mark.parametrize(("refusals", "holds"), [(3, True), (10**6, False)])
+async def test_a_busy_source_is_asked_again_and_not_for_ever(refusals: int, *, holds: bool) -> None:
+    source, clock = Busy(RUN), VirtualClock()
+    source.publish(table_weights(0))
+    source.refusals = refusals
+    report = await audit(PacedSource(source, clock=clock), RUN.digest, chain=True)
+    assert report.passed == holds, report.failure
+    if not holds:
+        assert report.failure is not None
+        assert "does not answer: more requests than this server can answer, for 6" in report.failure.detail
 
 
 @pytest.mark.parametrize(

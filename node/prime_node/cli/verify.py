@@ -105,7 +105,7 @@ def verify(
     Nine checks: (1) run, (2) signatures, (3) manifests, (4) chain, (5) parts, (6) chunks, (7) tensors,
     (8) model files, (9) freshness. The first one that does not hold ends it. --tensor leaves out (5) and (8).
     A URL must show an unexpired timestamp of its newest policy; for a folder, its date is only shown.
-    A source that sends less than 32 KiB a second on average is abandoned.
+    A source that sends less than 32 KiB a second on average, or is too busy for a minute, is abandoned.
 
     \b
     Exit codes:

@@ -5,7 +5,8 @@ enough, and delay a verification for days. So the time in which at least one req
 
     waited <= PATIENCE_S + requests x REQUEST_S + bytes / bytes_per_second_min
 
-Time spent on the bytes between requests does not count against the source.
+Time spent on the bytes between requests does not count against the source. A request that a busy server refuses is sent again:
+load is no fault of what is verified. These pauses count.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import PublicSource, Unreachable
 from prime_protocol.envelope import Envelope
+from prime_protocol.errors import ErrorCode, RemoteError
 
 PATIENCE_S = 60.0
 """Seconds allowed to every source once: to connect, and for a short disturbance."""
@@ -24,6 +27,9 @@ REQUEST_S = 0.5
 """Seconds allowed for each request: a line around the world, and a disk seek."""
 BYTES_PER_SECOND_MIN = 32 * 2**10
 """Lowest average rate: a quarter of a megabit a second, too slow for checkpoints of today's size."""
+
+BUSY = (ErrorCode.UNAVAILABLE, ErrorCode.TOO_MANY_REQUESTS)
+"""Errors of a server with too much load."""
 
 T = TypeVar("T")
 
@@ -42,6 +48,8 @@ class PacedSource:
         """Time at which the first of the open requests was sent."""
         self._waited_s = 0.0
         self._allowed_s = PATIENCE_S
+        self._refusal = ""
+        """The last answer of a busy server."""
 
     async def run_spec(self) -> Envelope:
         """Fetch the RunSpec."""
@@ -77,11 +85,13 @@ class PacedSource:
             self._since_s = self._clock.monotonic_s()
         self._open += 1
         self._allowed_s += REQUEST_S
-        answering = asyncio.ensure_future(call())
+        answering = asyncio.ensure_future(self._admitted(call))
         try:
             while not answering.done():
                 left_s = self._allowed_s - self._so_far_s()
                 if left_s <= 0:
+                    if self._refusal:
+                        raise Unreachable(f"{self._refusal}, for {self._so_far_s():,.0f} s: try again later")
                     raise Unreachable(
                         f"slow retrieval: less than {self._rate_min:,.0f} bytes a second on average after "
                         f"{self._so_far_s():,.0f} s of waiting"
@@ -97,6 +107,21 @@ class PacedSource:
             self._open -= 1
             if self._open == 0:
                 self._waited_s += self._clock.monotonic_s() - self._since_s
+
+    async def _admitted(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Return the answer of a server, however busy it is. Raises its other errors."""
+        backoff = Backoff()
+        while True:
+            try:
+                answer = await call()
+            except RemoteError as error:
+                if error.code not in BUSY:
+                    raise
+                self._refusal = error.detail
+                await self._clock.sleep(backoff.next_s(error))
+            else:
+                self._refusal = ""
+                return answer
 
     def _so_far_s(self) -> float:
         """Return the seconds in which a request was open."""
