@@ -30,7 +30,7 @@ class Faults:
         """Whether a fault is active that may end a role with an error of its own."""
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "kill": (10, self.kill),
-            "kill all": (1, self.kill_all),
+            "kill all": (3, self.kill_all),
             "stop": (3, self.stop),
             "flipped file": (3, self.flip_file),
             "flipped document": (1, self.flip_document),
