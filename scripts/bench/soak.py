@@ -96,7 +96,7 @@ class Soak:
                     return
             await asyncio.sleep(0.25)
         waits = "it does not answer" if status is None else status["waiting_for"]
-        self.problems.append(f"round {self.rounds}: no new policy in {PROGRESS_S_MAX:.0f} s: {waits}")
+        self.faults.problem(f"round {self.rounds}: no new policy in {PROGRESS_S_MAX:.0f} s: {waits}")
 
     async def _watch(self) -> None:
         while True:
@@ -108,26 +108,26 @@ class Soak:
         for role in self.run.roles.values():
             if (code := role.reap()) is not None:
                 if not (self.faults.may_end and code in EXPECTED_CODES):
-                    self.problems.append(f"round {self.rounds}: {role.name} ended by itself with code {code}")
+                    self.faults.problem(f"round {self.rounds}: {role.name} ended by itself with code {code}")
                 say(f"{role.name} ended with code {code}")
-            if not self.faults.may_end and role.process is None and role.starts:
+            if not self.faults.is_active and role.process is None and role.starts:
                 role.start()
 
     def _check(self) -> None:
         where = f"round {self.rounds}: "
         with contextlib.suppress(OSError):
             if wrong := self.ledger.read_on(self.url):
-                self.problems.append(f"{where}{wrong}")
+                self.faults.problem(f"{where}{wrong}")
         kept = [receipts_in(self.run.folder / name / "receipts.jsonl") for name in self.run.workers()]
         with contextlib.suppress(OSError):  # what was settled meanwhile
             self.ledger.read_on(self.url)
         self.lost = max(self.lost, sum(self.ledger.lost(receipts) for receipts in kept))
         self.doubled = self.ledger.counted_twice()
         if wrong := verifies(self.url + "/#" + self.run.link.rpartition("#")[2]):
-            self.problems.append(f"{where}the newest policy does not verify: {wrong}")
+            self.faults.problem(f"{where}the newest policy does not verify: {wrong}")
         alive = {role.process.pid for role in self.run.roles.values() if role.process is not None}
         if left := orphans(self.run.folder, alive):
-            self.problems.append(f"{where}processes {left} belong to no role")
+            self.faults.problem(f"{where}processes {left} belong to no role")
         self.files = max([self.files, *map(open_files, alive)])
         say(
             f"round {self.rounds}: policy {self.head}, {len(self.ledger.digests)} bundles in the ledger, "
@@ -137,14 +137,14 @@ class Soak:
     async def end(self) -> None:
         """Stop all roles, and verify the whole chain."""
         if wrong := await asyncio.to_thread(verifies, str(self.run.folder), "--chain"):
-            self.problems.append(f"the chain does not verify: {wrong}")
+            self.faults.problem(f"the chain does not verify: {wrong}")
         for name in [*self.run.workers(), "seeder", "validator", "trainer", "coordinator"]:
             if name in self.run.roles:
                 await asyncio.to_thread(self.run.roles[name].stop)
         for name, count in tracebacks(self.run.logs).items():
-            self.problems.append(f"{count} tracebacks in the log of {name}")
+            self.faults.problem(f"{count} tracebacks in the log of {name}")
         if left := await asyncio.to_thread(orphans, self.run.folder, set()):
-            self.problems.append(f"processes {left} are left")
+            self.faults.problem(f"processes {left} are left")
         await self.run.proxy.close()
 
 
@@ -190,8 +190,6 @@ def main() -> int:
         made = asyncio.run(soak(arguments, disk / "run", Path(logs), disk=mounted))
         if arguments.keep:
             shutil.copytree(logs, arguments.keep, dirs_exist_ok=True)
-    for problem in made.problems:
-        say(f"PROBLEM {problem}")
     say(f"faults: {dict(made.faults.done)}; kills by role: {dict(made.faults.killed)}; up to {made.files} descriptors")
     return output.finish(
         [

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -26,8 +27,9 @@ class Faults:
         self.done: Counter[str] = Counter()
         self.killed: Counter[str] = Counter()
         self.problems: list[str] = []
-        self.may_end = False
-        """Whether a fault is active that may end a role with an error of its own."""
+        self.is_active = False
+        """Whether a fault is active that may end a role with an error of its own, and keep it from starting."""
+        self._excused_until_s = 0.0
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "kill": (10, self.kill),
             "kill all": (3, self.kill_all),
@@ -49,6 +51,16 @@ class Faults:
             (kind,) = self.drawn.choices(list(self._kinds), weights)
         self.done[kind] += 1
         await self._kinds[kind][1]()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a role may end with an error of its own: a fault is active, or was when the role met it."""
+        return self.is_active or time.monotonic() < self._excused_until_s
+
+    def problem(self, text: str) -> None:
+        """Say what does not hold, and keep it for the checks."""
+        self.say(f"PROBLEM {text}")
+        self.problems.append(text)
 
     def kinds(self) -> list[str]:
         """Return the names of all faults."""
@@ -155,36 +167,34 @@ class Faults:
         name = self.drawn.choices(list(kept), [len(data) for data in kept.values()])[0]
         self.say(f"flip a bit of {name}")
         self._flip(folder / name)
-        before, self.may_end = role.log.stat().st_size, True
+        before, self.is_active = role.log.stat().st_size, True
         role.start()
         for _ in range(round(10 * START_S_MAX)):
             await asyncio.sleep(0.1)
             if not role.is_running:
                 break
             if b"serving run" in role.log.read_bytes()[before:]:
-                self.may_end = False
+                self.is_active = False
                 self.done["flips without effect, or healed"] += 1
                 return
         said = role.log.read_bytes()[before:].decode(errors="replace").strip().split("\n")[-1]
         code = role.reap()
         if code not in (3, None) or ("state.sqlite" not in said and "store" not in said):
-            self.problems.append(
-                f"a flipped bit of {name}: the coordinator ended with code {code} and said {said[:300]}"
-            )
+            self.problem(f"a flipped bit of {name}: the coordinator ended with code {code} and said {said[:300]}")
         self.say(f"the coordinator refuses the database: {said[:160]}")
         self.done["flips that were named"] += 1
         role.kill()
         (folder / "state.sqlite-shm").unlink(missing_ok=True)
         for one, data in kept.items():
             (folder / one).write_bytes(data)
-        self.may_end = False
+        self.is_active = False
         role.start()
 
     async def fill_disk(self) -> None:
         """Fill the disk of all roles for a while. Those that end for it are started again once there is room."""
         seconds = self.drawn.uniform(2.0, 8.0)
         self.say(f"fill the disk for {seconds:.0f} s")
-        self.may_end = True
+        self.is_active = True
         balloon = self.run.folder.parent / "balloon"
         try:
             with balloon.open("wb", buffering=0) as file:
@@ -200,7 +210,8 @@ class Faults:
         finally:
             balloon.unlink(missing_ok=True)
             await asyncio.sleep(1.0)
-            self.may_end = False
+            self.is_active = False
+            self._excused_until_s = time.monotonic() + START_S_MAX  # a role that was starting ends later
 
     def _some_file(self, folder: Path) -> Path | None:
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".partial")
