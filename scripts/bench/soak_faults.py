@@ -32,7 +32,7 @@ class Faults:
         self._excused_until_s = 0.0
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "kill": (10, self.kill),
-            "kill all": (3, self.kill_all),
+            "kill all": (5, self.kill_all),
             "stop": (3, self.stop),
             "flipped file": (3, self.flip_file),
             "flipped document": (1, self.flip_document),
