@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from tests.node.coordinator_world import memory_parts
 from tests.node.gateway_world import SECRET
 from tests.node.seeded_faults_world import Fault
+from tests.node.seeded_network_world import ANSWER_S_MAX, BadNetwork, require_changes, require_head
 from tests.node.seeded_parts_world import Disk, ProcessBlobs, SimulatedProcess, SimulatedServer, SkewedClock
 
 from prime_lab.virtual_tcp import VirtualTcp
@@ -20,7 +21,9 @@ from prime_node.adapters.link.link_client import LinkClient
 from prime_node.adapters.link.link_server import LinkServer
 from prime_node.coordinator.gateway.config import GatewayConfig
 from prime_node.coordinator.gateway.daemon import GatewayParts, serve_gateway
-from prime_node.ports.writer_link import AnswerCall
+from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, ForwardedCall
+from prime_protocol.identity import SigningKey
+from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import PinnedRun
 
 FIRST_PORT = 8402
@@ -38,6 +41,8 @@ class SimulatedListener(LinkServer):
     def __init__(self, tcp: VirtualTcp, process: SimulatedProcess) -> None:
         super().__init__()
         self._tcp, self._process = tcp, process
+        self.answering = dict[object, str]()
+        """Path of each call that is being answered."""
 
     async def start(
         self,
@@ -49,10 +54,39 @@ class SimulatedListener(LinkServer):
         may_send: Callable[[], bool] | None,
     ) -> int:
         """Listen at a simulated port."""
+
+        async def noted(call: ForwardedCall) -> ForwardedAnswer:
+            self.answering[one := object()] = call.path
+            try:
+                return await answer(call)
+            finally:
+                del self.answering[one]
+
         is_allowed, may_act = may_send or (lambda: True), self._process.may_act
-        factory = self.link_factory(answer, secret, run, lambda: not may_act.is_set() or is_allowed())
+        factory = self.link_factory(noted, secret, run, lambda: not may_act.is_set() or is_allowed())
         self._tcp.listen(address[1], self._process, factory, is_allowed)
         return address[1]
+
+
+async def require_settled(
+    net: BadNetwork,
+    num_gateways: int,
+    version: int,
+    listeners: Sequence[SimulatedListener],
+    worker: SigningKey,
+    engine: EngineInfo,
+) -> None:
+    """Require that gateways show the newest policy and changes, and that writers have answered what they were asked."""
+    await require_head(net, num_gateways, version)
+    await require_changes(net, num_gateways, worker, engine)
+    begun = [dict(listener.answering) for listener in listeners]
+    await asyncio.sleep(ANSWER_S_MAX)
+    left = [
+        calls[one]
+        for calls, listener in zip(begun, listeners, strict=True)
+        for one in calls.keys() & listener.answering
+    ]
+    assert not left, f"a writer has not answered {left} in {ANSWER_S_MAX:.0f} s"
 
 
 class SimulatedGateway:

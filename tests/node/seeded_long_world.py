@@ -6,11 +6,13 @@ python -m tests.node.seeded_long_world 100000      a run of so many steps; names
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.node.seeded_node_world import setting_of
@@ -66,6 +68,11 @@ def sizes_of(root: object) -> Counter[str]:
     return sizes
 
 
+def resident_mib() -> int:
+    """Return the memory of this process, in which the simulated disk is too."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
 def attributes_of(each: object) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, those in slots too."""
     yield from vars(each).items() if hasattr(each, "__dict__") else ()
@@ -101,8 +108,8 @@ class LongRun:
         return found
 
 
-def run_long(steps: int) -> LongRun:
-    """Run so many steps, and sample."""
+def run_long(steps: int, say: Callable[[str], None] = lambda text: None) -> LongRun:
+    """Run so many steps, and sample. `say` gets a line for each sample."""
     found, opened = LongRun(steps), []
     open_coordinator = vars(daemon)["open_coordinator"]
 
@@ -115,6 +122,10 @@ def run_long(steps: int) -> LongRun:
             gc.collect()
             found.memory.append(sizes_of(opened[-1]))
             found.disk.append(await cluster.disk.rows())
+            elements, rows = sum(found.memory[-1].values()), sum(found.disk[-1].values())
+            say(
+                f"step {policy_version}: {elements} elements, {rows} rows and files, {resident_mib()} MiB with the disk"
+            )
 
     setting = setting_of(steps, pace=PACE, snapshot_events=SNAPSHOT_EVENTS, tick_seconds=1.0, checkpoints_kept=20)
     cluster = Cluster(1, (), lambda text: None, setting, sample)
@@ -126,7 +137,7 @@ def run_long(steps: int) -> LongRun:
 
 if __name__ == "__main__":
     begun_s = time.monotonic()
-    run = run_long(int(sys.argv[1]))
+    run = run_long(int(sys.argv[1]), lambda text: print(text, flush=True))
     for name, rows in sorted(run.disk[-1].items()):
         print(f"{name}: {rows} on the disk")
     print(f"{sum(run.memory[0].values())} -> {sum(run.memory[-1].values())} elements in memory")

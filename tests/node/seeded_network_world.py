@@ -22,11 +22,15 @@ from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import Manifest
+from prime_protocol.requests import JoinRequest, LeaveRequest
+from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp, check_follows, check_fresh
 
 RETRIED = {ErrorCode.EXPIRED, ErrorCode.WRONG_EPOCH, ErrorCode.REPLAYED, ErrorCode.TOO_MANY_REQUESTS}
 """Errors after which a client signs again and repeats."""
+WORK_TWICE = ("/v1/rollouts", "/v1/blobs", "/v1/manifests")
+"""Uploads, which have no nonce: what is stored twice is the same."""
 LOST_SHARE, REPEATED_SHARE = 0.03, 0.05
 ANSWER_S_MAX = 120.0
 """Time in which a running process answers a request or breaks its connection, whatever fails behind it."""
@@ -71,6 +75,8 @@ class BadNetwork:
             answers = await asyncio.gather(
                 *(self.deliver(path, body, method, template, at) for at in places), return_exceptions=True
             )
+            answered = [one for one in answers if not isinstance(one, BaseException)]
+            assert len(answered) < 2 or path in WORK_TWICE or method == "GET", f"{path}: one request worked twice"
             found = self.drawn.choice(answers)
             if isinstance(found, BaseException):
                 raise found
@@ -188,6 +194,38 @@ async def require_head(net: BadNetwork, num_gateways: int, version: int) -> None
                 assert await head_at(net, place) == version, "a gateway shows an old policy"
                 break
             await asyncio.sleep(0.5)
+
+
+async def require_changes(net: BadNetwork, num_gateways: int, worker: SigningKey, engine: EngineInfo) -> None:
+    """Let a worker come and go until each gateway has shown a viewer a change. Raises AssertionError."""
+    came = JoinRequest(name="again", software="1", engine=engine, rollouts_max=64)
+    for gateway in net.places[:num_gateways]:
+        seen = asyncio.create_task(_first_change(gateway))
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                while not seen.done():
+                    await net.message(worker, "join", came)
+                    await asyncio.wait({seen}, timeout=1.5)
+                    with contextlib.suppress(RemoteError):  # it has left, and the answer was lost
+                        await net.message(worker, "leave", LeaveRequest())
+                    await asyncio.wait({seen}, timeout=1.5)
+        except TimeoutError:
+            raise AssertionError("a gateway shows its viewers no live changes") from None
+        finally:
+            seen.cancel()
+        seen.result()
+
+
+async def _first_change(place: Place) -> None:
+    live = await place.web.routes["GET", "/v1/live"].handler(Request({}, b"", {}, "127.0.0.1"))
+    assert live.after is not None
+    assert not isinstance(live.body, bytes)
+    try:
+        async for frames in live.body:
+            if frames.startswith(b"id: "):
+                return
+    finally:
+        live.after()
 
 
 async def look_at_gateway(net: BadNetwork, place: int, head: Manifest) -> None:

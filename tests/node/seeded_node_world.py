@@ -73,6 +73,7 @@ class SimulatedNode:
         self.clock = SkewedClock()
         self.down_until_s = 0.0
         self.term: SimulatedTerm | None = None
+        self.listener: SimulatedListener | None = None
         self._daemon: asyncio.Task[None] | None = None
         self._begin()
 
@@ -104,7 +105,8 @@ class SimulatedNode:
         }
         changed: dict[str, object] = {} if self.term is None else {"standby": True}
         if self._tcp is not None:
-            made["gateways"], made["gateway_secret"] = SimulatedListener(self._tcp, process), SECRET
+            made["gateways"] = self.listener = SimulatedListener(self._tcp, process)
+            made["gateway_secret"] = SECRET
             changed["gateways_listen"] = f"127.0.0.1:{self.port}"
         made["config"] = self._parts.config.model_copy(update=changed)
         parts = replace(self._parts, **made)

@@ -19,6 +19,7 @@ from prime_node.coordinator.state.invariants import check_invariants
 from prime_node.ports.leadership import TermLost
 from prime_node.ports.store import LoggedEvent, Segment, StoredReceipt
 from prime_node.ports.web import CallerBounds, Route, Sender
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import PublicKey, SigningKey
 
@@ -60,6 +61,8 @@ class Disk:
         self.private, self.published = NamedDocuments(), NamedDocuments()
         self.rotten = set[str]()
         """Bundles with a flipped bit."""
+        self.stored = set[str]()
+        """Digests of the bundles that were ever on the disk, whole."""
         self.stored_ms: dict[str, int] = {}
         """Time at which each blob was stored, by the clock of its process."""
         self.epoch = 0
@@ -153,6 +156,8 @@ class ProcessBlobs(_Seen):
             stored: str = await self.shared.put(data, digest=digest)
             self.process.disk.stored_ms[stored] = self.process.clock.now_ms()
             self.process.disk.rotten.discard(stored)
+            if self.shared is self.process.disk.bundles and digest_of(data) == stored:
+                self.process.disk.stored.add(stored)
             return stored
 
         return await self.process.write(store)

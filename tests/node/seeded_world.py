@@ -21,36 +21,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
-from tests.node.coordinator_world import (
-    ANNA,
-    BEN,
-    COORDINATOR,
-    ENGINE,
-    TRAINER,
-    VALIDATOR,
-    make_manifest,
-    make_parcel,
-)
-from tests.node.seeded_faults_world import (
-    ALONE,
-    FAULTY_S,
-    NOISE,
-    PAIRED,
-    Fault,
-    Simulation,
-    draw_faults,
-    run_seeds,
-)
-from tests.node.seeded_gateway_world import BEHIND_GATEWAYS, FIRST_PORT, NUM_GATEWAYS, SimulatedGateway
+from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, ENGINE, TRAINER, VALIDATOR, make_manifest, make_parcel
+from tests.node.seeded_faults_world import ALONE, FAULTY_S, NOISE, PAIRED, Fault, Simulation, draw_faults, run_seeds
+from tests.node.seeded_gateway_world import BEHIND_GATEWAYS, FIRST_PORT, NUM_GATEWAYS, SimulatedGateway, require_settled
 from tests.node.seeded_leader_world import LeaderRow
-from tests.node.seeded_network_world import BadNetwork, look_at_gateway, name_of, require_head, take_timestamp
+from tests.node.seeded_network_world import BadNetwork, look_at_gateway, name_of, take_timestamp
 from tests.node.seeded_node_world import SHORT, Setting, SimulatedNode
-from tests.node.seeded_parts_world import (
-    Disk,
-    checked_after_each_event,
-    hashes_as_signatures,
-    replaced,
-)
+from tests.node.seeded_parts_world import Disk, checked_after_each_event, hashes_as_signatures, replaced
 
 from prime_lab.virtual_loop import run_virtually
 from prime_lab.virtual_tcp import VirtualTcp
@@ -159,11 +136,13 @@ class Cluster:
                     await asyncio.sleep(0.5)
                     continue
                 lease = parse_json(open_envelope(body).verify(PayloadType.LEASE, trusted=(COORDINATOR.key_id,)), Lease)
+                assert lease.worker == key.key_id, "a worker got the lease of another one"
                 await self.pause(0.1, 4.0)
                 parcel = make_parcel(lease, key)
                 _, body = await self.net.ask(key, "rollouts", lambda parcel=parcel: parcel)
                 reply = json.loads(body)
                 if not reply.get("verdict"):
+                    assert reply["bundle"] in self.disk.stored, "a bundle was acknowledged that is not on the disk"
                     self.promised[reply["bundle"]] = lease.lease_id
             except RemoteError as error:
                 if error.code is ErrorCode.UNKNOWN_WORKER:
@@ -213,10 +192,9 @@ class Cluster:
 
     async def batch(self, step: int, durable_step: int) -> str:
         """Return the digest of a step's batch, which is the same each time."""
+        request = BatchRequest(step=step, durable_step=durable_step, wait_s=WAIT_S)
         while True:
-            status, body = await self.net.message(
-                TRAINER, "batch", BatchRequest(step=step, durable_step=durable_step, wait_s=WAIT_S)
-            )
+            status, body = await self.net.message(TRAINER, "batch", request)
             if status == 200:
                 break
         envelope = open_envelope(body)
@@ -226,9 +204,7 @@ class Cluster:
             self.trained[group.slot] += 1
         await self.pause(0.1, 2.0)
         if self.drawn.random() < 0.3:  # a trainer that was killed asks again
-            _, again = await self.net.message(
-                TRAINER, "batch", BatchRequest(step=step, durable_step=durable_step, wait_s=WAIT_S)
-            )
+            _, again = await self.net.message(TRAINER, "batch", request)
             assert open_envelope(again).digest == envelope.digest, f"step {step} has another batch after a restart"
         return envelope.digest
 
@@ -335,7 +311,8 @@ class Cluster:
                         task.result()
                 if self.gateways:
                     await asyncio.gather(*disturbing)
-                    await require_head(self.net, len(self.gateways), self.setting.steps)
+                    writers = [node.listener for node in self.nodes if node.listener]
+                    await require_settled(self.net, len(self.gateways), self.setting.steps, writers, ANNA, ENGINE)
         except TimeoutError:
             raise AssertionError(f"the run stands still at policy {self.head and self.head.policy_version}") from None
         finally:
