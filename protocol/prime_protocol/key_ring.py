@@ -34,10 +34,11 @@ class Role(StrEnum):
     COORDINATOR = "coordinator"
     TRAINER = "trainer"
     VALIDATOR = "validator"
+    AUDITOR = "auditor"
 
 
 class RoleKeys(WireModel):
-    """Keys of each role, as key ids. Each role has at least one; a key may have several roles."""
+    """Keys of each role, as key ids. Each role but the auditors' has at least one; a key may have several roles."""
 
     root: Keys
     """Signers of the RunSpec (all of them) and of key rings (as many as the threshold)."""
@@ -47,6 +48,8 @@ class RoleKeys(WireModel):
     """Signers of manifests."""
     validator: Keys
     """Signers of verdicts."""
+    auditor: tuple[KeyId, ...] = Field(default=(), max_length=limits.SIGNATURES_MAX, exclude_if=lambda keys: not keys)
+    """Signers of requests for bundles that were trained on, in a run that gives these to auditors. They sign nothing else."""
     root_threshold: int | None = Field(default=None, ge=1, le=limits.SIGNATURES_MAX)
     """Number of root keys that must sign the next key ring; None: all of them."""
     trainer_threshold: int = Field(default=1, ge=1, le=limits.SIGNATURES_MAX)

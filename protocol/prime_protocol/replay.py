@@ -15,9 +15,9 @@ class BundleAccess(StrEnum):
     """Who may read the bundles that were trained on."""
 
     PUBLIC = "public"
-    """Anyone: each is a public blob for `bundle_days`."""
-    NONE = "none"
-    """Validators and the trainer, until the trainer has made its state durable. So no stranger can re-execute a step."""
+    """Anyone: each is a public blob."""
+    AUDITORS = "auditors"
+    """Auditor keys of the run, by signed requests. Without such a key, no one but the run's own roles."""
 
 
 class ReplayPolicy(WireModel):
@@ -30,9 +30,9 @@ class ReplayPolicy(WireModel):
     state_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
     """Days for which published training states are kept."""
     bundle_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
-    """Days for which public bundles are kept."""
+    """Days for which bundles are kept for their readers."""
     bundles: BundleAccess = BundleAccess.PUBLIC
     """Who may read the bundles."""
     bytes_max: int = Field(default=0, ge=0, le=limits.COUNT_MAX, exclude_if=lambda value: value == 0)
-    """Bytes of public bundles and training states above which those of the oldest policies go before their days are over. 0: no
+    """Bytes of these bundles and training states above which those of the oldest policies go before their days are over. 0: no
     such bound. The newest training state stays, and what a re-execution from it on needs."""

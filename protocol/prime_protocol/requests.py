@@ -233,7 +233,7 @@ class BatchRequest(WireModel):
 
 
 class BundleRequest(WireModel):
-    """Request of a validator or the trainer for the bytes of a bundle."""
+    """Request of a validator, the trainer or an auditor for the bytes of a bundle."""
 
     action: Literal["bundle"] = "bundle"
     bundle: Digest

@@ -12,7 +12,7 @@ from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.noise import SEED_MAX
-from prime_protocol.replay import ReplayPolicy
+from prime_protocol.replay import BundleAccess, ReplayPolicy
 from prime_protocol.rollout import EngineInfo
 from prime_protocol.run_spec import EnvironmentSpec, JoinLink, ModelFile, RunSpec
 from prime_protocol.schedule import Schedule
@@ -62,6 +62,10 @@ def runs(folder: Folder) -> Envelope:
     several = seal(shared, PayloadType.RUN_SPEC, ROOT)
     promised = spec.model_copy(update={"replay": ReplayPolicy(recipe=digest_of(b"recipe"), bytes_max=2**40)})
     repeatable = seal(promised, PayloadType.RUN_SPEC, ROOT)
+    policy = ReplayPolicy(recipe=digest_of(b"recipe"), bundles=BundleAccess.AUDITORS)
+    auditors = spec.keys.model_copy(update={"auditor": (STRANGER.key_id, TRAINER.key_id)})
+    audited = spec.model_copy(update={"keys": auditors, "replay": policy})
+    readable = seal(audited, PayloadType.RUN_SPEC, ROOT)
     elsewhere = seal(
         spec.model_copy(update={"coordinators": ("http://a.example.org/reboot",)}), PayloadType.RUN_SPEC, ROOT
     )
@@ -93,6 +97,12 @@ def runs(folder: Folder) -> Envelope:
                 "text": repeatable.to_bytes().decode(),
                 "pinned": repeatable.digest,
                 "expect": fields(promised),
+            },
+            {
+                "name": "bundles for auditors",
+                "text": readable.to_bytes().decode(),
+                "pinned": readable.digest,
+                "expect": fields(audited),
             },
             wire | {"name": "another run", "pinned": digest_of(b"other"), "error": E.WRONG_RUN},
             *(

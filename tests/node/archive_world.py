@@ -28,11 +28,11 @@ def unpacked(archive: Path, folder: Path) -> dict[str, object]:
     return found
 
 
-def replayable(bundles: BundleAccess = BundleAccess.PUBLIC, *, bytes_max: int = 0) -> PinnedRun:
+def replayable(bundles: BundleAccess = BundleAccess.PUBLIC, *, bytes_max: int = 0, **changes: object) -> PinnedRun:
     policy = ReplayPolicy(
         recipe=digest_of(RECIPE), state_every=2, state_days=3.0, bundle_days=1.0, bundles=bundles, bytes_max=bytes_max
     )
-    return make_run(async_level=0, replay=policy)
+    return make_run(async_level=0, replay=policy, **changes)
 
 
 def state_of(run: PinnedRun, version: int) -> bytes:

@@ -199,7 +199,7 @@ async def test_where_two_trainers_must_sign_one_alone_publishes_nothing(tmp_path
     ("caller", "key", "role"),
     [
         (Caller.VALIDATOR, VALIDATOR, "validator"),
-        (Caller.JUDGES, VALIDATOR, "validator"),
+        (Caller.READERS, VALIDATOR, "validator"),
         (Caller.TRAINER, TRAINER, "trainer"),
         (Caller.OPERATOR, COORDINATOR, "coordinator"),
     ],

@@ -109,6 +109,16 @@ def test_a_key_is_added_first_and_the_old_one_revoked_later(run_dir: RunDir) -> 
     assert chain(run_dir).current.trainer == (new,)
 
 
+def test_an_auditor_is_named_and_the_last_one_revoked(run_dir: RunDir, tmp_path: Path) -> None:
+    auditor = keys("make", tmp_path / "auditor.key").strip()
+    keys("rotate", run_dir.path, "--role", "auditor", "--keep", "--key", auditor)
+    keys("submit", run_dir.path / "key-ring-1.json", run_dir.path)
+    assert f"auditor: {auditor}" in keys("show", run_dir.path)
+    keys("revoke", run_dir.path, auditor)
+    keys("submit", run_dir.path / "key-ring-2.json", run_dir.path)
+    assert (chain(run_dir).current.auditor, chain(run_dir).is_revoked(auditor, Role.AUDITOR)) == ((), True)
+
+
 def test_impossible_changes_are_refused_before_anything_is_written(run_dir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="no trainer key would be left"):
         keys("revoke", run_dir.path, TRAINER.key_id)

@@ -222,7 +222,7 @@ async def test_commitments_that_are_missing_or_not_stored_are_refused() -> None:
 
 
 async def test_bundles_stay_private_where_the_run_says_so_and_batches_where_it_promises_nothing() -> None:
-    parts = memory_parts(replayable(BundleAccess.NONE))
+    parts = memory_parts(replayable(BundleAccess.AUDITORS))
     async with running(parts) as world:
         await offer(world)
         await world.join(ANNA)

@@ -180,7 +180,8 @@ def use_new_keys(run_dir: RunDir, ring: KeyRing) -> Iterator[str]:
             if place.exists():
                 place.rename(place.with_name(f"{role}-until-{ring.version}.key"))
             made.rename(place)
-            yield f"{place} holds the new key; start the {role} again" if role is not Role.ROOT else f"{place} is new"
+            runs = role not in (Role.ROOT, Role.AUDITOR)
+            yield f"{place} holds the new key; start the {role} again" if runs else f"{place} is new"
 
 
 def describe_key_request(known: Known) -> Iterator[str]:
@@ -203,4 +204,5 @@ def ring_lines(ring: KeyRing) -> Iterator[str]:
 def _role_lines(keys: RoleKeys) -> Iterator[str]:
     for role in Role:
         threshold = f" ({keys.threshold(role)} must sign)" if role in (Role.ROOT, Role.TRAINER) else ""
-        yield f"  {role}{threshold}: {', '.join(keys.of(role))}"
+        if held := keys.of(role):
+            yield f"  {role}{threshold}: {', '.join(held)}"

@@ -73,6 +73,12 @@ def replay(
             help="Run this code of the recipe's creator, which you have read; repeatable. Other code is refused.",
         ),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            "--key", help="Auditor's private key, for a run that gives bundles to auditors only.", show_default=False
+        ),
+    ] = None,
     run: Annotated[
         str | None,
         typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
@@ -103,7 +109,7 @@ def replay(
       1    the weights or the training state do not follow, or a signed statement contradicts another (weights, statement)
       2    wrong usage
       3    cannot say: this machine's arithmetic is another one, or this machine is at fault
-      4    refused: the run promises no re-execution, or not to strangers
+      4    refused: the run promises no re-execution, or gives its bundles to others only
       6    this machine is at fault, and it may pass: a full disk
       7    follows within the tolerance only
       8    withheld: the source lacks what the RunSpec promises, or no longer has it
@@ -129,7 +135,7 @@ def replay(
         raise typer.BadParameter("choose one of --batches-only and --bound-only")
     options = ReplayOptions(
         run=run, steps=tuple(step), sample=sample, genesis=genesis, batches_only=batches_only, bound_only=bound_only,
-        tolerance=tolerance, rewards=not no_rewards, evidence=evidence, code=frozenset(code),
+        tolerance=tolerance, rewards=not no_rewards, evidence=evidence, key=key, code=frozenset(code),
     )  # fmt: skip
     settings = Options(config, assignments, reads=("environments",)).load(EnvironmentSettings)
     if nproc is None or nproc == 1 or batches_only or bound_only:

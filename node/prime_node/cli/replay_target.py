@@ -14,6 +14,7 @@ from prime_node.cli import wire, wire_replay
 from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import expected_run, open_source
+from prime_node.keyfile import load_key
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
@@ -56,6 +57,8 @@ class ReplayOptions:
     ledger: bool = True
     """Whether batches are compared with the ledger, where the target has one."""
     evidence: Path | None = None
+    key: Path | None = None
+    """File of an auditor's private key, which signs requests for bundles that are not public."""
     code: frozenset[str] = frozenset()
     """Import paths of code that the recipe may name, and that is run here."""
     ranks: Ranks | None = None
@@ -78,7 +81,8 @@ async def replay_target(
 
     if options.evidence is not None and options.evidence.exists() and any(options.evidence.iterdir()):
         raise LocalError(f"--evidence {options.evidence}: the folder is not empty; name a new one")
-    async with open_source(target) as opened:
+    key = None if options.key is None else load_key(options.key)
+    async with open_source(target, key=key) as opened:
         recorded = None if options.evidence is None else RecordedSource(opened, options.evidence)
         source: ReplaySource = recorded or opened
         known = options.run or expected_run(target)
@@ -88,6 +92,7 @@ async def replay_target(
             await fetch_key_rings(source, run.keys)
         except Unreachable as error:
             raise LocalError(f"{target} does not answer: {error}") from None
+        wire_replay.bound_source(opened, run)
         report = ReplayReport(run.digest, pinned=options.run is not None or (is_url(target) and known is not None))
         report.options = {name: getattr(options, name) for name in REPEATED}
         if not report.pinned:
@@ -323,17 +328,33 @@ class _TargetReplay:
         return sum(part.size for part in index.parts)
 
     def _require_bundles(self, steps: Sequence[int]) -> None:
+        """Raise RemoteError if the RunSpec gives this caller no bundles: the run is not at fault then."""
+        from prime_node.replay.recording import FINDING
+        from prime_protocol.key_ring import Role
         from prime_protocol.replay import BundleAccess
 
-        if steps and self.material.policy.bundles is BundleAccess.NONE:
+        if not steps or self.material.policy.bundles is BundleAccess.PUBLIC:
+            return
+        refusal, keys = "", self.material.run.keys
+        if not is_url(self.target):
+            if not (RunDir(Path(self.target)).archived.exists() or (Path(self.target) / FINDING).exists()):
+                refusal = "this folder has none: give the join link, and an auditor's --key"
+        elif self.options.key is None:
+            refusal = "give an auditor's --key"
+        elif (key := load_key(self.options.key).key_id) not in keys.current.of(Role.AUDITOR):
+            was = f", and was one before key ring {keys.version}" if keys.is_revoked(key, Role.AUDITOR) else ""
+            refusal = f"{self.options.key} holds {key}, which is none{was}"
+        if refusal:
             raise RemoteError(
-                ErrorCode.NOT_FOUND, "the RunSpec gives bundles to no stranger: --bound-only and --genesis need none"
+                ErrorCode.WRONG_ROLE,
+                f"the run gives bundles to its auditors only: {refusal}. --bound-only and --genesis need none",
             )
 
     async def _receipts(self) -> Mapping[str, Receipt] | None:
         """Return the newest receipt of each bundle, None where the target has no ledger. Raises Unfaithful or Withheld."""
         from prime_node.broadcast.audit.ledger_file import UnpinnedLedger
         from prime_node.cli.ledger import open_ledger
+        from prime_node.replay.finding import Withheld
 
         if not self.options.ledger:
             return None
@@ -346,7 +367,7 @@ class _TargetReplay:
         try:
             async with open_ledger(self.target, self.material.run.digest) as opened:
                 return await self._audited(opened.source)
-        except LocalError as error:
+        except (LocalError, Withheld) as error:  # of a folder that is the reader's own
             self.report.notes.append(f"batches were not compared with the ledger: {error}")
             return None
 

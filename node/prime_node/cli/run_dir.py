@@ -27,6 +27,8 @@ from prime_protocol.run_spec import JoinLink, PinnedRun, open_run_spec
 
 SECRET = "assignment.secret"
 """File name of the assignment secret in the coordinator's folder."""
+ARCHIVED = "archived"
+"""Folder in the coordinator's for the bundles that only auditors may read."""
 STATE = "state.sqlite"
 """File name of the coordinator's state in its folder."""
 
@@ -87,6 +89,11 @@ class RunDir:
     def public(self) -> Path:
         """Folder that the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
         return self.coordinator / "public"
+
+    @property
+    def archived(self) -> Path:
+        """Folder of the bundles that the coordinator keeps for auditors."""
+        return self.coordinator / ARCHIVED
 
     @property
     def trainer(self) -> Path:

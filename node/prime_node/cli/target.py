@@ -13,6 +13,7 @@ from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
     from prime_node.ports.transport import ReplaySource
+    from prime_protocol.identity import SigningKey
 
 
 def expected_run(target: str) -> str | None:
@@ -27,15 +28,18 @@ def expected_run(target: str) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def open_source(target: str) -> AsyncIterator[ReplaySource]:
-    """Open the source of the target's bytes. Raises LocalError if it is neither a URL nor a folder."""
+async def open_source(target: str, *, key: SigningKey | None = None) -> AsyncIterator[ReplaySource]:
+    """Open the source of the target's bytes. Raises LocalError if it is neither a URL nor a folder.
+
+    `key` signs requests for what only auditors may read.
+    """
     from prime_node.cli import wire
 
     if is_url(target):
-        async with wire.public_source(target) as source:
+        async with wire.public_source(target, key=key) as source:
             yield source
         return
-    yield wire.folder_source(published_folder(target))
+    yield wire.folder_source(published_folder(target), archived=RunDir(Path(target)).archived)
 
 
 def published_folder(target: str) -> Path:

@@ -64,8 +64,12 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 
 @contextlib.asynccontextmanager
-async def public_source(url: str, *, stall_s: float | None = None) -> AsyncIterator[HttpClient]:
-    """Open the public half of a coordinator or of a mirror. Callers that read much from it wrap it in paced().
+async def public_source(
+    url: str, *, stall_s: float | None = None, key: SigningKey | None = None
+) -> AsyncIterator[HttpClient]:
+    """Open the public half of a coordinator or of a mirror, or with an auditor's key also its bundles.
+
+    Callers that read much from it wrap it in paced().
 
     Raises LocalError for an address that is none.
     """
@@ -75,7 +79,7 @@ async def public_source(url: str, *, stall_s: float | None = None) -> AsyncItera
     named = named_in(url)  # checks the address first
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    async with HttpClient(base, run=named or "", clock=clock(), stall_s=stall_s or STALL_S) as client:
+    async with HttpClient(base, run=named or "", clock=clock(), stall_s=stall_s or STALL_S, key=key) as client:
         yield client
 
 
@@ -86,11 +90,11 @@ def paced(source: PublicSource) -> PublicSource:
     return PacedSource(source, clock=clock())
 
 
-def folder_source(folder: Path) -> FolderSource:
-    """Return a source that reads a published folder."""
+def folder_source(folder: Path, *, archived: Path | None = None) -> FolderSource:
+    """Return a source that reads a published folder, and bundles for auditors from a folder of their own."""
     from prime_node.adapters.storage.folder_source import FolderSource
 
-    return FolderSource(folder)
+    return FolderSource(folder, archived=archived)
 
 
 async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditReport:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.cli.run_dir import SECRET
+from prime_node.cli.run_dir import ARCHIVED, SECRET
 from prime_node.cli.wire_gateway import gateway_listener
 from prime_node.cli.wire_rows import rows_in
 from prime_node.cli.wire_store import open_blobs, open_storage, read_store
@@ -68,6 +68,7 @@ async def coordinator_parts(
         clock=wire.clock(),
         store=storage.store,
         bundles=await open_blobs(settings.blobs, run, folder / "bundles"),
+        archived=await open_blobs(settings.blobs, run, folder / ARCHIVED),
         public=blobs,
         published=storage.published,
         private=storage.private,

@@ -95,6 +95,8 @@ class Parts:
     store: Store
     bundles: Blobs
     """Uploaded bundles. Only validators and the trainer can read them."""
+    archived: Blobs
+    """Those that were trained on, for the run's auditors."""
     public: Blobs
     """Model files and checkpoint parts. Public."""
     published: Documents
@@ -157,9 +159,11 @@ class Coordinator:
         curation = Curation(config.curriculum, decisions, assigner, private, metrics)
         manifests = PublishedManifests(run, decisions, parts.published)
         seals = BatchSeals(run, key, decisions, assigner)
-        archive = ReplayArchive(run, clock, decisions, seals, manifests, parts.published, private, public, bundles)
+        archive = ReplayArchive(
+            run, clock, decisions, seals, manifests, parts.published, private, public, bundles, parts.archived
+        )
         receipts = ReceiptLists(run, key, decisions, store)
-        storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles)
+        storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles, parts.archived)
         timestamps = TimestampSigner(
             run,
             key,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from prime_node.config import Settings, SettingsConfigDict
 from prime_node.coordinator.assignments import chain_of, secret_of
@@ -22,7 +22,7 @@ from prime_protocol.check_policy import AuditPolicy, CheckPolicy
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
-from prime_protocol.identity import SigningKey
+from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.key_ring import RoleKeys
 from prime_protocol.limits import Limits
 from prime_protocol.replay import BundleAccess, ReplayPolicy
@@ -90,17 +90,25 @@ class ReplayConfig(BaseModel):
     state_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
     """Days for which they are kept."""
     bundle_days: float = Field(default=7.0, gt=0.0, le=limits.REPLAY_DAYS_MAX)
-    """Days for which the bundles of a batch are kept for strangers."""
+    """Days for which the bundles of a batch are kept for their readers."""
     bundles: BundleAccess = BundleAccess.PUBLIC
-    """Readers of the bundles: public, everyone; or none, only validators and the trainer, so that strangers can check but the
-    batches' signatures, the learning rates and the bound on each weight's movement."""
+    """Readers of the bundles: public, everyone; or auditors, those named here or later in a key ring. Strangers can check but the
+    batches' signatures, the learning rates and the bound on each weight's movement then."""
+    auditors: tuple[KeyId, ...] = Field(default=(), max_length=limits.SIGNATURES_MAX)
+    """Ids of the auditors' public keys, from `prime-node keys make`, for bundles = "auditors"."""
     gib_max: float = Field(default=0.0, ge=0.0, le=2.0**20)
     """GiB of these states and bundles above which those of the oldest policies are deleted before their days are over; 0: no
     such bound. It is part of the promise, so strangers know of it."""
 
+    @model_validator(mode="after")
+    def _auditors_have_something_to_read(self) -> Self:
+        if self.auditors and self.bundles is not BundleAccess.AUDITORS:
+            raise ValueError('auditors are named, but everyone may read the bundles: set bundles = "auditors"')
+        return self
+
     def policy(self, *, recipe: str) -> ReplayPolicy:
         """Return the RunSpec's promise."""
-        promised = self.model_dump(exclude={"gib_max"})
+        promised = self.model_dump(exclude={"gib_max", "auditors"})
         return ReplayPolicy(recipe=recipe, bytes_max=round(self.gib_max * 2**30), **promised)
 
 
@@ -254,6 +262,7 @@ def build_run_spec(
                 coordinator=(keys["coordinator"].key_id,),
                 trainer=(keys["trainer"].key_id,),
                 validator=(keys["validator"].key_id,),
+                auditor=() if config.replay is None else config.replay.auditors,
             ),
             model_files=tuple(
                 ModelFile(name=name, digest=digest_of(data), size=len(data))

@@ -1,7 +1,8 @@
 """What strangers need to re-execute a step: its signed batch, its bundles, and training states.
 
 The batch of each published policy is a document that stays. Its bundles and the validators' logprobs of them become public blobs
-when the policy is published; a training state comes as public blobs of the trainer. Both are deleted when they are as old as the
+when the policy is published, or are kept apart where the RunSpec gives them to auditors only. A training state comes as public
+blobs of the trainer. Both are deleted when they are as old as the
 RunSpec says, by the dates of their manifests, or when all of them have more bytes than it says: then the oldest policies' go.
 
 Each manifest, batch and state's index is read once per start. While one of them is damaged, nothing is deleted: what it names
@@ -63,7 +64,7 @@ def batch_name(step: int, part: int) -> str:
 
 @dataclass(slots=True)
 class ReplayArchive:
-    """Public material for re-execution. In a run that promises none, every method does nothing."""
+    """Material for re-execution. In a run that promises none, every method does nothing."""
 
     run: PinnedRun
     clock: Clock
@@ -74,6 +75,8 @@ class ReplayArchive:
     private: Documents
     public: Blobs
     bundles: Blobs
+    archived: Blobs
+    """Bundles that only auditors may read."""
     _first_kept: dict[str, int] = field(default_factory=lambda: {"bundles": 1, "states": 0})
     _digests: dict[str, dict[int, bytes]] = field(default_factory=lambda: {"bundles": {}, "states": {}})
     """Digests of each kept policy's blobs, one after another, that of a state's index last. A million take 32 MB."""
@@ -124,19 +127,23 @@ class ReplayArchive:
         if self.policy is not None and step >= 0 and manifest.policy_version == state.head + 1 and state.is_given(step):
             await self._copy_bundles(step)
 
+    def _store(self, kind: str) -> Blobs:
+        """Return where material of a kind is."""
+        is_apart = kind == "bundles" and self.policy is not None and self.policy.bundles is BundleAccess.AUDITORS
+        return self.archived if is_apart else self.public
+
     def _sealed(self, step: int) -> list[Envelope]:
         return [self.seals.seal(step, part) for part in range(self.run.spec.schedule.batches_per_step)]
 
     async def _copy_bundles(self, step: int) -> None:
-        """Copy those of a step's bundles and logprobs that are not public yet."""
-        if self.policy is None or self.policy.bundles is not BundleAccess.PUBLIC:
-            return
+        """Copy those of a step's bundles and logprobs that are not with their readers yet."""
+        store = self._store("bundles")
 
         async def copy(digest: str) -> None:
-            if await self.public.has(digest):
+            if await store.has(digest):
                 return
             try:
-                await self.public.put(await self.bundles.get(digest), digest=digest)
+                await store.put(await self.bundles.get(digest), digest=digest)
             except (KeyError, DamagedBlob):
                 log.error("bundle %s of step %d is lost: this step cannot be re-executed", digest[:12], step)
 
@@ -225,7 +232,7 @@ class ReplayArchive:
 
         async def delete(digest: str) -> None:
             if self.decisions.may_answer():  # or else the next leader may need it again
-                await self.public.delete(digest)
+                await self._store(kind).delete(digest)
 
         for some in (unneeded - last, unneeded & last):
             await at_once([partial(delete, digest) for digest in some], most=_TRANSFERS_MAX)
@@ -245,7 +252,7 @@ class ReplayArchive:
         async def read(kind: str, version: int) -> None:
             found = await self._blobs_of(kind, version)
             if self.policy is not None and self.policy.bytes_max:
-                self._sizes[kind][version] = sum([await self._size(digest) for digest in _split([found])])
+                self._sizes[kind][version] = sum([await self._size(kind, digest) for digest in _split([found])])
             self._digests[kind][version] = found
 
         unknown = [
@@ -256,9 +263,9 @@ class ReplayArchive:
         ]
         await at_once(unknown, most=_TRANSFERS_MAX)
 
-    async def _size(self, digest: str) -> int:
+    async def _size(self, kind: str, digest: str) -> int:
         try:
-            return await self.public.size(digest)
+            return await self._store(kind).size(digest)
         except KeyError:  # a lost bundle
             return 0
 
@@ -269,9 +276,6 @@ class ReplayArchive:
                 return _joined(digest for digest, _ in await self._state_blobs(manifest))
             except RemoteError:  # its index is absent or damaged: its parts help no one
                 return b""
-        assert self.policy is not None
-        if self.policy.bundles is not BundleAccess.PUBLIC:
-            return b""
         envelopes = []
         for part in range(self.run.spec.schedule.batches_per_step):
             with _named(batch_name(version - 1, part)):

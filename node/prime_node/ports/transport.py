@@ -118,6 +118,10 @@ class ReplaySource(PublicSource, Protocol):
         """Return a signed batch of a step whose policy is published. Raises RemoteError(NOT_FOUND)."""
         ...
 
+    async def bundle(self, request: BundleRequest) -> bytes:
+        """Return a bundle, or a validator's logprobs of one, that only auditors may read: unverified."""
+        ...
+
 
 class WorkerPort(CheckpointSource, Protocol):
     """A worker's requests to a coordinator. The adapter signs them with the worker's key and a fresh nonce."""

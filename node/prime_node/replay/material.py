@@ -20,9 +20,9 @@ from prime_node.replay.finding import ReplayFault, Unfaithful, Withheld
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, parse_json
-from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.manifest import SignedManifest, open_manifest
-from prime_protocol.replay import ReplayPolicy
+from prime_protocol.replay import BundleAccess, ReplayPolicy
 from prime_protocol.replies import NotYet, TrainBatch
 from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.run_spec import PinnedRun
@@ -168,7 +168,13 @@ class Material:
 
     async def bundle(self, request: BundleRequest) -> bytes:
         """Return a bundle, or a validator's logprobs of one."""
-        return await self.blob(request.bundle, f"bundle {request.bundle[:12]}")
+        digest = request.bundle
+        if self.policy.bundles is BundleAccess.PUBLIC:
+            return await self.blob(digest, f"bundle {digest[:12]}")
+        data = await given(self.source.bundle(request), f"bundle {digest[:12]}, which no mirror has")
+        if digest_of(data) != digest:
+            raise Withheld(f"bundle {digest[:12]}: the source sends other bytes")
+        return data
 
 
 def foreign_tensor(stated: Sequence[TrainingTensor], masters: Mapping[str, TrainingTensor]) -> str:
@@ -196,10 +202,12 @@ def foreign_tensor(stated: Sequence[TrainingTensor], masters: Mapping[str, Train
 
 
 async def given(asked: Awaitable[T], what: str) -> T:
-    """Return the source's answer. Raises Withheld if there is none."""
+    """Return the source's answer. Raises Withheld if there is none, and RemoteError if it is busy or the clock here is wrong."""
     try:
         return await asked
     except RemoteError as error:
+        if error.is_transient or error.code is ErrorCode.EXPIRED:
+            raise
         raise Withheld(f"{what}: {error.detail}") from None
     except Unreachable as error:
         raise Withheld(f"{what}: the source does not answer: {error}") from None

@@ -15,6 +15,7 @@ from prime_node.files import write_durably
 from prime_node.inside import place
 from prime_node.ports.transport import ReplaySource
 from prime_protocol.envelope import Envelope
+from prime_protocol.requests import BundleRequest
 
 FINDING = "replay-finding.json"
 """File of what was found, in the folder of the evidence."""
@@ -62,6 +63,12 @@ class RecordedSource:
         data = await self.source.blob(digest, start=start, end=end)
         if start == 0:
             self._write(f"blobs/{digest[:2]}/{digest}", data)
+        return data
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        """Return and keep a bundle that only auditors may read, where a published folder has public ones."""
+        data = await self.source.bundle(request)
+        self._write(f"blobs/{request.bundle[:2]}/{request.bundle}", data)
         return data
 
     def finish(self, fields: Mapping[str, Any]) -> None:

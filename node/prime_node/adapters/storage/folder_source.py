@@ -26,6 +26,8 @@ from prime_protocol import limits
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
+from prime_protocol.requests import BundleRequest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -33,8 +35,9 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class FolderSource:
     """Implementation of ports.transport.ReplaySource. Read-only; a file that is replaced is read whole."""
 
-    def __init__(self, folder: Path, *, bounds: Limits | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, archived: Path | None = None, bounds: Limits | None = None) -> None:
+        """`archived` is the coordinator's folder of the bundles that only auditors may read."""
+        self.folder, self._archived = folder, archived
         self.bounds = bounds or Limits()
 
     async def run_spec(self) -> Envelope:
@@ -74,16 +77,26 @@ class FolderSource:
         """Return bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
         if not _DIGEST.fullmatch(digest):
             raise RemoteError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
-        return await asyncio.to_thread(
-            self._read, f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max, start, end
-        )
+        name, bytes_max = f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max
+        return await asyncio.to_thread(self._read, self.folder, name, bytes_max, start, end)
+
+    async def bundle(self, request: BundleRequest) -> bytes:
+        """Return a bundle that only auditors may read: of the coordinator's folder, or of evidence, which has it as a blob."""
+        digest = request.bundle
+        if self._archived is None or not await asyncio.to_thread(
+            place(self._archived, f"{digest[:2]}/{digest}").exists
+        ):
+            return await self.blob(digest)
+        bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
+        return await asyncio.to_thread(self._read, self._archived, f"{digest[:2]}/{digest}", bytes_max, 0, None)
 
     async def _envelope(self, name: str) -> Envelope:
-        return open_envelope(await asyncio.to_thread(self._read, name, limits.ENVELOPE_BYTES_MAX, 0, None))
+        bytes_max = limits.ENVELOPE_BYTES_MAX
+        return open_envelope(await asyncio.to_thread(self._read, self.folder, name, bytes_max, 0, None))
 
-    def _read(self, name: str, bytes_max: int, start: int, end: int | None) -> bytes:
+    def _read(self, folder: Path, name: str, bytes_max: int, start: int, end: int | None) -> bytes:
         try:
-            with os.fdopen(open_regular(place(self.folder, name), os.O_RDONLY), "rb") as file:
+            with os.fdopen(open_regular(place(folder, name), os.O_RDONLY), "rb") as file:
                 size = file.seek(0, 2)
                 stop = size if end is None else end
                 if not 0 <= start <= stop <= size:
@@ -95,6 +108,6 @@ class FolderSource:
                 file.seek(start)
                 return file.read(stop - start)
         except FileNotFoundError:
-            raise RemoteError(ErrorCode.NOT_FOUND, f"{self.folder} does not contain {name}") from None
+            raise RemoteError(ErrorCode.NOT_FOUND, f"{folder} does not contain {name}") from None
         except OSError as error:
-            raise Unreachable(f"{self.folder}: {name}: {error.strerror}") from None
+            raise Unreachable(f"{folder}: {name}: {error.strerror}") from None

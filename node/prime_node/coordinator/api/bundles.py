@@ -1,4 +1,4 @@
-"""Bytes that validators and the trainer exchange: uploaded bundles, and the logprobs that validators computed for them."""
+"""Bytes that validators and the trainer exchange, and auditors read later: uploaded bundles, and validators' logprobs of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READS_MAX = 16
 
 @dataclass(slots=True)
 class BundleStorage:
-    """Uploaded bundles and their judged logprobs. Only validators and the trainer can read them."""
+    """Uploaded bundles and their judged logprobs."""
 
     run: PinnedRun
     clock: Clock
@@ -41,11 +41,14 @@ class BundleStorage:
     checks: CheckQueue
     agreement: Agreement
     bundles: Blobs
+    archived: Blobs
 
     async def read(self, signer: str, request: BundleRequest) -> bytes:
-        """Return a bundle's bytes, for validators and the trainer only."""
+        """Return the bytes of any bundle to a validator or the trainer, and of one that was trained on to an auditor."""
+        keys = self.run.keys.current
+        bundles = self.bundles if signer in (*keys.validator, *keys.trainer) else self.archived
         try:
-            return await self.bundles.get(request.bundle)
+            return await bundles.get(request.bundle)
         except KeyError:
             raise RemoteError(
                 ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may have been deleted"

@@ -55,14 +55,14 @@ class Caller(StrEnum):
     """A key that takes part or did, even a banned one: to read its receipts."""
     VALIDATOR = "validator"
     TRAINER = "trainer"
-    JUDGES = "validator or trainer"
+    READERS = "validator, trainer or auditor"
     OPERATOR = "root or coordinator"
 
 
 ROLES_OF = {
     Caller.VALIDATOR: (Role.VALIDATOR,),
     Caller.TRAINER: (Role.TRAINER,),
-    Caller.JUDGES: (Role.VALIDATOR, Role.TRAINER),
+    Caller.READERS: (Role.VALIDATOR, Role.TRAINER, Role.AUDITOR),
     Caller.OPERATOR: (Role.ROOT, Role.COORDINATOR),
 }
 
@@ -153,7 +153,7 @@ class RequestGate:
         now_s = now.monotonic_s
         self.require_fresh(stamped.epoch, stamped.issued_at_ms, now)  # (7)
         self.nonces.require_new(signer, stamped.nonce)  # (8)
-        if signer != paid_by and caller not in ROLES_OF:
+        if signer != paid_by and (caller not in ROLES_OF or sender is None or not sender.is_role):
             self.limiter.by_key.spend(signer, now_s)  # (9)
         self.spend_nonce(signer, sender, stamped.nonce, state=state, address=address, now_s=now_s)
 
@@ -224,12 +224,13 @@ class _Blame:
 
 
 def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:
-    """Return the sender if it is a key of the run or of an active worker; None for a stranger's key."""
+    """Return the sender if it is a key of the run or of an active worker; None for a stranger's key. An auditor is a member."""
     keys = run.keys.current
     if signer in keys.root or signer in keys.coordinator or signer in keys.trainer or signer in keys.validator:
         return Sender(signer, is_role=True)
     worker = state.workers.get(signer)
-    return Sender(signer, is_role=False) if worker is not None and worker.active else None
+    is_member = signer in keys.auditor or (worker is not None and worker.active)
+    return Sender(signer, is_role=False) if is_member else None
 
 
 def claimed_sender(signed: bytes, *, run: PinnedRun, state: State) -> Sender | None:

@@ -170,11 +170,11 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
         Caller.WORKER,
         body_bytes_max=_rollout_parcel,
     ),
-    # validators, and the trainer that reads the same bundles
+    # validators, and those that read the same bundles
     _signed("check", Caller.VALIDATOR, requests.CheckRequest, lambda on: on.check_tasks.next_check_task),
     _signed("holding", Caller.VALIDATOR, requests.HoldingRequest, lambda on: on.check_tasks.take_holding),
     _signed("check_result", Caller.VALIDATOR, requests.CheckResultRequest, lambda on: on.judging.check_result),
-    _signed("bundle", Caller.JUDGES, requests.BundleRequest, lambda on: on.bundles.read),
+    _signed("bundle", Caller.READERS, requests.BundleRequest, lambda on: on.bundles.read),
     ApiEndpoint(
         "/v1/logprobs",
         lambda on, call: on.bundles.put_logprobs(call.http.body, address=call.http.remote),
@@ -352,7 +352,8 @@ def _importance_of(endpoint: ApiEndpoint) -> Importance:
     if endpoint.path == HEARTBEAT_PATH:
         return Importance.HEARTBEATS
     is_upload = endpoint.message is None and endpoint.caller is Caller.WORKER
-    return Importance.FINISHED_WORK if is_upload or endpoint.caller in ROLES_OF else Importance.NEW_WORK
+    is_role = endpoint.caller in ROLES_OF and endpoint.caller is not Caller.READERS
+    return Importance.FINISHED_WORK if is_upload or is_role else Importance.NEW_WORK
 
 
 def sent_request(request: Request) -> bytes:

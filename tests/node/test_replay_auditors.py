@@ -1,0 +1,123 @@
+"""Bundles for a run's auditors: who may read them, where, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from tests.builder import role_keys
+from tests.node.archive_world import RECIPE, offer, replayable
+from tests.node.coordinator_process import WrongClock
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    COORDINATOR,
+    ROOT,
+    TRAINER,
+    VALIDATOR,
+    World,
+    folder_parts,
+    make_parcel,
+    running,
+)
+from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
+from tests.node.worker_world import next_ring
+
+from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.coordinator.new_run import ReplayConfig
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.identity import SigningKey
+from prime_protocol.replay import BundleAccess
+from prime_protocol.requests import BundleRequest
+from prime_protocol.run_spec import PinnedRun
+
+AUDITOR, NEW = SigningKey(b"\x61" * 32), SigningKey(b"\x62" * 32)
+
+
+def audited_run() -> PinnedRun:
+    keys = role_keys(ROOT, COORDINATOR, TRAINER, VALIDATOR).model_copy(update={"auditor": (AUDITOR.key_id,)})
+    return replayable(BundleAccess.AUDITORS, keys=keys)
+
+
+async def code_of(world: World, key: SigningKey, bundle: str) -> ErrorCode | None:
+    """Return how a server refuses a bundle to a key; None if it serves the right bytes."""
+    try:
+        assert digest_of(await world.client(key).bundle(BundleRequest(bundle=bundle))) == bundle
+    except RemoteError as error:
+        return error.code
+    return None
+
+
+async def test_auditors_alone_read_what_was_trained_on_at_the_coordinator_and_at_gateways(tmp_path: Path) -> None:
+    run = audited_run()
+    parts, server = hearing(await folder_parts(run, tmp_path, **LISTENS))
+    async with running(parts) as world, serving(gateway_parts(run, [server.port])) as url:
+        gateway = World(run, parts, url, world.session)
+        try:
+            await gateway.learn_epoch()
+            await world.client(TRAINER).put_blob(RECIPE)
+            await offer(world)
+            await world.join(ANNA)
+            bundle = (await world.fill(0)).groups[0].bundle
+            assert await code_of(world, AUDITOR, bundle) is ErrorCode.NOT_FOUND, "its policy is not published yet"
+            await offer(world)
+            waiting = digest_of(parcel := make_parcel(await world.lease(ANNA), ANNA))
+            await world.client(ANNA).upload(parcel)
+            for place in (world, gateway):
+                assert await code_of(place, AUDITOR, bundle) is None
+                assert await code_of(place, AUDITOR, waiting) is ErrorCode.NOT_FOUND, "it is trained on by no policy"
+                for stranger in (ANNA, BEN, COORDINATOR):
+                    assert await code_of(place, stranger, bundle) is ErrorCode.WRONG_ROLE
+                with pytest.raises(RemoteError) as unsigned:
+                    await place.client(AUDITOR).blob(bundle)
+                assert unsigned.value.code is ErrorCode.NOT_FOUND
+            assert not await parts.public.has(bundle)
+            assert (await gateway.client(ANNA).public_batch(0, 0)).digest == world.batch
+        finally:
+            for client in gateway.clients.values():
+                await client.close()
+
+
+async def test_a_key_ring_names_and_revokes_auditors(tmp_path: Path) -> None:
+    parts = await folder_parts(audited_run(), tmp_path)
+    async with running(parts) as world:
+        await offer(world)
+        await world.join(ANNA)
+        bundle = (await world.fill(0)).groups[0].bundle
+        await offer(world)
+        assert world.head is not None
+        ring = next_ring(world.run.keys, ROOT, auditor=(NEW,), published=world.head.point)
+        await world.client(NEW).add_key_ring(ring)
+        assert await code_of(world, AUDITOR, bundle) is ErrorCode.REVOKED
+        assert await code_of(world, NEW, bundle) is None
+
+
+async def test_bundles_of_auditors_are_deleted_when_their_days_are_over(tmp_path: Path) -> None:
+    parts = await folder_parts(audited_run(), tmp_path)
+    async with running(parts) as world:
+        await world.client(TRAINER).put_blob(RECIPE)
+        await offer(world)
+        await world.join(ANNA)
+        bundle = (await world.fill(0)).groups[0].bundle
+        await offer(world)
+        assert await code_of(world, AUDITOR, bundle) is None
+    late = await folder_parts(audited_run(), tmp_path)
+    late = replace(late, clock=WrongClock(2 * 86_400.0), web=AiohttpServer(), metrics=PrometheusMetrics())
+    async with running(late) as world:
+
+        async def is_gone() -> bool:
+            return not await late.archived.has(bundle)
+
+        await world.until(is_gone)
+        assert await code_of(world, AUDITOR, bundle) is ErrorCode.NOT_FOUND
+        assert not list((tmp_path / "archived").glob(f"*/{bundle}"))
+
+
+def test_an_auditor_of_public_bundles_is_a_mistake() -> None:
+    with pytest.raises(ValidationError, match='set bundles = "auditors"'):
+        ReplayConfig(auditors=(AUDITOR.key_id,))
+    assert ReplayConfig(bundles=BundleAccess.AUDITORS, auditors=(AUDITOR.key_id,)).policy(recipe="0" * 64)
