@@ -92,7 +92,6 @@ async def replay_target(
             await fetch_key_rings(source, run.keys)
         except Unreachable as error:
             raise LocalError(f"{target} does not answer: {error}") from None
-        wire_replay.bound_source(opened, run)
         report = ReplayReport(run.digest, pinned=options.run is not None or (is_url(target) and known is not None))
         report.options = {name: getattr(options, name) for name in REPEATED}
         if not report.pinned:
@@ -328,7 +327,7 @@ class _TargetReplay:
         return sum(part.size for part in index.parts)
 
     def _require_bundles(self, steps: Sequence[int]) -> None:
-        """Raise RemoteError if the RunSpec gives this caller no bundles: the run is not at fault then."""
+        """Raise RemoteError if the RunSpec gives this caller no bundles."""
         from prime_node.replay.recording import FINDING
         from prime_protocol.key_ring import Role
         from prime_protocol.replay import BundleAccess
@@ -338,12 +337,11 @@ class _TargetReplay:
         refusal, keys = "", self.material.run.keys
         if not is_url(self.target):
             if not (RunDir(Path(self.target)).archived.exists() or (Path(self.target) / FINDING).exists()):
-                refusal = "this folder has none: give the join link, and an auditor's --key"
+                refusal = "give the join link, and an auditor's --key"
         elif self.options.key is None:
             refusal = "give an auditor's --key"
         elif (key := load_key(self.options.key).key_id) not in keys.current.of(Role.AUDITOR):
-            was = f", and was one before key ring {keys.version}" if keys.is_revoked(key, Role.AUDITOR) else ""
-            refusal = f"{self.options.key} holds {key}, which is none{was}"
+            refusal = f"{key} is {'one no longer' if keys.is_revoked(key, Role.AUDITOR) else 'none'}"
         if refusal:
             raise RemoteError(
                 ErrorCode.WRONG_ROLE,

@@ -51,15 +51,6 @@ def end_worlds(worlds: dict[str, Environment]) -> None:
         end_environments(worlds)
 
 
-def bound_source(source: ReplaySource, run: PinnedRun) -> None:
-    """Accept answers as long as those of the run may be, and no longer."""
-    from prime_node.adapters.storage.folder_source import FolderSource
-    from prime_node.adapters.web.http_client import HttpClient
-
-    assert isinstance(source, HttpClient | FolderSource), "open_source opens these"
-    source.bounds = run.spec.limits
-
-
 def as_ledger(source: ReplaySource) -> LedgerSource:
     """Return the ledger of a coordinator that was opened by its URL."""
     from prime_node.adapters.web.http_client import HttpClient
