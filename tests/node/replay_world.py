@@ -7,6 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from prime_node.ports.train_backend import CommittedTensors, Loss, PackedBatch, 
 from prime_node.ports.train_samples import TrainSample
 from prime_node.replay.finding import ReplayReport, StepFinding
 from prime_node.replay.material import Material
+from prime_node.replay.progress import ReplayProgress
 from prime_node.replay.recording import RecordedSource
 from prime_node.replay.reexecution import Reexecution
 from prime_node.trainer.config import TrainerConfig
@@ -242,15 +244,17 @@ async def replayed(
     model: Path | None = None,
     ranks: Ranks | None = None,
     check: Callable[[StepBatch, StepFinding], Awaitable[None]] = no_further_checks,
+    progress: ReplayProgress | None = None,
 ) -> ReplayReport:
     """Re-execute steps from what the run publishes. `row_tokens`: another packing, which is other arithmetic."""
     run = published.run
     assert run.spec.replay is not None
-    material = Material(published, run, run.spec.replay)
+    material = Material(published, run, run.spec.replay, progress or ReplayProgress())
     config = config_of(await material.recipe(), run.spec.replay, trusted_code=("own_losses:half",))
     model = model or write_model(folder / "model")
     packed = config.model_copy(update={"row_tokens": row_tokens or config.row_tokens})
-    backend = train_backend(packed, run.spec, ranks, model=model)
+    on_pass = partial(material.progress.note, "passes")
+    backend = train_backend(packed, run.spec, ranks, model=model, on_pass=on_pass)
     feed = Feed(material, run, clock=VirtualClock(), kept=True)
     lessons = Lessons(
         {"echo": EchoEnvironment()},

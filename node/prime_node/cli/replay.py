@@ -17,6 +17,7 @@ from rich.console import Console
 from prime_node.cli.lifetime import INTERRUPTED
 from prime_node.cli.options import ConfigFile, Options, Set, StopWithParent
 from prime_node.cli.ranks import OutcomeFile, launch_ranks, run_as_rank
+from prime_node.cli.replay_progress import show_progress
 from prime_node.cli.replay_target import ReplayOptions, replay_target
 from prime_node.cli.say import say
 
@@ -173,13 +174,22 @@ def exit_with_report(target: str, options: ReplayOptions, settings: EnvironmentS
 
 async def replay_report(target: str, options: ReplayOptions, settings: EnvironmentSettings, *, as_json: bool) -> int:
     """Re-execute steps, print what is found, and return its exit code."""
+    from prime_node.cli import wire
+    from prime_node.replay.progress import ReplayProgress
+
     console = None if as_json else Console(highlight=False, soft_wrap=True)
 
     def show(finding: StepFinding) -> None:
         for line in lines_of(finding) if console is not None else ():
             say(line, console=console)
 
-    report = await replay_target(target, options, settings, show)
+    progress = ReplayProgress()
+    showing = asyncio.ensure_future(show_progress(progress, console, wire.clock()) if console else asyncio.sleep(0))
+    try:
+        report = await replay_target(target, options, settings, show, progress)
+    finally:
+        showing.cancel()
+        await asyncio.gather(showing, return_exceptions=True)
     if console is None:
         print(json.dumps(report.as_fields()))
     else:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from prime_node.replay.checks import BatchChecks
     from prime_node.replay.finding import ReplayReport, StepFinding
     from prime_node.replay.material import Material
+    from prime_node.replay.progress import ReplayProgress
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.step_runner import StepRunner
     from prime_protocol.verdict import Receipt
@@ -70,12 +71,20 @@ REPEATED = ("genesis", "batches_only", "bound_only", "tolerance", "rewards")
 
 
 async def replay_target(
-    target: str, options: ReplayOptions, grants: EnvironmentSettings, on_step: OnStep = lambda finding: None
+    target: str,
+    options: ReplayOptions,
+    grants: EnvironmentSettings,
+    on_step: OnStep = lambda finding: None,
+    progress: ReplayProgress | None = None,
 ) -> ReplayReport:
-    """Re-execute steps of a target. Raises LocalError, and RemoteError if it is another run than the named one."""
+    """Re-execute steps of a target. Raises LocalError, and RemoteError if it is another run than the named one.
+
+    `progress` is kept up to date meanwhile.
+    """
     from prime_node.broadcast.follow.pinned import fetch_key_rings
     from prime_node.replay.finding import ReplayReport
     from prime_node.replay.material import Material
+    from prime_node.replay.progress import ReplayProgress
     from prime_node.replay.recording import RecordedSource
     from prime_protocol.run_spec import open_run_spec
 
@@ -100,7 +109,8 @@ async def replay_target(
             )
         if run.spec.replay is None:
             raise RemoteError(ErrorCode.NOT_FOUND, "the RunSpec promises no re-execution: the run has no [run.replay]")
-        work = _TargetReplay(target, opened, Material(source, run, run.spec.replay), options, grants, report, on_step)
+        material = Material(source, run, run.spec.replay, progress or ReplayProgress())
+        work = _TargetReplay(target, opened, material, options, grants, report, on_step)
         await work.run()
         if recorded is not None:
             recorded.finish(report.as_fields())
@@ -166,8 +176,9 @@ class _TargetReplay:
         from prime_node.trainer.pinned_recipe import config_of
 
         material, options = self.material, self.options
-        head = await material.head()
-        steps = await self._steps(head)
+        with material.progress.during("the draw"):
+            head = await material.head()
+            steps = await self._steps(head)
         document = await material.recipe()
         if options.bound_only:
             from prime_node.replay.checks import check_bounds
@@ -178,7 +189,8 @@ class _TargetReplay:
             await check_bounds(material, config, steps, self.report, self.on_step)
             return
         self._require_bundles(steps)
-        model = await given(wire_replay.replay_model(material.source, material.run, folder), "the model files")
+        with material.progress.during("the model files"):
+            model = await given(wire_replay.replay_model(material.source, material.run, folder), "the model files")
         retrained = None  # its code is not run where nothing is trained
         if not options.batches_only:
             retrained = config_of(document, material.policy, trusted_code=options.code)
@@ -374,7 +386,8 @@ class _TargetReplay:
         from prime_node.replay.ledger_match import audited_receipts
         from prime_node.replay.material import given
 
-        receipts, faults = await given(audited_receipts(source, self.material.run), "the ledger")
+        with self.material.progress.during("the ledger"):
+            receipts, faults = await given(audited_receipts(source, self.material.run), "the ledger")
         if faults:
             raise Unfaithful(f"the ledger: {listed(faults)}", ReplayFault.LEDGER)
         return receipts

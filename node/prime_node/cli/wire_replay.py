@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,5 +105,6 @@ def replay_runner(
         problems=config.sft.problems,
         batch_size=config.sft.batch_size,
     )
-    backend = wire_training.train_backend(config, spec, ranks, model=model)
+    on_pass = partial(material.progress.note, "passes")
+    backend = wire_training.train_backend(config, spec, ranks, model=model, on_pass=on_pass)
     return StepRunner(run=material.run, config=config, backend=backend, feed=feed, lessons=lessons, clock=wire.clock())

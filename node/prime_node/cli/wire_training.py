@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -84,8 +84,18 @@ def dismiss_ranks(ranks: Ranks) -> None:
     dismiss(ranks)
 
 
-def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *, model: Path) -> TrainBackend:
-    """Return a backend in this process, or on all ranks with this one leading. Raises LocalError."""
+def train_backend(
+    settings: TrainerConfig,
+    spec: RunSpec,
+    ranks: Ranks | None,
+    *,
+    model: Path,
+    on_pass: Callable[[int, int], None] = lambda done, total: None,
+) -> TrainBackend:
+    """Return a backend in this process, or on all ranks with this one leading. Raises LocalError.
+
+    `on_pass` gets how many passes of a batch are done, and their number; not on several ranks.
+    """
     from prime_node.adapters.models.lora import LoraSettings
     from prime_node.adapters.training.leading_backend import LeadingBackend
     from prime_node.adapters.training.ranks import ALONE, Ranks
@@ -132,7 +142,7 @@ def train_backend(settings: TrainerConfig, spec: RunSpec, ranks: Ranks | None, *
         critic=None if settings.critic is None else settings.critic.settings(),
     )
     if ranks is None:
-        return make(Ranks.single(device=settings.device) if placement.needs_ranks else ALONE)
+        return make(Ranks.single(device=settings.device) if placement.needs_ranks else ALONE, on_pass=on_pass)
     return LeadingBackend(make, ranks)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from prime_node.algo.schedule import ParameterSchedule
 from prime_node.broadcast.audit.audit import Verified, audit
@@ -52,7 +53,8 @@ class BatchChecks:
         """Check one batch, whose signatures the feed has verified."""
         spec = self.material.run.spec
         if self.environments is not None:
-            checked, faults = await reward_faults(batch.groups, self.environments, self.tokenizer, spec)
+            on_group = partial(self.material.progress.note, "rewards of groups")
+            checked, faults = await reward_faults(batch.groups, self.environments, self.tokenizer, spec, on_group)
             left = sum(len(group.rewards) for group in batch.groups) - checked
             if faults:
                 finding.fail(ReplayOutcome.DIFFERS, listed(faults), ReplayFault.REWARD)
@@ -79,6 +81,7 @@ async def check_batches(
 ) -> None:
     """Check the batches of these steps, each once and in order, without training on them."""
     for step in steps:
+        checks.material.progress.step = f"step {step}"
         finding = StepFinding(step, seconds=-time.monotonic())
         report.steps.append(finding)
         for part in range(checks.material.run.spec.schedule.batches_per_step):
@@ -158,6 +161,7 @@ async def _pairs(
     """Yield the manifests and weights before and after each step; policies are decoded once where steps follow one another."""
     held: tuple[int, Weights] | None = None
     for step in steps:
+        material.progress.step = f"step {step}"
         before, after = [(await material.signed(version)).manifest for version in (step, step + 1)]
         old = held[1] if held is not None and held[0] == step else await _decoded(material, step)
         new = await _decoded_from(material, after, old)

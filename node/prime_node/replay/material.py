@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from prime_node.ports.transport import ReplaySource, Unreachable
 from prime_node.replay.finding import ReplayFault, Unfaithful, Withheld
+from prime_node.replay.progress import ReplayProgress
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, parse_json
@@ -44,10 +45,13 @@ class Material:
     source: ReplaySource
     run: PinnedRun
     policy: ReplayPolicy
+    progress: ReplayProgress = field(default_factory=ReplayProgress)
     batches: dict[int, tuple[TrainBatch, ...]] = field(default_factory=dict)
     """Parts of the step requested last, as the manifests name them. The feed checks their signatures."""
     _manifests: dict[int, SignedManifest] = field(default_factory=dict, init=False)
     _num_bytes: int = field(default=0, init=False)
+    _bundles: tuple[int, int] = field(default=(0, 0), init=False)
+    """Bundles of that step that were taken, and all."""
     _parts: tuple[int, tuple[Envelope, ...]] = field(default=(-1, ()), init=False)
     """The step requested last, and its batches."""
 
@@ -126,6 +130,7 @@ class Material:
             for number, part in enumerate(state.parts):
                 data = await self.blob(part.digest, f"part {number} of training state {version}", part.size)
                 await asyncio.to_thread(file.write, data)
+                self.progress.note(f"parts of training state {version}", number + 1, len(state.parts))
         return state
 
     # For a feed
@@ -164,16 +169,22 @@ class Material:
         if len(set(slots)) != len(slots):
             raise Unfaithful(f"step {step} trains on a slot in two of its batches", ReplayFault.BATCH)
         self.batches = {step: tuple(batch for _, batch in found)}
+        named = {digest for _, batch in found for group in batch.groups for digest in (group.bundle, group.logprobs)}
+        self._bundles = 0, len(named - {None})
+        self.progress.note("bundles", *self._bundles)
         return tuple(envelope for envelope, _ in found)
 
     async def bundle(self, request: BundleRequest) -> bytes:
         """Return a bundle, or a validator's logprobs of one."""
         digest = request.bundle
         if self.policy.bundles is BundleAccess.PUBLIC:
-            return await self.blob(digest, f"bundle {digest[:12]}")
-        data = await given(self.source.bundle(request), f"bundle {digest[:12]}, which no mirror has")
-        if digest_of(data) != digest:
-            raise Withheld(f"bundle {digest[:12]}: the source sends other bytes")
+            data = await self.blob(digest, f"bundle {digest[:12]}")
+        else:
+            data = await given(self.source.bundle(request), f"bundle {digest[:12]}, which no mirror has")
+            if digest_of(data) != digest:
+                raise Withheld(f"bundle {digest[:12]}: the source sends other bytes")
+        self._bundles = self._bundles[0] + 1, self._bundles[1]
+        self.progress.note("bundles", *self._bundles)
         return data
 
 

@@ -71,7 +71,8 @@ class Reexecution:
             )
         runner.state = TrainerState(run=self.material.run.digest)
         await runner.in_thread(runner.backend.new_optimizer, runner.config.sft.optimizer.settings())
-        for _ in range(said.sft_step):
+        for number in range(said.sft_step):
+            self.material.progress.note("supervised steps", number + 1, said.sft_step)
             await teach_step(runner)
         await end_phase(runner)
         runner.state = runner.state.updated(phase=Phase.RL)
@@ -103,6 +104,7 @@ class Reexecution:
     async def _window(self, first: int, last: int) -> bool:
         """Re-execute steps `first` to `last`. Return whether all gave the published policy, or something tolerable."""
         runner = self.runner
+        self.material.progress.step = f"steps {first} to {last}"
         self._counters_follow = True
         signed = (await self.material.signed(first)).manifest
         runner.state = _progress(await self.material.state_index(first), signed)
@@ -120,7 +122,7 @@ class Reexecution:
         except LocalError as error:
             raise Unfaithful(f"training state {first} is not one of the recipe: {error}", ReplayFault.STATE) from None
         self._before = ReadState(self._path(first), state.tensors)
-        begun = self._begin(first)
+        begun = self._begin(first, of=f" of {first} to {last}")
         if await self._root() != (await self.material.signed(first)).manifest.state_root:
             begun.fail(
                 ReplayOutcome.DIFFERS, f"training state {first} does not round to policy {first}", ReplayFault.STATE
@@ -129,12 +131,13 @@ class Reexecution:
             return False
         begun.established.append(f"training state {first} rounds to policy {first}")
         for step in range(first, last + 1):
-            finding = begun if step == first else self._begin(step)
+            finding = begun if step == first else self._begin(step, of=f" of {first} to {last}")
             try:
                 await run_step(runner, self._recipe, partial(self._next_batch, finding), asyncio.Event())
             except RemoteError as error:
                 raise Unfaithful(f"step {step}: {error.detail}") from None
-            await self._compare((await self.material.signed(step + 1)).manifest, finding)
+            with self.material.progress.during("comparison with the published policy"):
+                await self._compare((await self.material.signed(step + 1)).manifest, finding)
             self._end(finding)
             passing = (ReplayOutcome.EXACT, *([ReplayOutcome.OTHER_NUMERICS] if self.tolerance else []))
             if finding.outcome not in passing:
@@ -226,7 +229,8 @@ class Reexecution:
     def _path(self, version: int) -> Path:
         return place(self.folder, f"{version:08d}")
 
-    def _begin(self, step: int) -> StepFinding:
+    def _begin(self, step: int, *, of: str = "") -> StepFinding:
+        self.material.progress.step = "policy 0" if step < 0 else f"step {step}{of}"
         finding = StepFinding(step, seconds=-time.monotonic())
         self.report.steps.append(finding)
         return finding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from prime_node.envs.episodes import WrongContext, bounds_of, scored
@@ -20,15 +20,21 @@ def repeatable(spec: RunSpec) -> frozenset[str]:
 
 
 async def reward_faults(
-    groups: Sequence[Group], environments: Mapping[str, Environment], tokenizer: Tokenizer, spec: RunSpec
+    groups: Sequence[Group],
+    environments: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    spec: RunSpec,
+    on_group: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[int, list[str]]:
     """Return how many rewards were computed again, and the prompts and rewards that are others in the batch, as text for people.
 
-    A group whose prompt is not that of its problem is not scored: its completions answer another question.
+    A group whose prompt is not that of its problem is not scored: its completions answer another question. `on_group` gets the
+    number of groups that are done, and of all.
     """
     known = {one.name: one for one in spec.environments}
     checked, faults = 0, []
-    for group in groups:
+    for place, group in enumerate(groups):
+        on_group(place, len(groups))
         if group.environment not in repeatable(spec) or group.problem_index is None:
             continue
         environment = environments[group.environment]
@@ -41,6 +47,7 @@ async def reward_faults(
             if found != stated:
                 said = found if isinstance(found, str) else f"{found:g} here"
                 faults.append(f"slot {group.slot}, completion {number}: its reward is {stated:g} in the batch, {said}")
+    on_group(len(groups), len(groups))
     return checked, faults
 
 

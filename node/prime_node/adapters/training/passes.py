@@ -36,6 +36,8 @@ class Passes:
     device: torch.device
     ranks: Ranks
     placement: Placement
+    on_pass: Callable[[int, int], None] = lambda done, total: None
+    """Function that gets how many of a share's passes are done, and their number."""
 
     def of(self, share: RankShare) -> Iterator[Pass]:
         """Yield the same number of passes on every rank, as each is a collective.
@@ -51,7 +53,9 @@ class Passes:
             for unit in units(self.module):
                 unit.set_requires_gradient_sync(is_last or self.placement.reduce_each_pass, recurse=False)
                 unit.set_is_last_backward(is_last)
+            self.on_pass(number, len(passes))
             yield one
+        self.on_pass(len(passes), len(passes))
 
     def places(self, packed: Packed) -> dict[str, Any]:
         """Return the arguments that say which places a forward pass reads: [S] distinct ones, and [N] the row of each."""

@@ -87,19 +87,18 @@ class TorchBackend:
         placement: Placement = PLAIN,
         lora: LoraSettings | None = None,
         critic: CriticSettings | None = None,
+        on_pass: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Build a model of `model_folder`'s config.json with these weights, or with weights drawn by `seed`.
 
-        `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.shares); `threads` sets torch's for the process.
-        Raises LocalError.
+        `row_tokens` and `micro_batch_tokens` bound one forward pass (algo.shares); `threads` sets torch's for the process;
+        `on_pass` gets how many passes of a share are done, and their number. Raises LocalError.
         """
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device(device)
         self._published_dtype = published_dtype
-        self._ranks = ranks
-        self._placement = placement
-        self._lora = lora
+        self._ranks, self._placement, self._lora = ranks, placement, lora
         self._policy = build_policy(
             model_folder,
             weights,
@@ -111,7 +110,7 @@ class TorchBackend:
             published_dtype=published_dtype,
             lora=lora,
         )
-        self._passes = Passes(self._policy, self._device, ranks, placement)
+        self._passes = Passes(self._policy, self._device, ranks, placement, on_pass)
         self.packing = PackingSettings(
             packing,
             row_tokens=row_tokens,
