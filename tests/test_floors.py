@@ -121,6 +121,7 @@ PASSES_ENVIRONMENT = {
     "prime_node.cli.api",  # and here, where a program calls join
     "prime_node.cli.wire_sandbox",  # takes secrets out of it, and points libraries to the role's folder
     "prime_node.adapters.sandbox.system_paths",  # PYTHONPATH says which folders of sys.path the user has named
+    "prime_node.adapters.storage.s3_blobs",  # obstore reads the same variables, and signs too little
     "prime_node.adapters.environments.variables",  # and this one, without possible secrets
     "prime_node.adapters.environments.verifiers_v1",  # verifiers reads keys of endpoints there, and its own is made on the spot
     "prime_node.adapters.engines.vllm_engine",  # vLLM can be set up through the environment alone

@@ -39,6 +39,10 @@ OPTION_CHARS_MAX = 4_096
 """String among the options of an environment."""
 COORDINATORS_MAX = 8
 """Further addresses of coordinators in a RunSpec."""
+UPLOAD_URL_CHARS_MAX = 2_200
+"""URL for one direct upload."""
+UPLOAD_URL_S_MAX = 900
+"""Time for which that URL is valid."""
 ENVIRONMENT_LINE_BYTES_MAX = 16 * 2**20
 """One line from an environment process; the longest is a prompt of a million token ids. A longer one ends the process."""
 ENVIRONMENT_ASKS_MAX = 4_096

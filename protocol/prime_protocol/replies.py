@@ -6,6 +6,7 @@ are signed envelopes.
 
 from __future__ import annotations
 
+import base64
 from typing import Annotated
 
 from pydantic import Field
@@ -101,6 +102,25 @@ class UploadReply(WireModel):
     bundle: Digest
     verdict: Verdict | None = None
     """Verdict, or None until a validator has judged; the receipt holds the final one."""
+
+
+class UploadUrl(WireModel):
+    """Answer to an UploadUrlRequest."""
+
+    url: Annotated[
+        str,
+        Field(
+            max_length=limits.UPLOAD_URL_CHARS_MAX,
+            pattern=r"^https?://(?:[0-9a-zA-Z.-]{1,150}|\[[0-9a-f:.]{2,45}\])(?::[0-9]{1,5})?/[!-~]{1,2000}$",
+        ),
+    ]
+    """Address for one PUT with `upload_headers`."""
+
+
+def upload_headers(body_bytes: int, sha256: bytes) -> dict[str, str]:
+    """Return the headers that the PUT sends and the URL's signature covers."""
+    checksum = base64.b64encode(sha256).decode()
+    return {"content-length": str(body_bytes), "if-none-match": "*", "x-amz-checksum-sha256": checksum}
 
 
 ReceiptText = Annotated[str, Field(max_length=limits.RECEIPT_CHARS_MAX)]

@@ -158,6 +158,16 @@ class ReceiptsRequest(WireModel):
     """Cursor: the `next` of the last answer, 0 at first."""
 
 
+class UploadUrlRequest(WireModel):
+    """Request of a worker for a URL to which it may send the body of a bundle. The answer is an UploadUrl."""
+
+    action: Literal["upload_url"] = "upload_url"
+    lease_id: Digest
+    body_bytes: int = Field(ge=1, le=limits.COUNT_MAX)
+    body_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", max_length=64)]
+    """SHA-256 of the body, which services of S3 verify."""
+
+
 class CheckRequest(WireModel):
     """Request of a validator for a bundle to check."""
 
@@ -291,6 +301,7 @@ Request = Annotated[
     | ReturnLeaseRequest
     | LeaveRequest
     | ReceiptsRequest
+    | UploadUrlRequest
     | CheckRequest
     | HoldingRequest
     | CheckResultRequest

@@ -182,6 +182,7 @@ def _repair(value: Any, place: list[int | str], kind: str, context: dict[str, An
     elif kind in ("enum", "literal_error"):
         value[last] = context["expected"].split(" or ")[0].split(", ")[0].strip("'")
     elif kind == "string_pattern_mismatch" and value[last] == "0" * 64:
-        value[last] = "0" * 32 if "32" in context["pattern"] else "config.json"
+        pattern = context["pattern"]
+        value[last] = "http://h/x" if "http" in pattern else "0" * 32 if "32" in pattern else "config.json"
     else:
         value[last] = copy.deepcopy(_FRESH.get(kind))

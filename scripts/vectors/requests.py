@@ -23,6 +23,7 @@ from prime_protocol.requests import (
     Request,
     ReturnLeaseRequest,
     RevokeRequest,
+    UploadUrlRequest,
     WorkerState,
 )
 from prime_protocol.telemetry import Hardware, HeldOutFigures, Interval
@@ -93,6 +94,8 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
         ReturnLeaseRequest(lease_id=LEASE, failed=True, session=SESSION),
         WORKER,
     )
+    upload = UploadUrlRequest(lease_id=LEASE, body_bytes=5_000_000, body_sha256="5a" * 32)
+    yield "request for the URL of an upload", upload, WORKER
     yield "leave", LeaveRequest(session=SESSION), WORKER
     yield "receipts", ReceiptsRequest(after=41), WORKER
     yield "peers", PeersRequest(port=8_470, addresses=("/ip4/192.0.2.7/tcp/8470",), peers_max=12), WORKER

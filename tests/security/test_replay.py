@@ -61,6 +61,7 @@ from prime_protocol.requests import (
     Request,
     ReturnLeaseRequest,
     RevokeRequest,
+    UploadUrlRequest,
 )
 from prime_protocol.verdict import Verdict
 
@@ -73,6 +74,7 @@ EVERY_REQUEST: tuple[tuple[Request, SigningKey], ...] = (
     (HEARTBEAT, ANNA),
     (LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8), ANNA),
     (ReturnLeaseRequest(lease_id="0" * 64), ANNA),
+    (UploadUrlRequest(lease_id="0" * 64, body_bytes=1, body_sha256="0" * 64), ANNA),
     (LeaveRequest(), ANNA),
     (ReceiptsRequest(), ANNA),
     (PeersRequest(), ANNA),

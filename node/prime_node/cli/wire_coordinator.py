@@ -13,7 +13,7 @@ from prime_node.cli.missing_extra import missing_extra
 from prime_node.cli.run_dir import ARCHIVED, SECRET
 from prime_node.cli.wire_gateway import gateway_listener
 from prime_node.cli.wire_rows import rows_in
-from prime_node.cli.wire_store import open_blobs, open_storage, read_store
+from prime_node.cli.wire_store import open_blobs, open_direct, open_storage, read_store
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
@@ -69,6 +69,7 @@ async def coordinator_parts(
         store=storage.store,
         bundles=await open_blobs(settings.blobs, run, folder / "bundles"),
         archived=await open_blobs(settings.blobs, run, folder / ARCHIVED),
+        direct=await open_direct(settings, run),
         public=blobs,
         published=storage.published,
         private=storage.private,

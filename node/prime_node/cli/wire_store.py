@@ -16,6 +16,7 @@ from prime_protocol.run_spec import PinnedRun
 
 if TYPE_CHECKING:
     from prime_node.adapters.storage.sql_store import Database, SqlStore
+    from prime_node.coordinator.api.direct_uploads import DirectBucket
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.ports.blobs import Blobs
     from prime_node.ports.documents import Documents
@@ -176,6 +177,19 @@ async def read_store(setting: str, run: PinnedRun, folder: Path) -> SqlStore:
     except ImportError as error:
         raise missing_extra("postgres", "stores in PostgreSQL", error) from None
     return await read_postgres(setting, run=run.digest)
+
+
+async def open_direct(settings: CoordinatorConfig, run: PinnedRun) -> DirectBucket | None:
+    """Open the place for bodies that workers put into the bucket themselves, if they may. Raises LocalError."""
+    if settings.uploads != "direct":
+        return None
+    from prime_node.coordinator.api.direct_uploads import DirectBucket
+
+    incoming = await open_blobs(settings.blobs, run, Path("incoming"))
+    from prime_node.adapters.storage.s3_blobs import S3Blobs, S3UploadUrls
+
+    assert isinstance(incoming, S3Blobs)
+    return DirectBucket(incoming, S3UploadUrls(incoming.place))
 
 
 async def open_blobs(setting: str, run: PinnedRun, folder: Path) -> Blobs:

@@ -14,6 +14,7 @@ from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.body_checks import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.callers import Callers
+from prime_node.coordinator.api.direct_uploads import DirectBucket, DirectUploads
 from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import CheckTasks, Judging
@@ -97,6 +98,8 @@ class Parts:
     """Uploaded bundles. Only validators and the trainer can read them."""
     archived: Blobs
     """Those that were trained on, for the run's auditors."""
+    direct: DirectBucket | None = field(default=None, kw_only=True)
+    """Bucket into which workers put bodies themselves, if they may."""
     public: Blobs
     """Model files and checkpoint parts. Public."""
     published: Documents
@@ -200,6 +203,7 @@ class Coordinator:
         share = config.second_look_share
         tasks = CheckTasks(run, share, clock, decisions, assigner, notifications, checks, agreement, pairs)
         persons = PersonRules(run, config, clock, decisions, presence)
+        self.direct = DirectUploads(run, clock, decisions, parts.direct)
         self.handlers = Handlers(
             leasing=Leasing(
                 run, key, clock, decisions, assigner, curation, notifications, presence, observer, blockers
@@ -207,8 +211,10 @@ class Coordinator:
             admission=WorkerAdmission(run, config, clock, decisions, assigner, presence, persons),
             persons=persons,
             intake=BundleIntake(
-                run, clock, decisions, gate, assigner, pairs, presence, receipts, store, bundles, private, metrics
+                *(run, clock, decisions, gate, assigner, pairs, presence, receipts, store, bundles, private, metrics),
+                self.direct,
             ),
+            direct=self.direct,
             receipts=receipts,
             check_tasks=tasks,
             judging=Judging(run, clock, decisions, metrics, tasks, agreement, curation, receipts, storage),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from functools import cached_property
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -70,6 +70,10 @@ class CoordinatorConfig(Settings):
     """Place of bundles and checkpoints: "folder" is the run's folder. A bucket of S3, or of a service with its API, is named by
     a URL, for example "s3://my-bucket/prime"; it needs the extra s3. Endpoint, region and credentials come from
     AWS_ENDPOINT_URL, AWS_REGION, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."""
+    uploads: Literal["coordinator", "direct"] = "coordinator"
+    """How the bodies of bundles reach `blobs`: "coordinator" takes them itself. With "direct", and `blobs` in S3, workers put
+    large ones into the bucket by URLs that the coordinator signs with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, where they
+    reach AWS_ENDPOINT_URL; then it reads and checks them. Other workers send them to the coordinator."""
     standby: bool = False
     """Whether to stand by while another coordinator of the run leads, and to take over when it ends, instead of ending with an
     error. Needs `store` in PostgreSQL and `blobs` in S3, which all coordinators of the run share."""
@@ -196,6 +200,8 @@ class CoordinatorConfig(Settings):
 
     @model_validator(mode="after")
     def _standbys_share(self) -> CoordinatorConfig:
+        if self.uploads == "direct" and self.blobs == "folder":
+            raise ValueError('uploads = "direct" needs a bucket: set blobs = "s3://..."')
         if self.standby and (self.store == "sqlite" or self.blobs == "folder"):
             raise ValueError(
                 'standby needs what all coordinators of the run share: set store = "postgresql://..." and blobs = "s3://..."'

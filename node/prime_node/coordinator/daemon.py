@@ -62,9 +62,9 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, su
         ticker = tasks.create_task(_keep_time(coordinator, parts))
         emptier = tasks.create_task(_empty(trash, parts.bundles))
         clerk = tasks.create_task(coordinator.dossiers.keep_dossiers())
-        cleaner: asyncio.Task[None] | None = None
+        cleaners = [tasks.create_task(coordinator.direct.sweep())]
         if config.scrub_hours and config.blobs == "folder":
-            cleaner = tasks.create_task(scrub_blobs(parts.public, clock, every_s=3_600 * config.scrub_hours))
+            cleaners.append(tasks.create_task(scrub_blobs(parts.public, clock, every_s=3_600 * config.scrub_hours)))
         host_keeper: asyncio.Task[None] | None = None
         try:
             served = serve_endpoints(handlers, coordinator.gate, coordinator.decisions, clock, parts.metrics)
@@ -99,7 +99,7 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, su
             ticker.cancel()
             emptier.cancel()
             clerk.cancel()
-            if cleaner is not None:
+            for cleaner in cleaners:
                 cleaner.cancel()
             if parts.network is not None:
                 await parts.network.close()

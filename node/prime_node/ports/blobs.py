@@ -51,3 +51,11 @@ class Blobs(Protocol):
         have stored a younger blob for a command that is still on its way.
         """
         ...
+
+
+class UploadUrls(Protocol):
+    """Signer of URLs by which workers put the bodies of bundles into a bucket."""
+
+    def url(self, name: str, *, body_bytes: int, sha256: bytes) -> str:
+        """Return a URL for one PUT of these bytes as the blob `name`, which never replaces an object. It expires."""
+        ...

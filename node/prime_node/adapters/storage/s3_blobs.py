@@ -13,12 +13,16 @@ AWS_SECRET_ACCESS_KEY, or from the machine's role in AWS.
 from __future__ import annotations
 
 import errno
+import hashlib
+import hmac
 import logging
+import os
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
@@ -27,6 +31,8 @@ from obstore.store import S3Store
 from prime_node.ports.blobs import DamagedBlob
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, TransientFault
+from prime_protocol.limits import UPLOAD_URL_S_MAX
+from prime_protocol.replies import upload_headers
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, OffsetRange
@@ -82,14 +88,16 @@ class S3Blobs:
     """Implementation of ports.blobs.Blobs. Several processes may write."""
 
     def __init__(self, store: S3Store, place: str, bytes_max: int) -> None:
-        self._store, self._place, self._bytes_max = store, place, bytes_max
+        self._store, self._bytes_max = store, bytes_max
+        self.place = place
+        """URL of its folder."""
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
         """Store a blob and return its digest."""
         digest = digest or digest_of(data)
         if not await self._written(digest, data, "create") and not await self._holds(digest, data):
             log.warning(
-                "%s held other bytes under %s, which is written again: check who may write there", self._place, digest
+                "%s held other bytes under %s, which is written again: check who may write there", self.place, digest
             )
             await self._written(digest, data, "overwrite")
         return digest
@@ -112,7 +120,7 @@ class S3Blobs:
         if data is None:
             raise self._too_long(digest, bytes_max)
         if options is None and digest_of(data) != digest:
-            raise DamagedBlob(errno.EIO, f"{self._place} holds other bytes under this digest", digest)
+            raise DamagedBlob(errno.EIO, f"{self.place} holds other bytes under this digest", digest)
         return data
 
     async def size(self, digest: str) -> int:
@@ -178,11 +186,58 @@ class S3Blobs:
             raise self._failed("read", digest, error) from error
 
     def _too_long(self, digest: str, bytes_max: int) -> DamagedBlob:
-        return DamagedBlob(errno.EIO, f"{self._place} holds more than {bytes_max:,} bytes under this digest", digest)
+        return DamagedBlob(errno.EIO, f"{self.place} holds more than {bytes_max:,} bytes under this digest", digest)
 
     def _failed(self, action: str, digest: str, error: Exception) -> OSError:
         code = errno.EHOSTUNREACH if _may_pass(error) else errno.EIO
-        return OSError(code, f"cannot {action} in {self._place}: {_reason(error)}", digest or None)
+        return OSError(code, f"cannot {action} in {self.place}: {_reason(error)}", digest or None)
+
+
+class S3UploadUrls:
+    """Implementation of ports.blobs.UploadUrls, with the keys of the AWS_* variables.
+
+    obstore.sign binds the host alone. These URLs bind length, SHA-256 and the object's absence, as far as a service enforces it:
+    https://docs.aws.amazon.com/AmazonS3/latest/API/sigv4-query-string-auth.html
+    """
+
+    def __init__(self, place: str) -> None:
+        """Sign for blobs below `place`, for example "s3://bucket/prefix/run/incoming".
+
+        Raise LocalError without keys: those of a machine's role in AWS are not used here.
+        """
+        try:
+            self._access_key, self._secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
+        except KeyError as error:
+            raise LocalError(f'coordinator.uploads = "direct" needs the variable {error.args[0]}') from None
+        self._token = os.environ.get("AWS_SESSION_TOKEN", "")
+        self._region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+        endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{self._region}.amazonaws.com"
+        self._base = f"{endpoint.rstrip('/')}/{place.removeprefix('s3://')}"
+
+    def url(self, name: str, *, body_bytes: int, sha256: bytes) -> str:
+        """Return a URL for one PUT of these bytes as the blob `name`, which never replaces an object. It expires."""
+        base = urlsplit(f"{self._base}/{_key(name)}")
+        path, now = quote(base.path), time.gmtime()
+        day, moment = time.strftime("%Y%m%d", now), time.strftime("%Y%m%dT%H%M%SZ", now)
+        scope = f"{day}/{self._region}/s3/aws4_request"
+        headers = {"host": base.netloc} | upload_headers(body_bytes, sha256)
+        query = {
+            "X-Amz-Algorithm": "AWS4-HMAC-SHA256",
+            "X-Amz-Credential": f"{self._access_key}/{scope}",
+            "X-Amz-Date": moment,
+            "X-Amz-Expires": str(UPLOAD_URL_S_MAX),
+            "X-Amz-SignedHeaders": ";".join(sorted(headers)),
+        }
+        if self._token:
+            query["X-Amz-Security-Token"] = self._token
+        asked = urlencode(sorted(query.items()), quote_via=quote, safe="")
+        lines = [f"{name}:{headers[name]}\n" for name in sorted(headers)]
+        request = "\n".join(["PUT", path, asked, "".join(lines), query["X-Amz-SignedHeaders"], "UNSIGNED-PAYLOAD"])
+        text = "\n".join(["AWS4-HMAC-SHA256", moment, scope, hashlib.sha256(request.encode()).hexdigest()])
+        key = f"AWS4{self._secret}".encode()
+        for part in scope.split("/"):
+            key = _hmac(key, part)
+        return f"{base.scheme}://{base.netloc}{path}?{asked}&X-Amz-Signature={_hmac(key, text).hex()}"
 
 
 async def _read(found: GetResult, bytes_max: int) -> bytes | None:
@@ -224,3 +279,7 @@ def _reason(error: Exception) -> str:
     text = str(error)
     code = _CODE.search(text)
     return code.group(1) if code else text.split("\n", 1)[0][:REASON_CHARS_MAX]
+
+
+def _hmac(key: bytes, text: str) -> bytes:
+    return hmac.digest(key, text.encode(), "sha256")

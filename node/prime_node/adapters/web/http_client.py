@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
-from prime_node.adapters.web.http_answers import (
-    sensible,
-)
+from prime_node.adapters.web.direct_upload import put_directly
+from prime_node.adapters.web.http_answers import sensible
 from prime_node.adapters.web.http_exchange import HttpExchange
+from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import Envelope, PayloadType, open_envelope
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.judged_logprobs import pack_logprobs
-from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, pack_parcel
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel, pack_parcel
 from prime_protocol.replies import (
     CheckTask,
     HeartbeatReply,
@@ -27,6 +31,7 @@ from prime_protocol.replies import (
     ReceiptList,
     Standing,
     UploadReply,
+    UploadUrl,
 )
 from prime_protocol.requests import (
     AdminRequest,
@@ -44,11 +49,22 @@ from prime_protocol.requests import (
     ReceiptsRequest,
     ReturnLeaseRequest,
     RevokeRequest,
+    UploadUrlRequest,
 )
+from prime_protocol.rollout import RolloutHeader
+
+log = logging.getLogger(__name__)
+
+WHOLE_S = 600.0
+"""Time for which bundles are sent to the coordinator itself after a direct upload has failed."""
 
 
 class HttpClient(HttpExchange):
     """Implementation of WorkerPort, ValidatorPort, PublishPort, BatchPort, ReplaySource and LedgerSource."""
+
+    direct_bytes_min = 2**20
+    """Size from which the body of a bundle is offered to the coordinator's bucket: a smaller one is not worth two requests."""
+    _whole_until_s = -math.inf
 
     # Public: the source of checkpoints
 
@@ -127,8 +143,47 @@ class HttpClient(HttpExchange):
         await self._ask(request)
 
     async def upload(self, parcel: bytes) -> UploadReply:
+        sent = await self._put_body(parcel)
+        if sent is not None:
+            try:
+                _, body = await self._post("rollouts", lambda: sent)
+                return sensible(body, UploadReply)
+            except RemoteError as error:
+                if error.is_transient:
+                    raise
+                self._upload_whole(error)
         _, body = await self._post("rollouts", lambda: parcel)
         return sensible(body, UploadReply)
+
+    async def _put_body(self, parcel: bytes) -> bytes | None:
+        """Put a large body where the coordinator says. Return the parcel without it; None if the parcel is to be sent whole."""
+        opened = open_parcel(parcel, body_bytes_max=len(parcel))
+        body = bytes(opened.body)
+        if len(body) < self.direct_bytes_min or self._clock.monotonic_s() < self._whole_until_s:
+            return None
+        lease_id = parse_json(opened.envelope.payload, RolloutHeader).lease_id
+        sha256 = await asyncio.to_thread(lambda: hashlib.sha256(body).digest())
+        request = UploadUrlRequest(lease_id=lease_id, body_bytes=len(body), body_sha256=sha256.hex())
+        try:
+            url = (await self._ask_for(UploadUrl, request)).url
+        except RemoteError as error:
+            if error.is_transient:
+                raise
+            if error.code is ErrorCode.NOT_FOUND:  # else the whole parcel gets the same answer
+                self._upload_whole(error)
+            return None
+        try:
+            needs_tls = self.url.startswith("https:")
+            await put_directly(url, body, sha256, near=self.hosts, needs_tls=needs_tls, stall_s=self._stall_s)
+        except Unreachable as error:
+            self._upload_whole(error)
+            return None
+        return parcel[: len(parcel) - len(body)]
+
+    def _upload_whole(self, error: Exception) -> None:
+        """Send parcels whole for a while."""
+        log.debug("bundles are sent to the coordinator itself: %s", error)
+        self._whole_until_s = self._clock.monotonic_s() + WHOLE_S
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
         return await self._ask_for(ReceiptList, request)

@@ -28,6 +28,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from prime_node.coordinator.api.direct_uploads import DirectUploads, lease_bytes_max
 from prime_node.coordinator.api.leasing import ENVIRONMENT_RETRY_S
 from prime_node.coordinator.api.receipts import ReceiptLists, verdict_of
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role, wrong_run
@@ -51,9 +52,9 @@ from prime_node.traces import of_lease, spanned
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, Signature, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.parcel import open_parcel
+from prime_protocol.parcel import Parcel, open_parcel
 from prime_protocol.replies import UploadReply
-from prime_protocol.rollout import RolloutHeader, body_bytes_max
+from prime_protocol.rollout import RolloutHeader
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import RejectReason, Verdict
 
@@ -157,6 +158,7 @@ class BundleIntake:
     evidence: Documents
     """The operator's folder, for headers that contradict each other."""
     metrics: Metrics
+    direct: DirectUploads
 
     async def upload(self, parcel: bytes, *, address: str, paid_by: str = "") -> UploadReply:
         """Accept one bundle. `paid_by` is the key whose rate is charged already. Raise RemoteError."""
@@ -164,6 +166,26 @@ class BundleIntake:
         with self.gate.blame(address, self.clock.monotonic_s()):
             opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)  # (1)
             header = read_header(opened.envelope, run=self.run, state=self.decisions.state)  # (2) to (4)
+        if opened.body or not header.body_bytes:
+            return await self._take_whole(parcel, opened, header, paid_by=paid_by)
+        self._require_wanted(header)
+        async with self.direct.body_of(header) as body:
+            self.metrics.add("prime_upload_bytes_total", len(body))
+            whole = parcel + body
+            opened = open_parcel(whole, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
+            return await self._take_whole(whole, opened, header, paid_by=paid_by)
+
+    def _require_wanted(self, header: RolloutHeader) -> None:
+        """Check, before a body is read from a bucket, that it would be stored. Raise RemoteError."""
+        state = self.decisions.state
+        lease = state.lease_of(header.lease_id, header.worker)
+        if lease is not None:
+            check_sizes(header, lease, self.run)
+            outcome = decide_upload(state, header, lease, bundle="", num_bytes=0)
+        if lease is None or not isinstance(outcome, BundleArrived):
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the parcel lacks its body: send the bundle whole")
+
+    async def _take_whole(self, parcel: bytes, opened: Parcel, header: RolloutHeader, *, paid_by: str) -> UploadReply:
         digest = digest_of(parcel)
 
         async def keep() -> None:
@@ -348,12 +370,7 @@ def read_header(envelope: Envelope, *, run: PinnedRun, state: State, is_verified
 
 def check_sizes(header: RolloutHeader, lease: LeaseRecord, run: PinnedRun) -> None:
     """Check step (7). Raise RemoteError if the declared sizes exceed what the lease's completions can need."""
-    bound = body_bytes_max(
-        num_rollouts=len(lease.slots) * run.spec.rollouts_per_group,
-        completion_tokens_max=run.spec.sampling.completion_tokens_max,
-        turns_max=run.spec.turns_max,
-        context_tokens_max=max(map(run.spec.context_tokens_max, run.spec.environments)),
-    )
+    bound = lease_bytes_max(len(lease.slots), run)
     if header.body_bytes > bound:  # compression makes it smaller, or larger by far less than the bound's slack
         raise LimitExceeded("the lease's body_bytes_max", header.body_bytes, bound)
     if header.decompressed_bytes > bound:

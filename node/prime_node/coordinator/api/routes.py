@@ -20,6 +20,7 @@ from prime_node.coordinator.api.blobs import BlobReader
 from prime_node.coordinator.api.body_checks import BodyChecks
 from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.clock_readings import read_clocks
+from prime_node.coordinator.api.direct_uploads import DirectUploads
 from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import CheckTasks, Judging
@@ -47,6 +48,7 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteEr
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 from prime_protocol.replies import NotYet
+from prime_protocol.requests import UploadUrlRequest
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Handlers:
     admission: WorkerAdmission
     persons: PersonRules
     intake: BundleIntake
+    direct: DirectUploads
     receipts: ReceiptLists
     check_tasks: CheckTasks
     judging: Judging
@@ -164,6 +167,7 @@ ENDPOINTS: tuple[ApiEndpoint, ...] = (
     _signed("return_lease", Caller.WORKER, requests.ReturnLeaseRequest, lambda on: on.leasing.return_lease),
     _signed("leave", Caller.WORKER, requests.LeaveRequest, lambda on: on.leasing.take_leave),
     _signed("receipts", Caller.KNOWN, requests.ReceiptsRequest, lambda on: on.receipts.receipts),
+    _signed("upload_url", Caller.WORKER, UploadUrlRequest, lambda on: on.direct.upload_url),
     ApiEndpoint(
         UPLOAD_PATH,
         lambda on, call: _upload(on, call),
