@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tests.node.renderer_world import deepseek_call, deepseek_model, sampled
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.processor_limit import TooCostly
 from prime_node.adapters.models.template_renderer import TemplateRenderer
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.algo.trajectories import interleave
-from prime_protocol.rollout import Completion, FinishReason
 from prime_protocol.turns import Turn
 
 pytest.importorskip("renderers")
@@ -25,12 +24,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
         (folder / name).write_bytes(data)
     return folder
-
-
-def sampled(folder: Path, text: str) -> Completion:
-    """Return the output of a model with this tokenizer, including special tokens."""
-    ids = tuple(Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
-    return Completion(ids, (-0.5,) * len(ids), FinishReason.STOP)
 
 
 def test_qwen3_continues_after_a_tool_and_restarts_where_thinking_is_stripped(qwen3: Path) -> None:
@@ -88,43 +81,19 @@ def test_no_answer_ends_its_episode_by_a_call_that_is_none(qwen3: Path, call: st
     assert renderer.render_ids([{"role": "user", "content": "?"}, parsed.message, {"role": "user", "content": "!"}])
 
 
-def deepseek(name: str) -> str:
-    """Return a special token of DeepSeek. Example: deepseek("User")."""
-    bar = "\N{FULLWIDTH VERTICAL LINE}"
-    return f"<{bar}{name.replace(' ', chr(0x2581))}{bar}>"
-
-
-DEEPSEEK = (
-    *("begin of sentence", "end of sentence", "User", "Assistant", "tool calls begin", "tool calls end"),
-    *("tool call begin", "tool call end", "tool sep", "tool outputs begin", "tool outputs end", "tool output begin"),
-    "tool output end",
-)
-
-
 @pytest.mark.slow
-def test_an_answer_that_would_be_parsed_for_hours_ends_its_episode_after_seconds(qwen3: Path, tmp_path: Path) -> None:
+def test_an_answer_that_would_be_parsed_for_hours_ends_its_episode_after_seconds(tmp_path: Path) -> None:
     """The package's search for the arguments takes time that grows with the third power of the blanks in them."""
     from prime_node.adapters.models.package_renderer import PackageRenderer
 
-    for name in ("config.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((qwen3 / name).read_bytes())
-    tokenizer = Tokenizer.from_file(str(qwen3 / "tokenizer.json"))
-    tokenizer.add_special_tokens([*map(deepseek, DEEPSEEK)])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    renderer = PackageRenderer(tmp_path, name="deepseek-v3")
-
-    def answer(arguments: str) -> Completion:
-        begin, separator, end = map(deepseek, ("tool call begin", "tool sep", "tool call end"))
-        call = f"{begin}function{separator}add\n```json\n{arguments}{end}"
-        before, after, stop = map(deepseek, ("tool calls begin", "tool calls end", "end of sentence"))
-        return sampled(tmp_path, f"four{before}{call}{after}{stop}")
-
-    parsed = renderer.parse_response(answer('{"a": 2}\n```').token_ids)
+    renderer = PackageRenderer(deepseek_model(tmp_path), name="deepseek-v3")
+    good = deepseek_call(tmp_path, '{"a": 2}\n```').token_ids
+    parsed = renderer.parse_response(good)
     assert parsed.tool_calls[0]["function"]["name"] == "add"
-    hostile = answer("\n" * 20_000 + "x")
+    hostile = deepseek_call(tmp_path, "\n" * 20_000 + "x")
     with pytest.raises(TooCostly, match="more than 2 s"):
         renderer.parse_response(hostile.token_ids)
-    assert renderer.parse_response(answer('{"a": 2}\n```').token_ids) == parsed
+    assert renderer.parse_response(good) == parsed
 
 
 def test_an_unknown_family_says_that_a_renderer_must_be_named(tiny: Path, tmp_path: Path) -> None:

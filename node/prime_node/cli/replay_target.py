@@ -306,8 +306,7 @@ class _TargetReplay:
     async def _first_fitting(self, head: int) -> int:
         """Return the first policy that the bound on bytes leaves, as the sizes of training states tell: an estimate.
 
-        The smallest of some of those that the newest one's size leaves decides. So a trainer that publishes large states, to
-        leave steps out, has to do so where drawn steps begin, and their re-execution compares these states.
+        The smallest decides. So who publishes large states to leave steps out must do so where drawn steps begin.
         """
         from prime_node.replay.finding import Withheld
 
@@ -324,8 +323,8 @@ class _TargetReplay:
         if (size := min(sizes, default=largest)) < largest:
             first = self._fitting(newest, size)
             self.report.notes.append(
-                f"training state {newest} has {largest:,} bytes, and an older one {size:,}: the draw is from all steps that the "
-                "smaller size leaves. The source lacks some of them if it counts the larger size"
+                f"training state {newest} has {largest:,} bytes, and an older one {size:,}: the draw is by the smaller "
+                "size. The source may lack some of its steps"
             )
         return first
 

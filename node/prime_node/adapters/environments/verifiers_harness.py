@@ -19,6 +19,9 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 NAME = "prime_node_harness"
 DEPTH_MAX = 64
 """Nesting of a tool call's arguments."""
+CALLS_MAX = 64
+"""Tool calls of one answer that are sent."""
+ERROR_CHARS_MAX = 200
 
 
 class InProcessConfig(vf.HarnessConfig):
@@ -67,20 +70,23 @@ class InProcess(vf.Harness[InProcessConfig]):
                 )
                 if answer.status_code == httpx.codes.BAD_REQUEST:  # no turn or room left: the chat so far counts
                     return vf.ProgramResult(0, "", "")
-                answer.raise_for_status()
+                if answer.is_error:
+                    raise RuntimeError(f"the model's endpoint: {answer.status_code} {answer.text[:ERROR_CHARS_MAX]}")
                 message = answer.json()["choices"][0]["message"]
                 messages.append(message)
                 calls = message.get("tool_calls") or ()
                 if not calls:
                     return vf.ProgramResult(0, "", "")
-                for call in calls:
+                for number, call in enumerate(calls):
                     name = call["function"]["name"]
                     messages.append(
                         {
                             "role": "tool",
                             "tool_call_id": call["id"],
                             "name": name,
-                            "content": await _result(call["function"], dispatch, servers),
+                            "content": await _result(call["function"], dispatch, servers)
+                            if number < CALLS_MAX
+                            else f"error: an answer may have {CALLS_MAX} calls",
                         }
                     )
 

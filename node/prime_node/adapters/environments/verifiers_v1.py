@@ -160,9 +160,9 @@ class VerifiersEnvironment:
 
     @cached_property
     def _renderer_config(self) -> Any:
-        from prime_node.adapters.models.package_renderer import renderer_config
+        from prime_node.adapters.models.package_renderer import bounded_config
 
-        return None if self._renderer is None else renderer_config(self._model, self._renderer)
+        return bounded_config(self._model, self._renderer)
 
     @cached_property
     def _split(self) -> tuple[list[Any], list[Any]]:

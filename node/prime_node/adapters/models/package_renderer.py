@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import renderers
-from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
+from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, load_tokenizer
+from renderers.configs import BaseRendererConfig, CustomRendererConfig, RendererConfig
 
 from prime_node.adapters.models.model_folder import require_plain
 from prime_node.adapters.models.processor_limit import processor_limit
@@ -46,17 +48,13 @@ class PackageRenderer:
         return list(self._renderer.render_ids(_list(messages), tools=_list(tools) or None, add_generation_prompt=True))
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
-        """Parse an answer into text, reasoning and tool calls.
+        """Parse an answer into text, reasoning and tool calls. Raises TooCostly.
 
-        An answer whose calls the package cannot parse (nested or long numbers, for example) is text alone, as one without a name
-        is no call: the model chooses its words, and none may end its episode. Raises TooCostly: for a few families, the package's
-        searches take time that grows with the third power of a call's length.
+        A call without a name is none.
         """
-        try:
-            with processor_limit(PARSE_S_MAX):
-                found = self._renderer.parse_response(list(token_ids), tools=_list(tools) or None)
-        except (ValueError, TypeError, RecursionError):
-            return Parsed(self._tokenizer.decode(list(token_ids), skip_special_tokens=True), "", ())
+        found = parsed_within(
+            self._renderer.parse_response, self._tokenizer, list(token_ids), tools=_list(tools) or None
+        )
         calls = tuple(_tool_call(call) for call in found.tool_calls or () if isinstance(call.name, str))
         return Parsed(found.content, found.reasoning_content or "", calls)
 
@@ -73,6 +71,45 @@ class PackageRenderer:
             list(prompt_token_ids), list(completion_token_ids), _list(new_messages), tools=_list(tools) or None
         )
         return None if bridged is None else list(bridged.token_ids)
+
+
+def parsed_within(parse: Callable[..., Any], tokenizer: Any, token_ids: list[int], **further: Any) -> Any:
+    """Return what the package's `parse` finds in an answer; text alone where it fails, because no answer may end its episode.
+
+    Raises TooCostly: for a few families, its searches take time that grows with the third power of a call's length.
+    """
+    try:
+        with processor_limit(PARSE_S_MAX):
+            return parse(token_ids, **further)
+    except (ValueError, TypeError, RecursionError):
+        return ParsedResponse(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+class BoundedRendererConfig(BaseRendererConfig):  # type: ignore[misc]  # the package has no types
+    """Configuration of BoundedRenderer."""
+
+    name: Literal["custom"] = "custom"
+    _internal_fields = frozenset({"bounded"})
+    bounded: RendererConfig | None = None
+    """Configuration of the renderer to bound; None: the model's."""
+
+
+class BoundedRenderer:
+    """Renderer of the package that parses within PARSE_S_MAX, made from a configuration."""
+
+    config_class = BoundedRendererConfig
+
+    def __new__(cls, tokenizer: Any, config: BoundedRendererConfig) -> Any:
+        """Return the bounded renderer."""
+        renderer = renderers.create_renderer(tokenizer, config.bounded)
+        renderer.parse_response = partial(parsed_within, renderer.parse_response, tokenizer)
+        return renderer
+
+
+def bounded_config(folder: Path, name: str | None) -> Any:
+    """Return the configuration of a BoundedRenderer. `name`: as for PackageRenderer, or None."""
+    bounded = None if name is None else renderer_config(folder, name)
+    return CustomRendererConfig(import_path=f"{__name__}:BoundedRenderer", bounded=bounded)
 
 
 def renderer_config(folder: Path, name: str, *, of: str = "") -> Any:
