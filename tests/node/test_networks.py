@@ -162,16 +162,17 @@ async def test_a_kept_connection_that_is_half_open_costs_one_request() -> None:
     assert answers == []
 
 
-NAMESPACES = "mount --bind {hosts} /etc/hosts && exec {python} -m tests.node.named_server_world {arguments}"
+NAMESPACES = "mount --bind {hosts} /etc/hosts && exec {python} -m tests.node.{world} {arguments}"
 
 
-def own_network(tmp_path: Path, *arguments: str, prepare: str = "") -> list[str]:
-    """Return the command that runs named_server_world with an own /etc/hosts, and what `prepare` does before. Skips."""
+def own_network(tmp_path: Path, *arguments: str, prepare: str = "", world: str = "named_server_world") -> list[str]:
+    """Return the command that runs a world with an own /etc/hosts, and what `prepare` does before. Skips."""
     unshare = shutil.which("unshare")
     command = [unshare or "unshare", "--mount", "--net", "--map-root-user"]
     if unshare is None or subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine allows no namespaces")
-    script = NAMESPACES.format(hosts=tmp_path / "hosts", python=sys.executable, arguments=" ".join(arguments))
+    hosts, text = tmp_path / "hosts", " ".join(arguments)
+    script = NAMESPACES.format(hosts=hosts, python=sys.executable, world=world, arguments=text)
     return [*command, "sh", "-ec", f"ip link set lo up\n{prepare}\n{script}"]
 
 
@@ -180,7 +181,7 @@ async def lines_of(command: list[str]) -> list[str]:
         *command, cwd=REPOSITORY, env=os.environ, stdout=asyncio.subprocess.PIPE
     )
     try:
-        async with asyncio.timeout(150.0):
+        async with asyncio.timeout(450.0):
             said, _ = await process.communicate()
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -205,3 +206,49 @@ async def test_a_run_goes_from_its_start_to_its_end_where_there_is_only_ipv6(tmp
     prepare = "ip addr del 127.0.0.1/8 dev lo\nip -6 addr add 2001:db8::1/128 dev lo nodad"
     lines = await lines_of(own_network(tmp_path, "only6", str(tmp_path / "work"), prepare=prepare))
     assert lines == ["no IPv4 here", "drained at http://run.test, all accepted"]
+
+
+async def with_name_server(tmp_path: Path, task: str, options: str) -> list[str]:
+    """Return what a task of name_server_world says, with these options of the resolver."""
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text(f"nameserver 127.0.0.1\noptions {options}\n")
+    prepare = f"mount --bind {resolver} /etc/resolv.conf"
+    return await lines_of(
+        own_network(tmp_path, task, str(tmp_path / "work"), prepare=prepare, world="name_server_world")
+    )
+
+
+SILENCE = "its name cannot be resolved: no name server has answered yet"
+
+
+@pytest.mark.slow
+async def test_name_servers_that_never_answer_hold_no_thread_that_others_need(tmp_path: Path) -> None:
+    """Before, six look-ups stopped all files and hashes of a process for as long as the resolver waits."""
+    lines = await with_name_server(tmp_path, "crowd", "timeout:30 attempts:2")
+    assert lines == ["asked at the same time, and a thread is free", f"http://NAME.test:9: {SILENCE}"]
+
+
+@pytest.mark.slow
+async def test_an_ill_name_server_is_named_and_its_late_answer_is_used(tmp_path: Path) -> None:
+    lines = await with_name_server(tmp_path, "ill", "timeout:30 attempts:1")
+    assert lines == [
+        "servfail: its name cannot be resolved: Temporary failure in name resolution",
+        "nxdomain: its name cannot be resolved: Name or service not known",
+        f"late: {SILENCE}",
+        "found by an answer that came late",
+        "and again by right answers",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_each_role_waits_for_a_name_server_says_so_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """Before, SIGTERM ended a worker after 45 s: the process waited for the look-up."""
+    (tmp_path / "work").mkdir()
+    lines = await with_name_server(tmp_path, "roles", "timeout:30 attempts:5")
+    ends = {"join": "SIGTERM", "seed": "SIGINT", "validator": "SIGINT", "trainer": "SIGTERM"}
+    assert lines == [
+        *(f"{role}: {SILENCE}; {number} ended it" for role, number in ends.items()),
+        *(f"{role}: {SILENCE}; it found its run by itself" for role in ends),
+    ]

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 import numpy as np
 
+from prime_node.adapters.name_lookups import PatientResolver
 from prime_node.ports.teacher import TeacherRefusal
 from prime_node.ports.train_samples import TopLogprobs
 from prime_node.ports.transport import Unreachable
@@ -106,7 +107,9 @@ class VllmTeacher:
     async def _ask(self, body: dict[str, object] | None, *, path: str = "completions") -> bytes:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=ANSWER_S_MAX, sock_connect=CONNECT_S_MAX)
-            self._session = aiohttp.ClientSession(timeout=timeout)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=PatientResolver()), timeout=timeout
+            )
         try:
             method = "GET" if body is None else "POST"
             async with self._session.request(method, f"{self._url}/v1/{path}", json=body) as response:

@@ -208,7 +208,7 @@ def reason_of(error: Exception) -> str:
     if isinstance(cause, ConnectionError) and cause.errno:
         return os.strerror(cause.errno)
     if isinstance(cause, socket.gaierror) and cause.strerror:
-        return cause.strerror
+        return f"its name cannot be resolved: {cause.strerror}"
     if type(error) is aiohttp.ClientOSError and error.errno is None:
         return "the connection was closed during a transfer"
     if isinstance(error, aiohttp.ClientPayloadError):

@@ -12,15 +12,15 @@ import socket
 from urllib.parse import urlsplit
 
 from aiohttp.abc import ResolveResult
-from aiohttp.resolver import ThreadedResolver
 
+from prime_node.adapters.name_lookups import PatientResolver
 from prime_protocol.addresses import may_be_named, parse_ip
 
 HOSTS_MAX = 64
 """Addresses recorded for one client; with one more, the name counts as leading everywhere."""
 
 
-class NotedResolver(ThreadedResolver):
+class NotedResolver(PatientResolver):
     """Resolver of one HTTP client. `server` is the name or IP address that its user gave."""
 
     def __init__(self, server: str) -> None:

@@ -1,0 +1,161 @@
+"""A small name server, and clients of names, in namespaces with an own network and resolv.conf. test_networks.py starts it.
+
+python -m tests.node.name_server_world TASK FOLDER
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.node.coordinator_world import ANNA, make_run, memory_parts, running
+from tests.node.crowd_world import persist
+from tests.time_world import until
+
+from prime_node.adapters.name_lookups import WAIT_S_MAX
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.http_client import HttpClient
+from prime_node.keyfile import load_or_create
+from prime_node.ports.transport import Unreachable
+
+PORT = 53
+NAMES = 40
+"""More than an executor has threads on a machine with fewer than 36 processors."""
+ROLES = {"join": signal.SIGTERM, "seed": signal.SIGINT, "validator": signal.SIGINT, "trainer": signal.SIGTERM}
+"""Each role, and a signal that ends it."""
+STOP_S_MAX = 14.0
+"""More than a busy machine needs. Processes that wait for a look-up end after 15 s or more (lifetime.py)."""
+SERVFAIL, NXDOMAIN = 2, 3
+A_RECORD = 1
+
+
+class NameServer:
+    """A server of UDP in a thread. `mode` decides what it does with each query."""
+
+    def __init__(self) -> None:
+        self.mode = "silent"
+        """One of silent, late, servfail, nxdomain, right."""
+        self.asked = threading.Semaphore(0)
+        """Released once for each query."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind(("127.0.0.1", PORT))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            query, caller = self._socket.recvfrom(4_096)
+            self.asked.release()
+            if self.mode == "late":
+                timer = threading.Timer(WAIT_S_MAX + 2.0, self._answer, (query, caller, "right"))
+                timer.daemon = True
+                timer.start()
+            elif self.mode != "silent":
+                self._answer(query, caller, self.mode)
+
+    def _answer(self, query: bytes, caller: tuple[str, int], mode: str) -> None:
+        """Send 127.0.0.1 for a query of IPv4, an empty answer for another one, or an error."""
+        end = query.index(b"\0", 12) + 5
+        question = query[12:end]
+        (kind,) = struct.unpack(">H", query[end - 4 : end - 2])
+        code = {"servfail": SERVFAIL, "nxdomain": NXDOMAIN, "right": 0}[mode]
+        has_address = code == 0 and kind == A_RECORD
+        head = query[:2] + struct.pack(">HHHHH", 0x8180 | code, 1, int(has_address), 0, 0)
+        record = b"\xc0\x0c" + struct.pack(">HHIH", A_RECORD, 1, 1, 4) + socket.inet_aton("127.0.0.1")
+        self._socket.sendto(head + question + (record if has_address else b""), caller)
+
+
+async def crowd(folder: Path) -> None:
+    """Ask for more names at once than the loop has threads, of a server that never answers."""
+    server, run = NameServer(), make_run()
+
+    async def ask(name: str) -> str:
+        async with HttpClient(f"http://{name}.test:9", run=run.digest, clock=SystemClock(), key=ANNA) as client:
+            try:
+                await client.run_spec()
+            except Unreachable as error:
+                return str(error).replace(name, "NAME")
+        return "an answer"
+
+    asking = [asyncio.create_task(ask(f"run{number}")) for number in range(NAMES)]
+    heard = threading.Thread(target=lambda: [server.asked.acquire() for _ in range(NAMES)], daemon=True)
+    heard.start()
+    await until(lambda: not heard.is_alive())
+    await asyncio.to_thread(folder.mkdir)
+    print("asked at the same time, and a thread is free" if not any(task.done() for task in asking) else "too late")
+    print(*sorted(set(await asyncio.gather(*asking))), sep="\n")
+
+
+async def ill(folder: Path) -> None:
+    """Say what a client hears while a name server is ill, and that it finds the coordinator when it is not."""
+    server, run = NameServer(), make_run()
+    async with running(memory_parts(run, hosts=("run.test",))) as world:
+        port = int(world.url.rpartition(":")[2])
+        for mode in ("servfail", "nxdomain", "late", "right"):
+            server.mode = mode
+            async with HttpClient(f"http://run.test:{port}", run=run.digest, clock=SystemClock(), key=ANNA) as client:
+                try:
+                    await client.run_spec()
+                except Unreachable as error:
+                    print(f"{mode}: {str(error).partition(': ')[2]}")
+                if mode == "late":
+                    await persist(client.run_spec)
+                    print("found by an answer that came late")
+        print(f"and again by {server.mode} answers")
+
+
+async def roles(folder: Path) -> None:
+    """Start all roles while no name server answers, tell them to end, and at last let it answer them."""
+    server, run = NameServer(), make_run()
+    load_or_create(folder / "role.key")
+    async with running(memory_parts(run, hosts=("run.test",))) as world:
+        link = f"http://run.test:{world.url.rpartition(':')[2]}/#{run.digest}"
+        for is_ended in (True, False):
+            server.mode, all_wait = "silent", asyncio.Barrier(len(ROLES))
+            living = [_live(server, all_wait, role, link, folder, ROLES[role] if is_ended else None) for role in ROLES]
+            print(*await asyncio.gather(*living), sep="\n")
+
+
+async def _live(
+    server: NameServer, all_wait: asyncio.Barrier, role: str, link: str, folder: Path, number: signal.Signals | None
+) -> str:
+    """Start a role, wait until it says that no name server answers, and send it a signal; without one, let it find its run."""
+    option = "--identity" if role in ("join", "seed") else "--key"
+    command = [role, link, option, str(folder / "role.key"), "--folder", str(folder / role)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "prime_node", *command), stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    try:
+        said = await _line(process.stderr, "name cannot be resolved")
+        said = said.partition("run.test")[2].partition(": ")[2].partition(";")[0]
+        await all_wait.wait()
+        if number is None:
+            server.mode = "right"
+            await _line(process.stderr, "the run's description: answered after")
+            return f"{role}: {said}; it found its run by itself"
+        began_s = time.monotonic()
+        process.send_signal(number)
+        _, rest = await process.communicate()
+        in_time = time.monotonic() - began_s < STOP_S_MAX and b"cannot be interrupted" not in rest
+        return f"{role}: {said}; {number.name} {'ended it' if in_time else f'was too slow: {rest.decode()}'}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+
+async def _line(stream: asyncio.StreamReader, text: str) -> str:
+    """Return the next line with a text."""
+    while text not in (line := (await stream.readline()).decode()):
+        assert line, f"the process has ended without {text!r}"
+    return line
+
+
+if __name__ == "__main__":
+    asyncio.run({"crowd": crowd, "ill": ill, "roles": roles}[sys.argv[1]](Path(sys.argv[2])))
