@@ -82,7 +82,7 @@ class NameLookups:
             addresses = cast("Addresses", socket.getaddrinfo(*question))
         except Exception as failed:  # noqa: BLE001 (it belongs to those that wait)
             error = failed
-        with self._lock:  # before anybody is told: who asks again begins a new one
+        with self._lock:  # before the waiters wake: one that asks again begins a new look-up
             del self._running[question]
             now_s = time.monotonic()
             if error is None and now_s - begun_s > WAIT_S_MAX:
