@@ -6,8 +6,12 @@ The first part is a worker among four (shaped/race.py; needs root): its processo
 memory, processor time and traffic while nothing is published. Memory is split: file pages, most of them a compiler's, are
 shared with other processes and given back when memory is short. The floor is a process that only imports what a worker needs.
 
-In the second part a home with 20 Mbit/s up, whose router holds packets for a second, uploads a policy to six others while a call
-of 1.9 Mbit/s leaves over the same line (shaped/call.py): with `swarm.yields` and without; then the same without the call.
+In the second part a home with 10 Mbit/s up, whose router holds packets for a second, uploads a policy to six others, 30 ms
+away, while a call of 1.9 Mbit/s leaves over the same line (shaped/call.py): by turns with `swarm.yields` and without; then the
+same without the call. The home has CUBIC, which most systems have; `--congestion bbr` asks for another.
+
+The line is delay.py's, since a queue in the home's own kernel is none: Linux bounds what a connection has in its own queues, and
+without a round-trip time sends 64 KB at once, which alone is 50 ms of such a line.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ CALL = Path(__file__).parent / "shaped" / "call.py"
 CALL_PORT = 9_900
 QUIET_S = 2.0
 """Seconds of the call before the upload begins. Its median delay is what the line takes anyway."""
-HOME = Link(20, 100, queue_ms=1_000)
+HOME = Link(10, 100, delay_ms=10, queue_ms=1_000, congestion="cubic")
+OTHER = Link(100, 100, delay_ms=5)
 NUM_RECEIVERS = 6
 START_S = 3.0
 """Seconds of an upload in which the line's rate is found out."""
@@ -52,9 +57,9 @@ from prime_protocol.codec.compiling import ready_decoder
 ready_decoder()
 print(open("/proc/self/status").read())
 """
-DELAY_BAR_MS, SLOWER_BAR, LOST_BAR = 150.0, 1.1, 0.01
-"""Delay up to which a call is good (ITU-T G.114); time of an upload that yields over that of one that does not, on an unused
-line; lost packets of the call."""
+MEDIAN_BAR, PEAK_BAR, SLOWER_BAR, LOST_BAR = 0.25, 0.4, 1.1, 0.01
+"""With yielding over without: delay that an upload adds to a call, as the median and as 95 % of the packets, and time of the
+upload on an unused line. And the share of the call's packets that are lost."""
 IDLE_SHARE_BAR, ANONYMOUS_BAR_MB = 0.02, 200.0
 """Share of a core of an idle worker; its memory beyond its weights, without pages of files."""
 
@@ -156,7 +161,7 @@ def idle_cost(folder: Path, size_mb: float, seconds: float) -> list[dict[str, An
 def upload(folder: Path, size_mb: float, home: Link, *, yields: bool, with_call: bool) -> dict[str, Any]:
     """Upload from the home, which is the origin here: its seeder is the same code as a worker's, and has the settings of one."""
     options = {"seeder": {"yields": yields, "upload_slots": 16}, "coordinator": {"serve_chunks": False}}
-    row = Row(f"home, {size_mb:g} MB", size_mb, (home, *[Link(100, 100)] * NUM_RECEIVERS), timeout_s=120.0)
+    row = Row(f"home, {size_mb:g} MB", size_mb, (home, *[OTHER] * NUM_RECEIVERS), timeout_s=120.0)
     call = Call()
     system = replace(ours(), options=options)
     outcome = run(system, row, folder, beside=call.beside) if with_call else run(system, row, folder)
@@ -180,15 +185,18 @@ def uploads(folder: Path, size_mb: float, home: Link, rounds: int) -> list[dict[
 
 def checks_of(costs: list[dict[str, Any]], table: list[dict[str, Any]], size_mb: float) -> list[Check]:
     _, _, idle = costs
-    _, yielding, alone, alone_yielding = table
+    full, yielding, alone, alone_yielding = table
     slower = alone_yielding["seconds"] / alone["seconds"] if alone["seconds"] else math.inf
     return [
         at_most("idle worker: share of a core", idle["share of a core"], IDLE_SHARE_BAR),
         at_most("idle worker: MB beyond weights, without file pages", idle["memory MB"] - size_mb, ANONYMOUS_BAR_MB),
-        at_most(
-            "call beside an upload: ms added to 95 % of its packets, after the start",
-            yielding["added ms, 95 %, after the start"],
-            DELAY_BAR_MS,
+        *(
+            at_most(
+                f"call beside an upload: added ms, {which}, with yielding over that without",
+                round(yielding[f"added ms, {which}"] / max(1.0, full[f"added ms, {which}"]), 3),
+                bar,
+            )
+            for which, bar in (("median", MEDIAN_BAR), ("95 %, after the start", PEAK_BAR))
         ),
         at_most("call beside an upload: share of its packets lost", yielding["lost"], LOST_BAR),
         at_most("upload over an unused line: time with yielding over that without", round(slower, 3), SLOWER_BAR),
@@ -197,17 +205,18 @@ def checks_of(costs: list[dict[str, Any]], table: list[dict[str, Any]], size_mb:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16 MB once, and ten idle seconds: two minutes")
+    parser.add_argument("--quick", action="store_true", help="16 MB once, and ten idle seconds: three minutes")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--uplink-mbit", type=float, default=HOME.up_mbit, help="the home's uplink")
+    parser.add_argument("--congestion", default=HOME.congestion, help="the home's congestion control")
     parser.add_argument("--folder", type=Path, default=Path("/var/tmp/prime-node-bench"), help="for files; not in /tmp")
     options = parser.parse_args()
     output = Output(as_json=options.json)
     options.folder.mkdir(parents=True, exist_ok=True)
     size_mb, seconds = (16.0, 10.0) if options.quick else (48.0, 60.0)
     costs = idle_cost(options.folder, size_mb, seconds)
-    home = replace(HOME, up_mbit=options.uplink_mbit)
+    home = replace(HOME, up_mbit=options.uplink_mbit, congestion=options.congestion)
     table = uploads(options.folder, size_mb, home, 1 if options.quick else options.rounds)
     for line in [*costs, *table]:
         print("  ".join(f"{name} {value}" for name, value in line.items()))

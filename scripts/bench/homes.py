@@ -80,7 +80,9 @@ def _carry(edges: Sequence[str], outer: Sequence[str], round_trip_ms: float) -> 
     """The same, and every packet takes half the round trip."""
     delay_ms = round_trip_ms / 4
     links = zip(edges, outer, strict=True)
-    carrier = start_carrier([[edge, address, UNSHAPED_MBIT, UNSHAPED_MBIT, delay_ms, 0.0] for edge, address in links])
+    carrier = start_carrier(
+        [[edge, address, UNSHAPED_MBIT, UNSHAPED_MBIT, delay_ms, 0.0, 0.0] for edge, address in links]
+    )
     for edge in edges:
         _ip(edge, "link set eth0 name wan")
     return carrier

@@ -1,14 +1,15 @@
 """Carries packets between TUN devices of several namespaces, shaped and delayed: netem for kernels that have none.
 
-    python delay.py '[["namespace", "10.77.0.2", up_mbit, down_mbit, delay_ms, loss], ...]'
+    python delay.py '[["namespace", "10.77.0.2", up_mbit, down_mbit, delay_ms, loss, queue_ms], ...]'
 
 A packet leaves its sender's uplink when that is free, takes the delays of the sender's and the receiver's access network, and
 leaves the receiver's downlink when that is free. A link loses its share of packets in each direction, and drops where its queue
-is longer than 100 ms. Prints `ready` once all devices are there.
+is longer than 100 ms, or at its uplink than `queue_ms`. Prints `ready` once all devices are there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -37,13 +38,14 @@ def open_tun(namespace: str) -> int:
     return tun
 
 
-def carry(rows: list[tuple[str, str, float, float, float, float]]) -> None:
+def carry(rows: list[tuple[str, str, float, float, float, float, float]]) -> None:
     tuns = [open_tun(row[0]) for row in rows]
     place = {socket.inet_aton(row[1]): index for index, row in enumerate(rows)}
     up = [row[2] * 125_000 for row in rows]
     down = [row[3] * 125_000 for row in rows]
     delay_s = [row[4] / 1e3 for row in rows]
     loss = [row[5] for row in rows]
+    queue_s_max = [row[6] / 1e3 or QUEUE_S_MAX for row in rows]
     dice = random.Random(1)
     up_free, down_free = [0.0] * len(rows), [0.0] * len(rows)
     index_of = {tun: index for index, tun in enumerate(tuns)}
@@ -79,7 +81,7 @@ def carry(rows: list[tuple[str, str, float, float, float, float]]) -> None:
                 receiver_ = place.get(packet[16:20])
                 now = time.monotonic()
                 begins = max(now, up_free[sender])
-                if receiver_ is None or begins - now > QUEUE_S_MAX:
+                if receiver_ is None or begins - now > queue_s_max[sender]:
                     continue
                 up_free[sender] = begins + len(packet) / up[sender]
                 lost = loss[sender] + loss[receiver_]
@@ -91,4 +93,6 @@ def carry(rows: list[tuple[str, str, float, float, float, float]]) -> None:
 
 
 if __name__ == "__main__":
+    with contextlib.suppress(PermissionError):  # a line does not wait for a processor
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     carry(json.loads(sys.argv[1]))

@@ -43,8 +43,10 @@ class Link:
     """One way, to the core of the internet: a round trip between two hosts takes twice the sum of both."""
     loss: float = 0.0
     """Share of the packets that are lost, in each direction."""
-    queue_ms: float = QUEUE_MS
-    """Time for which packets may wait on its uplink: routers of homes hold them for up to seconds."""
+    queue_ms: float = 0.0
+    """Time for which packets may wait on its uplink: routers of homes hold them for seconds. 0 is QUEUE_MS, or delay.py's."""
+    congestion: str = ""
+    """Congestion control of its connections, such as `cubic`; empty is this kernel's."""
 
     @property
     def is_nat(self) -> bool:
@@ -224,7 +226,7 @@ class Network:
             run_command(f"ip -n {host.edge} link add eth0 type veth peer name {port} netns {self._bridge}")
             run_command(f"ip -n {self._bridge} link set {port} master br0 up")
             self._plug_in(host)
-            _shape(host.edge, "eth0", host.link.up_mbit, host.link.queue_ms)
+            _shape(host.edge, "eth0", host.link.up_mbit, host.link.queue_ms or QUEUE_MS)
             _shape(self._bridge, port, host.link.down_mbit)
 
     def _carried(self) -> None:
@@ -232,7 +234,9 @@ class Network:
         for host in self.hosts:
             self._namespace(host.edge)
             link = host.link
-            rows.append([host.edge, host.address, link.up_mbit, link.down_mbit, link.delay_ms, link.loss])
+            rows.append(
+                [host.edge, host.address, link.up_mbit, link.down_mbit, link.delay_ms, link.loss, link.queue_ms]
+            )
         self._carrier = start_carrier(rows)
         for host in self.hosts:
             self._plug_in(host)
@@ -241,6 +245,9 @@ class Network:
         """Give a host's link its address, and put the host behind its routers."""
         run_command(f"ip -n {host.edge} addr add {host.address}/16 dev eth0")
         run_command(f"ip -n {host.edge} link set eth0 up")
+        if host.link.congestion:
+            route = f"10.77.0.0/16 dev eth0 proto kernel scope link src {host.address}"
+            run_command(f"ip -n {host.edge} route change {route} congctl {host.link.congestion}")
         if not host.link.is_nat:
             return
         outer = host.edge
