@@ -175,6 +175,7 @@ def exit_with_report(target: str, options: ReplayOptions, settings: EnvironmentS
 async def replay_report(target: str, options: ReplayOptions, settings: EnvironmentSettings, *, as_json: bool) -> int:
     """Re-execute steps, print what is found, and return its exit code."""
     from prime_node.cli import wire
+    from prime_node.cli.kernels import ready_kernels
     from prime_node.replay.progress import ReplayProgress
 
     console = None if as_json else Console(highlight=False, soft_wrap=True)
@@ -183,6 +184,8 @@ async def replay_report(target: str, options: ReplayOptions, settings: Environme
         for line in lines_of(finding) if console is not None else ():
             say(line, console=console)
 
+    if not options.batches_only:  # it decodes no weights
+        await asyncio.to_thread(ready_kernels, Console(stderr=True, highlight=False).print)
     progress = ReplayProgress()
     showing = asyncio.ensure_future(show_progress(progress, console, wire.clock()) if console else asyncio.sleep(0))
     try:
