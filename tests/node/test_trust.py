@@ -264,3 +264,31 @@ async def test_a_follower_of_a_thief_learns_it_from_the_root_and_starts_again(tm
     again = make_follower(trust, tmp_path / "c", clock, thief, source)
     async with following(again):
         assert (await again.wait_newer(-1)).signed.digest == source.signed(1).digest
+
+
+async def test_a_follower_of_the_wrong_one_of_two_manifests_starts_again_once_the_root_names_a_later_policy(
+    tmp_path: Path,
+) -> None:
+    """One key signed both, so no signature tells them apart, and a follower of the other one waited forever."""
+    clock = VirtualClock()
+    source, other = make_source(clock), make_source(clock)
+    other.publish(table_weights(61))
+    trust = make_trust(tmp_path / "t", clock, source)
+    follower = make_follower(trust, tmp_path / "c", clock, other, source)
+    async with following(follower) as task:
+        assert (await follower.wait_newer(0)).signed.digest == other.signed(1).digest
+        for version in (1, 2):
+            source.publish(table_weights(version))
+        await until((tmp_path / "c" / "evidence").exists)
+        await clock.sleep(10.0)
+        latest = follower.latest()
+        assert latest is not None
+        assert latest.version == 1, "without the root's word, it follows neither further"
+        rotate(source)
+        await trust.refresh()
+        await until(task.done)
+        with pytest.raises(LocalError, match="there is another one, and the root names a later policy"):
+            task.result()
+    again = make_follower(trust, tmp_path / "c", clock, other, source)
+    async with following(again):
+        assert (await again.wait_newer(-1)).signed.digest == source.signed(2).digest

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
@@ -65,6 +65,8 @@ class Heads:
         self._on_head = on_head
         self._ring = run.keys.version
         """Key ring by which the head was verified."""
+        self._is_forked = False
+        """Whether two manifests of one policy were seen, of which the head or a predecessor is one."""
         self._compared: dict[int, set[str]] = {}
         """Peers with which the newest version was compared."""
         self._answered = ""
@@ -261,21 +263,28 @@ class Heads:
     def _require_the_roots_chain(self) -> None:
         """Check that the head still belongs to the run by the newest key ring, which may exclude a thief's.
 
-        Raises LocalError if the head is not the run's.
+        After a fork, a head before the policy that the root names may be the wrong one of two, and nothing continues it then.
+        Raises LocalError if the head is not the run's, or may not be.
         """
         head, version = self.chain.head, self._run.keys.version
+        if head is not None and self._is_forked and self._is_rolled_back(head):
+            self._withdraw(head, "there is another one, and the root names a later policy")
         if head is None or version == self._ring:
             return
         try:
             self._run.keys.verify_manifest(head.envelope, head.point)
         except RemoteError as error:
-            self._write(place(self._folder, f"evidence/withdrawn-{head.digest[:16]}.json"), head.envelope)
-            (self._folder / "head.json").unlink(missing_ok=True)
-            raise LocalError(
-                f"policy {self.newest}, which this machine follows, is not part of the run by key ring {version}: "
-                f"{error.detail}. It is kept in {self._folder / 'evidence'}; start again to follow the run's own policies"
-            ) from None
+            self._withdraw(head, error.detail)
         self._ring = version
+
+    def _withdraw(self, head: SignedManifest, reason: str) -> NoReturn:
+        """Forget the head, keep it as evidence, and raise LocalError."""
+        self._write(place(self._folder, f"evidence/withdrawn-{head.digest[:16]}.json"), head.envelope)
+        (self._folder / "head.json").unlink(missing_ok=True)
+        raise LocalError(
+            f"policy {self.newest}, which this machine follows, is not part of the run by key ring {self._run.keys.version}: "
+            f"{reason}. It is kept in {self._folder / 'evidence'}; start again to follow the run's own policies"
+        )
 
     async def _link(self, named: NamedSource, shown: SignedManifest) -> None:
         """Walk from the known head to a newer one, along this source's manifests."""
@@ -303,6 +312,7 @@ class Heads:
         try:
             return self.chain.compare(shown)
         except RemoteError:
+            self._is_forked = True
             self._keep_evidence(shown)
             raise
 
