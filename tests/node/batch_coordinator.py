@@ -193,6 +193,8 @@ class BatchCoordinator:
         found = self.bundles[request.bundle] if self.spoil is None else self.spoil(self.bundles[request.bundle])
         if found is None:
             raise RemoteError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle}")
+        if digest_of(found) != request.bundle:
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "another bundle was sent")
         return found
 
     async def put_blob(self, data: bytes, *, seeded: bool = True) -> str:

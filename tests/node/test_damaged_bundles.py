@@ -9,7 +9,9 @@ import pytest
 from tests.node.coordinator_world import ANNA, TRAINER, World, folder_parts, make_parcel, make_run, running
 
 from prime_node.adapters.storage import folder_blobs
+from prime_node.adapters.system_clock import SystemClock
 from prime_node.inside import open_regular
+from prime_node.training_data.feed import Feed
 from prime_protocol.envelope import Envelope
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import BatchRequest
@@ -32,6 +34,15 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a deletion": Path.unlink,
     "an emptied file": lambda path: path.write_bytes(b""),
 }
+
+
+def be_bad_sector(monkeypatch: pytest.MonkeyPatch, bad: Path) -> None:
+    """Let the disk be unable to read one file: the kernel answers EIO for address 0 of a process."""
+    monkeypatch.setattr(
+        folder_blobs,
+        "open_regular",
+        lambda path, flags: open_regular(Path("/proc/self/mem") if path == bad else path, flags),
+    )
 
 
 async def accept_all(world: World) -> list[str]:
@@ -72,12 +83,7 @@ async def test_a_bundle_on_a_bad_sector_is_noticed(tmp_path: Path, monkeypatch: 
         await world.publish()
         bundles = await accept_all(world)
         bad = tmp_path / "bundles" / bundles[1][:2] / bundles[1]
-        # The kernel answers EIO for address 0 of a process, as for a sector that the disk cannot read.
-        monkeypatch.setattr(
-            folder_blobs,
-            "open_regular",
-            lambda path, flags: open_regular(Path("/proc/self/mem") if path == bad else path, flags),
-        )
+        be_bad_sector(monkeypatch, bad)
         assert isinstance(await world.client(TRAINER).batch(BatchRequest(step=0, durable_step=0)), NotYet)
         batch = await world.fill(0)
         assert bundles[1] not in {group.bundle for group in batch.groups}
@@ -103,3 +109,42 @@ async def test_an_undamaged_batch_is_given_at_the_first_request(tmp_path: Path) 
         await world.publish()
         await accept_all(world)
         assert isinstance(await world.client(TRAINER).batch(BatchRequest(step=0, durable_step=0)), Envelope)
+
+
+async def bundle_of_each_slot(world: World) -> dict[int, str]:
+    """Have the batch of step 0 chosen, of a bundle for each group."""
+    await world.join(ANNA)
+    await world.publish()
+    await accept_all(world)
+    batch = await world.fill(0)
+    return {group.slot: group.bundle for group in batch.groups}
+
+
+async def slots_trained(world: World) -> set[int]:
+    """Return the slots of step 0 that a trainer gets over HTTP."""
+    feed = Feed(world.client(TRAINER), world.run, clock=SystemClock())
+    try:
+        return {group.slot for group in (await feed.take(0, durable_step=0)).groups}
+    finally:
+        await feed.close()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_bundle_that_is_damaged_after_a_batch_took_it_costs_its_groups_and_not_the_run(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client refused the bytes of a flipped bit, so that the trainer ended at each start."""
+    async with running(await folder_parts(one_step(), tmp_path)) as world:
+        bundles = await bundle_of_each_slot(world)
+        DAMAGES[damage](tmp_path / "bundles" / bundles[1][:2] / bundles[1])
+        assert await slots_trained(world) == bundles.keys() - {1}
+    assert "step 0 trains without slot 1" in caplog.text
+
+
+async def test_a_bundle_of_a_batch_on_a_bad_sector_costs_its_groups_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(await folder_parts(one_step(), tmp_path)) as world:
+        bundles = await bundle_of_each_slot(world)
+        be_bad_sector(monkeypatch, tmp_path / "bundles" / bundles[1][:2] / bundles[1])
+        assert await slots_trained(world) == bundles.keys() - {1}

@@ -171,7 +171,7 @@ class ValidatorPort(CheckpointSource, Protocol):
         ...
 
     async def bundle(self, request: BundleRequest) -> bytes:
-        """Return an uploaded bundle's bytes, unverified."""
+        """Return an uploaded bundle's bytes. Raises RemoteError(DIGEST_MISMATCH) if they are damaged."""
         ...
 
     async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
@@ -203,5 +203,5 @@ class BatchPort(Protocol):
         ...
 
     async def bundle(self, request: BundleRequest) -> bytes:
-        """Return an accepted bundle's bytes, unverified."""
+        """Return an accepted bundle's bytes. Raises RemoteError(DIGEST_MISMATCH) if they are damaged."""
         ...

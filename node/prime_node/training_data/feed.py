@@ -21,7 +21,6 @@ from prime_node.ports.train_samples import Group
 from prime_node.ports.transport import BatchPort
 from prime_node.training_data.bundles import Bundle, groups_of, open_batch, open_trained_bundle, with_logprobs
 from prime_node.training_data.kept_bundles import KeptBundles
-from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.replies import BatchGroup, NotYet
@@ -203,23 +202,21 @@ class Feed:
         if (kept := await asyncio.to_thread(self._copies.read, digest, step)) is not None:
             return kept
         parcel = await self._fetch_parcel(digest)
-        await asyncio.to_thread(self._copies.keep, digest, parcel if digest_of(parcel) == digest else b"", step)
+        await asyncio.to_thread(self._copies.keep, digest, parcel, step)
         return parcel
 
     async def _fetch_parcel(self, digest: str) -> bytes:
-        """Return the bytes that the coordinator has under a digest: other bytes if these are damaged, none if they are lost."""
-        parcel = b""
+        """Return the bytes that the coordinator has under a digest; none if they are lost or damaged."""
         for _ in range(DAMAGED_FETCHES):
             try:
-                parcel = await ask_until_answered(
+                return await ask_until_answered(
                     lambda: self._coordinator.bundle(BundleRequest(bundle=digest)),
                     what=f"bundle {digest[:12]}",
                     clock=self._clock,
                 )
             except RemoteError as error:
-                if error.code is not ErrorCode.NOT_FOUND:
+                if error.code is ErrorCode.NOT_FOUND:
+                    break
+                if error.code is not ErrorCode.DIGEST_MISMATCH:
                     raise
-                return b""
-            if digest_of(parcel) == digest:
-                break
-        return parcel
+        return b""

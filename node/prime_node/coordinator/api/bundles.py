@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from prime_protocol.parcel import open_parcel
 from prime_protocol.requests import BundleRequest, CheckResultRequest
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun, RunSpec
+
+log = logging.getLogger(__name__)
 
 READS_MAX = 16
 """Stored bundles that one check reads at once. Each may take rollout_bytes_max bytes of memory."""
@@ -53,6 +56,11 @@ class BundleStorage:
             raise RemoteError(
                 ErrorCode.NOT_FOUND, f"no bundle {request.bundle[:12]}; it may have been deleted"
             ) from None
+        except DamagedBlob as error:
+            log.error("%s", error)
+            raise RemoteError(
+                ErrorCode.DIGEST_MISMATCH, f"the bytes of bundle {request.bundle[:12]} are damaged"
+            ) from error
 
     async def damaged(self, digests: Iterable[str]) -> set[str]:
         """Return those whose stored bytes are lost or have another digest. Reads run at once: one of S3 takes a round trip."""
