@@ -216,6 +216,8 @@ class BatchCoordinator:
         if signed.digest not in {known.digest for known in self.manifests}:
             check_manifest(signed.manifest, self.run)
             check_link(signed.manifest, self.manifests[-1] if self.manifests else None)
+            if lost := {blob.digest for blob in signed.manifest.blobs} - self.blobs.keys():
+                raise RemoteError(ErrorCode.NOT_FOUND, f"no blob {min(lost)}; upload it first")
             self.decode(signed)
             self.manifests.append(signed)
             self._moved.set()

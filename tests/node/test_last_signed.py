@@ -79,6 +79,51 @@ async def test_a_manifest_whose_blobs_are_lost_is_sent_again_once_they_are_compu
     assert coordinator.manifests[3].digest == coordinator.sent[3].digest
 
 
+async def with_a_delta_cut_off(coordinator: HeardCoordinator, folder: Path, fuse: Fuse) -> Publisher:
+    """Kill a trainer that publishes policy 3 as a delta; return the next one, which resumes at policy 3, without the base."""
+    await publish(coordinator, range(len(coordinator.manifests), 3), folder=folder)
+    first = make(coordinator, folder=folder)
+    await first.start()
+    await first.submit(2, sparse(2), provenance(2))
+    await first.flush()
+    coordinator.fuse = fuse
+    await first.submit(3, sparse(3), provenance(3))
+    with pytest.raises(KilledError):
+        await first.flush()
+    await first.close()
+    coordinator.fuse = Fuse()
+    again = make(coordinator, folder=folder)
+    await again.start()
+    await again.submit(3, sparse(3), provenance(3))
+    return again
+
+
+@pytest.mark.parametrize("blob", [1, 2])
+async def test_a_kill_before_all_blobs_are_uploaded_leaves_no_manifest_that_nobody_can_complete(
+    coordinator: HeardCoordinator, tmp_path: Path, blob: int
+) -> None:
+    again = await with_a_delta_cut_off(coordinator, tmp_path, Fuse("put_blob", blob))
+    await again.flush()
+    await again.close()
+    assert [len(coordinator.manifests), len(coordinator.sent)] == [4, 4]
+
+
+async def test_lost_bytes_of_a_manifest_signed_before_are_named(coordinator: HeardCoordinator, tmp_path: Path) -> None:
+    await publish(coordinator, range(3), folder=tmp_path)
+    there = set(coordinator.blobs)
+
+    class Swept(Fuse):
+        def passes(self, place: str) -> None:
+            if place == "before publish":
+                coordinator.blobs = {digest: blob for digest, blob in coordinator.blobs.items() if digest in there}
+            super().passes(place)
+
+    again = await with_a_delta_cut_off(coordinator, tmp_path, Swept("before publish"))
+    with pytest.raises(LocalError, match=r"policy 3 was signed .* bytes of it are lost: .* delete signed\.json"):
+        await again.flush()
+    await again.close()
+
+
 async def test_other_weights_than_those_signed_before_are_never_signed(
     coordinator: HeardCoordinator, tmp_path: Path
 ) -> None:

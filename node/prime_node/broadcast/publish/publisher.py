@@ -212,7 +212,6 @@ class Publisher:
             signed = self._signed_before(version, tensors)
             if signed is None:
                 signed = sign_manifest(self._manifest(submission, tensors, encoded), *self._keys)
-                await self._note(signed)
             await self._upload(signed, encoded, spool, submission.attached)
         _drop_attached(submission)
         self._head, self._unanswered = signed, None
@@ -278,13 +277,14 @@ class Publisher:
         for attempt in range(UPLOADS_MAX):
             for entry in signed.manifest.blobs:  # of a manifest signed before, whose encodings may be others
                 if entry.digest not in in_spool:
-                    await self._put(await self._blob(entry), version)
+                    await self._put(await self._found_again(entry, version), version)
             for one in encoded:
                 await self._put(one.index, version)
             for part in {part.digest: part for one in encoded for part in one.encoding.parts}.values():
                 await self._put(await asyncio.to_thread(spool.read, part), version)
             for read in () if attached is None else attached.blobs():
                 await self.put_aside(await asyncio.to_thread(read), what=f"the training state of policy {version}")
+            await self._note(signed)  # not before: without its blobs, a later start could not make them again
             try:
                 await self._announce(signed)
                 return
@@ -292,6 +292,15 @@ class Publisher:
                 # An older policy held the same bytes, and was deleted with them between our upload and our manifest.
                 if error.code is not ErrorCode.NOT_FOUND or attempt == UPLOADS_MAX - 1:
                     raise
+
+    async def _found_again(self, entry: PartEntry, version: int) -> bytes:
+        try:
+            return await self._blob(entry)
+        except RemoteError as error:
+            raise LocalError(
+                f"policy {version} was signed before this start, but bytes of it are lost: {error}. To continue, delete "
+                "signed.json in the trainer's folder: workers that have the old manifest reject the new one as a fork"
+            ) from error
 
     async def put_aside(self, blob: bytes, *, what: str) -> None:
         """Upload a public blob that is part of no policy, waiting for an unreachable coordinator. Raises RemoteError."""
