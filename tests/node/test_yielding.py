@@ -147,6 +147,8 @@ def test_the_limits_of_all_connections_together_are_the_lines() -> None:
         readings = [LinkReading(link, 0.5, 0.02, 10_000 * (link + 1) * look, 200_000) for link in range(6)]
         limits = yielding.look(readings, 0.1 * look)
     assert sum(limits.values()) == pytest.approx(yielding.limit_bytes_s)
+    assert yielding.look([], 2.0) == {}, "all connections have closed"
+    assert yielding.limit_bytes_s
 
 
 def test_some_rate_is_left_however_long_the_queue_is() -> None:

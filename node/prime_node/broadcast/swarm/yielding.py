@@ -91,7 +91,7 @@ class Yielding:
         else:
             self.queue_s = self._queue_s(sending)
             self._control(now_s)
-        if not self.limit_bytes_s:
+        if not self.limit_bytes_s or not readings:
             return dict.fromkeys(self._links, 0.0)
         least = max(1.0, self._rate / max(1, len(sending)))  # for one that was slow or idle
         weights = {name: max(link.rate_bytes_s, least) for name, link in self._links.items()}
