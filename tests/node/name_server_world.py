@@ -21,13 +21,14 @@ from tests.time_world import until
 
 from prime_node.adapters.name_lookups import WAIT_S_MAX
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web.direct_upload import put_directly
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.keyfile import load_or_create
 from prime_node.ports.transport import Unreachable
 
 PORT = 53
-NAMES = 40
-"""More than an executor has threads on a machine with fewer than 36 processors."""
+NAMES = 30
+"""Of each kind. More than an executor has threads on a machine with fewer than 26 processors."""
 ROLES = {"join": signal.SIGTERM, "seed": signal.SIGINT, "validator": signal.SIGINT, "trainer": signal.SIGTERM}
 """Each role, and a signal that ends it."""
 STOP_S_MAX = 14.0
@@ -76,15 +77,20 @@ async def crowd(folder: Path) -> None:
     server, run = NameServer(), make_run()
 
     async def ask(name: str) -> str:
-        async with HttpClient(f"http://{name}.test:9", run=run.digest, clock=SystemClock(), key=ANNA) as client:
+        url = f"http://{name}.test:9"
+        async with HttpClient(url, run=run.digest, clock=SystemClock(), key=ANNA) as client:
             try:
-                await client.run_spec()
+                if name.startswith("bucket"):
+                    await put_directly(url, b"body", bytes(32), near=(), needs_tls=False, stall_s=60.0)
+                else:
+                    await client.run_spec()
             except Unreachable as error:
                 return str(error).replace(name, "NAME")
         return "an answer"
 
-    asking = [asyncio.create_task(ask(f"run{number}")) for number in range(NAMES)]
-    heard = threading.Thread(target=lambda: [server.asked.acquire() for _ in range(NAMES)], daemon=True)
+    kinds = ("run", "bucket")
+    asking = [asyncio.create_task(ask(f"{kinds[number % 2]}{number}")) for number in range(2 * NAMES)]
+    heard = threading.Thread(target=lambda: [server.asked.acquire() for _ in range(len(asking))], daemon=True)
     heard.start()
     await until(lambda: not heard.is_alive())
     await asyncio.to_thread(folder.mkdir)

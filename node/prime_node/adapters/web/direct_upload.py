@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp.abc import ResolveResult
-from aiohttp.resolver import ThreadedResolver
 
+from prime_node.adapters.name_lookups import PatientResolver
 from prime_node.adapters.web.http_answers import Patience, new_session, pieces_of_body, reason_of
 from prime_node.adapters.web.proxies import proxy_for
 from prime_node.ports.transport import Unreachable
@@ -71,7 +71,7 @@ def may_receive(address: str, near: Collection[str]) -> bool:
     return found is not None and str(found) in near and may_be_named(address, between=near)
 
 
-class _CheckedResolver(ThreadedResolver):
+class _CheckedResolver(PatientResolver):
     def __init__(self, near: Collection[str]) -> None:
         super().__init__()
         self._near = near

@@ -264,9 +264,8 @@ class Publisher:
 
     async def _announce(self, signed: SignedManifest) -> None:
         version = signed.manifest.policy_version
-        await ask_until_answered(
-            lambda: self._coordinator.publish(signed.envelope), what=f"manifest {version}", clock=self._clock
-        )
+        send = partial(self._coordinator.publish, signed.envelope)
+        await ask_until_answered(send, what=f"manifest {version}", clock=self._clock)
 
     async def _upload(
         self, signed: SignedManifest, encoded: Sequence[Encoded], spool: PartSpool, attached: Attachment | None
@@ -284,7 +283,7 @@ class Publisher:
                 await self._put(await asyncio.to_thread(spool.read, part), version)
             for read in () if attached is None else attached.blobs():
                 await self.put_aside(await asyncio.to_thread(read), what=f"the training state of policy {version}")
-            await self._note(signed)  # not before: without its blobs, a later start could not make them again
+            await self._note(signed)  # not earlier: a later start may be unable to make its blobs again
             try:
                 await self._announce(signed)
                 return
@@ -319,9 +318,8 @@ class Publisher:
             return None
 
     async def _put(self, blob: bytes, version: int) -> None:
-        await ask_until_answered(
-            partial(self._coordinator.put_blob, blob), what=f"blobs of policy {version}", clock=self._clock
-        )
+        put = partial(self._coordinator.put_blob, blob)
+        await ask_until_answered(put, what=f"blobs of policy {version}", clock=self._clock)
 
     async def _take_up_first(self) -> None:
         """Fetch policy 0 from the coordinator, for root deltas, and decode it onto the disk.
@@ -351,9 +349,8 @@ class Publisher:
         )
 
     async def _published_manifest(self, version: int) -> SignedManifest:
-        envelope = await ask_until_answered(
-            lambda: self._coordinator.manifest(version), what=f"manifest {version}", clock=self._clock
-        )
+        ask = partial(self._coordinator.manifest, version)
+        envelope = await ask_until_answered(ask, what=f"manifest {version}", clock=self._clock)
         signed = open_manifest(envelope, self._run)
         check_manifest(signed.manifest, self._run)
         return signed
