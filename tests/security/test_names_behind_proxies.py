@@ -8,24 +8,34 @@ import ssl
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp.abc import ResolveResult
 from tests.node.coordinator_world import ANNA, make_run
 from tests.node.http_server import served
 from tests.node.proxy_world import ForwardProxy, forward_proxy
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.adapters.web.noted_resolver import NotedResolver
 from prime_node.ports.transport import Unreachable
 
 RUN = make_run()
-KNOWN = {"run.example": ["8.8.8.8"], "further.example": ["2606:4700:4700::1111", "1.1.1.1"], "six.example": ["fd00::9"]}
+KNOWN = {
+    "run.example": ["8.8.8.8"],
+    "further.example": ["2606:4700:4700::1111", "1.1.1.1"],
+    "six.example": ["fd00::9"],
+    "proxy.example": ["127.0.0.1"],
+}
 """What this machine's resolver says. The proxy's own one says what the run's owner likes."""
 
 
 @pytest.fixture(autouse=True)
 def _resolver(monkeypatch: pytest.MonkeyPatch) -> None:
     async def resolve(self: object, host: str, port: int = 0, family: int = socket.AF_INET) -> list[dict[str, object]]:
+        await asyncio.sleep(0)
         found: list[dict[str, object]] = [
-            {"host": one} for one in KNOWN.get(host, []) if family != socket.AF_INET or ":" not in one
+            {"hostname": host, "host": one, "port": port, "proto": 6, "flags": 0, "family": socket.AF_INET}
+            for one in KNOWN.get(host, [])
+            if family != socket.AF_INET or ":" not in one
         ]
         if not found:
             raise socket.gaierror(socket.EAI_NONAME, "unknown")
@@ -94,3 +104,37 @@ async def test_a_tunnel_leads_to_the_address_that_was_checked_and_names_the_serv
                 await read(client)
         assert proxy.asked == ["CONNECT run.example:443 HTTP/1.1", "CONNECT 1.1.1.1:443 HTTP/1.1"]
         assert named == ["run.example", "further.example"]
+
+
+async def test_a_run_that_names_the_proxy_leads_nobody_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the address to which the proxy's name led was kept, and used for a further address without another check."""
+    async with forward_proxy(9) as proxy:
+        port = urlsplit(proxy.url).port
+        monkeypatch.setenv("https_proxy", f"http://proxy.example:{port}")
+        proxy.refusal = b"HTTP/1.1 502 none\r\n\r\n"
+        async with client_of("https://run.example", f"http://proxy.example:{port}") as client:
+            with pytest.raises(Unreachable):
+                await read(client)
+        assert proxy.asked == ["CONNECT run.example:443 HTTP/1.1"]
+
+
+async def test_requests_at_the_same_time_take_no_proxy_from_each_other() -> None:
+    resolver, is_set = NotedResolver("run.example"), asyncio.Event()
+    await resolver.resolve("run.example")
+
+    async def through_proxy() -> list[ResolveResult]:
+        resolver.let_pass("http://proxy.example:3128")
+        is_set.set()
+        await asyncio.sleep(0)
+        return await resolver.resolve("proxy.example")
+
+    async def further() -> str:
+        await is_set.wait()
+        return await resolver.asked_of_proxy("further.example")
+
+    found, there = await asyncio.gather(through_proxy(), further())
+    assert [one["host"] for one in found] == ["127.0.0.1"]
+    assert there == "1.1.1.1"
+    resolver.let_pass("http://proxy.example:3128")
+    with pytest.raises(OSError, match=r"proxy\.example leads into another network"):
+        await resolver.asked_of_proxy("proxy.example")

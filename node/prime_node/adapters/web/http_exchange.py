@@ -311,5 +311,10 @@ class HttpExchange:
     def _connected(self) -> aiohttp.ClientSession:
         """Return the session, made on first use because it belongs to the running loop."""
         if self._session is None:
-            self._session = new_session(aiohttp.TCPConnector(limit=self._connections_max, resolver=self._resolver))
+            connector = aiohttp.TCPConnector(
+                limit=self._connections_max,
+                resolver=self._resolver,
+                use_dns_cache=False,  # the answer for a name depends on whether the request's proxy has it
+            )
+            self._session = new_session(connector)
         return self._session

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from contextvars import ContextVar
 from urllib.parse import urlsplit
 
 from aiohttp.abc import ResolveResult
@@ -18,6 +19,8 @@ from prime_protocol.addresses import may_be_named, parse_ip
 
 HOSTS_MAX = 64
 """Addresses recorded for one client; with one more, the name counts as leading everywhere."""
+_PROXY = ContextVar("proxy", default="")
+"""Name of the proxy of this task's request."""
 
 
 class NotedResolver(PatientResolver):
@@ -26,13 +29,12 @@ class NotedResolver(PatientResolver):
     def __init__(self, server: str) -> None:
         super().__init__()
         self._server, address = server, parse_ip(server)
-        self._proxy = ""
         self.hosts = frozenset[str]() if address is None else frozenset([str(address)])
         """IP address of the server, or the addresses that its name has resolved to so far."""
 
     def let_pass(self, proxy: str | None) -> None:
-        """Resolve the name of a proxy for the next requests: where it leads is the choice of this machine's owner."""
-        self._proxy = urlsplit(proxy or "").hostname or ""
+        """Resolve the name of a proxy for this task's next request: where it leads is the choice of this machine's owner."""
+        _PROXY.set(urlsplit(proxy or "").hostname or "")
 
     def may_ask(self, host: str) -> bool:
         """Return whether a request may go to this name or IP address. Where a name leads is checked when it is resolved."""
@@ -44,22 +46,22 @@ class NotedResolver(PatientResolver):
         A proxy resolves names again, by servers of its own, and a run may answer these otherwise. Raises OSError for a name that
         leads into another network, or that this machine cannot resolve.
         """
-        self._proxy = ""
         if host == self._server or parse_ip(host) is not None:
             return host
         if not self.hosts:
             with contextlib.suppress(socket.gaierror):
-                await self.resolve(self._server, family=socket.AF_UNSPEC)
-        found = [one["host"] for one in await self.resolve(host, family=socket.AF_UNSPEC)]
-        return min(found, key=lambda address: ":" in address)  # more proxies reach IPv4
+                self._checked(self._server, await super().resolve(self._server, 0, socket.AF_UNSPEC))
+        found = self._checked(host, await super().resolve(host, 0, socket.AF_UNSPEC))
+        return min((one["host"] for one in found), key=lambda address: ":" in address)  # more proxies reach IPv4
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
         """Resolve a name and record its addresses."""
         found = await super().resolve(host, port, family)
-        if host == self._proxy:
-            return found
+        return found if host == _PROXY.get() else self._checked(host, found)
+
+    def _checked(self, host: str, found: list[ResolveResult]) -> list[ResolveResult]:
         if host != self._server:
             known = [one for one in found if may_be_named(one["host"], between=self.hosts)]
             if not known:
