@@ -81,6 +81,19 @@ def test_no_answer_ends_its_episode_by_a_call_that_is_none(qwen3: Path, call: st
     assert renderer.render_ids([{"role": "user", "content": "?"}, parsed.message, {"role": "user", "content": "!"}])
 
 
+def test_the_renderer_of_verifiers_gives_no_call_whose_name_is_none(qwen3: Path) -> None:
+    """Before, the library failed on a name that is no text, so that an answer ended its episode with an error."""
+    from renderers.base import create_renderer, load_tokenizer
+
+    from prime_node.adapters.models.package_renderer import bounded_config
+
+    renderer = create_renderer(load_tokenizer(str(qwen3)), bounded_config(qwen3, "qwen3"))
+    for name in ('{"a": 1}', "5", '["add"]'):
+        call = f'<tool_call>\n{{"name": {name}, "arguments": {{}}}}\n</tool_call>'
+        answer = sampled(qwen3, f"four{call}{call.replace(name, chr(34) + 'add' + chr(34))}<|im_end|>")
+        assert [one.name for one in renderer.parse_response(list(answer.token_ids)).tool_calls] == ["add"]
+
+
 @pytest.mark.slow
 def test_an_answer_that_would_be_parsed_for_hours_ends_its_episode_after_seconds(tmp_path: Path) -> None:
     """The package's search for the arguments takes time that grows with the third power of the blanks in them."""

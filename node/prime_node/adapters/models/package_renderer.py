@@ -48,14 +48,11 @@ class PackageRenderer:
         return list(self._renderer.render_ids(_list(messages), tools=_list(tools) or None, add_generation_prompt=True))
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
-        """Parse an answer into text, reasoning and tool calls. Raises TooCostly.
-
-        A call without a name is none.
-        """
+        """Parse an answer into text, reasoning and tool calls. Raises TooCostly."""
         found = parsed_within(
             self._renderer.parse_response, self._tokenizer, list(token_ids), tools=_list(tools) or None
         )
-        calls = tuple(_tool_call(call) for call in found.tool_calls or () if isinstance(call.name, str))
+        calls = tuple(map(_tool_call, found.tool_calls))
         return Parsed(found.content, found.reasoning_content or "", calls)
 
     def bridge_to_next_turn(
@@ -76,13 +73,16 @@ class PackageRenderer:
 def parsed_within(parse: Callable[..., Any], tokenizer: Any, token_ids: list[int], **further: Any) -> Any:
     """Return what the package's `parse` finds in an answer; text alone where it fails, because no answer may end its episode.
 
-    Raises TooCostly: for a few families, its searches take time that grows with the third power of a call's length.
+    A call whose name is no text is none. Raises TooCostly: for a few families, its searches take time that grows with the third
+    power of a call's length.
     """
     try:
         with processor_limit(PARSE_S_MAX):
-            return parse(token_ids, **further)
+            found = parse(token_ids, **further)
     except (ValueError, TypeError, RecursionError):
         return ParsedResponse(tokenizer.decode(token_ids, skip_special_tokens=True))
+    found.tool_calls = [call for call in found.tool_calls or () if isinstance(call.name, str)]
+    return found
 
 
 class BoundedRendererConfig(BaseRendererConfig):  # type: ignore[misc]  # the package has no types
