@@ -19,6 +19,11 @@ class BundleAccess(StrEnum):
     AUDITORS = "auditors"
     """Auditor keys of the run, by signed requests. Without such a key, no one but the run's own roles."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> BundleAccess | None:
+        """Read "none", which runs have that were made before auditors could be named."""
+        return cls.AUDITORS if value == "none" else None
+
 
 class ReplayPolicy(WireModel):
     """Promise that training steps can be re-executed. Example: ReplayPolicy(recipe="af13...", state_every=10)."""

@@ -76,3 +76,17 @@ def test_a_url_leads_to_aws_itself_without_an_endpoint_and_names_the_session(mon
     assert url.startswith(f"https://s3.eu-west-1.amazonaws.com/bucket/incoming/00/{'0' * 64}?")
     assert "X-Amz-Credential=key%2Fwith%2Bsigns%2F" in url
     assert "X-Amz-Security-Token=token%2F%2B%3D" in url
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("AWS_ENDPOINT_URL", "http://seaweed_fs:8333"), ("AWS_SESSION_TOKEN", "/" * 700)]
+)
+def test_urls_that_no_worker_would_take_end_the_coordinator_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """Before, each request for one failed, and large bundles did not arrive."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(LocalError, match=variable):
+        S3UploadUrls("s3://bucket/incoming")

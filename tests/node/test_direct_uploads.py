@@ -15,6 +15,7 @@ import pytest_asyncio
 from tests.node.coordinator_world import (
     ANNA,
     BEN,
+    HEARTBEAT,
     TRAINER,
     VALIDATOR,
     World,
@@ -35,7 +36,7 @@ from prime_node.coordinator.api.direct_uploads import DirectBucket
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.blobs import Blobs
-from prime_protocol.errors import ErrorCode, LocalError
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import open_parcel
 from prime_protocol.requests import UploadUrlRequest
@@ -192,6 +193,23 @@ async def test_no_body_is_read_for_a_bundle_that_would_not_be_stored(direct: tup
     await bucket.blobs.put(body, digest=lease.lease_id)
     await refused(world, ErrorCode.DIGEST_MISMATCH, "/v1/rollouts", header)
     assert bucket.read == before
+
+
+async def test_no_body_is_read_for_a_worker_whose_rate_is_used_up(tmp_path: Path, s3: S3Server) -> None:
+    """Before, a header of a kilobyte could make the coordinator read a whole body from the bucket, any number of times."""
+    parts, bucket = await direct_parts(tmp_path, requests_per_second=0.4)
+    async with with_anna(parts) as world:
+        lease = await world.lease(ANNA)
+        parcel = make_parcel(lease, ANNA)
+        header, body = split(parcel)
+        await bucket.blobs.put(body, digest=lease.lease_id)
+        with contextlib.suppress(RemoteError):
+            for _ in range(4):
+                await world.client(ANNA).heartbeat(HEARTBEAT)
+        for _ in range(3):
+            await refused(world, ErrorCode.TOO_MANY_REQUESTS, "/v1/rollouts", header)
+        assert bucket.read == 0
+        assert await bucket.blobs.has(lease.lease_id), "it may come again"
 
 
 def asked(lease_id: str, body: bytes, *, body_bytes: int = 1) -> UploadUrlRequest:

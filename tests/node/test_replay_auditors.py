@@ -27,13 +27,18 @@ from tests.node.worker_world import next_ring
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.cli.replay_target import ReplayOptions, replay_target
+from prime_node.cli.target import open_source
 from prime_node.coordinator.new_run import ReplayConfig
+from prime_node.envs.settings import EnvironmentSettings
+from prime_node.keyfile import load_or_create
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.replay import BundleAccess
 from prime_protocol.requests import BundleRequest
-from prime_protocol.run_spec import PinnedRun
+from prime_protocol.run_spec import PinnedRun, open_run_spec
 
 AUDITOR, NEW = SigningKey(b"\x61" * 32), SigningKey(b"\x62" * 32)
 
@@ -121,3 +126,25 @@ def test_an_auditor_of_public_bundles_is_a_mistake() -> None:
     with pytest.raises(ValidationError, match='set bundles = "auditors"'):
         ReplayConfig(auditors=(AUDITOR.key_id,))
     assert ReplayConfig(bundles=BundleAccess.AUDITORS, auditors=(AUDITOR.key_id,)).policy(recipe="0" * 64)
+
+
+def test_a_run_that_was_made_without_auditors_opens_and_has_none() -> None:
+    """Until 27 November 2026 a RunSpec had "none" there. Before, no role could open such a run any more."""
+    spec = replayable(BundleAccess.AUDITORS).spec.model_dump_json().replace('"auditors"', '"none"')
+    run = open_run_spec(seal(spec.encode(), PayloadType.RUN_SPEC, ROOT), pinned=digest_of(spec.encode()))
+    assert run.spec.replay is not None
+    assert (run.spec.replay.bundles, run.keys.current.auditor) == (BundleAccess.AUDITORS, ())
+
+
+async def test_an_auditor_may_name_the_run_apart_from_the_address(tmp_path: Path) -> None:
+    """Before, a request to an address without the run's digest was signed for no run, which ended in a traceback."""
+    load_or_create(tmp_path / "auditor.key")
+    key = tmp_path / "auditor.key"
+    with pytest.raises(LocalError, match="--run"):
+        await replay_target("http://127.0.0.1:9/", ReplayOptions(key=key), EnvironmentSettings())
+    run = audited_run()
+    async with running(await folder_parts(run, tmp_path / "run")) as world:
+        async with open_source(world.url, key=AUDITOR, run=run.digest) as source:
+            with pytest.raises(RemoteError) as caught:
+                await source.bundle(BundleRequest(bundle="0" * 64))
+        assert caught.value.code is ErrorCode.NOT_FOUND

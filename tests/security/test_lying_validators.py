@@ -112,6 +112,18 @@ async def test_evidence_that_two_find_is_counted_and_that_of_one_alone_is_not(
     assert (receipt.evidence is None) == bool(second_says)
 
 
+async def test_evidence_that_does_not_count_leaves_no_second_look_to_its_own_validator() -> None:
+    """Before, the accepted bundle had no validator, and the one that had judged it got it again."""
+    async with running(memory_parts(make_run(checks=CALIBRATED, keys=TWO), second_look_share=1.0)) as world:
+        await at_work(world, SECOND)
+        await uploaded(world)
+        await world.give_verdict(await world.take_task(VALIDATOR), evidence=found(5.0))
+        await world.give_verdict(await world.take_task(SECOND), validator=SECOND, reason=RejectReason.UNVERIFIABLE)
+        assert (await last_receipt(world)).status == "accepted"
+        assert isinstance(await world.client(VALIDATOR).check(CheckRequest(policy_versions=())), NotYet)
+        assert (await world.take_task(SECOND)).audit
+
+
 async def test_alone_a_validator_s_evidence_counts_at_once() -> None:
     async with running(memory_parts(make_run(checks=CALIBRATED, keys=TWO))) as world:
         await at_work(world)

@@ -10,13 +10,13 @@ from tests.security.raw_http import Raw
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.request_head import read_request_head
-from prime_node.adapters.web.shedding import LET_THROUGH, RETRY_S, SLACK, Shedding
+from prime_node.adapters.web.shedding import BEGINS, LET_THROUGH, RETRY_S, SLACK, Shedding
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, Presence
 from prime_node.patience import PAUSE_S_MAX, Backoff
 from prime_node.ports.web import CallerBounds, Importance, Request, Response, Route, Sender
 from prime_protocol.body_claim import REQUEST_HEADER
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.requests import CheckRequest
+from prime_protocol.requests import CheckRequest, UploadUrlRequest
 
 LAG_S_MAX = 0.01
 MEMBER, ROLE = Sender("a member", is_role=False), Sender("the trainer", is_role=True)
@@ -128,6 +128,19 @@ async def test_an_overloaded_coordinator_refuses_heartbeats_and_takes_work() -> 
         text = next(body for status, body, _ in metrics if status == 200).decode()
         assert f'prime_requests_shed_total{{importance="heartbeats"}} {statuses.count(503)}' in text
         raw.close()
+
+
+async def test_a_url_for_an_upload_is_refused_no_earlier_than_the_upload() -> None:
+    """Before, each finished bundle of a MiB or more waited until new work was given again, though uploads were taken."""
+    async with running(memory_parts(make_run(), lag_ms_max=1_000 * LAG_S_MAX)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        await world.learn_epoch()
+        overload(world, BEGINS[Importance.FINISHED_WORK] - 0.1)  # requests for work are refused
+        asked = UploadUrlRequest(lease_id="0" * 64, body_bytes=1, body_sha256="0" * 64)
+        for _ in range(LET_THROUGH):
+            sent = {REQUEST_HEADER: world.signed(asked, ANNA).decode()}
+            assert (await world.post("/v1/upload_url", b"", **sent))[0] == 404
 
 
 async def test_a_member_on_a_new_connection_is_no_stranger_to_an_overloaded_coordinator() -> None:

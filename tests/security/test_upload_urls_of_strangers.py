@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 from tests.builder import build_header, build_lease
-from tests.node.http_server import RUN, served
+from tests.node.http_server import RUN, client_of, served
 from tests.node.worker_world import WORKER
 from tests.time_world import VirtualClock
 
@@ -21,12 +21,16 @@ from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import GroupAssignment, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
+from prime_protocol.errors import ErrorCode
 from prime_protocol.parcel import pack_parcel
-from prime_protocol.replies import UploadReply, UploadUrl
+from prime_protocol.replies import ErrorBody, UploadReply, UploadUrl
 
 BODY = b"rollouts" * 100
 INTERNET, HERE = ["8.8.8.8"], ["127.0.0.1"]
 GROUP = GroupAssignment(slot=0, problem=Problem(environment="letters", index=0), prompt_token_ids=(1,), seeds=(0,))
+PARCEL = pack_parcel(
+    build_header(build_lease(RUN, WORKER, [GROUP]), BODY, len(BODY)), BODY, PayloadType.ROLLOUT, WORKER
+)
 
 
 @dataclass
@@ -131,13 +135,7 @@ async def test_a_body_follows_no_redirect_and_no_proxy_and_leaves_no_tls(monkeyp
 
 async def test_a_worker_that_is_directed_elsewhere_sends_the_bundle_to_the_coordinator() -> None:
     """And asks for no URL for a while, so that a run cannot make its workers send each body twice."""
-    parcel = pack_parcel(
-        build_header(build_lease(RUN, WORKER, [GROUP]), BODY, len(BODY)),
-        BODY,
-        PayloadType.ROLLOUT,
-        WORKER,
-    )
-    reply = UploadReply(bundle=digest_of(parcel))
+    reply = UploadReply(bundle=digest_of(PARCEL))
     clock = VirtualClock()
     async with served() as coordinator, HttpClient(coordinator.url, run=RUN.digest, clock=clock, key=WORKER) as client:
 
@@ -149,9 +147,34 @@ async def test_a_worker_that_is_directed_elsewhere_sends_the_bundle_to_the_coord
         coordinator.answer = answer
         client.direct_bytes_min = 1
         for _ in range(2):
-            assert await client.upload(parcel) == reply
+            assert await client.upload(PARCEL) == reply
         clock.seconds += WHOLE_S
-        await client.upload(parcel)
+        await client.upload(PARCEL)
         asked, whole = "/v1/upload_url", "/v1/rollouts"
         assert [path for _, path, _ in coordinator.seen] == [asked, whole, whole, asked, whole]
-        assert {body for _, path, body in coordinator.seen if path == whole} == {parcel}
+        assert {body for _, path, body in coordinator.seen if path == whole} == {PARCEL}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (503, ErrorBody(code=ErrorCode.UNAVAILABLE, detail="busy", retry_after_s=1.0).model_dump_json()),
+        (500, ErrorBody(code=ErrorCode.INTERNAL, detail="it failed").model_dump_json()),
+        (404, "<html>a proxy that passes only what it knows</html>"),
+        (200, '{"url": "ftp://bucket.example.org/name"}'),
+    ],
+)
+async def test_a_worker_that_gets_no_url_sends_the_bundle_to_the_coordinator(status: int, answer: str) -> None:
+    """Before, it asked for the URL again and again, and the bundle did not arrive."""
+    reply = UploadReply(bundle=digest_of(PARCEL))
+    async with served() as coordinator, client_of(coordinator) as client:
+
+        async def answered(request: web.Request) -> web.Response:
+            if request.path == "/v1/upload_url":
+                return web.Response(body=answer, status=status)
+            return web.Response(body=reply.model_dump_json())
+
+        coordinator.answer = answered
+        client.direct_bytes_min = 1
+        assert await client.upload(PARCEL) == reply
+        assert [body for _, path, body in coordinator.seen if path == "/v1/rollouts"] == [PARCEL]

@@ -91,10 +91,12 @@ async def replay_target(
     if options.evidence is not None and options.evidence.exists() and any(options.evidence.iterdir()):
         raise LocalError(f"--evidence {options.evidence}: the folder is not empty; name a new one")
     key = None if options.key is None else load_key(options.key)
-    async with open_source(target, key=key) as opened:
+    known = options.run or expected_run(target)
+    if key is not None and known is None and is_url(target):
+        raise LocalError("--key signs for one run: give its join link, or --run")
+    async with open_source(target, key=key, run=known) as opened:
         recorded = None if options.evidence is None else RecordedSource(opened, options.evidence)
         source: ReplaySource = recorded or opened
-        known = options.run or expected_run(target)
         try:
             envelope = await source.run_spec()
             run = open_run_spec(envelope, pinned=known or envelope.digest)

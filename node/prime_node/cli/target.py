@@ -28,15 +28,17 @@ def expected_run(target: str) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def open_source(target: str, *, key: SigningKey | None = None) -> AsyncIterator[ReplaySource]:
+async def open_source(
+    target: str, *, key: SigningKey | None = None, run: str | None = None
+) -> AsyncIterator[ReplaySource]:
     """Open the source of the target's bytes. Raises LocalError if it is neither a URL nor a folder.
 
-    `key` signs requests for what only auditors may read.
+    `key` signs requests for what only auditors may read, to the run with digest `run`.
     """
     from prime_node.cli import wire
 
     if is_url(target):
-        async with wire.public_source(target, key=key) as source:
+        async with wire.public_source(target, key=key, run=run) as source:
             yield source
         return
     yield wire.folder_source(published_folder(target), archived=RunDir(Path(target)).archived)

@@ -65,11 +65,11 @@ def client(link: JoinLink, key: SigningKey) -> HttpClient:
 
 @contextlib.asynccontextmanager
 async def public_source(
-    url: str, *, stall_s: float | None = None, key: SigningKey | None = None
+    url: str, *, stall_s: float | None = None, key: SigningKey | None = None, run: str | None = None
 ) -> AsyncIterator[HttpClient]:
     """Open the public half of a coordinator or of a mirror, or with an auditor's key also its bundles.
 
-    Callers that read much from it wrap it in paced().
+    Callers that read much from it wrap it in paced(). With a key, `run` or the URL names the run's digest.
 
     Raises LocalError for an address that is none.
     """
@@ -79,7 +79,7 @@ async def public_source(
     named = named_in(url)  # checks the address first
     parts = urlsplit(url)
     base = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
-    async with HttpClient(base, run=named or "", clock=clock(), stall_s=stall_s or STALL_S, key=key) as client:
+    async with HttpClient(base, run=run or named or "", clock=clock(), stall_s=stall_s or STALL_S, key=key) as client:
         yield client
 
 

@@ -31,7 +31,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prime_node.coordinator.state import copies, suspicion
@@ -252,7 +252,8 @@ class Agreement:
         for validator in [one for one in held.waited_for if one in held.handed] or held.waited_for:
             self._left(validator, now_s)
         if not any(one.convicts for one in held.opinions):
-            return Opinion("", held.opinions[0].result.model_copy(update={"evidence": None}), False)
+            first = held.opinions[0]
+            return replace(first, result=first.result.model_copy(update={"evidence": None}))
         detail = UNCONFIRMED if len(held.opinions) == 1 else CONTRADICTED
         unverifiable = Verdict.refuse(RejectReason.UNVERIFIABLE, detail)
         return Opinion("", CheckResultRequest(bundle=bundle, verdict=unverifiable, rewards=()), False)

@@ -27,12 +27,13 @@ from urllib.parse import quote, urlencode, urlsplit
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import S3Store
+from pydantic import ValidationError
 
 from prime_node.ports.blobs import DamagedBlob
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, TransientFault
 from prime_protocol.limits import UPLOAD_URL_S_MAX
-from prime_protocol.replies import upload_headers
+from prime_protocol.replies import UploadUrl, upload_headers
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, OffsetRange
@@ -203,7 +204,7 @@ class S3UploadUrls:
     def __init__(self, place: str) -> None:
         """Sign for blobs below `place`, for example "s3://bucket/prefix/run/incoming".
 
-        Raise LocalError without keys: those of a machine's role in AWS are not used here.
+        Raise LocalError without keys, as those of a machine's role in AWS are not used here, and if workers would refuse a URL.
         """
         try:
             self._access_key, self._secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
@@ -213,6 +214,11 @@ class S3UploadUrls:
         self._region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
         endpoint = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{self._region}.amazonaws.com"
         self._base = f"{endpoint.rstrip('/')}/{place.removeprefix('s3://')}"
+        try:
+            UploadUrl(url=self.url("0" * 64, body_bytes=1, sha256=bytes(32)))
+        except ValidationError as error:
+            detail = "AWS_ENDPOINT_URL has another host than letters, digits, dots and hyphens, or AWS_SESSION_TOKEN is too long"
+            raise LocalError(f'coordinator.uploads = "direct" would name URLs that workers refuse: {detail}') from error
 
     def url(self, name: str, *, body_bytes: int, sha256: bytes) -> str:
         """Return a URL for one PUT of these bytes as the blob `name`, which never replaces an object. It expires."""

@@ -166,10 +166,8 @@ class HttpClient(HttpExchange):
         request = UploadUrlRequest(lease_id=lease_id, body_bytes=len(body), body_sha256=sha256.hex())
         try:
             url = (await self._ask_for(UploadUrl, request)).url
-        except RemoteError as error:
-            if error.is_transient:
-                raise
-            if error.code is ErrorCode.NOT_FOUND:  # else the whole parcel gets the same answer
+        except RemoteError as error:  # the whole parcel gets an answer of its own
+            if error.code is ErrorCode.NOT_FOUND:
                 self._upload_whole(error)
             return None
         try:

@@ -169,6 +169,8 @@ class BundleIntake:
         if opened.body or not header.body_bytes:
             return await self._take_whole(parcel, opened, header, paid_by=paid_by)
         self._require_wanted(header)
+        if paid_by != header.worker:  # nothing is spent yet: anyone who has recorded the header can send it
+            self.gate.limiter.by_key.require(header.worker, self.clock.monotonic_s())
         async with self.direct.body_of(header) as body:
             self.metrics.add("prime_upload_bytes_total", len(body))
             whole = parcel + body

@@ -340,11 +340,12 @@ class Judging:
                 gone = Verdict.refuse(RejectReason.UNVERIFIABLE, "the bundle that it seems to copy is deleted")
                 return CheckResultRequest(bundle=request.bundle, verdict=gone, rewards=()), ()
             if not shown:
-                log.error(
-                    "the bytes of bundles %s and %s show no copy: a validator forged a fingerprint, and no worker is to blame",
-                    request.bundle[:12],
-                    other[:12],
-                )
+                if shown is False:
+                    log.error(
+                        "the bytes of bundles %s and %s show no copy: a validator forged a fingerprint, no worker is to blame",
+                        request.bundle[:12],
+                        other[:12],
+                    )
                 return request.model_copy(update={"fingerprints": ()}), ()
             if earlier is None or other != earlier.bundle:
                 known[other] = await self.receipts.replaced(other)

@@ -355,7 +355,7 @@ def _importance_of(endpoint: ApiEndpoint) -> Importance:
     """Return the kind of an endpoint's signed requests."""
     if endpoint.path == HEARTBEAT_PATH:
         return Importance.HEARTBEATS
-    is_upload = endpoint.message is None and endpoint.caller is Caller.WORKER
+    is_upload = endpoint.message in (None, UploadUrlRequest) and endpoint.caller is Caller.WORKER
     is_role = endpoint.caller in ROLES_OF and endpoint.caller is not Caller.READERS
     return Importance.FINISHED_WORK if is_upload or is_role else Importance.NEW_WORK
 
