@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.node.coordinator_world import (
     World,
     folder_parts,
     make_parcel,
+    make_run,
     running,
 )
 from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
@@ -29,13 +31,15 @@ from prime_node.adapters.prometheus_metrics import PrometheusMetrics
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.cli.replay_target import ReplayOptions, replay_target
 from prime_node.cli.target import open_source
+from prime_node.cli.wire_replay import take_bounds
 from prime_node.coordinator.new_run import ReplayConfig
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.keyfile import load_or_create
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
 from prime_protocol.replay import BundleAccess
 from prime_protocol.requests import BundleRequest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
@@ -148,3 +152,20 @@ async def test_an_auditor_may_name_the_run_apart_from_the_address(tmp_path: Path
             with pytest.raises(RemoteError) as caught:
                 await source.bundle(BundleRequest(bundle="0" * 64))
         assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("is_public", [False, True])
+async def test_bundles_larger_than_the_default_bounds_are_read(tmp_path: Path, is_public: bool) -> None:
+    """Before, they counted as withheld."""
+    run, digest, size = make_run(limits=Limits(rollout_bytes_max=2**27)), "ab" * 32, 2**26 + 2**23
+    place = tmp_path / "coordinator" / ("public/blobs" if is_public else "archived") / digest[:2] / digest
+    place.parent.mkdir(parents=True)
+    place.touch()
+    os.truncate(place, size)
+    (tmp_path / "coordinator" / "public").mkdir(exist_ok=True)
+    (tmp_path / "coordinator" / "public" / "run.json").touch()
+    async with open_source(str(tmp_path)) as source:
+        with pytest.raises(LimitExceeded):
+            await source.bundle(BundleRequest(bundle=digest))
+        take_bounds(source, run)
+        assert len(await source.bundle(BundleRequest(bundle=digest))) == size

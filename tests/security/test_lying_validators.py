@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.node.coordinator_world import (
     ANNA,
@@ -9,6 +11,7 @@ from tests.node.coordinator_world import (
     HEARTBEAT,
     VALIDATOR,
     World,
+    folder_parts,
     make_parcel,
     make_run,
     memory_parts,
@@ -162,21 +165,32 @@ async def test_a_forged_fingerprint_of_an_earlier_bundle_makes_no_worker_a_copie
     assert "a validator forged a fingerprint" in caplog.text
 
 
+@pytest.mark.parametrize("is_rotten", [False, True], ids=["deleted", "rotten"])
 @pytest.mark.parametrize("lost", [BEN, ANNA], ids=["the original", "the copy"])
-async def test_a_copy_of_bytes_that_are_deleted_is_refused_without_a_strike(lost: SigningKey) -> None:
-    parts = memory_parts(STRICT)
+async def test_a_copy_of_bytes_that_are_lost_is_refused_without_a_strike(
+    lost: SigningKey, is_rotten: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, rotten bytes let a copy pass, and the log said that its validator had forged a fingerprint."""
+    parts = await folder_parts(STRICT, tmp_path)
+
+    async def lose(bundle: str) -> None:
+        await parts.bundles.delete(bundle)
+        if is_rotten:
+            await parts.bundles.put(b"other bytes", digest=bundle)
+
     async with running(parts) as world:
         await at_work(world)
         for worker in (BEN, ANNA):
             await upload_texts(world, worker, BY_ROLLOUT)
             task = await world.take_task(VALIDATOR)
             if worker is ANNA and lost is ANNA:
-                await parts.bundles.delete(task.bundle)
+                await lose(task.bundle)
             await accept(world, VALIDATOR, task, BY_ROLLOUT)
             if worker is BEN and lost is BEN:
-                await parts.bundles.delete(task.bundle)
+                await lose(task.bundle)
         assert (await last_receipt(world)).reason is RejectReason.UNVERIFIABLE
         await world.client(ANNA).heartbeat(HEARTBEAT)
+    assert "forged" not in caplog.text
 
 
 async def test_a_copy_that_the_bytes_show_is_a_strike() -> None:

@@ -100,6 +100,7 @@ async def replay_target(
         try:
             envelope = await source.run_spec()
             run = open_run_spec(envelope, pinned=known or envelope.digest)
+            wire_replay.take_bounds(opened, run)
             await fetch_key_rings(source, run.keys)
         except Unreachable as error:
             raise LocalError(f"{target} does not answer: {error}") from None

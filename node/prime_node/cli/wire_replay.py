@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from prime_node.cli import wire, wire_training
 from prime_node.cli.wire_classes import has_gpu_driver
 from prime_protocol.errors import LocalError
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
 if TYPE_CHECKING:
     from prime_node.cli.wire_training import Ranks
@@ -50,6 +51,17 @@ def end_worlds(worlds: dict[str, Environment]) -> None:
         from prime_node.cli.wire_environments import end_environments
 
         end_environments(worlds)
+
+
+def take_bounds(source: ReplaySource, run: PinnedRun) -> None:
+    """Let a source that was opened for a target send blobs as large as the run's, bundles among them."""
+    from prime_node.adapters.storage.folder_source import FolderSource
+    from prime_node.adapters.web.http_client import HttpClient
+
+    assert isinstance(source, FolderSource | HttpClient), "open_source opens a target so"
+    bounds = run.spec.limits
+    bytes_max = max(bounds.blob_bytes_max, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+    source.bounds = bounds.model_copy(update={"blob_bytes_max": bytes_max})
 
 
 def as_ledger(source: ReplaySource) -> LedgerSource:

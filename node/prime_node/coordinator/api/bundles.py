@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -76,12 +76,12 @@ class BundleStorage:
         return await asyncio.to_thread(digest_of, data) == digest
 
     async def share_text(self, bundle: str, other: str) -> bool | None:
-        """Return whether one of two bundles has text of the other for another slot. None if either is lost."""
+        """Return whether one of two bundles has text of the other for another slot. None if either is lost or damaged."""
         try:
-            mine, theirs = await self.bundles.get(bundle), await self.bundles.get(other)
+            found = {digest: await self.bundles.get(digest) for digest in (bundle, other)}
         except (KeyError, DamagedBlob):
             return None
-        return await asyncio.to_thread(_share_text, mine, theirs, self.run.spec)
+        return await asyncio.to_thread(_share_text, found, self.run.spec)
 
     async def put_logprobs(self, parcel: bytes, *, address: str) -> dict[str, str]:
         """Store a validator's own logprobs of a bundle that it is about to accept. Idempotent; return its digest."""
@@ -137,9 +137,11 @@ class BundleStorage:
             )
 
 
-def _share_text(mine: bytes, theirs: bytes, spec: RunSpec) -> bool:
+def _share_text(found: Mapping[str, bytes], spec: RunSpec) -> bool | None:
+    if any(digest_of(parcel) != digest for digest, parcel in found.items()):
+        return None
     try:
-        first, second = (_rollouts_in(parcel, spec.limits) for parcel in (mine, theirs))
+        first, second = (_rollouts_in(parcel, spec.limits) for parcel in found.values())
     except RemoteError:  # a validator has called it well-formed
         return False
     return share_text(first, second, spec.sampling)
