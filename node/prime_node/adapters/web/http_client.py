@@ -157,10 +157,10 @@ class HttpClient(HttpExchange):
 
     async def _put_body(self, parcel: bytes) -> bytes | None:
         """Put a large body where the coordinator says. Return the parcel without it; None if the parcel is to be sent whole."""
+        if len(parcel) < self.direct_bytes_min or self._clock.monotonic_s() < self._whole_until_s:
+            return None
         opened = open_parcel(parcel, body_bytes_max=len(parcel))
         body = bytes(opened.body)
-        if len(body) < self.direct_bytes_min or self._clock.monotonic_s() < self._whole_until_s:
-            return None
         lease_id = parse_json(opened.envelope.payload, RolloutHeader).lease_id
         sha256 = await asyncio.to_thread(lambda: hashlib.sha256(body).digest())
         request = UploadUrlRequest(lease_id=lease_id, body_bytes=len(body), body_sha256=sha256.hex())
