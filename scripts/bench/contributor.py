@@ -192,13 +192,13 @@ def checks_of(costs: list[dict[str, Any]], table: list[dict[str, Any]], size_mb:
         at_most("idle worker: MB beyond weights, without file pages", idle["memory MB"] - size_mb, ANONYMOUS_BAR_MB),
         *(
             at_most(
-                f"call beside an upload: added ms, {which}, with yielding over that without",
+                f"call during an upload: added ms, {which}, with yielding over that without",
                 round(yielding[f"added ms, {which}"] / max(1.0, full[f"added ms, {which}"]), 3),
                 bar,
             )
             for which, bar in (("median", MEDIAN_BAR), ("95 %, after the start", PEAK_BAR))
         ),
-        at_most("call beside an upload: share of its packets lost", yielding["lost"], LOST_BAR),
+        at_most("call during an upload: share of its packets lost", yielding["lost"], LOST_BAR),
         at_most("upload over an unused line: time with yielding over that without", round(slower, 3), SLOWER_BAR),
     ]
 

@@ -20,9 +20,7 @@ validator that accepts what another rejects. It is one of the same class, or of 
 A validator's class is only its claim. Classes that the run's calibration does not know count as one with all others, and so
 does every later claim of a validator that has claimed two classes. So no invented class keeps a second validator away.
 
-Validators take bundles from one queue, so the results of two validators of one class differ only by chance. For each pair, the
-coordinator counts how often either convicts, and how often either finds evidence of 10 to 1, while both are active. They differ
-if two shares explain the counts DIFFER_FACTOR times as well as one does (both with uniform priors).
+validator_pairs.py counts how often the validators of one class convict.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from typing import Any
 
 from prime_node.coordinator.state import copies, suspicion
 from prime_node.coordinator.state.records import PendingBundle, State
+from prime_node.coordinator.validator_pairs import ValidatorPairs
 from prime_protocol.requests import CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict
 
@@ -45,15 +44,12 @@ CONTRADICTIONS_MAX = 32
 """Newest contradictions kept."""
 LOOKS_MAX = 64
 """Accepted bundles that wait for a second look."""
-PAIRS_MAX = 256
-"""Pairs of validators whose verdicts are counted."""
 UNANSWERED_MAX = 3
 """Held bundles in a row that a validator leaves unanswered before verdicts stop waiting for it."""
 RETRY_CHECKS = 20
 """Interval, in check times, at which one held bundle waits for such a validator anyway."""
 UNCONFIRMED = "one validator rejected it, and the validator asked to confirm did not answer; see the coordinator's log"
 CONTRADICTED = "two validators disagree about it; see the coordinator's log"
-DIFFER_FACTOR = 1e4
 SUSPICIOUS_NATS = math.log(10.0)
 
 
@@ -120,15 +116,6 @@ class Silence:
 
 
 @dataclass(slots=True)
-class VerdictCounts:
-    """Counts of one validator of a pair, while the other was active."""
-
-    judged: int = 0
-    convicted: int = 0
-    suspicious: int = 0
-
-
-@dataclass(slots=True)
 class Agreement:
     """Comparison of validators. `check_s` is the time that a validator has for a bundle."""
 
@@ -147,7 +134,7 @@ class Agreement:
     """Validator -> time of its last request or answer."""
     _classes: dict[str, str] = field(default_factory=dict)
     """Validator -> class of its engine that its evidence claims; empty once it has claimed another one."""
-    _pairs: dict[tuple[str, str], dict[str, VerdictCounts]] = field(default_factory=dict)
+    _pairs: ValidatorPairs = field(default_factory=ValidatorPairs)
 
     def heard(self, validator: str, now_s: float, result: CheckResultRequest | None = None) -> None:
         """Record that a validator asked for work, or answered with `result` for a bundle that it was handed.
@@ -305,20 +292,9 @@ class Agreement:
         is_suspicious = evidence is not None and any(
             log_e >= SUSPICIOUS_NATS for sums in evidence.sums.values() for log_e in sums.log_e
         )
-        said = ""
-        for other in self.others(mine.validator, now_s):
-            key = (min(mine.validator, other), max(mine.validator, other))
-            if key not in self._pairs and len(self._pairs) >= PAIRS_MAX:
-                continue
-            pair = self._pairs.setdefault(key, {key[0]: VerdictCounts(), key[1]: VerdictCounts()})
-            before = _differ(*pair.values())
-            counts = pair[mine.validator]
-            counts.judged += 1
-            counts.convicted += mine.convicts
-            counts.suspicious += is_suspicious
-            if not before and (how := _differ(*pair.values())):
-                said = f"validators {key[0]} and {key[1]} disagree more often than chance: {how}"
-        return said
+        return self._pairs.count(
+            mine.validator, self.others(mine.validator, now_s), convicts=mine.convicts, is_suspicious=is_suspicious
+        )
 
     def as_row(self) -> dict[str, Any]:
         """Return the row for the status."""
@@ -328,11 +304,7 @@ class Agreement:
                 {"bundle": one.bundle, "worker": one.worker, "said": dict(one.said), "at_ms": one.at_ms}
                 for one in self.contradictions
             ],
-            "differing": [
-                {"validators": list(key), "how": how}
-                for key, pair in self._pairs.items()
-                if (how := _differ(*pair.values()))
-            ],
+            "differing": self._pairs.differing(),
             "unanswered": [
                 {
                     "validator": validator,
@@ -383,19 +355,3 @@ class Agreement:
             self.num_contradictions += 1
             self.contradictions.append(found)
         return found
-
-
-def _differ(first: VerdictCounts, second: VerdictCounts) -> str:
-    """Describe how the shares of two validators differ; empty if chance explains it."""
-    for name in ("convicted", "suspicious"):
-        mine, theirs = getattr(first, name), getattr(second, name)
-        apart = _log_beta(mine, first.judged - mine) + _log_beta(theirs, second.judged - theirs)
-        together = _log_beta(mine + theirs, first.judged + second.judged - mine - theirs)
-        if apart - together >= math.log(DIFFER_FACTOR):
-            return f"{name} {mine} of {first.judged} and {theirs} of {second.judged}"
-    return ""
-
-
-def _log_beta(hits: int, misses: int) -> float:
-    """Return the log of the probability of this sequence under a uniform prior on its share."""
-    return math.lgamma(hits + 1) + math.lgamma(misses + 1) - math.lgamma(hits + misses + 2)

@@ -48,8 +48,6 @@ class PacedSource:
         """Time at which the first of the open requests was sent."""
         self._waited_s = 0.0
         self._allowed_s = PATIENCE_S
-        self._refusal = ""
-        """The last answer of a busy server."""
 
     async def run_spec(self) -> Envelope:
         """Fetch the RunSpec."""
@@ -85,13 +83,14 @@ class PacedSource:
             self._since_s = self._clock.monotonic_s()
         self._open += 1
         self._allowed_s += REQUEST_S
-        answering = asyncio.ensure_future(self._admitted(call))
+        refusals: list[str] = []
+        answering = asyncio.ensure_future(self._admitted(call, refusals))
         try:
             while not answering.done():
                 left_s = self._allowed_s - self._so_far_s()
                 if left_s <= 0:
-                    if self._refusal:
-                        raise Unreachable(f"{self._refusal}, for {self._so_far_s():,.0f} s: try again later")
+                    if refusals:
+                        raise Unreachable(f"{refusals[-1]}, for {self._so_far_s():,.0f} s: try again later")
                     raise Unreachable(
                         f"slow retrieval: less than {self._rate_min:,.0f} bytes a second on average after "
                         f"{self._so_far_s():,.0f} s of waiting"
@@ -108,20 +107,17 @@ class PacedSource:
             if self._open == 0:
                 self._waited_s += self._clock.monotonic_s() - self._since_s
 
-    async def _admitted(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer of a server, however busy it is. Raises its other errors."""
+    async def _admitted(self, call: Callable[[], Awaitable[T]], refusals: list[str]) -> T:
+        """Return the answer of a server, however busy it is, and note its refusals. Raises its other errors."""
         backoff = Backoff()
         while True:
             try:
-                answer = await call()
+                return await call()
             except RemoteError as error:
                 if error.code not in BUSY:
                     raise
-                self._refusal = error.detail
+                refusals.append(error.detail)
                 await self._clock.sleep(backoff.next_s(error))
-            else:
-                self._refusal = ""
-                return answer
 
     def _so_far_s(self) -> float:
         """Return the seconds in which a request was open."""
