@@ -77,6 +77,11 @@ class Backoff:
         return max(pause_s, min(asked_s or 0.0, PAUSE_S_MAX) * self._rng.uniform(1.0, 1.5))
 
 
+def may_pass(error: Unreachable | RemoteError) -> bool:
+    """Return whether the same call, with a new signature, may succeed later, perhaps with a corrected clock."""
+    return isinstance(error, Unreachable) or error.is_transient or error.code in (ErrorCode.EXPIRED, ErrorCode.REPLAYED)
+
+
 async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clock: Clock) -> T:
     """Return the answer of `call`, retried with growing pauses while it is unreachable or transiently refused.
 
@@ -90,7 +95,7 @@ async def ask_until_answered(call: Callable[[], Awaitable[T]], *, what: str, clo
         try:
             answer = await call()
         except (Unreachable, RemoteError) as error:
-            if isinstance(error, RemoteError) and not error.is_transient and error.code is not ErrorCode.EXPIRED:
+            if not may_pass(error):
                 raise
             pause_s, reason = backoff.next_s(error), str(error)
         else:

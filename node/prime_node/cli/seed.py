@@ -95,14 +95,15 @@ async def require_admission(client: PeerFinder, key: SigningKey) -> None:
     Raises RemoteError if the run lists no peers for this key. If the coordinator is unreachable, or this machine's clock is
     wrong, log a warning and return: the peer asks again later.
     """
+    from prime_node.patience import may_pass
     from prime_node.ports.transport import Unreachable
-    from prime_protocol.errors import ErrorCode, RemoteError
+    from prime_protocol.errors import RemoteError
     from prime_protocol.requests import PeersRequest
 
     try:
         reply = await client.find_peers(PeersRequest())
     except (Unreachable, RemoteError) as error:
-        if isinstance(error, RemoteError) and not error.is_transient and error.code is not ErrorCode.EXPIRED:
+        if not may_pass(error):
             raise
         log.warning("the coordinator has not confirmed yet that this seeder may take part: %s", error)
         return

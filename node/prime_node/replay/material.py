@@ -15,13 +15,14 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
+from prime_node.patience import may_pass
 from prime_node.ports.transport import ReplaySource, Unreachable
 from prime_node.replay.finding import ReplayFault, Unfaithful, Withheld
 from prime_node.replay.progress import ReplayProgress
 from prime_protocol.chain import check_link, check_manifest
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, parse_json
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.replay import BundleAccess, ReplayPolicy
 from prime_protocol.replies import NotYet, TrainBatch
@@ -217,7 +218,7 @@ async def given(asked: Awaitable[T], what: str) -> T:
     try:
         return await asked
     except RemoteError as error:
-        if error.is_transient or error.code is ErrorCode.EXPIRED:
+        if may_pass(error):
             raise
         raise Withheld(f"{what}: {error.detail}") from None
     except Unreachable as error:

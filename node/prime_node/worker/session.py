@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
-from prime_node.patience import Backoff, Switch
+from prime_node.patience import Backoff, Switch, may_pass
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 CLOCK_DIFFERENCE_S_NOTED = 10.0
 """Clock difference above which a warning is logged; requests are refused from REQUEST_AGE_S_MAX on."""
-_ASK_AGAIN = frozenset({ErrorCode.EXPIRED, ErrorCode.REPLAYED, ErrorCode.IN_USE})
-"""Transient refusals: they end with a fresh timestamp, a corrected clock, or when the other machine with this key stops."""
 
 
 class KeyBanned(Exception):
@@ -129,7 +127,7 @@ class Session:
             try:
                 return await self.attempt(call)
             except (Unreachable, RemoteError) as error:
-                if isinstance(error, RemoteError) and not error.is_transient and error.code not in _ASK_AGAIN:
+                if not may_pass(error) and not (isinstance(error, RemoteError) and error.code is ErrorCode.IN_USE):
                     raise
                 pause_s = backoff.next_s(error)
                 log.log(

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from prime_node.files import disk_fault, write_durably
 from prime_node.inside import place, read_regular
-from prime_node.patience import Backoff
+from prime_node.patience import Backoff, may_pass
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
@@ -140,7 +140,7 @@ class Spool:
                 with spanned("upload", of_lease(path.stem.partition("-")[2]), num_bytes=len(parcel)):
                     reply = await upload(parcel)
             except (Unreachable, RemoteError) as error:
-                if isinstance(error, RemoteError) and not error.is_transient:
+                if isinstance(error, RemoteError) and not may_pass(error):
                     await asyncio.to_thread(self._note_refusal, path, error.code, error.detail)
                     return
                 pause_s = backoff.next_s(error)
