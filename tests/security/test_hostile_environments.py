@@ -17,6 +17,7 @@ from prime_node.adapters.environments.frames import (
     Answered,
     Asked,
     as_flag,
+    as_parts,
     as_reward,
     as_text,
     as_texts,
@@ -173,6 +174,14 @@ def test_frames_have_their_declared_form() -> None:
             read_message_frame(bad)
 
 
+def nested(depth: int) -> object:
+    """Return lists in lists. A child's may be as deep as the JSON parser takes, which can be too deep to show."""
+    found: object = 1.0
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
 def test_answers_are_of_the_kind_that_was_asked_for() -> None:
     assert (as_reward(1), as_reward(True), as_reward(-0.5)) == (1.0, 1.0, -0.5)
     assert (as_text("é"), as_texts(["a"], 1), as_flag(False)) == ("é", ["a"], False)
@@ -183,6 +192,8 @@ def test_answers_are_of_the_kind_that_was_asked_for() -> None:
         (as_flag, 1),
         (lambda found: as_texts(found, 1), ["a", "b"]),
         (lambda found: as_texts(found, 1), [1]),
+        (as_reward, nested(5_000)),
+        (as_parts, {"a": nested(5_000)}),
     ):
         with pytest.raises(ValueError, match=r"it (returned|did not give)"):
             check(value)

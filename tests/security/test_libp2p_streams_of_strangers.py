@@ -24,9 +24,11 @@ from tests.node.libp2p_world import sessions
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_noise import Noise
+from prime_node.adapters.peers.libp2p_streams import Streams
 from prime_node.adapters.peers.libp2p_yamux import SMALL_BYTES, SMALL_FRAMES, SMALL_S, Yamux
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
+from prime_protocol.peer_frames import REPLY_HEADER_BYTES, pack_request, parse_reply_header
 
 PROTOCOL = "/library/1"
 HEADER = library.struct.Struct(library.YAMUX_HEADER_FORMAT)
@@ -119,6 +121,35 @@ def test_streams_that_are_reset_at_once_start_a_bounded_number_of_handlers() -> 
             assert refused == MANY - running
 
     on_trio(talk)
+
+
+def test_requests_that_are_too_long_wait_for_their_refusals() -> None:
+    """Before, each of them began a task: nine bytes of a stranger cost 3 kB, without a bound."""
+
+    async def talk() -> None:
+        async def answer(peer: str, payload: bytes) -> bytes:
+            return payload
+
+        async with linked() as (stranger, ours), trio.open_nursery() as nursery:
+            Streams(ours, nursery).serve(PROTOCOL, answer, request_bytes_max=0)
+            stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
+            num_tasks = trio.lowlevel.current_statistics().tasks_living
+            await stream.write(b"".join(pack_request(number, b"x") for number in range(5_000)))
+            for number in range(3):
+                header = parse_reply_header(await _read(stream, REPLY_HEADER_BYTES))
+                await _read(stream, header.num_bytes)
+                assert (header.number, header.refused) == (number, True)
+            assert trio.lowlevel.current_statistics().tasks_living < num_tasks + 50
+            await stream.reset()
+
+    on_trio(talk)
+
+
+async def _read(stream: INetStream, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        data += await stream.read(num_bytes - len(data))
+    return data
 
 
 def test_streams_that_both_sides_have_finished_with_do_not_count() -> None:

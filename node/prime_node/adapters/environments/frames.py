@@ -92,9 +92,9 @@ def as_reward(found: object) -> float:
     """Check that it is a bounded number. Raises ValueError."""
     if isinstance(found, bool | int | float) and abs(found) <= limits.REWARD_MAX:  # false for NaN
         return float(found)
-    raise ValueError(
-        f"it returned {printable(repr(found), 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward"
-    )
+    # Only a short value is shown: a nested one may be too deep for `repr`.
+    shown = repr(found) if isinstance(found, int | float) else f"a {type(found).__name__}"
+    raise ValueError(f"it returned {printable(shown, 40)}, not a number of at most {limits.REWARD_MAX:g} as a reward")
 
 
 def as_parts(found: object) -> Mapping[str, float]:

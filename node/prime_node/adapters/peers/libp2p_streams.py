@@ -244,17 +244,17 @@ class Streams:
             while True:
                 header = await reader.exactly(REQUEST_HEADER_BYTES, stall_s=inf)
                 number, num_bytes = parse_request_header(header)
+                # Refusals are awaited, so that a flood of refused requests is read no faster than it takes its refusals.
                 if num_bytes > request_bytes_max:
                     await reader.skip(num_bytes)
                     refused: RemoteError = LimitExceeded("request_bytes_max", num_bytes, request_bytes_max)
-                    nursery.start_soon(_send, stream, writing, pack_refusal(number, refused))
+                    await _send(stream, writing, pack_refusal(number, refused))
                     continue
                 payload = await reader.exactly(num_bytes)
                 if self._answering[peer] >= limits.PEER_REQUESTS_MAX:
                     refused = RemoteError(
                         ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress"
                     )
-                    # Awaited, so that a flood of refused requests is read no faster than it takes its refusals.
                     await _send(stream, writing, pack_refusal(number, refused))
                     continue
                 self._answering[peer] += 1

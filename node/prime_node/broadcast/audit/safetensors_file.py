@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_protocol import limits
 from prime_protocol.codec import DTYPES
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights, WeightTensor
@@ -154,4 +155,6 @@ def _entry(name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     sizes = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [-1]
     if any(type(item) is not int or item < 0 for item in sizes) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{name} has an impossible shape or offset")
+    if len(shape) > limits.TENSOR_RANK_MAX:  # the time for their product grows with the square of their number
+        raise ValueError(f"{name} has {len(shape)} dimensions, more than {limits.TENSOR_RANK_MAX}")
     return DTYPE_OF[entry["dtype"]], tuple(shape), offsets[0], offsets[1]
