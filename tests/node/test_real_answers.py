@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 
-from tests.node.coordinator_world import ANNA, make_parcel, running_with_anna
+from tests.node.coordinator_world import (
+    ANNA,
+    TRAINER,
+    Letters,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+    running_with_anna,
+)
 from tests.node.spool_world import flush_all
 from tests.time_world import VirtualClock
 
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.training_data.feed import Feed
 from prime_node.worker.spool import Spool
 from prime_protocol.digest import digest_of
+from prime_protocol.limits import ENVELOPE_BYTES_MAX, Limits
 from prime_protocol.replies import UploadReply
 
 HOUR_S = 3_600.0
@@ -44,3 +57,28 @@ async def test_finished_work_is_kept_while_the_machines_clock_is_wrong(tmp_path:
         assert not (tmp_path / "refused.jsonl").exists()
         assert await world.client(ANNA).upload(parcel) == UploadReply(bundle=digest_of(parcel), verdict=None)
         assert (await world.status())["pending_bundles"] == 1
+
+
+class LongTexts(Letters):
+    """Environment whose prompts are almost as long as a run allows."""
+
+    def prompt(self, index: int) -> str:
+        return str(index).ljust(Limits().prompt_tokens_max, "x")
+
+
+async def test_leases_checks_and_batches_of_long_prompts_arrive() -> None:
+    """Their answers were longer than a client reads: workers lost their leases, and the trainer asked forever."""
+    run = make_run(groups_per_step=128, rollouts_per_group=1)
+    async with running(replace(memory_parts(run), environments={"letters": LongTexts()})) as world:
+        await world.publish()
+        await world.join(ANNA)
+        lease = await world.lease(ANNA, rollouts_max=128)
+        await world.client(ANNA).upload(make_parcel(lease, ANNA))
+        task = await world.judge()
+        assert len(task.model_dump_json()) > ENVELOPE_BYTES_MAX
+        feed = Feed(world.client(TRAINER), run, clock=world.parts.clock)
+        try:
+            async with asyncio.timeout(30.0):
+                assert len((await feed.take(0)).groups) == 128
+        finally:
+            await feed.close()

@@ -33,6 +33,7 @@ from prime_node.coordinator.state.tick import tick
 from prime_node.coordinator.state_copy import json_pieces
 from prime_node.ports.documents import Documents
 from prime_node.ports.store import DamagedRow, LoggedEvent, Store
+from prime_protocol import limits
 from prime_protocol.digest import digest_of, digest_of_all
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import LocalError, RemoteError
@@ -252,7 +253,8 @@ class JournalReplay:
         state, part = self._state, len(self._state.batches[event.step]) - 1
         row = f"batch {part} of step {event.step}"
         try:
-            envelope = open_envelope(await self.published.read(batch_name(event.step, part)))
+            data = await self.published.read(batch_name(event.step, part))
+            envelope = open_envelope(data, bytes_max=limits.WORK_BYTES_MAX)
             payload = self.run.keys.verify_kept(envelope, PayloadType.BATCH, Role.COORDINATOR)
             batch = parse_json(payload, TrainBatch)
         except KeyError:  # not promised, or not published yet

@@ -28,6 +28,7 @@ from prime_node.patience import at_once
 from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
+from prime_protocol import limits
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Manifest
@@ -154,7 +155,8 @@ class ReplayArchive:
         """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND)."""
         try:
             if self.policy is not None and step < self.decisions.state.head:
-                return open_envelope(await self.published.read(batch_name(step, part)))
+                data = await self.published.read(batch_name(step, part))
+                return open_envelope(data, bytes_max=limits.WORK_BYTES_MAX)
         except KeyError:
             pass
         raise RemoteError(ErrorCode.NOT_FOUND, f"batch {part} of step {step} is not published")

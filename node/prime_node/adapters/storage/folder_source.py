@@ -59,7 +59,7 @@ class FolderSource:
 
     async def public_batch(self, step: int, part: int) -> Envelope:
         """Read the batch behind a published policy."""
-        return await self._envelope(f"batches/{step:08d}-{part:04d}.json")
+        return await self._envelope(f"batches/{step:08d}-{part:04d}.json", limits.WORK_BYTES_MAX)
 
     async def key_ring(self, version: int) -> Envelope:
         """Read a key ring."""
@@ -90,9 +90,9 @@ class FolderSource:
         bytes_max = self.bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX
         return await asyncio.to_thread(self._read, self._archived, f"{digest[:2]}/{digest}", bytes_max, 0, None)
 
-    async def _envelope(self, name: str) -> Envelope:
-        bytes_max = limits.ENVELOPE_BYTES_MAX
-        return open_envelope(await asyncio.to_thread(self._read, self.folder, name, bytes_max, 0, None))
+    async def _envelope(self, name: str, bytes_max: int = limits.ENVELOPE_BYTES_MAX) -> Envelope:
+        data = await asyncio.to_thread(self._read, self.folder, name, bytes_max, 0, None)
+        return open_envelope(data, bytes_max=bytes_max)
 
     def _read(self, folder: Path, name: str, bytes_max: int, start: int, end: int | None) -> bytes:
         try:

@@ -175,9 +175,9 @@ def sensible(body: bytes, model: type[Reply]) -> Reply:
 
 
 def sensible_envelope(body: bytes) -> Envelope:
-    """Parse an envelope from a successful answer. Raises RemoteError(UNAVAILABLE)."""
+    """Parse the envelope of a lease or a batch from a successful answer. Raises RemoteError(UNAVAILABLE)."""
     try:
-        return open_envelope(body)
+        return open_envelope(body, bytes_max=limits.WORK_BYTES_MAX)
     except RemoteError as error:
         raise nonsense(error) from None
 

@@ -90,8 +90,8 @@ class HttpClient(HttpExchange):
         return open_envelope(body)
 
     async def public_batch(self, step: int, part: int) -> Envelope:
-        _, body, _ = await self._exchange("GET", f"/v1/batches/{step}/{part}")
-        return open_envelope(body)
+        _, body, _ = await self._exchange("GET", f"/v1/batches/{step}/{part}", bytes_max=limits.WORK_BYTES_MAX)
+        return open_envelope(body, bytes_max=limits.WORK_BYTES_MAX)
 
     async def key_ring(self, version: int) -> Envelope:
         return await self._statement(f"/v1/keys/{version}", limits.KEY_RING_BYTES_MAX)
@@ -200,7 +200,7 @@ class HttpClient(HttpExchange):
     # Validator
 
     async def check(self, request: CheckRequest) -> CheckTask | NotYet:
-        status, body = await self._ask(request, wait_s=request.wait_s)
+        status, body = await self._ask(request, wait_s=request.wait_s, bytes_max=limits.WORK_BYTES_MAX)
         return sensible(body, NotYet) if status == 202 else sensible(body, CheckTask)
 
     async def holding(self, request: HoldingRequest) -> HoldingReply:

@@ -142,7 +142,7 @@ class HttpExchange:
         return sensible(body, reply)
 
     async def _ask_for_envelope(self, request: Request, *, wait_s: float) -> Envelope | NotYet:
-        status, body = await self._ask(request, wait_s=wait_s)
+        status, body = await self._ask(request, wait_s=wait_s, bytes_max=limits.WORK_BYTES_MAX)
         return sensible(body, NotYet) if status == 202 else sensible_envelope(body)
 
     async def _ask(
