@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,6 +12,7 @@ from blake3 import blake3
 from tests.cases_world import check_each
 from tests.node.coordinator_world import ANNA, HEARTBEAT, World, make_parcel, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, SECRET, gateway_parts, hearing, serving, two_gateways
+from tests.node.link_world import RUN, answering, linked, no_answer, raw_gateway
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_lab.virtual_loop import run_virtually
@@ -21,16 +21,12 @@ from prime_node.adapters.link import link_server
 from prime_node.adapters.link.link_client import LinkClient
 from prime_node.adapters.link.link_server import LinkServer
 from prime_node.adapters.link.sealed_frames import (
-    MAGIC,
-    NONCE_BYTES,
-    PROOF_BYTES,
     BrokenLink,
     FrameKind,
     FrameOpener,
     FrameSealer,
     LinkFrame,
     fault_of,
-    proof,
 )
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
@@ -44,76 +40,6 @@ from prime_node.ports.web import Request, Response, Sender
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.requests import PeersRequest
-
-RUN = "a" * 64
-
-
-class RawGateway:
-    """A gateway whose frames a test writes itself."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, nonces: bytes) -> None:
-        self._reader, self._writer = reader, writer
-        self.sealer = FrameSealer(proof(SECRET, "from the gateway", nonces, RUN))
-        self._opener = FrameOpener(proof(SECRET, "from the writer", nonces, RUN))
-
-    def send(self, data: bytes) -> None:
-        """Send bytes of frames."""
-        self._writer.write(data)
-
-    async def frames(self) -> AsyncIterator[LinkFrame]:
-        """Yield what the writer sends, until it ends the link."""
-        while data := await self._reader.read(2**18):
-            for frame in self._opener.feed(data):
-                yield frame
-
-    async def close(self) -> None:
-        """End the link."""
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-
-
-@contextlib.asynccontextmanager
-async def answering(answer: Callable[[ForwardedCall], Awaitable[ForwardedAnswer]]) -> AsyncIterator[int]:
-    """Hear gateways with a function that answers their calls, and yield the port."""
-    server = LinkServer()
-    port = await server.start(answer, address=("127.0.0.1", 0), secret=SECRET, run=RUN, may_send=None)
-    try:
-        yield port
-    finally:
-        await server.stop()
-
-
-@contextlib.asynccontextmanager
-async def raw_gateway(port: int) -> AsyncIterator[RawGateway]:
-    """Open a link by hand."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    mine = bytes(NONCE_BYTES)
-    nonces = (await reader.readexactly(len(MAGIC) + NONCE_BYTES))[len(MAGIC) :] + mine
-    writer.write(mine + proof(SECRET, "gateway", nonces, RUN))
-    await reader.readexactly(PROOF_BYTES)
-    gateway = RawGateway(reader, writer, nonces)
-    try:
-        yield gateway
-    finally:
-        await gateway.close()
-
-
-@contextlib.asynccontextmanager
-async def linked(port: int, run: str = RUN) -> AsyncIterator[LinkClient]:
-    """Keep a link of a gateway."""
-    link = LinkClient((("127.0.0.1", port),), secret=SECRET, run=run)
-    keeping = asyncio.ensure_future(link.keep())
-    try:
-        await link.linked.wait()
-        yield link
-    finally:
-        keeping.cancel()
-        await asyncio.wait({keeping})
-
-
-async def no_answer(call: ForwardedCall) -> ForwardedAnswer:
-    return ForwardedAnswer(Response())
 
 
 async def test_the_writer_says_that_it_is_alive_while_a_long_frame_of_the_gateway_arrives() -> None:
