@@ -24,7 +24,7 @@ from prime_protocol.timestamp import Timestamp, check_follows, check_fresh
 RUN = make_run()
 HOUR_S, DAY_S = 3_600.0, 86_400.0
 LIFETIME_S, INTERVAL_S = 600.0, 30.0
-HELD_S = LIFETIME_S + 2 * REQUEST_AGE_S_MAX + INTERVAL_S
+REACH_S = LIFETIME_S + 2 * REQUEST_AGE_S_MAX
 
 
 class JumpingClock(SystemClock):
@@ -46,6 +46,7 @@ class Signing:
 
     clock: JumpingClock = field(default_factory=JumpingClock)
     documents: MemoryDocuments = field(default_factory=MemoryDocuments)
+    lifetime_s: float = LIFETIME_S
 
     def __post_init__(self) -> None:
         self.manifests = PublishedManifests(RUN, None, self.documents)  # type: ignore[arg-type]
@@ -59,7 +60,7 @@ class Signing:
             self.manifests,
             self.documents,
             interval_s=INTERVAL_S,
-            lifetime_s=LIFETIME_S,
+            lifetime_s=self.lifetime_s,
         )
 
     async def restart(self) -> None:
@@ -90,7 +91,7 @@ def take(stamp: Timestamp, known: Timestamp | None, now_ms: int) -> Timestamp | 
     return stamp
 
 
-async def jump_about(seed: int) -> int:
+async def jump_about(seed: int, leaps_s: tuple[float, ...], *, restarts: float) -> int:
     """Let a clock jump between looks of three clients. Return how often the clock dated a timestamp before the last one."""
     drawn, signing = random.Random(seed), Signing()
     clients_ahead_s = (0.0, drawn.uniform(-100.0, 0.0), drawn.uniform(0.0, 100.0))
@@ -99,9 +100,8 @@ async def jump_about(seed: int) -> int:
     for _ in range(150):
         signing.clock.seconds += drawn.choice((1.0, 30.0, 200.0)) * drawn.random()
         if drawn.random() < 0.15:
-            far_s = drawn.choice((0.0, 60.0, 150.0, 400.0, 900.0, HOUR_S, DAY_S))
-            signing.clock.ahead_s = drawn.choice((-1, 1)) * far_s * drawn.random()
-        if drawn.random() < 0.1:
+            signing.clock.ahead_s = drawn.choice((-1, 1)) * drawn.choice(leaps_s) * drawn.uniform(0.5, 1.0)
+        if drawn.random() < restarts:
             await signing.restart()
         if drawn.random() < 0.2:
             signing.publish()
@@ -115,7 +115,7 @@ async def jump_about(seed: int) -> int:
     signing.clock.ahead_s = 0.0
     for _ in range(2):  # the clock is right again: each client comes back
         await signing.stamp()
-        signing.clock.seconds += HELD_S
+        signing.clock.seconds += REACH_S
     now_ms = round(1_000 * signing.clock.seconds)
     taken = take(await signing.stamp(), known[0], now_ms)
     assert taken is not None
@@ -123,32 +123,99 @@ async def jump_about(seed: int) -> int:
     return num_back
 
 
-def test_no_jump_of_the_coordinators_clock_contradicts_what_a_client_took() -> None:
-    backs = [asyncio.run(jump_about(seed)) for seed in range(25)]
-    assert sum(backs) > 5, "the clock is followed back as well, once no client can hold the last timestamp"
+@pytest.mark.parametrize(
+    ("leaps_s", "restarts"),
+    [
+        ((0.0, 60.0, 150.0, 400.0, 900.0, HOUR_S, DAY_S), 0.0),
+        ((0.0, 2_000.0, HOUR_S, DAY_S), 0.1),  # a second leap ends where the clock would be
+    ],
+)
+def test_no_jump_of_the_coordinators_clock_contradicts_what_a_client_took(
+    leaps_s: tuple[float, ...], restarts: float
+) -> None:
+    backs = [asyncio.run(jump_about(seed, leaps_s, restarts=restarts)) for seed in range(25)]
+    assert sum(backs) > 25, "the clock is followed back as well, if no client can hold both timestamps"
 
 
-async def test_after_a_clock_that_was_days_ahead_new_timestamps_come_once_the_last_ones_expired(
+@pytest.mark.parametrize("ahead_s", [REACH_S + 1.0, 2_459.0, 3 * DAY_S])
+async def test_after_a_clock_that_was_far_ahead_for_seconds_timestamps_are_fresh_at_once_and_over_restarts(
+    caplog: pytest.LogCaptureFixture, ahead_s: float
+) -> None:
+    signing = Signing()
+    await signing.stamp()
+    signing.clock.ahead_s = ahead_s
+    signing.clock.seconds += 2.0
+    await signing.stamp()
+    signing.clock.ahead_s = 0.0
+    await signing.restart()
+    for _ in range(60):  # as the clock comes near the wrong date, that one does not count again
+        check_fresh(await signing.stamp(), signing.clock.now_ms())
+        signing.clock.seconds += 60.0
+        await signing.restart()
+    assert caplog.text.count("timestamps follow the clock, which is") == 1
+
+
+async def test_after_a_clock_that_was_ahead_by_less_timestamps_are_dated_after_the_last_until_it_has_caught_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     signing = Signing()
-    right = await signing.stamp()
-    signing.clock.ahead_s = 3 * DAY_S
-    signing.clock.seconds += INTERVAL_S
     await signing.stamp()
+    signing.clock.ahead_s = REACH_S
+    ahead = await signing.stamp()
     signing.clock.ahead_s = 0.0
     signing.publish()
-    ahead = await signing.stamp()
-    assert ahead.policy_version == 0
-    assert ahead.issued_at_ms > right.issued_at_ms + 3 * 1_000 * DAY_S
-    assert "the last timestamp is 259200 s ahead of the clock" in caplog.text
-    await signing.stamp()
+    last_ms = ahead.issued_at_ms
+    for _ in range(round(REACH_S)):
+        stamp = await signing.stamp()
+        assert stamp.issued_at_ms > last_ms
+        last_ms = stamp.issued_at_ms
+        signing.publish()
+        signing.clock.seconds += 1.0
+    assert f"the last timestamp is {REACH_S:.0f} s ahead of the clock" in caplog.text
     assert caplog.text.count("ahead of the clock, which") == 1
+    signing.clock.seconds += 1.0
     await signing.restart()
-    signing.clock.seconds += HELD_S - 1.0
-    assert (await signing.stamp()).issued_at_ms > ahead.issued_at_ms, "the last one counts over a restart"
-    signing.clock.seconds += 2.0
     assert (await signing.stamp()).issued_at_ms == signing.clock.now_ms()
+
+
+async def test_the_lifetime_of_the_next_timestamp_decides_whether_it_may_be_dated_before_the_last() -> None:
+    """A client that took the last one may have a clock that is behind it: the next one must have expired there."""
+    signing = Signing(lifetime_s=60.0)
+    signing.clock.ahead_s = 400.0
+    last = await signing.stamp()
+    signing.clock.ahead_s, signing.lifetime_s = 0.0, LIFETIME_S
+    await signing.restart()
+    assert (await signing.stamp()).issued_at_ms > last.issued_at_ms
+
+
+async def test_a_clock_that_is_corrected_after_a_leap_contradicts_no_earlier_timestamp() -> None:
+    """It was a minute ahead, then hours off for some seconds, then right: clients know what it dated a minute ahead."""
+    for off_s in (-HOUR_S, HOUR_S):
+        signing = Signing()
+        signing.clock.ahead_s = 60.0
+        first = await signing.stamp()
+        signing.clock.ahead_s = off_s
+        await signing.stamp()
+        signing.clock.ahead_s = 0.0
+        signing.clock.seconds += 10.0
+        signing.publish()
+        stamp = await signing.stamp()
+        assert take(stamp, first, signing.clock.now_ms()) == stamp
+
+
+async def test_a_timestamp_counts_from_when_it_was_last_shown() -> None:
+    """A client with a right clock takes one that is ahead when its clock has come near, long after it was dated."""
+    signing = Signing()
+    signing.clock.ahead_s = 800.0
+    ahead = await signing.stamp()
+    signing.clock.ahead_s = 0.0
+    signing.clock.seconds += 700.0
+    assert await signing.stamp() == take(ahead, None, signing.clock.now_ms())
+    right_ms = signing.clock.now_ms()
+    signing.clock.ahead_s = -200.0
+    signing.publish()
+    stamp = await signing.stamp()
+    assert take(stamp, ahead, right_ms) == stamp
 
 
 @pytest.mark.parametrize("ahead_s", [-HOUR_S, HOUR_S])

@@ -130,6 +130,44 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
 
 
 @dataclass(slots=True)
+class ShownDates:
+    """Dates of the timestamps that clients may hold, in milliseconds, and the date that the next one may have.
+
+    Only a client whose clock was at least the date less REQUEST_AGE_S_MAX has taken a timestamp. If the next one is dated before
+    that clock by more than its own lifetime and REQUEST_AGE_S_MAX, this client rejects it as expired, and sees no contradiction.
+    """
+
+    reach_ms: int
+    """Lifetime of the next timestamp, and REQUEST_AGE_S_MAX twice."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """For each time without a leap of the wall clock: least difference of a date and the monotonic clock, and last date."""
+
+    @property
+    def last_ms(self) -> int:
+        """Date of the last timestamp; 0 before the first."""
+        return self.spans[-1][1] if self.spans else 0
+
+    def next_ms(self, now_ms: int, ran_ms: int) -> int:
+        """Return the first date from now on that contradicts none of these. `ran_ms` is the monotonic time."""
+        date_ms = now_ms
+        for ahead_ms, last_ms in sorted(self.spans, key=lambda span: span[1]):
+            if ahead_ms + ran_ms - self.reach_ms <= date_ms <= last_ms:
+                date_ms = last_ms + 1
+        return date_ms
+
+    def add(self, date_ms: int, ran_ms: int) -> None:
+        """Add the date of a timestamp that is shown now, also again: a client may take it now."""
+        ahead_ms = date_ms - ran_ms
+        if self.spans:
+            least_ms, last_ms = self.spans[-1]
+            if last_ms <= date_ms and ahead_ms - least_ms <= 1_000 * limits.REQUEST_AGE_S_MAX:  # no leap
+                ahead_ms = min(ahead_ms, least_ms)
+                self.spans.pop()
+        self.spans = [span for span in self.spans if span[0] + ran_ms - self.reach_ms <= span[1]]
+        self.spans.append((ahead_ms, date_ms))
+
+
+@dataclass(slots=True)
 class TimestampSigner:
     """The newest timestamp, which says that the head is fresh."""
 
@@ -142,18 +180,19 @@ class TimestampSigner:
     lifetime_s: float
     newest: tuple[Timestamp, Envelope] | None = None
     """Last signed timestamp."""
-    issued_ms: int = 0
-    """Time of the last timestamp that may have been shown, also before a restart."""
-    counts_until_s: float = 0.0
-    """Monotonic time until which that one dates the next ones (`renew_timestamp`)."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock held while a timestamp is signed and stored."""
+    _shown: ShownDates = field(init=False)
+    """Dates that may have been shown: of those before a restart, the last."""
     _is_warned: bool = False
+
+    def __post_init__(self) -> None:
+        self._shown = ShownDates(round(1_000 * (self.lifetime_s + 2.0 * limits.REQUEST_AGE_S_MAX)))
 
     async def restore_time(self) -> None:
         """Read after a restart when the last timestamp was issued."""
         if (stored := await stored_timestamp(self.run, self.published, self.key)) is not None:
-            self.issued_ms, self.counts_until_s = stored.issued_at_ms, self._held_until_s()
+            self._shown.add(stored.issued_at_ms, self._ran_ms())
 
     async def timestamp(self) -> Envelope:
         """Return a fresh timestamp."""
@@ -164,22 +203,21 @@ class TimestampSigner:
     async def renew_timestamp(self) -> None:
         """Sign a new timestamp if the last one is old or outdated. Cheap otherwise.
 
-        It is dated after the last one even if the clock was set back: of two that differ, clients take the later one for the
-        newer state. It is stored before it is shown, for a restart. Which of the two clocks was wrong, nothing tells. So the last
-        one counts for as long as a client may hold it, and then the present clock does: what this clock dates before the last one
-        has expired for each client that took that one and whose clock runs evenly.
+        Of two that differ, clients take the later one for the newer state. So it is dated after the last one even if the clock
+        was set back, until the clock has caught up. If the clock was set back so far that no client can hold both (`ShownDates`),
+        it follows the clock. It is stored before it is shown, for a restart.
         """
         async with self.turn:
             now_ms, head = self.clock.now_ms(), None if self.manifests.head is None else self.manifests.head.point
-            last_ms = self._last_ms(now_ms)
-            known = self.run.calibrations
+            issued_ms, known = self._shown.next_ms(now_ms, self._ran_ms()), self.run.calibrations
             if self.newest is not None:
                 last = self.newest[0]
-                is_new = last_ms > 0 and now_ms - last_ms < self.interval_s * 1_000
+                is_new = now_ms - last.issued_at_ms < self.interval_s * 1_000 and last.issued_at_ms < issued_ms
                 said = (last.head, last.key_ring, last.calibration)
                 if is_new and said == (head, self.run.keys.version, known.version):
+                    self._shown.add(last.issued_at_ms, self._ran_ms())
                     return
-            issued_ms = max(now_ms, last_ms + 1)
+            self._say_if_back(now_ms, issued_ms)
             stamp = Timestamp(
                 run=self.run.digest,
                 head=head,
@@ -191,29 +229,28 @@ class TimestampSigner:
             )
             signed = seal(stamp, PayloadType.TIMESTAMP, self.key)
             await self.published.write(TIMESTAMP_NAME, signed.to_bytes())
-            self.newest, self.issued_ms = (stamp, signed), issued_ms
-            if issued_ms == now_ms:
-                self.counts_until_s, self._is_warned = self._held_until_s(), False
+            self.newest = (stamp, signed)
+            self._shown.add(issued_ms, self._ran_ms())
 
-    def _last_ms(self, now_ms: int) -> int:
-        """Return the time that the next timestamp must be after; 0 if it is of a clock that was ahead."""
-        ahead_s = (self.issued_ms - now_ms) / 1_000
-        if ahead_s <= limits.REQUEST_AGE_S_MAX:
-            return self.issued_ms
-        left_s = self.counts_until_s - self.clock.monotonic_s()
-        if left_s > 0.0 and not self._is_warned:
+    def _say_if_back(self, now_ms: int, issued_ms: int) -> None:
+        """Say it if the clock was set back by more than clients tolerate: once until it has caught up."""
+        ahead_s, back_s = (issued_ms - now_ms) / 1_000, (self._shown.last_ms - issued_ms) / 1_000
+        is_ahead = ahead_s > limits.REQUEST_AGE_S_MAX
+        if is_ahead and not self._is_warned:
             log.warning(
                 "the last timestamp is %.0f s ahead of the clock, which was set back or was ahead before. For %.0f s at most "
                 "timestamps are dated after that one, and clients whose clocks are right may wait",
                 ahead_s,
-                left_s,
+                ahead_s,
             )
-            self._is_warned = True
-        return self.issued_ms if left_s > 0.0 else 0
+        elif back_s > 0.0:
+            log.warning(
+                "timestamps follow the clock, which is %.0f s before the last one; no client takes both", back_s
+            )
+        self._is_warned = is_ahead
 
-    def _held_until_s(self) -> float:
-        """Return the monotonic time until which a client may hold a timestamp of now, with both clocks' tolerance."""
-        return self.clock.monotonic_s() + self.lifetime_s + 2.0 * limits.REQUEST_AGE_S_MAX + self.interval_s
+    def _ran_ms(self) -> int:
+        return round(1_000 * self.clock.monotonic_s())
 
 
 @dataclass(slots=True)
