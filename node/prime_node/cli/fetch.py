@@ -49,6 +49,8 @@ def fetch(
 ) -> None:
     """Download a policy from the run's peers, verify every byte, and export it with its provenance.
 
+    A warning says so where no source shows, with a fresh timestamp, that the policy is the newest.
+
     \b
     Exit codes: 0 done; 3 this machine is at fault, or there is no such policy yet; 4 no peer has it any more.
     """
@@ -86,10 +88,12 @@ async def fetch_policy(
         async with wire.client(link, key) as client:
             run = await wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors)
             following = wire_swarm.swarm_follower(run, key, client, folder, settings, on_progress=on_progress)
-            async with following as (follower, _, peer):
+            async with following as (follower, trust, peer):
                 if peer is not None:
                     await asyncio.sleep(PEERS_S)
                 policy = await _policy(follower, policy_version)
+                if policy_version is None and (doubt := trust.why_not_newest(policy.version)):
+                    log.warning("policy %d may not be the newest: %s", policy.version, doubt)
     place = out or Path(f"policy-{policy.version}")
     check_free(place)
     files = model_files_in(folder / "model", run)

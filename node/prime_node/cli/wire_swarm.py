@@ -352,7 +352,7 @@ async def seeder(
 
     async with contextlib.AsyncExitStack() as stack:
         sources = await _sources(stack, run, client, settings)
-        await trust(run, sources, folder)
+        trusted = await trust(run, sources, folder)
         pool, swarm = _pool(sources), settings.swarm
         links = peer_links(run, key, client, swarm, folder / "swarm", pool=pool)
         made = Seeder(
@@ -365,6 +365,7 @@ async def seeder(
             parts_bytes_max=settings.parts_bytes_max,
             plan=links.neighbours,
             rate=_download_rate(swarm),
+            trust=trusted,
         )
         served = Served(made.have_set, made.parts, made.manifest_at_hand, folder)
         peer = make_peer(run, key, swarm, links, served, pool=pool)

@@ -243,11 +243,12 @@ class ManifestAudit:
         try:
             self.stamped = await self.source.timestamp()
             stamp = open_timestamp(self.stamped, pinned)
+            if stamp.key_ring > pinned.keys.version:  # it may have arrived meanwhile, and have replaced the signer
+                await fetch_key_rings(self.source, pinned.keys)
+                stamp = open_timestamp(self.stamped, pinned)
         except RemoteError as error:
             self.timestamp_fault = error
             return None
-        if stamp.key_ring > pinned.keys.version:  # it may have arrived meanwhile
-            await fetch_key_rings(self.source, pinned.keys)
         return stamp
 
     def freshness(self) -> None:

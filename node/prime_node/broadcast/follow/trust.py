@@ -111,6 +111,12 @@ class Trust:
             return error.detail
         return ""
 
+    def why_not_newest(self, policy_version: int) -> str:
+        """Return why a newer policy than this one may exist; empty if there is no reason."""
+        if self.newest is not None and self.newest.policy_version > policy_version:
+            return f"policy {self.newest.policy_version} is published"
+        return self.fault()
+
     async def refresh(self) -> None:
         """Ask every source once, concurrently. Raises LocalError for the disk."""
         await asyncio.gather(*(self._ask(name, source) for name, source in self._sources))

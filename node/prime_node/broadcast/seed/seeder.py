@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
+from prime_node.broadcast.follow.trust import Trust
 from prime_node.broadcast.follow.update_paths import UpdatePaths, UpdateStep
 from prime_node.broadcast.seed.seed_store import SeedStore
 from prime_node.broadcast.swarm.download import DownloadPlan, Downloads, NoPeers
@@ -23,7 +24,7 @@ from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_node.files import disk_fault
-from prime_node.patience import RateLimit, unless
+from prime_node.patience import RateLimit, first_of, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chunk_index import ChunkIndex
@@ -58,10 +59,14 @@ class Seeder:
         parts_bytes_max: int,
         plan: DownloadPlan | None = None,
         rate: RateLimit | None = None,
+        trust: Trust | None = None,
     ) -> None:
-        """Keep what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads."""
+        """Keep what the sources of `pool` publish. `plan` is that of the links to peers; `rate` bounds downloads.
+
+        `trust` is followed too, so that new key rings count. Without it, the keys of `run` stay as they are.
+        """
         self.have_set = HaveSet()
-        self._run = run
+        self._run, self._trust = run, trust
         self._clock = clock
         self._folder = folder
         try:
@@ -82,7 +87,7 @@ class Seeder:
         except OSError as error:
             raise disk_fault(error, f"folder {self._folder}") from None
         with contextlib.closing(self.heads):
-            await self._follow()
+            await first_of(self._follow(), *([] if self._trust is None else [self._trust.follow()]))
         raise AssertionError("following does not end")
 
     async def _follow(self) -> NoReturn:
