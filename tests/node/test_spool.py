@@ -97,6 +97,17 @@ async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:
     assert '"old": 1}' in lines[0]
 
 
+async def test_a_damaged_log_of_refusals_keeps_its_lines_and_ends_no_worker(tmp_path: Path) -> None:
+    notes = tmp_path / "refused.jsonl"
+    notes.write_bytes(b'{"old": "\xa2"}\n')
+    spool = make_spool(tmp_path)
+    await spool.put(b"bad", LEASE)
+    await flush_all(spool, Receiver(RemoteError(ErrorCode.WRONG_RUN, "another run")))
+    old, new = notes.read_bytes().splitlines()
+    assert old == b'{"old": "\xa2"}'
+    assert b"wrong_run" in new
+
+
 async def test_a_full_spool_makes_the_generator_wait(tmp_path: Path) -> None:
     spool = make_spool(tmp_path, bytes_max=100)
     await spool.put(b"x" * 80, LEASE)

@@ -157,8 +157,8 @@ class Spool:
         log.warning("bundle %s was rejected: %s: %s", path.stem, reason, detail)
         notes = self._folder / "refused.jsonl"
         line = json.dumps({"at_ms": self._clock.now_ms(), "bundle": path.stem, "reason": reason, "detail": detail})
-        lines = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
-        write_durably(notes, "".join(f"{one}\n" for one in [*lines[1 - REFUSED_LINES_MAX :], line]).encode())
+        lines = notes.read_bytes().splitlines() if notes.exists() else []  # kept as they are, damaged ones too
+        write_durably(notes, b"".join(b"%b\n" % one for one in [*lines[1 - REFUSED_LINES_MAX :], line.encode()]))
 
     def _disk_fault(self, error: OSError) -> LocalError:
         return disk_fault(error, f"finished work {self._folder}")
