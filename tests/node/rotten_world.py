@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from tests.node.coordinator_world import ANNA, BEN, folder_parts, make_parcel, make_run, running
 
+from prime_node.adapters.storage import folder_blobs
+from prime_node.inside import open_regular
 from prime_protocol.verdict import RejectReason
 
 RUN = make_run()
@@ -39,6 +42,15 @@ def damage(path: Path, how: str, drawn: random.Random) -> None:
             path.write_bytes(b"")
         case "remove":
             path.unlink()
+
+
+def be_bad_sector(monkeypatch: pytest.MonkeyPatch, bad: Path) -> None:
+    """Let the disk be unable to read one file: the kernel answers EIO for address 0 of a process."""
+    monkeypatch.setattr(
+        folder_blobs,
+        "open_regular",
+        lambda path, flags: open_regular(Path("/proc/self/mem") if path == bad else path, flags),
+    )
 
 
 def kinds_of(folder: Path) -> list[Path]:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.node.coordinator_world import ANNA, TRAINER, World, folder_parts, make_parcel, make_run, running
+from tests.node.rotten_world import be_bad_sector
 
-from prime_node.adapters.storage import folder_blobs
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.inside import open_regular
 from prime_node.training_data.feed import Feed
 from prime_protocol.envelope import Envelope
 from prime_protocol.replies import NotYet
@@ -34,15 +33,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a deletion": Path.unlink,
     "an emptied file": lambda path: path.write_bytes(b""),
 }
-
-
-def be_bad_sector(monkeypatch: pytest.MonkeyPatch, bad: Path) -> None:
-    """Let the disk be unable to read one file: the kernel answers EIO for address 0 of a process."""
-    monkeypatch.setattr(
-        folder_blobs,
-        "open_regular",
-        lambda path, flags: open_regular(Path("/proc/self/mem") if path == bad else path, flags),
-    )
 
 
 async def accept_all(world: World) -> list[str]:

@@ -30,9 +30,9 @@ from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder, WholeCopy
 from prime_node.broadcast.publish.last_signed import LastSigned
 from prime_node.broadcast.publish.part_spool import PartSpool
 from prime_node.broadcast.publish.publication import Attachment, Published
-from prime_node.broadcast.publish.spans import SpanRules
+from prime_node.broadcast.publish.spans import FIRST_S_MAX, SpanRules
 from prime_node.broadcast.routes import UpdateRoute, routes_of
-from prime_node.patience import ask_until_answered
+from prime_node.patience import ask_until_answered, first_of
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import PolicyCopy
 from prime_node.ports.transport import PublishPort
@@ -132,7 +132,7 @@ class Publisher:
             elif self._head is not None:
                 await self._note(self._head)
         if self._head is not None and self._encoder.rules.root_every:
-            await self._take_up_first()
+            await first_of(self._take_up_first(), self._clock.sleep(FIRST_S_MAX))
         self._worker = asyncio.create_task(self._work())
 
     async def submit(
@@ -324,7 +324,7 @@ class Publisher:
     async def _take_up_first(self) -> None:
         """Fetch policy 0 from the coordinator, for root deltas, and decode it onto the disk.
 
-        If its bytes are missing, or there is no room for them, no root deltas are made.
+        If its bytes are missing or do not arrive, or there is no room for them, no root deltas are made.
         """
         try:
             signed = await self._published_manifest(0)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from prime_node.broadcast.routes import Routes, UpdateRoute, search
 
+FIRST_S_MAX = 3_600.0
+"""Time for which a trainer that starts waits for policy 0, which root deltas need."""
 HOPS_MAX = 1_024
 """Encodings on a newcomer's path: a search reads routes.MANIFESTS_MAX manifests at most."""
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from prime_node.ports.blobs import Blobs
+from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.web import Request, Response, parse_range
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.run_spec import PinnedRun
+
+log = logging.getLogger(__name__)
 
 BLOB_CHUNK_BYTES = 2**20
 """Bytes read from disk and sent at once."""
@@ -32,9 +35,15 @@ class BlobReader:
                 "this coordinator serves no chunks: fetch them from peers, the trainer's seeder or a mirror",
             )
         try:
-            size = await self.public.size(digest)
+            return await self._answer(digest, request)
         except KeyError:
             raise RemoteError(ErrorCode.NOT_FOUND, f"no blob {digest[:64]}") from None
+        except DamagedBlob as error:
+            log.error("%s", error)
+            raise RemoteError(ErrorCode.NOT_FOUND, f"the bytes of blob {digest[:64]} are damaged") from error
+
+    async def _answer(self, digest: str, request: Request) -> Response:
+        size = await self.public.size(digest)
         wanted = request.headers.get("range")
         start, end = parse_range(wanted, size) if wanted else (0, size)
         headers = {

@@ -118,7 +118,7 @@ class BundleStorage:
             raise RemoteError(ErrorCode.WRONG_TYPE, "only an accepted bundle may have logprobs")
         try:
             parcel = await self.bundles.get(request.logprobs)
-        except KeyError:
+        except (KeyError, DamagedBlob):
             raise RemoteError(
                 ErrorCode.NOT_FOUND,
                 f"the coordinator does not have logprobs {request.logprobs[:12]}; upload them first",

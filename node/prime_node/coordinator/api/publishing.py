@@ -24,13 +24,14 @@ from prime_node.coordinator.replay_archive import ReplayArchive
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.waiting import Notifications
-from prime_node.ports.blobs import Blobs
+from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.traces import of_step, spanned
 from prime_protocol import limits
 from prime_protocol.chain import check_link, check_manifest, check_not_a_fork
 from prime_protocol.chunk_index import open_index
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.key_ring import Role
@@ -157,11 +158,14 @@ class ManifestIntake:
         """Check that all blobs are stored and that each index is valid. Raise RemoteError."""
         for blob in manifest.blobs:
             if not await self.public.has(blob.digest) or await self.public.size(blob.digest) != blob.size:
-                raise RemoteError(
-                    ErrorCode.NOT_FOUND, f"the coordinator does not have blob {blob.digest[:12]}; upload it first"
-                )
+                raise _not_here(blob.digest)
         for encoding in manifest.encodings:
-            index = await self.public.get(encoding.index.digest)
+            try:
+                index = await self.public.get(encoding.index.digest)
+            except DamagedBlob:
+                index = b""
+            if digest_of(index) != encoding.index.digest:  # an upload writes it again
+                raise _not_here(encoding.index.digest)
             await asyncio.to_thread(open_index, index, encoding, manifest.tensors)
 
     async def _check_bases(self, manifest: Manifest) -> None:
@@ -198,3 +202,7 @@ class ManifestIntake:
                 ErrorCode.CHAIN_BROKEN,
                 f"policy {number + 1} names another batch than the coordinator chose for step {number}",
             )
+
+
+def _not_here(digest: str) -> RemoteError:
+    return RemoteError(ErrorCode.NOT_FOUND, f"the coordinator does not have blob {digest[:12]}; upload it first")

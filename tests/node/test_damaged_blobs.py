@@ -1,0 +1,110 @@
+"""Public blobs and stored bundles whose bytes a disk changed: nothing waits for them, and no worker is convicted by them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.node.batch_coordinator import BatchCoordinator
+from tests.node.batch_coordinator import make_run as make_trainers_run
+from tests.node.coordinator_world import (
+    ANNA,
+    TRAINER,
+    folder_parts,
+    make_manifest,
+    make_parcel,
+    make_run,
+    running,
+)
+from tests.node.publisher_world import make, publish
+from tests.node.rotten_world import be_bad_sector
+
+from prime_node.ports.transport import Unreachable
+from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.verdict import RejectReason
+
+Damage = Callable[[Path, pytest.MonkeyPatch], object]
+
+
+def flip(path: Path, patch: pytest.MonkeyPatch) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def blob_at(folder: Path, digest: str) -> Path:
+    return folder / "public" / "blobs" / digest[:2] / digest
+
+
+async def test_a_blob_that_the_disk_cannot_read_is_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was that the coordinator is busy: a trainer that needed it to start waited without end."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        head = await world.publish()
+        part = head.manifest.encodings[0].parts[0].digest
+        be_bad_sector(monkeypatch, blob_at(tmp_path, part))
+        with pytest.raises(RemoteError, match="damaged") as caught:
+            await world.client(TRAINER).blob(part)
+        assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("damage", [flip, lambda path, patch: be_bad_sector(patch, path)], ids=["bit", "sector"])
+async def test_an_index_that_is_damaged_before_its_manifest_comes_is_uploaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    """The manifest was refused each time: the trainer ended at each start, or waited without end."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        signed, blobs = make_manifest(world.run, None)
+        trainer = world.client(TRAINER)
+        for blob in blobs:
+            await trainer.put_blob(blob)
+        with monkeypatch.context() as patch:
+            damage(blob_at(tmp_path, signed.manifest.encodings[0].index.digest), patch)
+            with pytest.raises(RemoteError) as caught:
+                await trainer.publish(signed.envelope)
+        assert caught.value.code is ErrorCode.NOT_FOUND
+        for blob in blobs:
+            await trainer.put_blob(blob)
+        await trainer.publish(signed.envelope)
+
+
+async def test_a_trainer_starts_without_a_part_of_policy_0_that_never_arrives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = BatchCoordinator(make_trainers_run(max_steps=20))
+    await publish(coordinator, range(2))
+
+    async def blob(digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        raise Unreachable("the connection broke in the middle of an answer")
+
+    monkeypatch.setattr(coordinator, "blob", blob)
+    publisher = make(coordinator)
+    await publisher.start()
+    assert publisher.head == 1
+    await publisher.close()
+
+
+def in_other_json(parcel: bytes) -> bytes:
+    """Return a parcel whose signed header has spaces between its members, as anyone can write it."""
+    length = int.from_bytes(parcel[4:8], "big")
+    envelope = json.dumps(json.loads(parcel[8 : 8 + length])).encode()
+    return parcel[:4] + len(envelope).to_bytes(4, "big") + envelope + parcel[8 + length :]
+
+
+async def test_a_header_that_rotted_on_the_coordinators_disk_convicts_no_worker(tmp_path: Path) -> None:
+    """Anyone who has recorded an upload can send its header again. It was compared with the rotten one."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcel = make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA)
+        bundle = (await world.client(ANNA).upload(parcel)).bundle
+        stored = bytearray(parcel)
+        place = next(place for place in range(60, len(stored)) if chr(stored[place]).isalpha())
+        stored[place] ^= 0x20  # one bit: the case of a letter in the base64 of the header
+        (tmp_path / "bundles" / bundle[:2] / bundle).write_bytes(stored)
+        reply = await world.client(ANNA).upload(in_other_json(parcel))
+        assert reply.verdict is not None
+        assert reply.verdict.reason is RejectReason.DUPLICATE
