@@ -173,6 +173,7 @@ class Coordinator:
             clock,
             manifests,
             parts.published,
+            private,
             interval_s=config.timestamp_seconds,
             lifetime_s=config.timestamp_lifetime_seconds,
         )

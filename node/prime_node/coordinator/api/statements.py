@@ -8,12 +8,14 @@ manifests, for mirrors. The content of a batch is the same each time, so it is s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from prime_node.coordinator.api.requests import RequestGate
+from prime_node.coordinator.api.shown_dates import ShownDates
 from prime_node.coordinator.assignments import Assigner, newest_open
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.journal import Journal
@@ -35,6 +37,7 @@ from prime_protocol.timestamp import Timestamp
 log = logging.getLogger(__name__)
 
 TIMESTAMP_NAME = "timestamp.json"
+DATES_NAME = "shown_dates"
 LEDGER_HEAD_NAME = "ledger_head.json"
 Statement = TypeVar("Statement")
 
@@ -130,44 +133,6 @@ async def check_published(ring: KeyRing, head: int, read: Callable[[int], Awaita
 
 
 @dataclass(slots=True)
-class ShownDates:
-    """Dates of the timestamps that clients may hold, in milliseconds, and the date that the next one may have.
-
-    Only a client whose clock was at least the date less REQUEST_AGE_S_MAX has taken a timestamp. If the next one is dated before
-    that clock by more than its own lifetime and REQUEST_AGE_S_MAX, this client rejects it as expired, and sees no contradiction.
-    """
-
-    reach_ms: int
-    """Lifetime of the next timestamp, and REQUEST_AGE_S_MAX twice."""
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """For each time without a leap of the wall clock: least difference of a date and the monotonic clock, and last date."""
-
-    @property
-    def last_ms(self) -> int:
-        """Date of the last timestamp; 0 before the first."""
-        return self.spans[-1][1] if self.spans else 0
-
-    def next_ms(self, now_ms: int, ran_ms: int) -> int:
-        """Return the first date from now on that contradicts none of these. `ran_ms` is the monotonic time."""
-        date_ms = now_ms
-        for ahead_ms, last_ms in sorted(self.spans, key=lambda span: span[1]):
-            if ahead_ms + ran_ms - self.reach_ms <= date_ms <= last_ms:
-                date_ms = last_ms + 1
-        return date_ms
-
-    def add(self, date_ms: int, ran_ms: int) -> None:
-        """Add the date of a timestamp that is shown now, also again: a client may take it now."""
-        ahead_ms = date_ms - ran_ms
-        if self.spans:
-            least_ms, last_ms = self.spans[-1]
-            if last_ms <= date_ms and ahead_ms - least_ms <= 1_000 * limits.REQUEST_AGE_S_MAX:  # no leap
-                ahead_ms = min(ahead_ms, least_ms)
-                self.spans.pop()
-        self.spans = [span for span in self.spans if span[0] + ran_ms - self.reach_ms <= span[1]]
-        self.spans.append((ahead_ms, date_ms))
-
-
-@dataclass(slots=True)
 class TimestampSigner:
     """The newest timestamp, which says that the head is fresh."""
 
@@ -176,6 +141,7 @@ class TimestampSigner:
     clock: Clock
     manifests: PublishedManifests
     published: Documents
+    private: Documents
     interval_s: float
     lifetime_s: float
     newest: tuple[Timestamp, Envelope] | None = None
@@ -183,16 +149,20 @@ class TimestampSigner:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Lock held while a timestamp is signed and stored."""
     _shown: ShownDates = field(init=False)
-    """Dates that may have been shown: of those before a restart, the last."""
+    """Dates that may have been shown, also before a restart."""
     _is_warned: bool = False
 
     def __post_init__(self) -> None:
         self._shown = ShownDates(round(1_000 * (self.lifetime_s + 2.0 * limits.REQUEST_AGE_S_MAX)))
 
     async def restore_time(self) -> None:
-        """Read after a restart when the last timestamp was issued."""
-        if (stored := await stored_timestamp(self.run, self.published, self.key)) is not None:
-            self._shown.add(stored.issued_at_ms, self._ran_ms())
+        """Read after a restart which dates were shown."""
+        if (stored := await stored_timestamp(self.run, self.published, self.key)) is None:
+            return
+        last_ms, now_ms, ran_ms = stored.issued_at_ms, self.clock.now_ms(), self._ran_ms()
+        with contextlib.suppress(KeyError):
+            self._shown.restore(await self.private.read(DATES_NAME), last_ms, now_ms, ran_ms)
+        self._shown.add(last_ms, ran_ms)
 
     async def timestamp(self) -> Envelope:
         """Return a fresh timestamp."""
@@ -228,6 +198,8 @@ class TimestampSigner:
                 expires_at_ms=issued_ms + round(self.lifetime_s * 1_000),
             )
             signed = seal(stamp, PayloadType.TIMESTAMP, self.key)
+            if self._shown.is_leap(issued_ms, self._ran_ms()):
+                await self.private.write(DATES_NAME, self._shown.to_bytes(issued_ms, self._ran_ms()))
             await self.published.write(TIMESTAMP_NAME, signed.to_bytes())
             self.newest = (stamp, signed)
             self._shown.add(issued_ms, self._ran_ms())
