@@ -14,6 +14,7 @@ import trio
 from libp2p import new_host
 from libp2p.abc import IHost, INetStream
 from libp2p.host.exceptions import StreamFailure
+from libp2p.host.observed_addr_manager import ObservedAddrManager
 from libp2p.identity.identify.identify import ID as IDENTIFY
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.identify_push.identify_push import ID_PUSH
@@ -21,7 +22,7 @@ from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
 from libp2p.peer.peerdata import PeerData
 from libp2p.peer.peerinfo import PeerInfo
-from libp2p.utils.varint import encode_varint_prefixed
+from libp2p.utils.varint import encode_uvarint, encode_varint_prefixed
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_bounds import PROTOCOL_CHARS_MAX
@@ -116,6 +117,53 @@ def test_what_a_peer_says_of_itself_is_cut_before_it_is_stored() -> None:
             assert len(store.get_protocols(peer)) == limits.PEER_PROTOCOLS_MAX
             assert max(map(len, store.get_protocols(peer))) <= PROTOCOL_CHARS_MAX
             assert 0 < looked_at[peer] <= limits.PEER_ADDRESSES_MAX + 1
+
+    on_trio(talk)
+
+
+@pytest.mark.parametrize("num_names", [0, 300])
+def test_the_address_at_which_a_peer_sees_us_is_looked_at_if_it_is_short(
+    num_names: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, one message of 12 kB blocked all links for half a minute, and one of 1 MiB for days."""
+
+    async def talk() -> None:
+        stranger, seen = new_host(), list[tuple[object, int]]()
+
+        def record(manager: object, link: object, observed: Multiaddr, own: object) -> None:
+            seen.append((manager, len(observed.to_bytes())))
+
+        monkeypatch.setattr(ObservedAddrManager, "record_observation", record)
+        address = Multiaddr("/ip4/1.2.3.4/tcp/4001").to_bytes() + b"\x36\x01a" * num_names + b"\x37\x01a" * num_names
+        message = Identify(observed_addr=address, protocols=["/made/up"]).SerializeToString()
+
+        async def answer(stream: INetStream) -> None:
+            await stream.write(encode_varint_prefixed(message))
+            await stream.close()
+
+        stranger.set_stream_handler(IDENTIFY, answer)
+        async with linked(stranger) as (ours, _):
+            while stranger.get_id() not in ours._identified_peers:
+                await trio.lowlevel.checkpoint()
+            lengths = {num_bytes for manager, num_bytes in seen if manager is ours._observed_addr_manager}
+            assert lengths == (set() if num_names else {len(address)})
+
+    on_trio(talk)
+
+
+def test_a_message_of_the_negotiation_is_short() -> None:
+    """Before, the host kept what a stranger sent before any handshake: hundreds of megabytes in the ten seconds that it had."""
+
+    async def talk() -> None:
+        ours = make_host(SigningKey(bytes([1]) * 32), PeerSettings())
+        async with ours.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]):
+            port = int(str(ours.get_transport_addrs()[0]).split("/tcp/")[1].split("/")[0])
+            stranger = await trio.open_tcp_stream("127.0.0.1", port)
+            await stranger.send_all(encode_uvarint(2**33) + b"x")
+            with trio.fail_after(5), contextlib.suppress(trio.BrokenResourceError):
+                while await stranger.receive_some():
+                    pass
+            await stranger.aclose()
 
     on_trio(talk)
 

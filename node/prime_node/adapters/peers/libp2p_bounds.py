@@ -10,14 +10,18 @@ from typing import Any
 
 from libp2p.crypto.keys import KeyType
 from libp2p.crypto.serialization import key_type_to_public_key_deserializer
+from libp2p.exceptions import ParseError
 from libp2p.host import basic_host
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.identity.update import update_peerstore_from_identify
+from libp2p.io.abc import ReadWriteCloser
 from libp2p.kad_dht import kad_dht, peer_routing, provider_store
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
+from libp2p.protocol_muxer import multiselect_communicator
 from libp2p.relay.circuit_v2 import protocol, transport
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from prime_protocol import limits
 
@@ -27,6 +31,10 @@ PROTOCOL_CHARS_MAX = 256
 """Characters of the name of a protocol."""
 ADDRESS_BYTES_MAX = limits.PEER_ADDRESS_CHARS_MAX
 """Bytes of one binary multiaddr."""
+OBSERVED_BYTES_MAX = 64
+"""Bytes of the multiaddr at which a peer sees us. An IP address and a port take 20."""
+NEGOTIATION_BYTES_MAX = 2**10
+"""One message of multistream-select, which names a protocol. The library reads as many bytes as a stranger announces."""
 TABLE_MESSAGE_BYTES_MAX = 2**16
 """One message of the hash table; the library's own limit is 4 MiB."""
 TABLE_PEERS_MAX = 20
@@ -38,6 +46,7 @@ def bound_library() -> None:
     for kind in (KeyType.RSA, KeyType.Secp256k1):  # all our keys are Ed25519
         key_type_to_public_key_deserializer.pop(kind.value, None)
     ID.__init__ = _id_of_bounded_size
+    multiselect_communicator.read_delim = _read_short
     basic_host.update_peerstore_from_identify = _store_identified
     for module in (kad_dht, peer_routing, provider_store):
         module.MAX_DHT_MESSAGE_SIZE = TABLE_MESSAGE_BYTES_MAX
@@ -53,11 +62,22 @@ def _id_of_bounded_size(self: ID, peer_id_bytes: bytes) -> None:
     self._bytes = peer_id_bytes
 
 
+async def _read_short(reader: ReadWriteCloser) -> bytes:
+    """Read one message of multistream-select. Raises ParseError for one that is too long or has no end of line, IOException."""
+    message: bytes = await read_varint_prefixed_bytes_limited(reader, NEGOTIATION_BYTES_MAX)
+    if not message.endswith(b"\n"):
+        raise ParseError("a message of multistream-select without an end of line")
+    return message[:-1]
+
+
 async def _store_identified(store: PeerStore, peer: ID, message: Identify) -> None:
     """Cut a peer's Identify message before the library reads it.
 
-    The library parses 1,000 addresses and keeps any number of protocols. The signed record repeats the addresses.
+    The library parses 1,000 addresses and keeps any number of protocols. The signed record repeats the addresses. The time for
+    the address at which the peer sees us grows with the square of its length: 12 kB take half a minute, 1 MiB days.
     """
+    if len(message.observed_addr) > OBSERVED_BYTES_MAX:
+        message.ClearField("observed_addr")
     _keep(message.listen_addrs, ADDRESS_BYTES_MAX, limits.PEER_ADDRESSES_MAX)
     _keep(message.protocols, PROTOCOL_CHARS_MAX, limits.PEER_PROTOCOLS_MAX)
     message.ClearField("signedPeerRecord")
