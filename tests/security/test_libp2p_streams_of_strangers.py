@@ -24,11 +24,11 @@ from tests.node.libp2p_world import sessions
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_noise import Noise
-from prime_node.adapters.peers.libp2p_streams import Streams
+from prime_node.adapters.peers.libp2p_streams import AskingStream, Streams
 from prime_node.adapters.peers.libp2p_yamux import SMALL_BYTES, SMALL_FRAMES, SMALL_S, Yamux
 from prime_protocol import limits
 from prime_protocol.identity import SigningKey
-from prime_protocol.peer_frames import REPLY_HEADER_BYTES, pack_request, parse_reply_header
+from prime_protocol.peer_frames import REPLY_HEADER_BYTES, pack_answer, pack_request, parse_reply_header
 
 PROTOCOL = "/library/1"
 HEADER = library.struct.Struct(library.YAMUX_HEADER_FORMAT)
@@ -141,6 +141,40 @@ def test_requests_that_are_too_long_wait_for_their_refusals() -> None:
                 assert (header.number, header.refused) == (number, True)
             assert trio.lowlevel.current_statistics().tasks_living < num_tasks + 50
             await stream.reset()
+
+    on_trio(talk)
+
+
+class _Answering:
+    """A stream to a peer that has sent these bytes at once, and sends no more."""
+
+    missing_bytes = 0
+    is_read = False
+
+    def __init__(self, data: bytes) -> None:
+        self.muxed_stream, self._data = self, data
+
+    async def read(self, num_bytes: int) -> bytes:
+        if not self._data:
+            self.is_read = True
+            await trio.sleep_forever()
+        data, self._data = self._data[:num_bytes], self._data[num_bytes:]
+        return data
+
+
+def test_replies_to_no_request_leave_the_thread_to_other_links() -> None:
+    """Before, a megabyte of them took the thread for seconds."""
+
+    async def talk() -> None:
+        replies = b"".join(pack_answer(number, b"") for number in range(500))
+        stream, turns = _Answering(replies), 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(AskingStream(stream, "peer").read_replies)
+            while not stream.is_read:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+            assert turns > 400
+            nursery.cancel_scope.cancel()
 
     on_trio(talk)
 

@@ -122,6 +122,7 @@ class AskingStream:
         else:
             reply = await self._reader.exactly(header.num_bytes)
         if asked is None:
+            await trio.lowlevel.checkpoint()  # the other side may send any number of these, which are in memory already
             return
         if header.refused and header.num_bytes <= bytes_max:
             try:
