@@ -14,7 +14,9 @@ UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the 
 
 
 def join(
-    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    link: Annotated[
+        str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>; - reads it from standard input.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="Name of this worker on the operator's screens.", show_default=False)
     ] = None,
@@ -52,6 +54,7 @@ def join(
     from prime_node.cli.api import confined_worker, run_confined
     from prime_node.cli.lifetime import run_role
     from prime_node.cli.node_screen import node_screen
+    from prime_node.cli.place import given_link
     from prime_node.cli.wire_traces import traced
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
@@ -65,7 +68,7 @@ def join(
     if private:
         options.overrides.setdefault("worker", {}).setdefault("swarm", {})["private"] = True
     worker = confined_worker(
-        link,
+        given_link(link),
         options.load(WorkerConfig),
         options.load(EnvironmentSettings),
         folder=folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,8 @@ from prime_protocol.run_spec import JoinLink
 
 HOME = Path.home() / ".prime-node"
 """Folder of a contributor's key, and of its roles' data if no folder is named."""
+LINK_CHARS_MAX = 2**14
+"""Characters of a join link that are read from standard input."""
 
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
 GatewayRun = Annotated[str, typer.Argument(help="Run directory, or join link (then --set gateway.key=FILE is needed).")]
@@ -57,6 +60,11 @@ def worker_folders() -> list[Path]:
     """Return the folders, below HOME, in which workers have run, the newest last."""
     found = [path.parent for path in (HOME / "runs").glob("*/status.json")]
     return sorted(found, key=lambda folder: (folder / "status.json").stat().st_mtime)
+
+
+def given_link(text: str) -> str:
+    """Return the join link of an argument. `-` is the first line of standard input, which no other user sees."""
+    return sys.stdin.readline(LINK_CHARS_MAX) if text == "-" else text
 
 
 def parse_link(text: str) -> JoinLink:
