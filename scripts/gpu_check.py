@@ -238,8 +238,12 @@ def trainer(step: Step) -> None:
 
     import torch
 
+    from prime_node.adapters.models.model_config import model_shape
+    from prime_node.adapters.training.ranks import Ranks
+    from prime_node.adapters.training.sharding import Placement
     from prime_node.adapters.training.torch_backend import TorchBackend
     from prime_node.algo.losses import find_loss
+    from prime_node.algo.memory_plan import TrainerLoad, trainer_memory
     from prime_node.algo.shares import Packing
     from prime_node.ports.train_backend import OptimizerSettings
     from prime_node.ports.train_samples import TrainSample
@@ -251,7 +255,10 @@ def trainer(step: Step) -> None:
     samples = [TrainSample(one[:4], one[4:], (-5.0,) * (length - 4), draw.gauss(0.0, 1.0)) for one in tokens]
     with tempfile.TemporaryDirectory() as folder:
         model = _model_folder(step, Path(folder))
-        backend = TorchBackend(model, seed=1, packing=Packing("sequences"), device=step.device)
+        planned_bytes = trainer_memory(model_shape(model), TrainerLoad(compute_dtype="bf16")).device
+        settings: dict[str, Any] = {"packing": Packing("sequences"), "device": step.device}
+        ranks, placement = Ranks.single(device=step.device), Placement(compute_dtype="bf16")
+        backend = TorchBackend(model, seed=1, ranks=ranks, placement=placement, **settings)
         start = backend.snapshot()
         on_cpu = TorchBackend(model, start, packing=Packing("sequences"))
     few = samples[:2]
@@ -273,6 +280,7 @@ def trainer(step: Step) -> None:
     if not step.dry:
         step.at_most("step_seconds", step_seconds, 0.5)
         step.at_most("memory_gb", torch.cuda.max_memory_allocated() / 1e9, 40)
+        step.at_most("memory_of_plan", torch.cuda.max_memory_allocated() / planned_bytes, 1)
         step.at_least("snapshot_gb_per_second", num_bytes(copied) / 1e9 / snapshot_seconds, 1)
 
 
