@@ -101,11 +101,12 @@ async def test_killed_anywhere_it_continues_bit_exactly(
     assert not list((tmp_path / "cut").rglob("*.partial"))
 
 
-async def test_with_its_newest_checkpoint_damaged_it_resumes_from_the_one_before_bit_exactly(
-    tmp_path: Path, whole: BatchCoordinator
+@pytest.mark.parametrize("every", [1, STEPS], ids=["to the one before", "to the start, as there is one"])
+async def test_with_its_newest_checkpoint_damaged_it_goes_back_bit_exactly(
+    tmp_path: Path, whole: BatchCoordinator, every: int
 ) -> None:
     coordinator = BatchCoordinator(make_run(max_steps=STEPS))
-    config = CONFIG.model_copy(update={"checkpoint_every": 1, "checkpoints_kept": 2})
+    config = CONFIG.model_copy(update={"checkpoint_every": every, "checkpoints_kept": 2})
     with pytest.raises(KilledError):
         await run_trainer(
             make_trainer(tmp_path, coordinator, config=config, fuse=Fuse("after publish", 4)), asyncio.Event()
@@ -339,17 +340,31 @@ def test_without_an_intact_checkpoint_the_trainer_says_which_files_are_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
-    for step in (0, 1):
-        save(checkpoints, RL.updated(step=step), head=1)
+    for step in (1, 2):
+        save(checkpoints, RL.updated(step=step), head=2)
         (tmp_path / f"00000000-step-{step:08d}" / "weights").write_bytes(b"1235")
     for _ in range(2):  # the next start must not begin at step 0, and delete what may be restored
         with pytest.raises(
-            LocalError, match=r"no checkpoint .* is intact.*00000000.damaged, 00000000-step-00000001.damaged"
+            LocalError, match=r"no checkpoint .* is intact.*00000001.damaged, 00000000-step-00000002.damaged"
         ):
-            checkpoints.newest(head=1)
-    assert "00000001/weights is not what was written" in caplog.text
-    for step in (0, 1):
+            checkpoints.newest(head=2)
+    assert "00000002/weights is not what was written" in caplog.text
+    for step in (1, 2):
         assert (tmp_path / f"00000000-step-{step:08d}.damaged" / "weights").exists()
+
+
+@pytest.mark.parametrize("steps", [(0,), (0, 4)])
+def test_with_the_first_checkpoints_damaged_it_begins_again_while_no_batch_was_deleted(
+    tmp_path: Path, steps: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints(tmp_path, run=RL.run, kept=2)
+    for step in steps:
+        save(checkpoints, RL.updated(step=step), head=5)
+        assert checkpoints.durable_step(5) == 0
+        (tmp_path / f"00000000-step-{step:08d}" / "weights").write_bytes(b"1235")
+    for _ in range(2):
+        assert checkpoints.newest(head=5) is None
+    assert "from the initial weights" in caplog.text
 
 
 def test_a_checkpoint_of_a_release_without_digests_is_resumed(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ trainer that resumed at 7 could never announce 5 and 6. A checkpoint at step n i
 A checkpoint is loaded only if its files have the digests that were computed when it was written. One without digests, of an
 earlier release, is loaded as it is. If a file is damaged, the checkpoint before is loaded. So the durable step, up to which the
 coordinator deletes batches, is that of the second newest usable checkpoint. With `kept` = 1 it is that of the only one, and
-damage to it ends the run.
+damage to it ends the run. If none is intact and the durable step is 0, the trainer begins again from the initial weights.
 """
 
 from __future__ import annotations
@@ -111,21 +111,24 @@ class Checkpoints:
 
     def durable_step(self, head: int) -> int:
         """Return the step at which a trainer killed now would resume, even if its newest checkpoint were damaged."""
-        usable = self._usable(head)[-min(2, self._kept) :]
-        return _step_of(usable[0]) if usable else 0
+        return self._durable(self._usable(head), head)
+
+    def _durable(self, checkpoints: Sequence[Path], head: int) -> int:
+        usable = [step for path in checkpoints if (step := _step_of(path)) <= head + 1]
+        return usable[-min(2, self._kept) :][0] if usable else 0
 
     def newest(self, *, head: int) -> tuple[TrainerState, Path] | None:
-        """Return the newest intact checkpoint to resume from; None if there is none at all. Raises LocalError.
+        """Return the newest intact checkpoint to resume from; None to begin at step 0. Raises LocalError.
 
         Deletes partial checkpoints, and those ahead of the returned one: their steps will be computed again. Renames damaged
-        ones.
+        ones. If no checkpoint is intact, a trainer may begin again only while the coordinator has all batches since step 0.
         """
         for partial in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(partial)
         complete, usable = self._complete(), self._usable(head)
         if not complete:
-            if self._damaged():  # a trainer that began at step 0 would delete them
-                raise self._none_intact()
+            if self._damaged():
+                self._begin_again(head)
             return None
         if not usable:
             raise LocalError(
@@ -135,6 +138,9 @@ class Checkpoints:
         for ahead in complete[len(usable) :]:
             shutil.rmtree(ahead)
         path = self._intact(usable)
+        if path is None:
+            self._begin_again(head)
+            return None
         try:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
         except (OSError, ValidationError) as error:
@@ -143,7 +149,7 @@ class Checkpoints:
             raise LocalError(f"checkpoint {path} belongs to run {state.run[:12]}, not {self._run[:12]}")
         return state, path
 
-    def _intact(self, usable: Sequence[Path]) -> Path:
+    def _intact(self, usable: Sequence[Path]) -> Path | None:
         """Return the newest undamaged checkpoint, after renaming the damaged ones that are newer. Raises LocalError."""
         for path in reversed(usable):
             fault = _fault_of(path)
@@ -153,16 +159,23 @@ class Checkpoints:
             aside = path.with_suffix(_DAMAGED)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
-        raise self._none_intact()
+        return None
 
-    def _damaged(self) -> list[str]:
-        return sorted(path.name for path in self._folder.glob(f"*{_DAMAGED}"))
+    def _damaged(self) -> list[Path]:
+        return sorted(self._folder.glob(f"*{_DAMAGED}"))
 
-    def _none_intact(self) -> LocalError:
-        return LocalError(
-            f"no checkpoint in {self._folder} is intact, the damaged ones are {', '.join(self._damaged())}: restore one from a"
-            f" copy, or remove the suffix {_DAMAGED} and its {_DIGESTS_FILE} to load it as it is"
-        )
+    def _begin_again(self, head: int) -> None:
+        """Permit a start from the initial weights: the publisher compares each policy that is published already.
+
+        Raises LocalError if the durable step, counted with the damaged checkpoints, was beyond 0.
+        """
+        damaged = self._damaged()
+        if self._durable([path.with_suffix("") for path in damaged], head):
+            raise LocalError(
+                f"no checkpoint in {self._folder} is intact, the damaged ones are {', '.join(path.name for path in damaged)}:"
+                f" restore one from a copy, or remove the suffix {_DAMAGED} and its {_DIGESTS_FILE} to load it as it is"
+            )
+        log.error("no checkpoint in %s is intact: computing all steps again from the initial weights", self._folder)
 
     def _complete(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
