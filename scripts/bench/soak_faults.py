@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from soak_run import SoakRun
+from soak_checks import WrongDates
+from soak_run import LIFETIME_S, SoakRun
 
 DATABASE = ("state.sqlite", "state.sqlite-wal", "state.sqlite-tail")
 CLOCK_S_MAX = 3_600.0
@@ -29,6 +30,7 @@ class Faults:
         self.problems: list[str] = []
         self.is_active = False
         """Whether a fault is active that may end a role with an error of its own, and keep it from starting."""
+        self.dates = WrongDates(LIFETIME_S)
         self._excused_until_s = 0.0
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "kill": (10, self.kill),
@@ -125,6 +127,8 @@ class Faults:
         role.clock.set(ahead_s)
         await asyncio.sleep(seconds)
         role.clock.set(0.0)
+        if role.name == "coordinator":
+            self.dates.add(time.monotonic(), ahead_s, seconds)
 
     async def flip_file(self) -> None:
         """Flip a bit of a file that a role keeps and that it, or another role, can replace."""

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROLE = Path(__file__).with_name("soak_role.py")
+LIFETIME_S = 600.0
+"""Lifetime of a timestamp."""
 SETTINGS = (
     "run.name=soak",
     "run.max_steps=100000",
@@ -30,6 +32,7 @@ SETTINGS = (
     "run.model.hidden_size=64",
     "coordinator.snapshot_events=200",
     "coordinator.check_seconds=10",
+    f"coordinator.timestamp_lifetime_seconds={LIFETIME_S}",
     "trainer.sft.steps_max=0",
     "trainer.evaluate_every=0",
     "trainer.checkpoint_every=3",
