@@ -9,10 +9,11 @@ import pytest
 from tests.node.coordinator_world import ROOT, TRAINER
 from tests.node.swarm_world import CORA, LOCAL, ended, swarm
 from tests.node.table_engine import table_weights
+from tests.node.trust_world import make_source, make_trust, rotate
 from tests.node.worker_world import COORDINATOR, MemorySource, next_ring
 from tests.node.worker_world import ROOT as OTHER_ROOT
 from tests.node.worker_world import make_run as make_other_run
-from tests.time_world import until
+from tests.time_world import VirtualClock, until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -20,7 +21,7 @@ from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.follow import trust
 from prime_node.cli import wire, wire_swarm
 from prime_node.worker.config import WorkerConfig
-from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import Role
@@ -87,3 +88,31 @@ async def test_an_audit_takes_no_timestamp_of_a_key_that_a_later_ring_replaced()
     assert (report.failure.number, "key ring 1" in report.failure.detail) == (9, True)
     source.shown_timestamp = seal(stamp, PayloadType.TIMESTAMP, NEW)
     assert (await audit(source, source.run.digest, now_ms=now_ms)).passed
+
+
+async def test_two_key_rings_of_one_version_are_kept_as_evidence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, the second one was never looked at: a thief of a former root could split a run without a trace."""
+    clock = VirtualClock()
+    one, other = make_source(clock), make_source(clock)
+    first, second = rotate(one, coordinator=(NEW,)), rotate(other, trainer=(NEW,))
+    one.shown_timestamp = one.timestamp_of(one.shown_head, key=NEW)
+    follower = make_trust(tmp_path, clock, one, other)
+    await follower.refresh()
+    kept = {open_envelope(path.read_bytes()).payload for path in (tmp_path / "evidence").glob("key-ring-*.json")}
+    assert kept == {first.payload, second.payload}
+    assert "the root contradicts itself (the run's root has signed two key rings 1" in caplog.text
+    await follower.refresh()
+    assert len(list((tmp_path / "evidence").iterdir())) == 2
+
+
+async def test_a_key_ring_that_the_root_has_not_signed_is_no_evidence(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    one, other = make_source(clock), make_source(clock)
+    rotate(one, trainer=(NEW,))
+    other.key_rings.append(next_ring(other.run.keys, NEW, published=other.signed(0).point, root=(NEW,)))
+    follower = make_trust(tmp_path, clock, one, other)
+    await follower.refresh()
+    assert not (tmp_path / "evidence").exists()
+    assert follower.fault() == ""

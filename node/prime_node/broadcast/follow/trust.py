@@ -8,12 +8,12 @@ the version that it knows, and says so.
 
 Invariant: rings and amendments only grow and the timestamp only moves forward, over restarts too, because all are on disk
 before they count. One that a wrong clock took is replaced once the clock is right. An unreachable, lagging or dishonest source
-costs a log line. Two timestamps of which the later contradicts the earlier convict the coordinator's key: both are kept in
-`evidence`. Linked peers are asked too, so that the coordinator cannot tell us one thing and them another. A peer's timestamp
-counts only if its key ring is known here and the peer shows the manifest that it names, signed by the trainer: so a stolen
-coordinator key cannot stop machines that have an honest source. A key ring that replaces the signer of the newest timestamp
-voids it. When no source shows a fresh timestamp, `fault` says so, and roles that take new work must wait: the run may have
-continued, and the sources may show an old state.
+costs a log line. Two timestamps of which the later contradicts the earlier convict the coordinator's key, and two key rings of
+one version the root: both are kept in `evidence`. Linked peers are asked too, so that the coordinator cannot tell us one thing
+and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the manifest that it names,
+signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A key ring that replaces the
+signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and roles that take new work
+must wait: the run may have continued, and the sources may show an old state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.key_ring import ChainPoint
+from prime_protocol.key_ring import ChainPoint, KeyChain
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.timestamp import Timestamp, check_follows, check_fresh, open_timestamp, require_named
@@ -85,6 +85,8 @@ class Trust:
         self._is_over = False
         """Whether the last policy's manifest was seen: then nothing newer can be hidden."""
         self._reasons: dict[str, str] = {}
+        self._rings_compared: dict[str, int] = {}
+        """Version of the key ring that each source was found to share."""
         self._said = ""
         try:
             for name in ("keys", "calibrations"):
@@ -157,6 +159,7 @@ class Trust:
         reason = ""
         try:
             await self._follow_rings(source)
+            await self._compare_ring(name, source)
             async with asyncio.timeout(ANSWER_S_MAX):
                 self._take_timestamp(await source.timestamp())
             if (last := self._unseen_last()) is not None:
@@ -202,6 +205,28 @@ class Trust:
             self._void_if_revoked()
             log.warning("key ring %d of the run's root is in force: %s", version, ring.reason or "no reason given")
 
+    async def _compare_ring(self, name: str, source: StatementSource) -> None:
+        """Compare the newest key ring with the source's, once. Keep both and raise RemoteError(FORK) if the root signed both."""
+        keys, version = self.run.keys, self.run.keys.version
+        if not version or self._rings_compared.get(name) == version:
+            return
+        try:
+            async with asyncio.timeout(ANSWER_S_MAX):
+                shown = await source.key_ring(version)
+        except RemoteError as error:
+            if error.code is ErrorCode.NOT_FOUND:  # it lags
+                return
+            raise
+        known = keys.rings[version - 1][1]
+        if shown.payload != known.payload:
+            KeyChain(keys.run, keys.first, keys.rings[: version - 1]).check(shown)
+            fork = RemoteError(
+                ErrorCode.FORK, f"the run's root has signed two key rings {version}: ask the run's creator"
+            )
+            self._keep_evidence("key-ring", "root", fork, shown, known)
+            raise fork
+        self._rings_compared[name] = version
+
     async def _follow_calibrations(self, source: StatementSource) -> None:
         """Take the amendments up to the one that the newest timestamp names, if the source has all of them.
 
@@ -245,7 +270,8 @@ class Trust:
             return stamp if self.newest is None or check_follows(stamp, self.newest, self._clock.now_ms()) else None
         except RemoteError as error:
             if error.code is not ErrorCode.EXPIRED:
-                self._keep_evidence(envelope, error)
+                earlier = [] if self._newest_envelope is None else [self._newest_envelope]
+                self._keep_evidence("timestamp", "coordinator", error, envelope, *earlier)
             raise
 
     def _take_timestamp(self, envelope: Envelope) -> None:
@@ -265,20 +291,20 @@ class Trust:
             log.warning("the newest timestamp is void: %s; asking for another", error)
             self.newest = self._newest_envelope = None
 
-    def _keep_evidence(self, envelope: Envelope, error: RemoteError) -> None:
-        """Keep the coordinator's new and earlier statement, both signed by its key."""
+    def _keep_evidence(self, kind: str, signer: str, error: RemoteError, *statements: Envelope) -> None:
+        """Keep statements that contradict each other, all signed by the keys of one role."""
         folder = self._folder / "evidence"
-        evidence = [one.to_bytes() for one in (envelope, self._newest_envelope) if one is not None]
+        evidence = [one.to_bytes() for one in statements]
         try:
             folder.mkdir(exist_ok=True)
             for data in evidence:
-                path = place(folder, f"timestamp-{digest_of(data)[:16]}.json")
+                path = place(folder, f"{kind}-{digest_of(data)[:16]}.json")
                 if not path.exists() and len(list(folder.iterdir())) < EVIDENCE_FILES_MAX:
                     write_durably(path, data)
-                    log.error("the coordinator contradicts itself (%s); evidence in %s", error.detail, path)
+                    log.error("the %s contradicts itself (%s); evidence in %s", signer, error.detail, path)
         except OSError as failed:
             log.error(
-                "the coordinator contradicts itself (%s), and the evidence cannot be kept: %s", error.detail, failed
+                "the %s contradicts itself (%s), and the evidence cannot be kept: %s", signer, error.detail, failed
             )
 
     def _restore(self) -> None:
