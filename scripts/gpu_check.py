@@ -2,10 +2,12 @@
 
 Each step prints one line of JSON: {"step", "ok", "values", "missed"} or {"step", "skipped": "needs ..."}. The exit code is 1 if
 a check is missed. A machine with a GPU needs torch, Triton, transformers and this checkout; a step says what else is missing.
-`--dry-run` runs the same code in small shapes on the CPU, with Triton's interpreter, and asserts no times.
+`--dry-run` runs the same code in small shapes on the CPU, with Triton's interpreter, and asserts no times. `--json` prints the
+checks alone, as benchmarks do; a skipped step is a missed check.
 
     python scripts/gpu_check.py all
     python scripts/gpu_check.py noise --dry-run
+    python scripts/bench/results.py record -- python scripts/gpu_check.py all
 """
 
 from __future__ import annotations
@@ -19,69 +21,16 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / part) for part in ("node", "protocol", "lab")]
+sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
+from checks import Check, Output
 
-class Skipped(Exception):
-    """A step cannot run here."""
-
-
-@dataclass
-class Step:
-    """One step's shapes and results."""
-
-    dry: bool
-    values: dict[str, Any] = field(default_factory=dict)
-    missed: list[str] = field(default_factory=list)
-
-    @property
-    def device(self) -> str:
-        """Device of the step."""
-        return "cpu" if self.dry else "cuda"
-
-    def at_most(self, name: str, value: float, bar: float) -> None:
-        """Record a value, and a miss if it is not at most `bar`; NaN is a miss."""
-        self.values[name] = value
-        if not value <= bar:
-            self.missed.append(f"{name} {value:.4g} > {bar:g}")
-
-    def at_least(self, name: str, value: float, bar: float) -> None:
-        """Record a value, and a miss if it is not at least `bar`."""
-        self.values[name] = value
-        if not value >= bar:
-            self.missed.append(f"{name} {value:.4g} < {bar:g}")
-
-    def seconds(self, work: Callable[[], object], *, repeat: int = 5) -> float:
-        """Return the least time of a call, after one that is not timed."""
-        import torch
-
-        best = float("inf")
-        for turn in range(1 if self.dry else repeat + 1):
-            started = time.perf_counter()
-            work()
-            if not self.dry:
-                torch.cuda.synchronize()
-            if turn or self.dry:
-                best = min(best, time.perf_counter() - started)
-        return best
-
-
-def need(*names: str) -> None:
-    """Import modules. Raises Skipped with the missing packages."""
-    missing = set()
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            missing.add(error.name or name)
-    if missing:
-        raise Skipped(f"needs {', '.join(sorted(missing))}")
+from gpu_engines import validator, vllm
+from gpu_step import Skipped, Step, model_folder, need
 
 
 def imports(step: Step) -> None:
@@ -212,25 +161,6 @@ def attention(step: Step) -> None:
         step.at_least("large_blocks_faster", times["small"] / times["large"], 5)
 
 
-def _model_folder(step: Step, folder: Path) -> Path:
-    """Write a Qwen3 configuration with a tied head: the shape of Qwen3-0.6B, or a small one."""
-    from prime_node.adapters.models.tiny_model import tiny_model_files
-
-    for name, data in tiny_model_files().items():
-        (folder / name).write_bytes(data)
-    config = json.loads((folder / "config.json").read_bytes()) | {"tie_word_embeddings": True, "num_key_value_heads": 2}
-    if not step.dry:
-        config |= {"hidden_size": 1_024, "num_hidden_layers": 28, "intermediate_size": 3_072, "vocab_size": 151_936}
-        config |= {
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40_960,
-        }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def trainer(step: Step) -> None:
     """Train a tied model for five steps in bf16, compare its logprobs with the CPU's in fp32, and time step and snapshot."""
     need("transformers", "prime_node.adapters.training.torch_backend")
@@ -254,7 +184,7 @@ def trainer(step: Step) -> None:
     tokens = [tuple(draw.randrange(vocab_size) for _ in range(length)) for _ in range(count)]
     samples = [TrainSample(one[:4], one[4:], (-5.0,) * (length - 4), draw.gauss(0.0, 1.0)) for one in tokens]
     with tempfile.TemporaryDirectory() as folder:
-        model = _model_folder(step, Path(folder))
+        model = model_folder(step, Path(folder))
         planned_bytes = trainer_memory(model_shape(model), TrainerLoad(compute_dtype="bf16")).device
         settings: dict[str, Any] = {"packing": Packing("sequences"), "device": step.device}
         ranks, placement = Ranks.single(device=step.device), Placement(compute_dtype="bf16")
@@ -284,94 +214,27 @@ def trainer(step: Step) -> None:
         step.at_least("snapshot_gb_per_second", num_bytes(copied) / 1e9 / snapshot_seconds, 1)
 
 
-def validator(step: Step) -> None:
-    """Score completions in bf16 on the device, and compare a few with the CPU in fp32."""
-    need("transformers", "prime_node.adapters.engines.transformers_engine")
-    import asyncio
-
-    import numpy as np
-
-    from prime_node.adapters.engines.transformers_engine import TransformersEngine
-    from prime_node.adapters.models.tiny_model import initial_weights
-    from prime_node.ports.engine import ScoreRequest
-    from prime_protocol.assignment import Sampling
-
-    vocab_size, length, count = (264, 16, 8) if step.dry else (151_936, 1_024, 256)
-    random = np.random.default_rng(0)
-    asked = [
-        ScoreRequest((1, 2, 3), tuple(random.integers(0, vocab_size, length).tolist()), seed=n) for n in range(count)
-    ]
-    sampling = Sampling(temperature=1.0, completion_tokens_max=length, stop_token_ids=(0,))
-
-    async def compare() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            model = _model_folder(step, Path(folder))
-            engines = [TransformersEngine(model, dtype="bf16", device=step.device), TransformersEngine(model)]
-            weights = initial_weights(model, 0)
-        for engine in engines:
-            await engine.load(weights, policy_version=0)
-        few = asked[: 4 if step.dry else 2]
-        device, exact = [await engine.prefill(few, sampling) for engine in engines]
-        step.values["logprob_error_mean"] = float(np.abs(device.logprobs_T - exact.logprobs_T).mean())
-        step.at_most("logprob_error_max", float(np.abs(device.logprobs_T - exact.logprobs_T).max()), 0.25)
-        step.values["margin_error_mean"] = float(np.abs(device.margins_T - exact.margins_T).mean())
-        await engines[0].prefill(few, sampling)
-        started = time.perf_counter()
-        await engines[0].prefill(asked, sampling)
-        rate = count * length / (time.perf_counter() - started)
-        if not step.dry:
-            step.at_least("tokens_per_second", rate, 20_000)
-        for engine in engines:
-            await engine.close()
-
-    asyncio.run(compare())
-
-
-def vllm(step: Step) -> None:
-    """Sample with both model runners, with proofs, and compare tokens and logprobs with a forward pass."""
-    if step.dry:
-        raise Skipped("needs a GPU; tests/conformance/test_vllm_v2.py runs both model runners on a CPU")
-    need("transformers", "prime_node.adapters.engines.vllm_engine")
-    import asyncio
-
-    import numpy as np
-
-    from prime_node.adapters.engines.transformers_engine import TransformersEngine
-    from prime_node.adapters.engines.vllm_engine import VllmEngine
-    from prime_node.adapters.models.tiny_model import initial_weights
-    from prime_node.ports.engine import GenerateRequest, ScoreRequest
-    from prime_protocol.assignment import Sampling
-
-    asked = [GenerateRequest(tuple(range(n, n + 20)), seed=n, proofs=True) for n in range(256)]
-    sampling = Sampling(temperature=1.0, completion_tokens_max=128, stop_token_ids=(0,))
-
-    async def compare(runner: str) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            model = _model_folder(step, Path(folder))
-            weights = initial_weights(model, 0)
-            engine = VllmEngine(model, context_tokens_max=256, model_runner=runner)
-            await engine.load(weights, policy_version=0)
-            await engine.generate(asked, sampling)
-            started = time.perf_counter()
-            completions = await engine.generate(asked, sampling)
-            tokens = sum(len(one.token_ids) for one in completions)
-            step.values[f"{runner}_tokens_per_second"] = tokens / (time.perf_counter() - started)
-            await engine.close()
-            scorer = TransformersEngine(model, dtype="bf16", device="cuda")
-            await scorer.load(weights, policy_version=0)
-            done = zip(asked, completions, strict=True)
-            to_score = [ScoreRequest(a.prompt_token_ids, one.token_ids, a.seed, hidden=True) for a, one in done]
-            found = await scorer.prefill(to_score, sampling)
-            claimed = np.array([nats for one in completions for nats in one.logprobs])
-            step.at_most(f"{runner}_logprob_error_mean", float(np.abs(found.logprobs_T - claimed).mean()), 0.02)
-            step.at_most(f"{runner}_flips", float((found.margins_T > 0).mean()), 0.02)
-            await scorer.close()
-
-    for runner in ("v1", "v2"):
-        asyncio.run(compare(runner))
-
-
 STEPS = {step.__name__: step for step in (imports, noise, attention, trainer, validator, vllm)}
+
+
+def run(name: str, *, dry: bool) -> list[Check]:
+    """Run a step, print its line and return its checks."""
+    step, started = Step(dry), time.perf_counter()
+    line: dict[str, Any] = {"step": name}
+    try:
+        need("torch", "numpy")
+        if not dry and not importlib.import_module("torch").cuda.is_available():
+            raise Skipped("needs an NVIDIA GPU that torch can use; --dry-run runs on the CPU")
+        STEPS[name](step)
+    except Skipped as skipped:
+        line["skipped"] = str(skipped)
+        found = [Check(f"{name}: runs here", 0, ">= 1", ok=False)]
+    else:
+        missed = [f"{check.name} {check.value:.4g}, bar {check.bar}" for check in step.checks if not check.ok]
+        line |= {"ok": not missed, "values": step.values, "missed": missed}
+        found = [replace(check, name=f"{name}: {check.name}") for check in step.checks]
+    print(json.dumps(line | {"seconds": round(time.perf_counter() - started, 1)}), flush=True)
+    return found
 
 
 def main() -> int:
@@ -379,25 +242,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=[*STEPS, "all"])
     parser.add_argument("--dry-run", action="store_true", help="small shapes on the CPU; no times")
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON alone")
     arguments = parser.parse_args()
     if arguments.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
-    failed = False
-    for name in STEPS if arguments.step == "all" else [arguments.step]:
-        step, started = Step(arguments.dry_run), time.perf_counter()
-        line: dict[str, Any] = {"step": name}
-        try:
-            need("torch", "numpy")
-            if not step.dry and not importlib.import_module("torch").cuda.is_available():
-                raise Skipped("needs an NVIDIA GPU that torch can use; --dry-run runs on the CPU")
-            STEPS[name](step)
-        except Skipped as skipped:
-            line["skipped"] = str(skipped)
-        else:
-            line |= {"ok": not step.missed, "values": step.values, "missed": step.missed}
-        failed |= bool(step.missed)
-        print(json.dumps(line | {"seconds": round(time.perf_counter() - started, 1)}), flush=True)
-    return int(failed)
+    output = Output(as_json=True) if arguments.json else None
+    names = STEPS if arguments.step == "all" else [arguments.step]
+    checks = [check for name in names for check in run(name, dry=arguments.dry_run)]
+    if output is not None:
+        return output.finish(checks)
+    return int(any(not check.ok for check in checks if not check.name.endswith(": runs here")))
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_a_dry_run_does_every_step_but_vllm() -> None:
 @pytest.mark.timeout(120)
 def test_a_step_names_the_package_that_is_missing(tmp_path: Path) -> None:
     hides = "import sys\nsys.modules['pydantic'] = None\nsys.argv = ['gpu_check', 'validator', '--dry-run']\n"
+    hides += f"sys.path.insert(0, {str(PROGRAM.parent)!r})\n"
     runner = tmp_path / "without_pydantic.py"
     runner.write_text(f"{hides}import runpy\nrunpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n")
     ended = subprocess.run([sys.executable, str(runner)], check=True, capture_output=True, text=True, timeout=100)

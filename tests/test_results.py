@@ -12,7 +12,11 @@ from types import ModuleType
 import pytest
 
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
-SCRIPTS = [path for path in sorted(BENCH.glob("*.py")) if 'add_argument("--json"' in path.read_text(encoding="utf-8")]
+SCRIPTS = [
+    path
+    for path in (*sorted(BENCH.glob("*.py")), BENCH.parent / "gpu_check.py")
+    if 'add_argument("--json"' in path.read_text(encoding="utf-8")
+]
 """Benchmarks that check bars."""
 
 

@@ -134,7 +134,7 @@ def record(command: list[str], *, variant: str, notes: str) -> Path:
     """Run a benchmark and keep what it prints. Raise SystemExit if that is not JSON alone."""
     bench = next((Path(word).stem for word in command if word.endswith(".py")), None)
     if bench is None:
-        raise SystemExit("no scripts/bench/X.py in the command")
+        raise SystemExit("no scripts/bench/X.py, and not scripts/gpu_check.py, in the command")
     load = os.getloadavg()[0]
     result = subprocess.run([*command, *([] if "--json" in command else ["--json"])], stdout=subprocess.PIPE, text=True)
     try:
