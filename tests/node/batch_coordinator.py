@@ -164,7 +164,10 @@ class BatchCoordinator:
             self.held_out.append(request.held_out)
         self._answer()
         self.fuse.passes("batch")
-        self.durable_step = max(self.durable_step, request.durable_step)
+        spec = self.run.spec
+        if request.step >= spec.max_steps or request.part >= spec.schedule.batches_per_step:
+            raise RemoteError(ErrorCode.NOT_FOUND, "the run has no such batch")
+        self.durable_step = max(self.durable_step, min(request.durable_step, request.step))
         if request.step < self.durable_step:
             raise RemoteError(ErrorCode.NOT_FOUND, f"batch {request.step} is forgotten")
         policy_version = max(0, request.step - self.run.spec.async_level)
@@ -190,7 +193,9 @@ class BatchCoordinator:
     async def bundle(self, request: BundleRequest) -> bytes:
         self._answer()
         self.fuse.passes("bundle")
-        found = self.bundles[request.bundle] if self.spoil is None else self.spoil(self.bundles[request.bundle])
+        found = self.bundles.get(request.bundle)
+        if found is not None and self.spoil is not None:
+            found = self.spoil(found)
         if found is None:
             raise RemoteError(ErrorCode.NOT_FOUND, f"no bundle {request.bundle}")
         if digest_of(found) != request.bundle:
@@ -209,6 +214,8 @@ class BatchCoordinator:
         if len(self.manifests) >= self.takes_in_max:
             await asyncio.Event().wait()
         self.fuse.passes("before publish")
+        if not any(one.key_id in self.run.keys.current.trainer for one in manifest.signatures):
+            raise RemoteError(ErrorCode.WRONG_ROLE, "only trainer keys of the run may send this request")
         signed = open_manifest(manifest, self.run)
         if self.forgets:
             self.forgets -= 1

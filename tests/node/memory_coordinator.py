@@ -108,6 +108,10 @@ class MemoryCoordinator(MemorySource):
         self._check_worker()
         self.speeds.append(request.speed)
         await asyncio.sleep(0)
+        if request.policy_version not in self.manifests:
+            return NotYet(reason=f"policy {request.policy_version} is not published here", retry_after_s=0.5)
+        if self.manifests[request.policy_version].digest != request.policy_digest:
+            raise RemoteError(ErrorCode.CHAIN_BROKEN, "fetch the policy again")
         if len(self.leases) >= self.leases_max:
             return NotYet(reason="no work left", retry_after_s=0.5)
         seeds = iter(range(self._slot * 1_000, (self._slot + 2) * 1_000))
@@ -137,6 +141,8 @@ class MemoryCoordinator(MemorySource):
 
     async def return_lease(self, request: ReturnLeaseRequest) -> None:
         self._check_worker()
+        if request.lease_id not in self.leases:
+            raise RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease")
         self.returned.append(request.lease_id)
 
     async def upload(self, parcel: bytes) -> UploadReply:
@@ -145,18 +151,25 @@ class MemoryCoordinator(MemorySource):
         if bundle not in self.verdicts:
             opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
             header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=[WORKER.key_id]), RolloutHeader)
+            if header.lease_id not in self.leases:
+                raise RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease; request a new one")
             self.verdicts[bundle] = verdict = self._judge(header, opened.check_body(header))
             self._write_receipt(bundle, header, verdict)
         self.after_upload()
-        return UploadReply(bundle=bundle, verdict=None)
+        is_late = self.verdicts[bundle].reason is RejectReason.LEASE_EXPIRED
+        return UploadReply(bundle=bundle, verdict=self.verdicts[bundle] if is_late else None)
 
     async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
         self._check_reachable()
+        if not self.joined:
+            raise RemoteError(ErrorCode.UNKNOWN_WORKER, "join first")
         signed = [seal(one, PayloadType.RECEIPT, self.key) for one in self.receipts_signed[request.after :]]
         return ReceiptList(receipts=tuple(one.to_bytes().decode() for one in signed), next=len(self.receipts_signed))
 
     async def standing(self, key: str) -> Standing:
         self._check_reachable()
+        if key != WORKER.key_id:
+            raise RemoteError(ErrorCode.NOT_FOUND, "this key has no standing")
         tokens = sum(receipt.num_tokens for receipt in self.receipts_signed)
         machine = MachineStanding(
             worker=key, name="worker", state="idle", accepted=self.accepted, refused=0, tokens=tokens
@@ -171,8 +184,8 @@ class MemoryCoordinator(MemorySource):
 
     def _judge(self, header: RolloutHeader, body: memoryview) -> Verdict:
         rollouts = parse_body(header, body, self.run.spec.limits)
-        lease = self.leases.get(header.lease_id)
-        if lease is None or self._now_ms() > lease.expires_at_ms:
+        lease = self.leases[header.lease_id]
+        if lease.lease_id in self.returned or self._now_ms() > lease.expires_at_ms:
             return Verdict.refuse(RejectReason.LEASE_EXPIRED)
         if header.lease_digest != digest_of(lease.model_dump_json().encode()):
             return Verdict.refuse(RejectReason.WRONG_ASSIGNMENT, "the header does not name the lease")

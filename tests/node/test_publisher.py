@@ -170,7 +170,7 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
     await forger.start()
     with pytest.raises(RemoteError) as refused:
         await forger.submit(1, weights(1), provenance(1))
-    assert refused.value.code is ErrorCode.BAD_SIGNATURE
+    assert refused.value.code is ErrorCode.WRONG_ROLE
     await forger.close()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from tests.node.memory_coordinator import MemoryCoordinator
-from tests.node.table_engine import TableEngine
+from tests.node.table_engine import TableEngine, table_weights
 from tests.node.worker_world import COORDINATOR, STRANGER, WORKER, make_run
 from tests.time_world import VirtualClock
 
@@ -29,9 +29,10 @@ RUN = make_run()
 
 def offer(**changes: object) -> tuple[Envelope, LeaseRequest, PinnedRun]:
     """Return a lease as the coordinator gives it, with some fields changed before signing."""
-    asked = LeaseRequest(policy_version=0, policy_digest="0" * 64, rollouts_max=8)
     signer = changes.pop("signer", COORDINATOR)
     coordinator = MemoryCoordinator(RUN, VirtualClock())
+    policy = coordinator.publish_policy(table_weights(0))
+    asked = LeaseRequest(policy_version=0, policy_digest=policy.digest, rollouts_max=8)
     coordinator.known = True
     envelope = asyncio.run(_lease(coordinator, asked))
     fields = json.loads(envelope.payload) | changes

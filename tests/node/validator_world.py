@@ -22,6 +22,7 @@ from prime_node.validator.validator import Validator
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.noise import gumbel_noise
 from prime_protocol.parcel import pack_parcel
@@ -172,6 +173,8 @@ class MemoryCheckQueue(MemorySource):
         """Bundles that each HoldingRequest named."""
         self.lost: set[str] = set()
         """Bundles that another validator has."""
+        self.handed: dict[str, Lease] = {}
+        """Bundles that were given to this validator."""
         self.deadline_ms = 10**12
         self.left_ms: int | None = None
         self.tasks = [(lease, digest_of(parcel)) for lease, parcel in tasks]
@@ -185,24 +188,43 @@ class MemoryCheckQueue(MemorySource):
                 self._stop.set()
             return NotYet(reason="nothing to check", retry_after_s=0.1)
         lease, bundle = self.tasks.pop(0)
+        self.handed[bundle] = lease
         left_ms = self.left_ms if request.asks_left else None
         return CheckTask(bundle=bundle, lease=lease, deadline_ms=self.deadline_ms, left_ms=left_ms)
 
     async def holding(self, request: HoldingRequest) -> HoldingReply:
         self.named.append(request.bundles)
-        return HoldingReply(lost=tuple(one for one in request.bundles if one in self.lost))
+        return HoldingReply(lost=tuple(one for one in request.bundles if not self._is_held(one)))
 
     async def bundle(self, request: BundleRequest) -> bytes:
         self._fail()
+        if request.bundle not in self.bundles:
+            raise RemoteError(ErrorCode.NOT_FOUND, "no such bundle; it may have been deleted")
         return self.bundles[request.bundle]
 
     async def put_logprobs(self, bundle: str, logprobs_T: npt.NDArray[np.float32]) -> str:
+        self._require_held(bundle)
         raise AssertionError("this run's trainer uses the claimed logprobs")
 
     async def check_result(self, request: CheckResultRequest) -> None:
         self._fail()
+        reason = request.verdict.reason
+        if reason is not None and not reason.is_for_validators:
+            raise RemoteError(ErrorCode.WRONG_TYPE, "only the coordinator can find it")
+        if request.bundle in self.results:
+            return
+        self._require_held(request.bundle)
+        if len(request.rewards) != (self.handed[request.bundle].num_rollouts if reason is None else 0):
+            raise RemoteError(ErrorCode.WRONG_TYPE, "another number of rewards")
         self.results[request.bundle] = request
         self.on_result(request)
+
+    def _is_held(self, bundle: str) -> bool:
+        return bundle in self.handed and bundle not in self.results and bundle not in self.lost
+
+    def _require_held(self, bundle: str) -> None:
+        if not self._is_held(bundle):
+            raise RemoteError(ErrorCode.NOT_FOUND, "the bundle is not assigned to this validator")
 
     def _fail(self) -> None:
         if self.failures:

@@ -206,6 +206,8 @@ class MemorySource:
         self.blobs_asked.append(digest)
         if digest not in self.blobs:
             raise RemoteError(ErrorCode.NOT_FOUND, f"no blob {digest}")
+        if start >= max(1, len(self.blobs[digest])) and (end is None or end > start):
+            raise RemoteError(ErrorCode.BAD_RANGE, "no range that can be sent")
         return self.blobs[digest][start:end]
 
     def _check_reachable(self) -> None:
